@@ -22,7 +22,7 @@ class BlockSpec:
 
     Attributes:
         key: path-like name: segments of letters, digits, ``_ . -`` joined by ``/``.
-        home: name of the tier that owns the block's slot for life.
+        home: name of the tier that owns the block's slot for the block's lifetime.
         durable: whether commits include the block; False for scratch blocks (gradients, activations).
     """
 

@@ -36,7 +36,7 @@ class Routes:
             self._found[src, dst] = self._search(src, dst)
         return self._found[src, dst]
 
-    def passed(self, src: str, dst: str) -> tuple[str, ...]:
+    def tiers_between(self, src: str, dst: str) -> tuple[str, ...]:
         """Return the tiers that a copy passes between ``src`` and ``dst``."""
         return tuple(here for here, _ in self.between(src, dst)[1:])
 
@@ -48,21 +48,21 @@ class Routes:
             return False
 
     def _search(self, src: str, dst: str) -> tuple[tuple[str, str], ...]:
-        ways: dict[str, tuple[tuple[str, str], ...]] = {src: ()}
+        paths: dict[str, tuple[tuple[str, str], ...]] = {src: ()}
         reached = [src]
         for here in reached:  # The list grows during the loop, in breadth-first order.
             for link in self.links:
-                if link[0] == here and link[1] not in ways:
-                    ways[link[1]] = (*ways[here], link)
+                if link[0] == here and link[1] not in paths:
+                    paths[link[1]] = (*paths[here], link)
                     reached.append(link[1])
-        if dst not in ways:
+        if dst not in paths:
             raise ValueError(f"no links lead from tier '{src}' to tier '{dst}'")
-        return ways[dst]
+        return paths[dst]
 
 
 def stops(routes: Routes, block: Block, access: Access) -> Sequence[str]:
     """Return the tiers between a block's home and an access in which the block has or will have a copy."""
-    between = routes.passed(block.spec.home, access.tier)
+    between = routes.tiers_between(block.spec.home, access.tier)
     target = block.copies.get(access.tier)
     # A valid copy that is only read will not move again, so only the existing copies remain.
     if access.mode == "r" and target is not None and target.state.is_valid:

@@ -107,7 +107,7 @@ class Leasing:
                 while (waiting := self._first_obstacle(targets)) is not None:
                     if self._cancel_evictions(targets, waiting):
                         continue
-                    self._check_can_ever(targets, waiting)
+                    self._check_can_succeed(targets, waiting)
                     asks_again = not self._wait(waiting, targets[0][0], deadline, asks_again=asks_again)
                     has_waited = True
                 streams = _streams_of(self.movement.stream_tiers, {copy.tier for _, copy, _ in targets}, stream)
@@ -124,11 +124,11 @@ class Leasing:
         """Advance every target one step; return the first reason to wait, or None if all leases can be granted."""
         first: Waiting | None = None
         for block, copy, mode in targets:
-            waiting = self._obstacle(block, copy, mode)
+            waiting = self._prepare(block, copy, mode)
             first = first or waiting
         return first
 
-    def _obstacle(self, block: Block, copy: Copy, mode: Mode) -> Waiting | None:
+    def _prepare(self, block: Block, copy: Copy, mode: Mode) -> Waiting | None:
         if block.writer is not None:
             return Waiting("lease")
         # If home is CLEAN, no copy is newer, so nothing has to be fetched. Most blocks of a step are in this state.
@@ -290,26 +290,26 @@ class Leasing:
 
     # -- refusal -----------------------------------------------------------------------------------------------
 
-    def _check_can_ever(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: Waiting) -> None:
+    def _check_can_succeed(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: Waiting) -> None:
         """Raise at once if waiting cannot help, because the tier is too small or the caller's own lease blocks it."""
         if waiting.cause == "lease":
-            mine = threads_of_caller()
+            own_threads = threads_of_caller()
             for block, _, mode in targets:
                 for lease in self.leases:
-                    if lease._block is block and lease.thread_id in mine and (mode != "r" or lease.mode != "r"):
+                    if lease._block is block and lease.thread_id in own_threads and (mode != "r" or lease.mode != "r"):
                         key = block.spec.key
-                        who = "this thread" if lease.thread_id == mine[0] else "the caller of this backward"
+                        who = "this thread" if lease.thread_id == own_threads[0] else "the caller of this backward"
                         raise LeaseError(f"'{key}' is leased ('{lease.mode}') by {who}: release it first")
         if waiting.cause == "space":
-            there = [(b, c) for b, c, _ in targets if c.tier == waiting.tier and not c.is_home]
-            need = sum(self.tier(waiting.tier).slot_bytes(b.spec.nbytes) for b, _ in there) or waiting.need_bytes
-            if need > self._room_ever(waiting.tier, besides=[c for _, c in there]):
+            requested = [(b, c) for b, c, _ in targets if c.tier == waiting.tier and not c.is_home]
+            need = sum(self.tier(waiting.tier).slot_bytes(b.spec.nbytes) for b, _ in requested) or waiting.need_bytes
+            if need > self._max_free_bytes(waiting.tier, also_freeable=[c for _, c in requested]):
                 keys = ", ".join(b.spec.key for b, _, _ in targets)
                 raise self._capacity_error(waiting.tier, need, f"to acquire {keys}")
 
     def _cancel_evictions(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: Waiting) -> bool:
         """Cancel evictions of targets that the caller's leases keep from finishing; return whether any was canceled."""
-        if waiting.cause != "space" or waiting.need_bytes <= self._room_ever(waiting.tier):
+        if waiting.cause != "space" or waiting.need_bytes <= self._max_free_bytes(waiting.tier):
             return False
         newest = [copy for block, _, _ in targets if (copy := block.newest()) is not None]
         leaving = [copy for copy in newest if copy.drop_when_clean and copy.state is CopyState.DIRTY]
@@ -317,17 +317,17 @@ class Leasing:
             copy.drop_when_clean = False
         return bool(leaving)
 
-    def _room_ever(self, tier: str, besides: Sequence[Copy] = ()) -> int:
+    def _max_free_bytes(self, tier: str, also_freeable: Sequence[Copy] = ()) -> int:
         """Return the bytes of ``tier`` that could become free if all other callers released their leases."""
         usage = self.movement.tiers[tier].usage()
         threads = threads_of_caller()
-        mine = {lease._copy for lease in self.leases if lease.thread_id in threads}
+        own_copies = {lease._copy for lease in self.leases if lease.thread_id in threads}
         freeable = 0
         for block in self.movement.blocks.values():
             copy = block.copies.get(tier)
             if copy is None or copy.is_home or copy.slot is None:
                 continue
-            if copy in besides or not (copy.pins or copy in mine):
+            if copy in also_freeable or not (copy.pins or copy in own_copies):
                 freeable += copy.slot_bytes
         return usage.free_bytes + freeable
 
@@ -355,7 +355,7 @@ class Leasing:
         nbytes, need = block.spec.nbytes, tier.slot_bytes(block.spec.nbytes)
         asks_again = False
         # Skip the scan of all blocks (up to 100,000) if enough bytes are free.
-        while need <= tier.usage().free_bytes or need <= self._room_ever(tier.name):
+        while need <= tier.usage().free_bytes or need <= self._max_free_bytes(tier.name):
             slot = self.movement.make_room(block, tier.name, for_use=-1, demand=True, home=True)
             if slot is not None:
                 return slot
@@ -381,7 +381,7 @@ class Leasing:
             CapacityError: waiting could never help. Also ``LeaseError``.
             TransferError: a write-back failed.
         """
-        self._check_can_ever([(block, block.home, "r")], waiting)
+        self._check_can_succeed([(block, block.home, "r")], waiting)
         self._wait(waiting, block, None, asks_again=True)
 
     # -- placement ---------------------------------------------------------------------------------------------

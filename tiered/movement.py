@@ -86,7 +86,7 @@ class Movement:
         """Add a registered block."""
         self.occupancy.num_changes += 1
         self.blocks[block.spec.key] = block
-        self.prefetcher.know(block)
+        self.prefetcher.add_block(block)
 
     @property
     def slowest_writable(self) -> str:
@@ -113,7 +113,7 @@ class Movement:
         newest = block.newest()
         if newest is not None and newest.drop_when_clean:
             # The copy is being evicted. Using it again would make the moved bytes depend on timing.
-            waiting = self.write_back(block, newest) or self.rest_of(newest, "drain")
+            waiting = self.write_back(block, newest) or self.waiting_for_transfer(newest, "drain")
             if waiting is not None:
                 return waiting
             newest = block.newest()
@@ -124,7 +124,7 @@ class Movement:
         if target.is_home:
             if newest is None:
                 raise UninitializedBlockError(block.spec.key)
-            return self.write_back(block, newest) or self.rest_of(newest, "drain")
+            return self.write_back(block, newest) or self.waiting_for_transfer(newest, "drain")
         source = self._nearest_source(block, tier)
         if source is None:
             if block.home.state is CopyState.FILLING:
@@ -139,10 +139,10 @@ class Movement:
             return self.no_room(block, tier)
         self.occupancy.take_slot(target, slot)
         self._fill(block, source, target, for_use)
-        return self.rest_of(target, "fill")
+        return self.waiting_for_transfer(target, "fill")
 
     @staticmethod
-    def rest_of(copy: Copy, cause: str) -> Waiting | None:
+    def waiting_for_transfer(copy: Copy, cause: str) -> Waiting | None:
         """Return the reason to wait for the transfer to or from ``copy``, or None if it has ended."""
         assert copy.transfer is not None
         is_over = copy.state is CopyState.CLEAN or (copy.state is CopyState.ABSENT and copy.transfer.error is None)

@@ -26,7 +26,7 @@ class AwaySchedule:
         self._all = schedule or Schedule([])
         self._part: Schedule | None = None
 
-    def know(self, block: Block) -> None:
+    def add_block(self, block: Block) -> None:
         """Update the schedule for a newly registered block, which may already have accesses."""
         if block.spec.key in self._all.keys:
             self._part = None
@@ -182,9 +182,9 @@ class Prefetcher:
         self.settled: object = None
         self._is_pumping = False
 
-    def know(self, block: Block) -> None:
+    def add_block(self, block: Block) -> None:
         """Update the schedule for a newly registered block, which may already have accesses."""
-        self._away.know(block)
+        self._away.add_block(block)
 
     def follow(self, schedule: Schedule | None, lookahead_bytes: int | None) -> None:
         """Prefetch by a new schedule."""
@@ -214,7 +214,7 @@ class Prefetcher:
         try:
             # Start held-up write-backs first: fetches must not take the intermediate space that they need.
             self._mover.send_held_up()
-            state = self.state_of_fetches()
+            state = self.fetch_state()
             if state == self.settled:
                 return
             self.settled, has_begun_all = None, True
@@ -230,7 +230,7 @@ class Prefetcher:
         finally:
             self._is_pumping = False
 
-    def state_of_fetches(self) -> object:
+    def fetch_state(self) -> object:
         """Return all values that decide what to fetch; equal states lead to equal fetches."""
         occupancy, held_up = self._mover.occupancy, self._mover.held_up_slots()
         return self.now, occupancy.num_changes, occupancy.room(held_up), occupancy.buffers(held_up)

@@ -169,7 +169,7 @@ class TieredStore(BlockMapping):
         Raises:
             ValueError: no links connect the tiers.
         """
-        return self._movement.routes.passed(src, dst)
+        return self._movement.routes.tiers_between(src, dst)
 
     # -- registration ------------------------------------------------------------------------------------------
 

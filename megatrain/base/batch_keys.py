@@ -1,4 +1,4 @@
-"""Keys of a micro-batch other than tokens; the data package writes them, losses read them."""
+"""Keys of a micro-batch other than tokens. The data package writes them and losses read them."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ class Change:
 
     Attributes:
         key: as users write it, ``optimizer.groups.0.learning_rate``.
-        before: its first value as TOML has it; None if it is not set.
-        now: its second value, likewise.
+        before: its value in the first config, as parsed from TOML; None if it is not set.
+        now: its value in the second config, in the same form.
     """
 
     key: str
@@ -31,10 +31,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class ConfigChanges:
-    """All keys that differ, in the order of the config.
+    """All keys whose values differ, in the order of the config.
 
     Attributes:
-        altering: changes after which the run computes other numbers.
+        altering: changes that change the numbers that the run computes.
         free: changes that leave the results the same.
     """
 

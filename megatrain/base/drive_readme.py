@@ -1,4 +1,4 @@
-"""The README in a folder on a drive: it holds checkpoints and must not be deleted."""
+"""The README in a folder on a drive: it warns that the folder contains checkpoints and must not be deleted."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write_readme(drive: Path, checkpoints: Path) -> None:
     runs = dict.fromkeys(store.parent if store.name == CHECKPOINTS_NAME else store for store in stores)
     text = _TEXT.format(runs="\n".join(f"  {run}" for run in runs), folder=drive)
     path, temporary = drive / README_NAME, drive / f".{README_NAME}.tmp"
-    with contextlib.suppress(OSError):  # optional: a full drive is reported where it matters
+    with contextlib.suppress(OSError):  # a full drive is reported by the writes that the run needs
         if path.is_file() and path.read_text(encoding="utf-8", errors="replace") == text:
             return
         try:

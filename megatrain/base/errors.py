@@ -13,7 +13,7 @@ __all__ = ["ConfigError", "ModelFolderError", "Problem", "UnsupportedModelError"
 
 
 class UnsupportedModelError(Exception):
-    """The model cannot be trained here. The text names the model, the missing property and the remedy."""
+    """The model cannot be trained. The text names the model, the missing property and the remedy."""
 
     def __init__(self, model: str, problem: str) -> None:
         self.model = model
@@ -29,7 +29,7 @@ class Problem:
         key: dotted key at fault, or "".
         message: what is wrong, as a sentence without a full stop.
         remedy: what to write instead, or "".
-        where: file that holds it, or ``--set``.
+        where: file that contains it, or ``--set``.
         line: line in that file, counted from 1; None if unknown.
     """
 
@@ -45,17 +45,17 @@ class Problem:
 
 
 class ConfigError(Exception):
-    """A config cannot be used. Holds every problem found, in the order of the file.
+    """A config cannot be used.
 
     Attributes:
-        problems: at least one.
+        problems: every problem found, at least one, in the order of the file.
         source: the config file.
     """
 
     def __init__(self, source: str, problems: Iterable[Problem]) -> None:
         self.source = source
         self.problems = tuple(sorted(problems, key=lambda problem: (problem.line is None, problem.line or 0)))
-        assert self.problems, "a ConfigError without a problem"
+        assert self.problems, "a ConfigError needs at least one problem"
         count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
         lines = [f"{count} in {source}"]
         for problem in self.problems:

@@ -1,4 +1,4 @@
-"""Facts about a machine and a model that set the sizes of a first config."""
+"""Facts about a machine and a model that determine the sizes in a first config."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["Drive", "MachineFacts", "ModelFacts"]
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """A folder that could hold blocks.
+    """A folder that could store blocks.
 
     Attributes:
         path: the folder, as the config writes it.
         kind: its file system.
-        objection: reason not to use it, or "".
+        objection: reason not to use it; "" if it can be used.
     """
 
     path: str

@@ -40,7 +40,7 @@ ALIGNMENT_ELEMENTS = 1024
 PART_ELEMENTS = 16 << 20
 """Elements of a part: 64 MiB in fp32. A constant, so that the set of blocks depends on the model, not on memory."""
 MAX_PARTS = 1024
-"""Approximate limit of parts per model; a model that would exceed it has larger parts."""
+"""Approximate limit on the parts of a model; a model that would exceed it gets larger parts."""
 PART_ALIGNMENT_ELEMENTS = 65_536
 """Parts begin at multiples of this: the number of elements in one partial sum of a norm."""
 
@@ -53,8 +53,8 @@ class TensorEntry:
         name: Full parameter name as in `model.named_parameters()`.
         shape: Shape of the parameter; `()` for a scalar.
         offset: First element inside the block; a multiple of `ALIGNMENT_ELEMENTS`.
-        part_of: Name of the model's parameter of which this is a range of the first dimension; empty if it is whole.
-        first: First element of that range, in the model's parameter.
+        part_of: Model parameter of which this entry is a range along the first dimension; "" for a whole parameter.
+        first: First element of this range, counted in the model's parameter.
     """
 
     name: str
@@ -98,7 +98,7 @@ class UnitLayout:
 
     @property
     def first_rows(self) -> tuple[int, ...]:
-        """First row of each part. Empty unless the group is one matrix cut at row boundaries."""
+        """First row of each part; empty unless the group is one matrix that is split at row boundaries."""
         if len(self.entries) != 1 or len(self.entries[0].shape) != 2:
             return ()
         width = self.entries[0].shape[1]
@@ -108,12 +108,12 @@ class UnitLayout:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, padding left out."""
+        """Number of parameters, without padding."""
         return sum(entry.numel for entry in self.entries)
 
 
 def build_layout(name: str, parameters: Iterable[tuple[str, Sequence[int]]], trainable: bool) -> UnitLayout:
-    """Lay parameters one after another, each at an aligned offset.
+    """Return a layout with consecutive parameters, each at an aligned offset.
 
     Args:
         parameters: `(full name, shape)` of every parameter, in definition order.
@@ -129,37 +129,37 @@ def build_layout(name: str, parameters: Iterable[tuple[str, Sequence[int]]], tra
 
 
 def in_parts(layouts: Iterable[UnitLayout]) -> list[UnitLayout]:
-    """Split each layout that is larger than a part; return all layouts.
+    """Split each layout that is larger than one part, and return all layouts.
 
-    Parts are larger in a model that would have more than `MAX_PARTS` of them, because each block costs planning
-    and a lease.
+    A model that would have more than `MAX_PARTS` parts gets larger ones, because each block costs planning and a
+    lease.
     """
     whole = list(layouts)
     total = sum(layout.num_elements for layout in whole)
-    most = PART_ELEMENTS * max(1, -(-total // (PART_ELEMENTS * MAX_PARTS)))
-    return [replace(layout, parts=_parts(layout, most)) for layout in whole]
+    part_elements = PART_ELEMENTS * max(1, -(-total // (PART_ELEMENTS * MAX_PARTS)))
+    return [replace(layout, parts=_parts(layout, part_elements)) for layout in whole]
 
 
 def _parts(layout: UnitLayout, part_elements: int) -> tuple[range, ...]:
-    """Cut a layout into ranges of at most `part_elements`."""
+    """Split a layout into ranges of at most `part_elements`."""
     assert part_elements % PART_ALIGNMENT_ELEMENTS == 0, part_elements
-    borders = [0]
-    while layout.num_elements - borders[-1] > part_elements:
-        borders.append(_border(layout.entries, borders[-1], borders[-1] + part_elements))
-    ends = [*borders[1:], layout.num_elements]
-    return tuple(range(start, stop) for start, stop in zip(borders, ends, strict=True))
+    starts = [0]
+    while layout.num_elements - starts[-1] > part_elements:
+        starts.append(_part_end(layout.entries, starts[-1], starts[-1] + part_elements))
+    ends = [*starts[1:], layout.num_elements]
+    return tuple(range(start, stop) for start, stop in zip(starts, ends, strict=True))
 
 
-def _border(entries: Sequence[TensorEntry], start: int, limit: int) -> int:
-    """Return the end of a part: the last row start in the second half of `start` to `limit`, or else `limit`.
+def _part_end(entries: Sequence[TensorEntry], start: int, limit: int) -> int:
+    """Return the end of a part: the last row boundary in the second half of `start` to `limit`, or `limit` if none.
 
-    Parts of whole rows are matrices, so a gradient need not be made contiguous to be split.
+    Parts that consist of whole rows are matrices, so a gradient can be split without making it contiguous.
     """
-    for border in range(limit, (start + limit) // 2, -PART_ALIGNMENT_ELEMENTS):
-        entry = next(entry for entry in reversed(entries) if entry.offset <= border)
-        inside = border - entry.offset
+    for end in range(limit, (start + limit) // 2, -PART_ALIGNMENT_ELEMENTS):
+        entry = next(entry for entry in reversed(entries) if entry.offset <= end)
+        inside = end - entry.offset
         if inside >= entry.numel or not entry.shape or inside % entry.shape[-1] == 0:
-            return border
+            return end
     return limit
 
 
@@ -216,12 +216,12 @@ def views(flat: Tensor, layout: UnitLayout) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The share of a parameter in one part: some of its rows, or a range of one row.
+    """The section of a parameter in one part: some of its rows, or a range of one row.
 
     Attributes:
         start: First element inside the part's block.
         rows: Indexes along the parameter's first dimension. A scalar has one row.
-        inside: Range of elements within a single row; None if whole rows.
+        inside: Range of elements within a single row; None for whole rows.
     """
 
     part: int
@@ -231,14 +231,14 @@ class Piece:
     shape: tuple[int, ...]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the piece of a tensor of the parameter's shape; a view, unless one row is not contiguous."""
+        """Return this piece of a tensor with the parameter's shape; a view, unless its row is not contiguous."""
         if self.inside is not None:
             row = tensor[self.rows.start] if tensor.dim() else tensor
             return row.reshape(-1)[self.inside.start : self.inside.stop]
         return tensor[self.rows.start : self.rows.stop] if tensor.dim() else tensor
 
     def view(self, block: Tensor) -> Tensor:
-        """Return the piece as a view of the part's block."""
+        """Return this piece as a view of the part's block."""
         return block.narrow(0, self.start, math.prod(self.shape)).view(self.shape)
 
 
@@ -268,19 +268,19 @@ class InPieces:
     """A parameter's tensor, split over several blocks.
 
     Args:
-        places: its pieces, each with a view of its block.
+        places: The parameter's pieces, each with its view of a block.
     """
 
     def __init__(self, places: Sequence[tuple[Piece, Tensor]]) -> None:
         self.places = places
 
     def copy_(self, tensor: Tensor) -> None:
-        """Copy a tensor of the parameter's shape."""
+        """Copy a tensor with the parameter's shape into the blocks."""
         for piece, place in self.places:
             place.copy_(piece.of(tensor))
 
     def add_(self, tensor: Tensor) -> None:
-        """Add a tensor of the parameter's shape."""
+        """Add a tensor with the parameter's shape to the blocks."""
         for piece, place in self.places:
             place.add_(piece.of(tensor))
 
@@ -312,5 +312,5 @@ def views_of_pieces(
 def views_of_parts(
     blocks: Sequence[Tensor], parts: Sequence[range], layout: UnitLayout
 ) -> dict[str, Tensor | InPieces]:
-    """Return `views_of_pieces` of the parts of a layout."""
+    """Return each parameter by full name, like `views_of_pieces`."""
     return views_of_pieces(blocks, pieces_of_parts(parts, layout), layout)

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 __all__ = ["MAX_CPU_S", "MAX_EXTRA_BYTES", "LimitError", "run_limited"]
 
-#: Limits of one call. A typical pattern or template needs a millisecond and less than a megabyte.
+#: Limits of one call. A typical pattern or template needs 1 ms and less than 1 MB.
 MAX_CPU_S = 10
-MAX_EXTRA_BYTES = 1 << 30  # of address space, beyond what the caller's process has
-_WALL_S = 300.0  # for a process that waits instead of computing
+MAX_EXTRA_BYTES = 1 << 30  # address space in addition to what the caller's process uses
+_WALL_S = 300.0  # limits a process that waits instead of computing
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -28,24 +28,24 @@ Result = TypeVar("Result")
 
 
 class LimitError(Exception):
-    """The work has no result because it reached a limit or its process ended early. The text names the cause."""
+    """The function has no result because it reached a limit or its process ended early. The text names the cause."""
 
 
 def run_limited(act: Callable[[], Result]) -> Result:
     """Call a function in a forked process with limits, and return its result.
 
-    A regular expression or a template cannot be interrupted in its own process, nor its memory bounded.
+    Within one process, a regular expression or a template cannot be interrupted and its memory cannot be limited.
 
     Args:
-        act: Function with a JSON value as its result. It must not use a device, start threads or change files.
+        act: function that returns a JSON value. It must not use a device, start threads or change files.
 
     Raises:
         LimitError: a limit was reached, the function raised an error, or its process ended without a result.
-        OSError: the system refused another process.
+        OSError: the system refused to start a process.
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12, of threads: the child uses none
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about threads; the child uses none
         pid = os.fork()
     if pid == 0:
         _run_child(act, writing)
@@ -69,7 +69,7 @@ def run_limited(act: Callable[[], Result]) -> Result:
 
 
 def _reason(code: int) -> str:
-    """Return why a child has no result, from its exit status; a negative one is a signal."""
+    """Return the reason why a child has no result, from its exit status; a negative status means a signal."""
     if code == -signal.SIGXCPU:
         return f"it takes more than {MAX_CPU_S} s of processor time"
     if code == -signal.SIGKILL:
@@ -83,11 +83,11 @@ def _run_child(act: Callable[[], Any], writing: int) -> None:
     """Call the function, write its result or its error, and end this process. Never returns."""
     code = 1
     try:
-        gc.disable()  # objects of the parent are not destroyed a second time
+        gc.disable()  # so that the child does not destroy objects of the parent
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGXCPU):
             signal.signal(number, signal.SIG_DFL)
         _limit(resource.RLIMIT_CORE, 0)
-        # At the soft limit the kernel sends SIGXCPU, at the hard one SIGKILL, which could mean anything.
+        # The kernel sends SIGXCPU at the soft limit. It sends SIGKILL at the hard limit, which has other causes too.
         _limit(resource.RLIMIT_CPU, MAX_CPU_S, hard=MAX_CPU_S + 1)
         _limit_memory()
         try:
@@ -104,10 +104,10 @@ def _run_child(act: Callable[[], Any], writing: int) -> None:
 
 
 def _limit(kind: int, soft: int, hard: int | None = None) -> None:
-    """Set a limit of this process, or leave a stricter one as it is."""
-    _, present = resource.getrlimit(kind)
+    """Set a limit of this process, unless the current one is stricter."""
+    _, current = resource.getrlimit(kind)
     hard = soft if hard is None else hard
-    hard = hard if present == resource.RLIM_INFINITY else min(hard, present)
+    hard = hard if current == resource.RLIM_INFINITY else min(hard, current)
     resource.setrlimit(kind, (min(soft, hard), hard))
 
 
@@ -117,7 +117,7 @@ def _limit_memory() -> None:
 
 
 def _read_all(reading: int) -> bytes | None:
-    """Return what the child writes until it ends; None if it does not end in time."""
+    """Return everything that the child writes until it ends; None if it does not end in time."""
     end_s = time.monotonic() + _WALL_S
     parts: list[bytes] = []
     while (left_s := end_s - time.monotonic()) > 0 and select.select([reading], [], [], left_s)[0]:

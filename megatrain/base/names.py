@@ -25,7 +25,7 @@ __all__ = [
 #: Folders of checkpoints and of their whole copies, inside ``output_dir``.
 CHECKPOINTS_NAME = "checkpoints"
 COPIES_NAME = "copies"
-#: Record of the matching generations of all ranks, inside either of them.
+#: Record of the matching generations of all ranks, inside either folder.
 RANKS_NAME = "RANKS.json"
 #: The config with all defaults, inside ``output_dir``.
 RESOLVED_NAME = "config.resolved.toml"
@@ -34,10 +34,10 @@ FINAL_NAME = "final"
 #: Weights inside a model's folder: one file, or the index of several.
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-#: The lock of a folder, as ``tiered`` names it.
+#: Lock file of a folder, with the name that ``tiered`` uses.
 LOCK_NAME = "LOCK"
 
-#: A folder with one of these files holds a model or an adapter.
+#: A folder with one of these files contains a model or an adapter.
 _OF_MODELS = ("config.json", "adapter_config.json")
 
 #: Optimizers that treat each element independently, so that a parameter can be updated in parts.

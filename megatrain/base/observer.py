@@ -1,6 +1,6 @@
-"""Reports of a run, as records and as lines of text, and the protocol of its observers.
+"""The reports of a run, as records and as lines of text, and the protocol of its observers.
 
-``StepMetrics`` is the one record of a step: the console, ``status.json``, ``metrics.jsonl`` and every tracker get it.
+The console, ``status.json``, ``metrics.jsonl`` and every tracker receive the same ``StepMetrics`` for a step.
 Imports no torch.
 """
 
@@ -20,7 +20,7 @@ class StoredRecord:
     """Base of dataclasses that are stored as JSON objects."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values; floats that are not finite become text, as strict JSON has no NaN."""
+        """Return JSON values; non-finite floats become text, because strict JSON has no NaN."""
         return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
@@ -29,7 +29,7 @@ class StoredRecord:
 
         Raises:
             TypeError: a field is missing or has the wrong type.
-            ValueError: a text is no number.
+            ValueError: a text is not a number.
         """
         known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
         read = {each.name: _READERS[str(each.type)] for each in fields(cls) if str(each.type) in _READERS}
@@ -74,31 +74,31 @@ class StepMetrics(StoredRecord):
     """Figures of one optimizer step.
 
     Attributes:
-        step: steps done, this one included.
-        epoch: passes over the data, a fraction.
+        step: steps done, including this one.
+        epoch: passes over the data, with a fraction.
         loss: mean over the step's trained tokens, before the update.
         grad_norm: global norm before clipping.
         lr: learning rate of this update.
         num_real_tokens: tokens without padding.
         num_trained_tokens: tokens with a label.
         step_s: seconds of this step.
-        mean_step_s: mean of the last 20 steps since the process started, fewer at its beginning.
-        eta_s: estimated seconds to the last step.
+        mean_step_s: mean of the last 20 steps of this process; of all its steps if there were fewer.
+        eta_s: estimated seconds until the last step.
         warmup_steps: steps over which the learning rate rises.
         tier_used_bytes: tier -> bytes of slots in use after the step.
         tier_capacity_bytes: tier -> bytes of all its slots.
         stall_s: cause -> seconds that this step waited for it.
         written_bytes: path on a drive -> bytes written to it during this step.
         link_bytes: ``"ram->nvme"`` -> bytes moved for the uses of this step.
-        link_busy_s: ``"ram->nvme"`` -> seconds of this step with at least one transfer under way.
+        link_busy_s: ``"ram->nvme"`` -> seconds of this step with at least one transfer in progress.
         ranks: figures of this step for each of several processes: ``step_s``, ``tier_used_bytes``,
-            ``stall_s``, ``link_bytes``, ``written_bytes``, ``rss_bytes`` and ``is_paused``. The other fields here
-            are rank 0's.
+            ``stall_s``, ``link_bytes``, ``written_bytes``, ``rss_bytes`` and ``is_paused``. All other fields
+            describe rank 0.
         rss_bytes: resident memory of the process.
         process_usage: ``user_s``, ``system_s`` and ``page_faults`` of the process during this step.
         model_flops: floating-point operations without recomputation and padding; 0 if unknown.
         hardware_flops: all floating-point operations, see ``megatrain.trace.counting.step_flops``; 0 if unknown.
-        preferences: means of a loss over preferences, by TRL's names: ``rewards/accuracies``, ``logps/chosen`` ...
+        preferences: means for a preference loss, under TRL's names: ``rewards/accuracies``, ``logps/chosen`` ...
     """
 
     step: int
@@ -176,11 +176,11 @@ class EvaluationMetrics(StoredRecord):
 
     Attributes:
         step: steps done before the evaluation.
-        name: evaluation set, as in metrics.
-        loss: cross entropy, mean over all tokens with a label, without dropout, smoothing and auxiliary terms. For
-            preferences, mean of their loss over all examples.
+        name: name of the evaluation set, as in metrics.
+        loss: mean cross entropy over all tokens with a label, without dropout, smoothing and auxiliary terms. For
+            preferences, the mean preference loss over all examples.
         num_tokens: tokens with a label.
-        seconds: pause of training for the evaluation.
+        seconds: time for which training was paused.
         samples: continuations of its first rows, if the config asks for them.
     """
 
@@ -203,7 +203,7 @@ class EvaluationMetrics(StoredRecord):
 
     @property
     def quality(self) -> str:
-        """Figures that console lines print after the loss."""
+        """The figures after the loss in a console line."""
         return format_preferences(self.preferences) or f"perplexity {self.perplexity:.2f}"
 
     def to_json(self) -> dict[str, Any]:
@@ -216,15 +216,15 @@ class EvaluationMetrics(StoredRecord):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMetrics(StoredRecord):
-    """Figures of one checkpoint, once it is on disk.
+    """Figures of one checkpoint that is on disk.
 
     Attributes:
         step: steps done when it was taken.
         path: directory of the checkpoints.
-        nbytes: contents of all blocks.
-        written_bytes: blocks that were copied out of memory.
-        linked_bytes: blocks on drives, hard-linked.
-        seconds: from its start until it survives a power cut.
+        nbytes: size of all blocks.
+        written_bytes: bytes of blocks that were copied from memory.
+        linked_bytes: bytes of blocks that were hard-linked on drives.
+        seconds: time from the start until the checkpoint would survive a power cut.
         stall_s: part of ``seconds`` during which training was paused.
     """
 
@@ -245,22 +245,22 @@ class RunSummary(StoredRecord):
         num_steps: steps done, including those before a resume.
         first_loss: loss of the first step.
         last_loss: loss of the last step.
-        mean_losses: means over the first and over the last ``num_averaged`` steps; None if unknown.
+        mean_losses: mean over the first and mean over the last ``num_averaged`` steps; None if unknown.
         num_averaged: steps in each of ``mean_losses``.
-        seconds: time of training, without the export, over all starts.
+        seconds: training time over all starts, without the export.
         num_real_tokens: tokens without padding, over all steps.
         num_trained_tokens: tokens with a label, over all steps.
-        tier_peak_bytes: tier -> most bytes in use at once.
+        tier_peak_bytes: tier -> peak of the bytes in use.
         tier_capacity_bytes: tier -> bytes of all its slots.
         link_bytes: ``"ram->nvme"`` -> bytes moved since this start.
-        link_paths: link -> data path that it reports: ``cuda``, ``posix-direct``, ``kvikio-gds`` ...
+        link_paths: link -> data path that it uses: ``cuda``, ``posix-direct``, ``kvikio-gds`` ...
         written_bytes: path on a drive -> bytes written to it since this start.
-        peak_rss_bytes: most resident memory.
-        export_dir: the Hugging Face folder, if one was written.
+        peak_rss_bytes: peak resident memory.
+        export_dir: the exported Hugging Face folder; None if there is no export.
         interrupted: whether the run was stopped early.
         saved_step: step of the newest checkpoint; None if there is none.
         evaluations: set -> its last evaluation.
-        num_processes: processes that trained together. Figures of tiers, links, drives and memory are rank 0's.
+        num_processes: processes that trained together. Figures of tiers, links, drives and memory describe rank 0.
     """
 
     num_steps: int
@@ -304,31 +304,31 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 class RunObserver:
-    """The protocol of observers of a run; every method does nothing unless overridden.
+    """The protocol for observers of a run; every method does nothing unless it is overridden.
 
     The training thread calls them; any thread may call ``on_message``. Methods return quickly and do not raise.
     """
 
     def on_ready(self, step: int | None) -> None:
-        """All checks before training passed. ``step``: of the checkpoint to resume; None for a new run."""
+        """Called after all checks before training. ``step`` is the checkpoint's step; None for a new run."""
 
     def on_start(self, info: RunInfo) -> None:
-        """Training is about to start."""
+        """Called before training starts."""
 
     def on_step(self, metrics: StepMetrics) -> None:
-        """A step is done."""
+        """Called after each step."""
 
     def on_evaluation(self, metrics: EvaluationMetrics) -> None:
-        """An evaluation set was evaluated."""
+        """Called after each evaluation of a set."""
 
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
-        """A checkpoint is on disk."""
+        """Called when a checkpoint is on disk."""
 
     def on_message(self, text: str) -> None:
-        """A message for the user."""
+        """Called with a message for the user."""
 
     def on_end(self, summary: RunSummary) -> None:
-        """Training is over. Not called after an error."""
+        """Called after training, except when it ended with an error."""
 
 
 class Observers(RunObserver):
@@ -405,7 +405,7 @@ def format_step(metrics: StepMetrics) -> str:
 
 
 def format_preferences(figures: Mapping[str, float]) -> str:
-    """Return the preference figures for a console line, or "" if there are none."""
+    """Return the preference figures for a console line; "" without figures."""
     names = {
         "rewards/accuracies": "accuracy {:.2f}",
         "rewards/margins": "margin {:.3f}",
@@ -425,12 +425,12 @@ def format_lr(metrics: StepMetrics) -> str:
 
 
 def format_eta(seconds: float) -> str:
-    """Return the estimated time left, in whole seconds."""
+    """Return the estimated remaining time, rounded to seconds."""
     return f"{seconds:.0f} s" if round(seconds) < 60 else format_duration(seconds)
 
 
 def format_tiers(used: Mapping[str, int], capacity: Mapping[str, int]) -> str:
-    """Return used and capacity of each tier, e.g. ``"ram 612.0/700.0 MiB nvme 1.4/20.0 GiB"``."""
+    """Return the used bytes and the capacity of each tier, e.g. ``"ram 612.0/700.0 MiB nvme 1.4/20.0 GiB"``."""
     texts = []
     for tier, nbytes in used.items():
         limit = capacity.get(tier)
@@ -453,10 +453,10 @@ def format_rank(figures: Mapping[str, Any]) -> str:
         format_stalls(figures.get("stall_s", {})),
         f"process {format_size(int(figures.get('rss_bytes', 0)))}",
     ]
-    return "  ".join(part for part in (*parts, "waits for room on a drive" * bool(figures.get("is_paused"))) if part)
+    return "  ".join(part for part in (*parts, "waits for space on a drive" * bool(figures.get("is_paused"))) if part)
 
 
 def format_stalls(stall_s: Mapping[str, float]) -> str:
-    """Return the seconds waited per cause, without those below 50 ms; "" if none remain."""
+    """Return the seconds waited per cause, for causes of at least 50 ms; "" without any."""
     seen = [f"{cause} {seconds:.1f}s" for cause, seconds in stall_s.items() if seconds >= _LEAST_SHOWN_S]
     return f"wait {' '.join(seen)}" if seen else ""

@@ -1,7 +1,7 @@
-"""The keys of other tools: the answer of ``megatrain-tier import`` to each, and the config key that replaces it.
+"""The keys of other tools: how ``megatrain-tier import`` treats each, and the config key that replaces it.
 
 Plain data that imports nothing from the project. The config package uses it for advice on unknown keys, and
-``megatrain.extras.translate`` to translate files. A row that needs more than a new name names its conversion there.
+``megatrain.extras.translate`` to translate files. A row for more than a new name states a conversion of the latter.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 Tool = Literal["llamafactory", "axolotl", "trl", "deepspeed", "megatrain"]
-#: Tools whose files are translated -> their names in sentences.
+#: Tools whose files are translated -> their names in messages.
 TITLES: dict[Tool, str] = {
     "llamafactory": "LLaMA-Factory",
     "axolotl": "Axolotl",
@@ -25,14 +25,14 @@ _LLAMA_FACTORY, _AXOLOTL, _TRL, _DEEPSPEED, _MEGATRAIN = TITLES.values()
 
 
 class Row(NamedTuple):
-    """The answer to one key of another tool.
+    """Treatment of one key of another tool.
 
     Attributes:
         how: How ``import`` reads the value: a conversion of :mod:`megatrain.extras.translate.conversions`,
             "with others" for a key that a rule of the tool combines with others, "unneeded" or "lost".
-        ours: The dotted config key, or "" if there is none.
+        ours: The dotted config key; "" without an equivalent.
         why: Reason why the key, or a value outside ``choices``, is unneeded or lost.
-        note: Advice for a user who writes the key into our config, in addition to ``ours``.
+        note: Advice for a user who writes the key into a config of this project, in addition to ``ours``.
         tool: Title of the tool that has the key.
         choices: The tool's value -> the value in the config, None for the default.
     """
@@ -83,7 +83,7 @@ def _lost(why: str, ours: str = "", note: str | None = None, tool: str = "") -> 
 
 
 def _unless(same: Any, why: str) -> Row:
-    """Return a row for a lost key, with the one value that means the same as the behavior here."""
+    """Return a row for a lost key, with the single value that matches the behavior of this project."""
     return Row("lost", "", why, why, "", {same: None})
 
 
@@ -92,7 +92,7 @@ def _each(names: str, row: Row) -> dict[str, Row]:
 
 
 def _in_table(table: str, names: str, how: str = "copy") -> dict[str, Row]:
-    """Return rows for keys that have the same name here, in ``table``."""
+    """Return rows for keys that have the same name in the config's ``table``."""
     return {name: Row(how, f"{table}{name}") for name in names.split()}
 
 
@@ -106,7 +106,7 @@ RECOMPUTED = "every layer is recomputed once in the backward"
 SPEED = "changes the speed, not the results"
 _CACHED = "the token cache is keyed by content, so it is never stale"
 _ALL_CORES = "rows are tokenized on all cores"
-QUANTIZED = "name a folder that is quantized already, such as a -bnb-4bit repository of the hub"
+QUANTIZED = "name a folder that is already quantized, such as a -bnb-4bit repository of the hub"
 OWN_TEMPLATE = (
     "the chat template in the model's folder is used; a different template changes every text, so check the texts with "
     "`megatrain-tier data preview`"
@@ -547,18 +547,18 @@ ACCEPTED: dict[str, str] = {key: name.ours for key, name in _SHARED.items() if n
 
 #: Switches of transformers 4 that are always on here; accepted with a warning when true.
 ALWAYS_ON: dict[str, str] = {
-    "gradient_checkpointing": "training.recompute says what the backward computes again",
+    "gradient_checkpointing": "training.recompute determines what the backward pass recomputes",
     "activation_checkpointing": "every layer is recomputed once in the backward pass",
 }
 
-#: Last parts of keys that are too general for advice, or equal or close to config keys.
+#: Last parts of keys that get no advice: too general, or equal or similar to config keys.
 _AMBIGUOUS = frozenset(
     {"cache_dir", "checkpoint", "dataset", "device", "devices", "enabled", "name", "optimizer", "path", "type"}
 )
 
 
 def _translations() -> dict[str, Row]:
-    """Return the names that get advice; if several tools share a name, the first table wins."""
+    """Return the row of each name that gets advice; if several tools share a name, the first table wins."""
     found: dict[str, Row] = {}
     skipped = {*ACCEPTED, *ALWAYS_ON, *_AMBIGUOUS}
     for table in (_SHARED, _OF_LLAMA_FACTORY, _OF_MEGATRAIN, _OF_AXOLOTL, _OF_TRL, _OF_DEEPSPEED, OTHERS):
@@ -574,7 +574,7 @@ def _translations() -> dict[str, Row]:
 #: Last part of another tool's key -> its replacement, for unknown keys of the config.
 TRANSLATIONS: dict[str, Row] = _translations()
 
-#: Tables and keys of later releases: reported as such instead of as a typo.
+#: Tables and keys that are planned for later releases: reported as planned, not as typos.
 NOT_YET: frozenset[str] = frozenset(
     {
         "placement.override",

@@ -1,4 +1,4 @@
-"""The living process that owns a run's folder: found by its lock, and sent signals. Imports no torch."""
+"""Finds the living process that owns a run's folder, by its lock, and sends it signals. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["LockHolder", "UnreachableRunError", "catches_signal", "check_reachab
 
 
 class UnreachableRunError(Exception):
-    """A run is alive, but this process cannot reach it; the text says why and what to do."""
+    """A run is alive, but this process cannot reach it. The text states the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class LockHolder:
     """The living process that holds the lock of a run's folder.
 
     Attributes:
-        pid: None if the lock has none.
-        host: None if the lock has none.
+        pid: None if the lock contains no pid.
+        host: None if the lock contains no host.
         text: contents of the lock, for messages.
     """
 
@@ -44,19 +44,19 @@ def living_owner(path: Path | str) -> LockHolder | None:
 
 
 def check_reachable(path: Path | str, owner: LockHolder) -> None:
-    """Check that the owner's pid is valid here; it may come from another machine or container.
+    """Check that the owner's pid is valid in this process; it may come from another machine or container.
 
     Raises:
-        UnreachableRunError: it is on another machine, in another container, or of another user.
-        ProcessLookupError: it has ended.
+        UnreachableRunError: the owner is on another machine, in another container, or belongs to another user.
+        ProcessLookupError: the owner has ended.
     """
     if owner.pid is None or owner.host != socket.gethostname():
-        raise UnreachableRunError(f"'{path}' is in use by {owner.text}. Give this command on that machine")
+        raise UnreachableRunError(f"'{path}' is in use by {owner.text}. Run this command on that machine")
     try:
         has_lock = has_open(owner.pid, Path(path, LOCK_NAME))
     except PermissionError:
         raise UnreachableRunError(
-            f"'{path}' is in use by {owner.text}, which belongs to another user. Give this command as that user"
+            f"'{path}' is in use by {owner.text}, which belongs to another user. Run this command as that user"
         ) from None
     except FileNotFoundError:
         has_lock = False
@@ -65,7 +65,7 @@ def check_reachable(path: Path | str, owner: LockHolder) -> None:
     if living_owner(path) != owner:
         raise ProcessLookupError(f"process {owner.pid} has ended")
     raise UnreachableRunError(
-        f"'{path}' is in use by {owner.text}, which is in another container. Give this command there"
+        f"'{path}' is in use by {owner.text}, which is in another container. Run this command in that container"
     )
 
 
@@ -73,8 +73,8 @@ def send_signal(path: Path | str, owner: LockHolder, number: int) -> None:
     """Send a signal to the owner of a folder.
 
     Raises:
-        UnreachableRunError: as ``check_reachable``.
-        ProcessLookupError: as ``check_reachable``.
+        UnreachableRunError: see ``check_reachable``.
+        ProcessLookupError: see ``check_reachable``.
     """
     check_reachable(path, owner)
     assert owner.pid is not None
@@ -82,7 +82,7 @@ def send_signal(path: Path | str, owner: LockHolder, number: int) -> None:
 
 
 def catches_signal(pid: int, number: int) -> bool:
-    """Return whether a process on this machine has a handler for a signal; without one, most signals end it."""
+    """Return whether a process on this machine handles a signal; most unhandled signals would end it."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:

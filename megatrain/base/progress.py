@@ -1,4 +1,4 @@
-"""The current activity of a run, shown by the live view and ``status.json``."""
+"""The current activity of a run, which the live view and ``status.json`` show."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Moment(StoredRecord):
         doing: ``"step"``, or another activity, e.g. ``"loading weights"``.
         phase: phase of a step or an evaluation, e.g. ``"backward"``.
         unit: part of the model, e.g. ``"model.layers.11"``.
-        part: number of finished parts.
+        part: finished parts of the activity.
         num_parts: parts of the activity; 0 if unknown.
-        micro_batch: the current one, counted from 1; 0 if there is none.
+        micro_batch: current micro-batch, counted from 1; 0 between micro-batches.
         num_micro_batches: micro-batches of a step.
         seconds: time since the activity began.
-        notice: text that stays in view, e.g. that the run is stopping.
+        notice: text that stays visible, e.g. that the run is stopping.
         done_bytes: bytes moved so far by an activity such as loading.
         num_bytes: total bytes of that activity; 0 if it is not measured in bytes.
         saved_bytes: bytes written so far of a checkpoint, which is written concurrently with other activities.
@@ -47,7 +47,7 @@ class Moment(StoredRecord):
 
 
 class Saving(Protocol):
-    """A checkpoint that is being written: a ``Commit``."""
+    """The protocol of a checkpoint that is being written; ``Commit`` implements it."""
 
     @property
     def is_done(self) -> bool: ...
@@ -62,14 +62,14 @@ class Saving(Protocol):
 class Activity:
     """Counters that the training thread sets and any thread may read, without locks.
 
-    Setting them costs an assignment and never synchronizes with the device, which may still be computing queued
-    work. A reader may see one counter newer than another.
+    Setting one is a plain assignment and never synchronizes with the device, which may still be computing queued
+    work. A reader may see a new value of one counter with an old value of another.
 
     Attributes:
-        is_watched: whether a live view shows ``notice`` soon after it is set.
+        is_watched: whether a live view will soon show a ``notice`` that is set.
         notice: see ``Moment``; set by ``RunSignals``.
         micro_batch: see ``Moment``; set by the engine.
-        saving: the newest checkpoint that was begun; set by the saver.
+        saving: the checkpoint whose write began last; set by the saver.
     """
 
     def __init__(self) -> None:
@@ -83,20 +83,20 @@ class Activity:
         self._start_s = time.monotonic()
 
     def begin(self, doing: str, *, num_parts: int = 0, num_micro_batches: int = 0, num_bytes: int = 0) -> None:
-        """Begin another activity; ``num_bytes`` if it is measured in bytes."""
+        """Begin another activity; pass ``num_bytes`` if it is measured in bytes."""
         self._done_bytes, self._num_bytes = 0, num_bytes
         self._phase, self._unit, self._part, self.micro_batch = "", "", 0, 0
         self._doing, self._num_parts, self._num_micro_batches = doing, num_parts, num_micro_batches
         self._start_s = time.monotonic()
 
     def begin_part(self, part: int, phase: str = "", unit: str = "", num_parts: int | None = None) -> None:
-        """Begin the next part after ``part`` finished ones."""
+        """Begin a part of the activity; ``part`` parts are finished."""
         self._part, self._phase, self._unit, self.micro_batch = part, phase, unit, 0
         if num_parts is not None:
             self._num_parts = num_parts
 
     def moved(self, nbytes: int) -> None:
-        """Add bytes that the activity has moved."""
+        """Add to the bytes that the activity has moved."""
         self._done_bytes += nbytes
 
     def set_bytes(self, done_bytes: int, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Sizes, rates and durations of a config: parsed, written back exactly, and as JSON Schema patterns.
+"""Sizes, rates and durations in a config: parsed, formatted exactly, and as JSON Schema patterns.
 
 A size is bytes with a unit, a share of the machine's total, or "auto"; a duration is stored in seconds.
 """
@@ -39,7 +39,7 @@ DURATION_SCHEMA: Mapping[str, Any] = {"type": "string", "pattern": _DURATION_PAT
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A size that may depend on the machine. At most one of bytes and share is set; neither for "auto".
+    """A size that may depend on the machine. At most one of ``nbytes`` and ``fraction`` is set; none for "auto".
 
     Attributes:
         nbytes: bytes, if the config gave a size with a unit.
@@ -52,7 +52,7 @@ class Size:
 
     @property
     def is_auto(self) -> bool:
-        """Whether the planner chooses."""
+        """Whether the planner chooses the size."""
         return self.nbytes is None and self.fraction is None
 
     def resolve(self, total_bytes: int, *, auto_bytes: int | None = None) -> int:
@@ -88,11 +88,11 @@ class Size:
         if percent is not None:
             share = float(percent[1]) / 100.0
             if not 0.0 < share <= 1.0:
-                raise ValueError(f'"{text}" is not a share of what there is. Write more than 0% and at most "100%"')
+                raise ValueError(f'"{text}" is not a valid share. Write more than 0% and at most "100%"')
             return cls(text, fraction=share)
         nbytes = parse_size(text)
         if nbytes == 0:
-            raise ValueError(f'"{text}" is nothing. Write a size above 0')
+            raise ValueError(f'"{text}" is zero. Write a size above 0')
         return cls(text, nbytes=nbytes)
 
     @classmethod
@@ -117,7 +117,7 @@ def parse_rate(value: object) -> float:
         raise ValueError(f'{value!r} is not a rate. Write for example "2.0GB/s"')
     nbytes = parse_size(match[1])
     if nbytes == 0:
-        raise ValueError(f'"{value}" is no speed. Write a rate above 0, for example "2.0GB/s"')
+        raise ValueError(f'"{value}" is zero. Write a rate above 0, for example "2.0GB/s"')
     return float(nbytes)
 
 
@@ -130,7 +130,7 @@ def exact_size(nbytes: int) -> str:
 
 
 def parse_interval(value: object) -> float:
-    """Return the seconds of a duration above 0; several parts are added.
+    """Return the seconds of a duration above 0, the sum of its parts.
 
     Raises:
         ValueError: not text, no unit, an unknown unit, or zero; the text gives the remedy.

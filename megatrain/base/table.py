@@ -1,4 +1,4 @@
-"""Declarations of config tables: a frozen model with one field per key, which holds all facts about the key.
+"""Declarations of config tables: a frozen model with one field per key, which contains all facts about the key.
 
 The package that reads a table owns it (``megatrain.optim.table``) and receives it unchanged;
 ``megatrain.config.schema`` combines them. Modules of tables import nothing slow.
@@ -57,11 +57,11 @@ __all__ = [
 
 T = TypeVar("T")
 
-# Facts about a key. JSON Schema has words for type, bounds, description, examples and default; others begin with x-.
+# JSON Schema has keywords for type, bounds, description, examples and default. This project's keywords begin with x-.
 
 #: Whether another value changes the results of a resumed run. "no": keys of placement, output and retention. "by
-#: contents": the weights, which the checkpoint holds, and the data, which is compared by its fingerprint and not by
-#: these keys. Without a checkpoint they would change the results.
+#: contents": keys of the weights, which the checkpoint contains, and of the data, which is compared by its
+#: fingerprint. Without a checkpoint these keys would change the results.
 Alters = Literal["yes", "by contents", "no"]
 HF = "transformers, TRL, LLaMA-Factory"
 HF_AXOLOTL = "transformers, TRL, LLaMA-Factory, Axolotl"
@@ -80,10 +80,10 @@ def key(
 
     Args:
         description: one or two sentences for the reference, ``config explain`` and editors.
-        default: the key is required if this is omitted.
-        alters: whether another value changes the results of a resumed run; None to inherit from its table.
+        default: the key is required without it.
+        alters: whether another value changes the results of a resumed run; None to use the value of the table.
         same_name: the tools in which the key has the same name and meaning.
-        used_if: another key of its table -> the values with which this key has an effect.
+        used_if: another key of the same table -> its values for which this key has an effect.
         words: further arguments of ``pydantic.Field``: bounds, ``examples``, ``default_factory``.
     """
     facts: dict[str, Any] = {"x-alters": alters, "x-same-name": same_name, "x-used-if": used_if}
@@ -95,13 +95,13 @@ def key(
 
 
 def all_alter(alters: Alters) -> dict[str, Any]:
-    """Return the JSON Schema words of a table, which apply to its keys and to the tables inside it."""
+    """Return the JSON Schema keywords of a table, which apply to its keys and to the tables inside it."""
     return {"x-alters": alters}
 
 
 @dataclass(frozen=True, eq=False)
 class _Words:
-    """Annotation of a type: further words for its JSON Schema."""
+    """Annotation of a type: further keywords for its JSON Schema."""
 
     words: Mapping[str, Any]
 
@@ -110,22 +110,22 @@ class _Words:
 
 
 def is_not(wrong: str, write: str) -> _Words:
-    """Return the message for wrong values of a type: ``KEY = VALUE <wrong>. <write>``."""
+    """Return the annotation with the message for wrong values: ``KEY = VALUE <wrong>. <write>``."""
     return _Words({"x-wrong": wrong, "x-write": write})
 
 
 def is_path(*words: str, name: str | None = None) -> _Words:
-    """Mark text as a path. It is made absolute unless it is one of ``words`` or a name on the hub.
+    """Return the annotation of a path, which is made absolute unless it is one of ``words`` or a name on the hub.
 
     Args:
         words: values that are not paths.
-        name: pattern of hub names; a match that does not exist as a file is a name on the hub.
+        name: pattern of hub names; a value that matches and does not exist as a file is a name on the hub.
     """
     return _Words({"x-path": {"words": words, "name": name}})
 
 
 class Table(BaseModel):
-    """Base of every table: immutable, unknown keys refused, no silent conversion of types."""
+    """Base of every table: immutable, rejects unknown keys, and does not convert types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -139,7 +139,7 @@ def as_tuple(value: object) -> object:
 
 
 def as_names(value: object) -> object:
-    """Accept one name, several, or "none"."""
+    """Convert one name, several names or "none" to a tuple; return any other value like :func:`as_tuple`."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         return as_tuple(value)
@@ -147,16 +147,16 @@ def as_names(value: object) -> object:
 
 
 def without_secrets(url: str) -> str:
-    """Return a URL with passwords and signatures replaced by three stars."""
+    """Return a URL in which three stars replace passwords and signatures."""
     shown = re.sub(r"(://)\S*:\S*@", r"\1***@", url)  # S3 keys may contain slashes
     return re.sub(r"\?[^/]*=.*", "?***", shown) if "://" in url else url
 
 
 def plain_size(value: object) -> object:
-    """Return the bytes of a text with a unit."""
+    """Return the number of bytes of a text with a unit."""
     if isinstance(value, str):
         return parse_size(value)
-    return Size.parse(value).nbytes  # rejects a bare number with the advice to add a unit
+    return Size.parse(value).nbytes  # rejects a plain number and advises to add a unit
 
 
 def _as_path(value: object) -> object:

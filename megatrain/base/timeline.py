@@ -1,4 +1,4 @@
-"""The timeline of traced steps: computation, transfers and stalls; written for Perfetto.
+"""The timeline of traced steps, for Perfetto: computation, transfers and stalls.
 
 The file uses Chrome's Trace Event Format (JSON), which https://ui.perfetto.dev and chrome://tracing read. Imports no
 torch.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tiered import Event
 
 TIMELINE_NAME = "trace.json"
-#: The first rows; links are appended as they appear.
+#: The first rows; a row for each link follows when its first event arrives.
 COMPUTE, WAITING = "compute", "waiting"
 
 
@@ -35,7 +35,7 @@ class Span:
 
 
 class TimedOp(Protocol):
-    """Fields of a tape op that a timeline reads."""
+    """The fields of a tape op that a timeline reads."""
 
     @property
     def tick(self) -> int: ...
@@ -48,11 +48,11 @@ class TimedOp(Protocol):
 
 
 class Timeline:
-    """Collects spans while it is on. Thread-safe, because links report from their threads.
+    """Collects spans while ``is_on``. Thread-safe, because links report from their own threads.
 
     Attributes:
         is_on: whether spans are collected.
-        read_usage: returns tier -> bytes in use, called at each op; None to collect no usage.
+        read_usage: called at each op; returns tier -> bytes in use. None to collect no usage.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Timeline:
             self._add(Span(row, event.key, event.start_s, event.end_s, event.nbytes))
 
     def on_op(self, op: TimedOp | None) -> None:
-        """Record that the engine begins an op of the tape, or ended a step (None)."""
+        """Record that the engine begins an op of the tape, or with None that it ended a step."""
         now_s = time.perf_counter()
         if self._op is not None and self.is_on:
             self._add(Span(COMPUTE, self._op[0], self._op[1], now_s))
@@ -99,7 +99,7 @@ class Timeline:
             The path of the file.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps({"traceEvents": list(self._trace_events()), "displayTimeUnit": "ms"}))
@@ -132,7 +132,7 @@ class Timeline:
 
 
 def _lanes(spans: list[Span]) -> Iterator[tuple[int, Span]]:
-    """Yield each span with the first lane in which it overlaps no other."""
+    """Yield each span with the first lane in which it overlaps no other span."""
     ends_s: list[float] = []
     for span in spans:
         lane = next((number for number, end_s in enumerate(ends_s) if end_s <= span.start_s), len(ends_s))

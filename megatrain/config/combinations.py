@@ -1,4 +1,4 @@
-"""Problems of values that contradict each other, and warnings about values without effect."""
+"""Finds problems with values that contradict each other, and warns about values without effect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatrain.data.table import RowFormat, weights_at
 from megatrain.tasks.table import TASK_FACTS, PreferenceConfig, RewardConfig
 from tiered.ext import folder_clashes
 
-#: Extra arguments of each transformers schedule.
+#: Schedules of transformers -> their additional arguments.
 _SCHEDULE_ARGUMENTS: Mapping[str, frozenset[str]] = {
     "constant": frozenset(),
     "constant_with_warmup": frozenset(),
@@ -35,7 +35,7 @@ _SCHEDULE_ARGUMENTS: Mapping[str, frozenset[str]] = {
 
 
 def find_bad_combinations(config: RunConfig) -> list[Problem]:
-    """Return every combination of values in ``config`` that cannot work. Reads only the config."""
+    """Return a problem for every combination of values in ``config`` that cannot work. Reads only the config."""
     return [
         *_check_batch(config),
         *_check_data(config),
@@ -59,7 +59,7 @@ def find_bad_combinations(config: RunConfig) -> list[Problem]:
 
 
 def find_warnings(config: RunConfig) -> list[str]:
-    """Return sentences about values that have no effect in combination."""
+    """Return sentences about values that have no effect together with other values."""
     warnings = []
     optimizer = config.optimizer
     if (
@@ -67,7 +67,7 @@ def find_warnings(config: RunConfig) -> list[str]:
         and "warmup_steps" in optimizer.model_fields_set
         and optimizer.warmup_steps
     ):
-        warnings.append('the "constant" schedule has no warm-up; "constant_with_warmup" has')
+        warnings.append('the "constant" schedule has no warm-up; use "constant_with_warmup"')
     evaluation = config.evaluation
     if evaluation.eval_strategy == "no" and not evaluation.eval_on_start:
         if config.data.eval:
@@ -87,7 +87,7 @@ def find_warnings(config: RunConfig) -> list[str]:
         warnings.append("export.merge has no effect without [lora]")
     if config.lora.is_on and config.model.freeze:
         warnings.append("model.freeze has little effect with [lora], which trains adapters only")
-    # `init` writes the default of num_train_epochs next to max_steps; that is not a second choice by the user.
+    # `init` writes the default of num_train_epochs, which stays in the file when a user adds max_steps.
     has_epochs = "num_train_epochs" in config.training.model_fields_set and config.training.num_train_epochs != 1.0
     if config.training.max_steps > 0 and has_epochs:
         warnings.append("training.max_steps is set, so training.num_train_epochs has no effect")
@@ -95,13 +95,13 @@ def find_warnings(config: RunConfig) -> list[str]:
 
 
 def idle_with(key: str, config: RunConfig) -> dict[str, Any]:
-    """Return the other keys, with their values, that make a key ineffective; empty if it has an effect."""
+    """Return the other keys, with their values, because of which a key has no effect; empty if it has one."""
     found = {other: (_value(other, config), values) for other, values in used_if(key).items()}
     return {other: value for other, (value, values) in found.items() if value not in values}
 
 
 def _value(key: str, config: RunConfig) -> Any:
-    """Return the value of a key outside of array tables."""
+    """Return the value of a key that is not in an array table."""
     return functools.reduce(getattr, key.split("."), config)
 
 
@@ -117,31 +117,31 @@ def _check_gradients(config: RunConfig) -> Iterator[Problem]:
 
 
 def find_unscorable(config: RunConfig) -> Iterator[Problem]:
-    """Yield the reasons why the model of a config cannot be scored."""
+    """Yield the problems that prevent scoring with the model of a config."""
     if config.lora.is_on:
-        text = "[lora]: only whole models are scored, not a model with separate adapters"
+        text = "[lora]: a model with separate adapters cannot be scored"
         advice = "Merge them (megatrain-tier export RUN MERGED --merge), and use the merged folder without [lora]"
         yield Problem("lora", text, advice)
     yield from _find_unreadable(config)
 
 
 def find_ungenerable(config: RunConfig) -> Iterator[Problem]:
-    """Yield the reasons why the model of a config cannot continue prompts."""
+    """Yield the problems that prevent text generation with the model of a config."""
     if config.lora.is_on and config.lora.adapter_name_or_path is None:
         text = "[lora] without adapter_name_or_path: new adapters do not change the model's output"
-        advice = "For those that a run trained, name its folder: megatrain-tier generate RUN. Else leave [lora] out"
+        advice = "For adapters that a run trained, give its folder: megatrain-tier generate RUN. Else leave [lora] out"
         yield Problem("lora", text, advice)
     yield from _find_unreadable(config)
 
 
 def _find_unreadable(config: RunConfig) -> Iterator[Problem]:
-    """Yield the reasons why the model of a config cannot be run for inference."""
+    """Yield the problems that prevent inference with the model of a config."""
     if config.model.images != "off":
-        text = f'model.images = "{config.model.images}": only text is scored and continued by this release'
+        text = f'model.images = "{config.model.images}": this release scores and continues only text'
         yield Problem("model.images", text, "Leave the key out")
     if not TASK_FACTS[config.task].has_lm_head:
         text = f'task = "{config.task}" trains a model that cannot generate text'
-        yield Problem("task", text, "Open it with transformers, which has its class")
+        yield Problem("task", text, "Open it with transformers")
     if config.data.packing == "concat":
         text = 'data.packing = "concat" joins documents, and scores are per document'
         yield Problem("data.packing", text, "Write packing = true")
@@ -157,7 +157,7 @@ def _check_distillation(config: RunConfig) -> Iterator[Problem]:
     if table.scores is None:
         yield Problem(
             "distill.scores",
-            f"{setting} trains on the scores of a teacher, and distill.scores names none",
+            f"{setting} trains on the scores of a teacher, but distill.scores is not set",
             'Make them with megatrain-tier score TEACHER.toml, and write scores = "OUTPUT_DIR/scores" in [distill]',
         )
     if config.training.label_smoothing_factor:
@@ -168,9 +168,7 @@ def _check_distillation(config: RunConfig) -> Iterator[Problem]:
     uses_liger = config.model.use_liger_kernel is True
     for is_on, name in ((uses_liger, "use_liger_kernel"), (config.model.images != "off", "images")):
         if is_on:
-            yield Problem(
-                f"model.{name}", f"{setting} cannot be used with model.{name} by this release", "Leave it out"
-            )
+            yield Problem(f"model.{name}", f"this release does not support {setting} with model.{name}", "Leave it out")
 
 
 def _check_batch(config: RunConfig) -> Iterator[Problem]:
@@ -180,8 +178,8 @@ def _check_batch(config: RunConfig) -> Iterator[Problem]:
     if lanes not in ("auto", 1) and config.advanced.micro_batch_order == "micro_batch":
         yield Problem(
             "training.gradient_lanes",
-            f'training.gradient_lanes = {lanes} needs advanced.micro_batch_order = "layer": with micro-batches one at '
-            "a time, the sums of all layers would be open at once",
+            f'training.gradient_lanes = {lanes} needs advanced.micro_batch_order = "layer": with one micro-batch at a '
+            "time, the gradients of all layers would be summed at the same time",
             'Write micro_batch_order = "layer", or gradient_lanes = 1',
         )
     if training.max_steps == 0:
@@ -215,8 +213,8 @@ def _check_images(config: RunConfig) -> Iterator[Problem]:
             'Leave the key out, or write task = "sft"',
         )
     if config.model.train_from_scratch:
-        text = f"{setting} needs the weights of the image encoder, and model.train_from_scratch = true loads none"
-        yield Problem("model.images", text, "Leave one of them out")
+        text = f"{setting} needs the weights of the image encoder, but model.train_from_scratch = true loads no weights"
+        yield Problem("model.images", text, "Leave out one of the two")
 
 
 def _check_preferences(config: RunConfig) -> Iterator[Problem]:
@@ -224,7 +222,7 @@ def _check_preferences(config: RunConfig) -> Iterator[Problem]:
         if config.preference != PreferenceConfig():  # a resolved file has all tables
             yield Problem(
                 "preference",
-                f'[preference] says how to train on preferences, but task = "{config.task}" trains on single rows',
+                f'[preference] is for training on preferences, but task = "{config.task}" trains on single rows',
                 'Write task = "dpo", or leave the table out',
             )
         return
@@ -232,7 +230,7 @@ def _check_preferences(config: RunConfig) -> Iterator[Problem]:
     if data.train_on not in ("completion", "assistant"):
         yield Problem(
             "data.train_on",
-            f'data.train_on = "{data.train_on}", but task = "dpo" compares what follows the prompt',
+            f'data.train_on = "{data.train_on}", but task = "dpo" compares the text after the prompt',
             "Leave the key out",
         )
     if training.label_smoothing_factor:
@@ -267,15 +265,15 @@ def _check_preferences(config: RunConfig) -> Iterator[Problem]:
     if config.model.images != "off":
         yield Problem(
             "model.images",
-            f'model.images = "{config.model.images}", but task = "dpo" reads text alone in this release',
+            f'model.images = "{config.model.images}", but task = "dpo" reads only text in this release',
             "Leave the key out",
         )
 
 
 def _check_heads(config: RunConfig) -> Iterator[Problem]:
-    """Yield values that contradict the training of reward models."""
+    """Yield problems with values that contradict the training of reward models."""
     if config.task != "reward" and config.reward != RewardConfig():  # a resolved file has all tables
-        text = f'[reward] says how rewards are trained, but task = "{config.task}"'
+        text = f'[reward] is for training reward models, but task = "{config.task}"'
         yield Problem("reward", text, 'Write task = "reward", or leave the table out')
     if TASK_FACTS[config.task].has_lm_head:
         return
@@ -285,10 +283,10 @@ def _check_heads(config: RunConfig) -> Iterator[Problem]:
             text = f"training.{name} changes the cross entropy, which {setting} does not train on"
             yield Problem(f"training.{name}", text, "Leave it out")
     if config.model.images != "off":
-        text = f'model.images = "{config.model.images}", but {setting} reads text alone'
+        text = f'model.images = "{config.model.images}", but {setting} reads only text'
         yield Problem("model.images", text, "Leave the key out")
     if config.evaluation.predict_with_generate:
-        text = f"evaluation.predict_with_generate generates text, and with {setting} the model cannot"
+        text = f"evaluation.predict_with_generate generates text, which a model trained with {setting} cannot"
         yield Problem("evaluation.predict_with_generate", text, "Leave it out")
     if config.training.train_batch_tokens is not None and config.rows_per_step % config.rows_per_example:
         text = (
@@ -310,7 +308,7 @@ def _check_data(config: RunConfig) -> Iterator[Problem]:
     for key, source in sources:
         if source.format == "auto" or (source.format in READERS if reader is None else source.format == reader.name):
             continue
-        text = f'{key}.format = "{source.format}" holds preferences, and task = "{config.task}" trains on single rows'
+        text = f'{key}.format = "{source.format}" has preferences, but task = "{config.task}" trains on single rows'
         advice = 'Write task = "dpo"'
         if reader is not None:
             fields = f" ({', '.join(reader.needed)})" if reader.needed else ""
@@ -320,7 +318,7 @@ def _check_data(config: RunConfig) -> Iterator[Problem]:
         yield Problem(f"{key}.format", text, advice)
     packing, is_packed = config.data.packing, TASK_FACTS[config.task].is_packed
     if packing and not is_packed:
-        text = f'data.packing = {_shown(packing)}, but with task = "{config.task}" each text has its own row'
+        text = f'data.packing = {_shown(packing)}, but with task = "{config.task}" each text needs a separate row'
         yield Problem("data.packing", text, "Leave the key out, or write packing = false")
     if reader is not None:
         return
@@ -328,7 +326,7 @@ def _check_data(config: RunConfig) -> Iterator[Problem]:
         if packing == "concat" and is_packed:
             yield Problem(
                 "data.packing",
-                f'data.packing = "concat" joins plain text, but task = "{config.task}" trains on rows that stay apart',
+                f'data.packing = "concat" joins plain text, but task = "{config.task}" trains on separate rows',
                 'Write packing = true, or task = "pretrain"',
             )
         return
@@ -352,18 +350,18 @@ def _check_streams(config: RunConfig) -> Iterator[Problem]:
     for index, source in enumerate(data.train):
         key = f"data.train.{index}"
         if "***" in source.path:
-            text = f'{key}.path = "{source.path}" has a password or a signature in it, and the config is kept and shown'
-            yield Problem(f"{key}.path", text, "Leave it out: keys come from the environment")
+            text = f'{key}.path = "{source.path}" contains a password or a signature, but configs are stored and shown'
+            yield Problem(f"{key}.path", text, "Leave it out, and set keys in the environment")
             continue
         if not data.streaming and source.weight_from_step:
-            text = f"{key}.weight_from_step changes weights during the run, but these rows are read before it"
+            text = f"{key}.weight_from_step changes weights during the run, but its rows are read before the run"
             yield Problem(f"{key}.weight_from_step", text, "Write streaming = true in [data], or leave it out")
         if not data.streaming and "://" in source.path:
             text = f'{key}.path = "{source.path}" is a URL, which can only be read during the run'
             yield Problem(f"{key}.path", text, "Write streaming = true in [data], and max_steps in [training]")
         for name in ("subset", "split", "json_key", "max_samples"):
             if data.streaming and getattr(source, name) is not None:
-                text = f"{key}.{name} does not go together with data.streaming"
+                text = f"{key}.{name} cannot be used with data.streaming"
                 yield Problem(f"{key}.{name}", text, 'Name the shards in path, e.g. "data/train-*.parquet"')
     if not data.streaming:
         return
@@ -375,7 +373,7 @@ def _check_streams(config: RunConfig) -> Iterator[Problem]:
         )
     if not TASK_FACTS[config.task].is_streamed:
         names = " and ".join(f'"{name}"' for name, facts in TASK_FACTS.items() if facts.is_streamed)
-        text = f'data.streaming is for task = {names}, and this is "{config.task}"'
+        text = f'data.streaming is only for task = {names}, but task = "{config.task}"'
         yield Problem("data.streaming", text, "Leave it out: the rows are read before the first step")
     if config.model.images != "off":
         yield Problem("data.streaming", "data.streaming reads no images", "Leave out data.streaming or model.images")
@@ -387,11 +385,11 @@ def _check_streams(config: RunConfig) -> Iterator[Problem]:
         ("evaluation.eval_strategy", config.evaluation.eval_strategy),
     ):
         if value == "epoch":
-            yield Problem(table, f'{table} = "epoch", and streams have none', 'Write "steps"')
+            yield Problem(table, f'{table} = "epoch", but data.streaming has no epochs', 'Write "steps"')
     steps = {0, *(int(step) for source in data.train for step in source.weight_from_step)}
     if empty := [step for step in sorted(steps) if not sum(weights_at(data.train, step)[0])]:
         text = f"from step {empty[0]} on all weights are 0"
-        yield Problem("data.train.0.weight_from_step", text, "Let one source have a weight above 0")
+        yield Problem("data.train.0.weight_from_step", text, "Give at least one source a weight above 0")
 
 
 def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
@@ -404,9 +402,7 @@ def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
 def _check_evaluation_rows(config: RunConfig) -> Iterator[Problem]:
     table, sets, val_size = config.evaluation, config.data.eval, config.data.val_size
     if val_size is not None and sets:
-        yield Problem(
-            "data.val_size", "data.val_size keeps rows of [[data.train]], and [[data.eval]] names others", "Keep one"
-        )
+        yield Problem("data.val_size", "data.val_size and [[data.eval]] both set the rows for evaluation", "Keep one")
     if val_size is not None and val_size > 1 and val_size != int(val_size):
         yield Problem(
             "data.val_size",
@@ -427,13 +423,13 @@ def _check_evaluated_model(config: RunConfig) -> Iterator[Problem]:
     if table.weights != "trained" and not config.optimizer.ema_decay:
         yield Problem(
             "evaluation.weights",
-            f'evaluation.weights = "{table.weights}" evaluates the average of the weights, and the run makes none',
+            f'evaluation.weights = "{table.weights}" evaluates averaged weights, but the run computes no average',
             "Write ema_decay = 0.999 in [optimizer], or leave weights out",
         )
     if table.predict_with_generate and config.model.images != "off":
         key = "evaluation.predict_with_generate"
-        text = f'{key} = true continues text alone in this release, but model.images = "{config.model.images}"'
-        yield Problem(key, text, "Leave one of them out")
+        text = f'{key} = true supports only text in this release, but model.images = "{config.model.images}"'
+        yield Problem(key, text, "Leave out one of the two")
 
 
 def _check_best_model(config: RunConfig) -> Iterator[Problem]:
@@ -446,7 +442,7 @@ def _check_best_model(config: RunConfig) -> Iterator[Problem]:
         if is_wanted and table.eval_strategy == "no":
             yield Problem(
                 condition.split()[0],
-                f"{condition} compares evaluations, and there are none",
+                f"{condition} compares evaluations, but the run makes none",
                 'Write eval_strategy = "steps" in [evaluation], and rows to evaluate on',
             )
     if config.checkpoint.load_best_model_at_end and config.checkpoint.save_strategy == "no":
@@ -464,13 +460,13 @@ def _check_evaluation_names(config: RunConfig) -> Iterator[Problem]:
         if name in names[:index]:
             yield Problem(
                 f"data.eval.{index}.name",
-                f'data.eval.{index} is called "{name}", as data.eval.{names.index(name)} is',
-                "Give each its own name",
+                f'data.eval.{index} and data.eval.{names.index(name)} are both called "{name}"',
+                "Give them different names",
             )
         elif table.weights == "both" and name.removesuffix("_average") in names and name.endswith("_average"):
             yield Problem(
                 f"data.eval.{index}.name",
-                f'data.eval.{index} is called "{name}", as evaluations of the average of another set are',
+                f'data.eval.{index} is called "{name}", the name for evaluations of averaged weights on another set',
                 "Give it another name",
             )
 
@@ -480,14 +476,14 @@ def _check_optimizer(config: RunConfig) -> Iterator[Problem]:
     if optimizer.optim == "sgd" and optimizer.sgd_nesterov and not optimizer.sgd_momentum:
         yield Problem(
             "optimizer.sgd_nesterov",
-            "optimizer.sgd_nesterov = true looks one step of momentum ahead, but optimizer.sgd_momentum = 0.0",
+            "optimizer.sgd_nesterov = true needs momentum, but optimizer.sgd_momentum = 0.0",
             "Write sgd_momentum = 0.9, or leave sgd_nesterov out",
         )
     if optimizer.optim == "custom" and not optimizer.custom_optimizer:
         yield Problem(
             "optimizer.optim",
-            'optimizer.optim = "custom" does not say which optimizer',
-            'Write custom_optimizer = "NAME", as the package names it',
+            'optimizer.optim = "custom" needs optimizer.custom_optimizer',
+            'Write custom_optimizer = "NAME", with the name in its package',
         )
     for number, group in enumerate(optimizer.groups):
         key = f"optimizer.groups.{number}"
@@ -495,7 +491,7 @@ def _check_optimizer(config: RunConfig) -> Iterator[Problem]:
             yield Problem(key, f"{key} changes nothing for its parameters", "Give it a learning_rate or a weight_decay")
         if group.learning_rate is not None and group.lr_mult is not None:
             message = f"{key} has a learning_rate and an lr_mult, which is a factor on the optimizer's learning_rate"
-            yield Problem(f"{key}.lr_mult", message, "Keep one of them")
+            yield Problem(f"{key}.lr_mult", message, "Keep one")
 
 
 def _check_schedule(config: RunConfig) -> Iterator[Problem]:
@@ -509,11 +505,11 @@ def _check_schedule(config: RunConfig) -> Iterator[Problem]:
         )
         return
     for argument in sorted(set(arguments) - _SCHEDULE_ARGUMENTS[name]):
-        takers = [other for other, taken in _SCHEDULE_ARGUMENTS.items() if argument in taken]
+        others = [other for other, accepted in _SCHEDULE_ARGUMENTS.items() if argument in accepted]
         yield Problem(
             "optimizer.lr_scheduler_kwargs",
-            f'the "{name}" schedule takes no `{argument}`',
-            "It belongs to " + ", ".join(f'"{taker}"' for taker in takers) if takers else "Leave it out",
+            f'the "{name}" schedule has no argument `{argument}`',
+            "It belongs to " + ", ".join(f'"{other}"' for other in others) if others else "Leave it out",
         )
     if name == "warmup_stable_decay" and "num_decay_steps" not in arguments:
         yield Problem(
@@ -527,7 +523,7 @@ def _check_schedule(config: RunConfig) -> Iterator[Problem]:
     ):
         yield Problem(
             "optimizer.lr_scheduler_kwargs",
-            f'the "{name}" schedule needs `min_lr` or `min_lr_rate`, one of them',
+            f'the "{name}" schedule needs either `min_lr` or `min_lr_rate`',
             "Write lr_scheduler_kwargs = { min_lr_rate = 0.1 }",
         )
     warmup, steps = optimizer.warmup_steps, config.training.max_steps
@@ -552,7 +548,8 @@ def _check_attention(config: RunConfig) -> Iterator[Problem]:
     if config.device == "cpu":
         yield Problem(key, 'flash_attention_2 needs a GPU, but device = "cpu"', 'Write "sdpa"')
     if config.precision.compute_dtype == "float32":
-        yield Problem(key, 'flash_attention_2 has no float32, but precision.compute_dtype = "float32"', 'Write "sdpa"')
+        text = 'flash_attention_2 does not support float32, but precision.compute_dtype = "float32"'
+        yield Problem(key, text, 'Write "sdpa"')
     if config.data.packing and config.micro_batch_size not in (None, 1):
         yield Problem(
             key,
@@ -578,7 +575,7 @@ def _check_kernels(config: RunConfig) -> Iterator[Problem]:
     if config.model.compile and config.model.mlp_rows:
         yield Problem(
             "model.mlp_rows",
-            "model.mlp_rows runs pieces of a layer one by one, model.compile makes one graph of it: not both",
+            "model.mlp_rows runs a layer in pieces, but model.compile compiles it as one graph",
             "Write mlp_rows = 0, or compile = false",
         )
     if config.model.split_experts:
@@ -595,7 +592,7 @@ def _check_kernels(config: RunConfig) -> Iterator[Problem]:
             if is_set:
                 yield Problem(
                     "model.split_experts",
-                    f"{name} needs whole layers, or whole matrices, and model.split_experts cuts them",
+                    f"{name} needs whole layers or matrices, but model.split_experts splits them",
                     f"Write split_experts = false, or {instead}",
                 )
 
@@ -605,7 +602,7 @@ def _check_lora(config: RunConfig) -> Iterator[Problem]:
     given = [name for name, field in type(table).model_fields.items() if getattr(table, name) != field.get_default()]
     if not table.is_on:
         if given:
-            yield Problem("lora.r", f"[lora] has {given[0]}, but no r", "Write r = 16, for example")
+            yield Problem("lora.r", f"[lora] sets {given[0]}, but not r", "Write r = 16, for example")
         return
     if table.adapter_name_or_path is not None:
         own = [name for name in given if name not in ("adapter_name_or_path", "lora_dropout")]
@@ -613,13 +610,13 @@ def _check_lora(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 f"lora.{own[0]}",
                 f"lora.{own[0]} is for new adapters; the adapters of lora.adapter_name_or_path have their own settings",
-                "Leave one of the two out",
+                "Leave out one of the two",
             )
     if config.model.train_from_scratch:
         yield Problem(
             "model.train_from_scratch",
             "model.train_from_scratch = true with [lora]: adapters are trained on the weights of a folder",
-            "Leave one of the two out",
+            "Leave out one of the two",
         )
 
 
@@ -669,16 +666,14 @@ def _check_tiers(config: RunConfig) -> Iterator[Problem]:
                 'Write [[tiers.nvme]] and below it path = "state"',
             )
         if "folder" in wanted and (kind != "weights" or config.model.train_from_scratch):
-            yield Problem(
-                key, f'{key} names "folder", where only frozen weights of a model can be', 'Leave "folder" out'
-            )
+            yield Problem(key, f'{key} names "folder", which can only store frozen weights', 'Leave "folder" out')
         if "gpu" in wanted and not _may_have_gpu_tier(config):
             yield Problem(key, f'{key} names "gpu", but device = "cpu"', 'Leave "gpu" out')
     if tiers.direct == "on":
         yield from _check_direct(config)
     if tiers.safety_margin.is_auto:
         yield Problem(
-            "tiers.safety_margin", 'tiers.safety_margin = "auto" is not a choice', 'Write for example "5%" or "2GiB"'
+            "tiers.safety_margin", 'tiers.safety_margin = "auto" is not valid', 'Write for example "5%" or "2GiB"'
         )
     size, pinned = tiers.ram.size.nbytes, tiers.ram.pinned.nbytes
     if size is not None and pinned is not None and pinned > size:
@@ -694,13 +689,13 @@ def _check_tiers(config: RunConfig) -> Iterator[Problem]:
         places.append(config.output_dir / name)
     clashing: set[str] = set()
     for number, first, clash in folder_clashes(places):
-        key = names[first if number >= len(tiers.nvme) else number]  # the drive that another folder fits better
+        key = names[first if number >= len(tiers.nvme) else number]  # the drive, not a folder in output_dir
         if first < len(tiers.nvme) and key not in clashing:
             clashing.add(key)
             text = f"{names[number]} {clash} {names[first]} ({places[first]})"
-            yield Problem(key, text, "Give each drive its own folder, apart from the checkpoints of output_dir")
+            yield Problem(key, text, "Use a separate folder for each drive, outside the checkpoints in output_dir")
     if len({drive.rate is None for drive in tiers.nvme}) > 1:
-        yield Problem("tiers.nvme", "only some of [[tiers.nvme]] have a rate", "Give a rate to all of them or to none")
+        yield Problem("tiers.nvme", "only some of [[tiers.nvme]] have a rate", "Set a rate for all of them or for none")
 
 
 def _check_direct(config: RunConfig) -> Iterator[Problem]:
@@ -710,7 +705,7 @@ def _check_direct(config: RunConfig) -> Iterator[Problem]:
     if not _may_have_gpu_tier(config):
         yield Problem(key, f'{key} = "on", but device = "cpu": there is no GPU memory', advice)
     if config.tiers.verify == "always":
-        text = f'{key} = "on" moves bytes past RAM, where tiers.verify = "always" would compare them'
+        text = f'{key} = "on" bypasses RAM, but tiers.verify = "always" compares checksums in RAM'
         yield Problem(key, text, f'{advice}, or verify = "resume"')
 
 
@@ -723,7 +718,7 @@ def _check_paths(config: RunConfig) -> Iterator[Problem]:
             'Write "auto" or the path of a .jinja file',
         )
     if config.model.revision is not None and Path(config.model.model_name_or_path).is_absolute():
-        text = f"model.revision is of a model on the hub, and {config.model.model_name_or_path} is a path"
+        text = f"model.revision is for a model on the hub, but {config.model.model_name_or_path} is a path"
         yield Problem("model.revision", text, "Leave it out")
     if config.output_dir == Path(config.model.model_name_or_path):
         yield Problem("output_dir", "output_dir is the folder of the model that is trained", "Write another folder")

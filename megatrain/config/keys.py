@@ -1,4 +1,4 @@
-"""All keys and their properties, from one walk over pydantic's JSON Schema of the config."""
+"""All keys and their properties, from one traversal of pydantic's JSON Schema of the config."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatrain.base.toml import format_value
 from megatrain.config.retired import RETIRED
 from megatrain.config.schema import RunConfig
 
-#: File that ``init`` writes next to a config; the first line of the config names it.
+#: Schema file that ``init`` writes next to a config, whose first line names it.
 SCHEMA_FILE_NAME = "megatrain-tier.schema.json"
 SCHEMA_TITLE = "Config of megatrain-tier"
 
 Schema = dict[str, Any]
 Path = tuple[str | int, ...]
 _TOP = "at the top of the file, before the first table"
-#: Words of JSON Schema -> words of a sentence.
+#: Keyword of JSON Schema -> its text in a sentence.
 _BOUNDS = {
     "minimum": "at least",
     "exclusiveMinimum": "above",
@@ -37,7 +37,7 @@ _TYPES = {"integer": "whole number", "number": "number", "string": "text"}
 
 
 class _TomlSchema(GenerateJsonSchema):
-    """Generator of the JSON Schema of a TOML file: TOML has no null, and text that names a number has no bounds."""
+    """Generates the JSON Schema of a TOML file. TOML has no null, so a nullable type has the schema of its value."""
 
     def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
         return self.generate_inner(schema["schema"])
@@ -61,7 +61,7 @@ def _without_references(node: Any, tables: Mapping[str, Schema]) -> Any:
         return node
     if "$ref" in node:
         table = tables[node["$ref"].rpartition("/")[2]]
-        # The field describes its table; the table's docstring is for readers of the code.
+        # The description of the field is kept; the table's docstring is for readers of the code.
         node = {**{word: table[word] for word in table if word not in ("title", "description")}, **node}
         del node["$ref"]
     if "pattern" in node:
@@ -78,9 +78,9 @@ def _make_schema() -> Schema:
 
 
 def _walk(table: Schema, prefix: str = "", alters: str | None = None) -> Iterator[tuple[str, Schema]]:
-    """Yield (dotted name, schema) of every key and table in order, a table before its contents.
+    """Yield (dotted name, schema) of every key and table in order, with a table before its contents.
 
-    A key that does not state whether it alters results inherits this from its table.
+    A key that does not state whether it alters results inherits the statement of its table.
     """
     alters = table.get("x-alters", alters)
     for leaf, schema in table["properties"].items():
@@ -101,12 +101,12 @@ KEYS: Mapping[str, Schema] = {name: schema for name, schema in _ALL.items() if "
 TABLES: Mapping[str, Schema] = {name: schema for name, schema in _ALL.items() if "x-required" not in schema}
 #: Array tables; a number after their name is the index of a table.
 ARRAY_TABLES = frozenset(name for name, schema in TABLES.items() if schema["type"] == "array")
-#: Tables whose keys the user chooses; the schema checks their contents.
+#: Tables with keys that the user chooses; the schema checks their contents.
 FREE_TABLES = frozenset(name for name, schema in KEYS.items() if schema.get("type") == "object")
 
 
 def _published(node: Any) -> Any:
-    """Return a schema without the x- words of this project."""
+    """Return a schema without this project's keywords, which begin with x-."""
     if isinstance(node, list):
         return [_published(each) for each in node]
     if isinstance(node, dict):
@@ -147,7 +147,7 @@ def alters(key: str) -> Alters:
         key: dotted, without the numbers of array tables; may be a key of a table with free names.
     """
     found: Alters | None = KEYS[schema_key(key)]["x-alters"]
-    assert found is not None, f"{key}: neither the key nor its table says whether it alters results"
+    assert found is not None, f"{key}: neither the key nor its table states whether it alters results"
     return found
 
 
@@ -161,7 +161,7 @@ def used_if(key: str) -> Mapping[str, Sequence[Any]]:
 
 
 def dotted(path: Path) -> str:
-    """Return a path in the users' notation: ``("data", "train", 0, "path")`` -> ``"data.train.0.path"``."""
+    """Return a path in the notation for users: ``("data", "train", 0, "path")`` -> ``"data.train.0.path"``."""
     return ".".join(str(part) for part in path)
 
 
@@ -171,18 +171,18 @@ def plain(path: Path) -> str:
 
 
 def parse_path(name: str) -> Path:
-    """Parse the output of :func:`dotted`."""
+    """Return the path of a dotted name, the inverse of :func:`dotted`."""
     return tuple(int(part) if part.isdecimal() else part for part in name.split("."))
 
 
 def schema_key(name: str) -> str:
-    """Return the schema's name of a dotted name: without numbers; the table for a key of a table with free names."""
+    """Return the name in the schema: without numbers; for a key of one of :data:`FREE_TABLES`, the table's name."""
     name = plain(parse_path(name))
     return next((table for table in FREE_TABLES if name.startswith(f"{table}.")), name)
 
 
 def full_keys_of_leaf(leaf: str) -> list[str]:
-    """Return the dotted keys whose last part is ``leaf``, sorted. A single key outside array tables hides the others.
+    """Return the dotted keys whose last part is ``leaf``, sorted; only the key outside array tables if there is one.
 
     ``[[data.eval]]`` has every key of ``[[data.train]]``; only the latter is returned.
     """
@@ -212,20 +212,20 @@ def looks_like_table(path: Path) -> bool:
 
 
 def nearest_table(path: Path) -> str:
-    """Return the last part of the table on the same level that an unknown name resembles, or ""."""
+    """Return the last part of the name of a similar table on the same level; "" without one."""
     level = plain(path[:-1])
     tables = [table.rpartition(".")[2] for table in TABLES if table.rpartition(".")[0] == level]
     return next(iter(difflib.get_close_matches(str(path[-1]), tables, n=1, cutoff=0.8)), "")
 
 
 def advice_for_unknown(path: Path) -> str:
-    """Return the replacement of a key that does not exist, or ""."""
+    """Return advice about a key that does not exist; "" without any."""
     name, leaf = plain(path), str(path[-1])
     retired = RETIRED.get(name) or RETIRED.get(name.partition(".")[0])  # a key, or its whole table
     if retired is not None:
         return retired
     if name in NOT_YET:
-        return "This release does not have it yet; leave it out"
+        return "This release does not support it yet; leave it out"
     homes = full_keys_of_leaf(leaf)
     if len(homes) == 1:
         table = homes[0].rpartition(".")[0]
@@ -243,7 +243,7 @@ def advice_for_unknown(path: Path) -> str:
 
 
 def advice_without_match(path: Path) -> str:
-    """Return the advice for a key that resembles no known one: the keys that its table has."""
+    """Return the advice for a key that resembles no known key: the keys of its table."""
     table = plain(path[:-1])
     inside = sorted(name for name in _ALL if name.rpartition(".")[0] == table)
     where = f"[{table}] has" if table else "The top of the file has"
@@ -252,7 +252,7 @@ def advice_without_match(path: Path) -> str:
 
 
 def _nearest(path: Path) -> str:
-    """Return the known key or table most similar to an unknown one; the same table is searched first."""
+    """Return the known name most similar to an unknown one; names in the same table are preferred."""
     table, leaf = plain(path[:-1]), str(path[-1])
     same_table = sorted(name.rpartition(".")[2] for name in _ALL if name.rpartition(".")[0] == table)
     found = difflib.get_close_matches(leaf, same_table, n=1, cutoff=0.6)
@@ -303,7 +303,7 @@ def _choices(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def describe_allowed(key: str) -> str:
-    """Return the advice for a value of a wrong kind: the allowed values, and the default if there is one.
+    """Return the advice for a value of a wrong type: the allowed values, and the default if it has one.
 
     Args:
         key: dotted, without the numbers of array tables; one of :data:`KEYS`.
@@ -322,7 +322,7 @@ def first_required(table: str) -> str:
 
 
 def how_to_fill_in(name: str) -> str:
-    """Return the advice for a key or table that is missing: the line to write, and where.
+    """Return the advice for a missing key or table: the line to write and its place.
 
     Args:
         name: dotted, without the numbers of array tables; a required key, or a table with one.

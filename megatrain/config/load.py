@@ -1,7 +1,7 @@
-"""Loader of TOML files and ``--set`` into one checked config. Finds every problem before it reports any.
+"""Loads TOML files and ``--set`` into one checked config, and reports all problems together.
 
 Files are read as trees of values with the line of each key. The trees are merged, unknown names are removed, and
-the schema checks the rest. :func:`salvage` returns the usable part of a config with mistakes.
+the schema checks the rest. :func:`salvage` returns the usable part of a config with problems.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LoadedConfig:
     Attributes:
         origins: dotted key -> ``"file:line"`` or ``"--set"``; keys that are not set are left out.
         source: the main config file.
-        warnings: sentences for the user; they are not errors.
+        warnings: sentences for the user, about values that do not prevent a run.
     """
 
     config: RunConfig
@@ -91,7 +91,7 @@ def load_config(
             _merge(tree, read_toml(file))
         except ConfigError as error:
             problems.extend(error.problems)
-    if problems:  # an unreadable file has no further problems to find
+    if problems:  # the contents of an unreadable file cannot be checked
         raise ConfigError(str(source), problems)
     for text in overrides:
         problems.extend(_apply_override(tree, text))
@@ -103,13 +103,13 @@ def load_config(
     if config is not None:
         meant = [key for each in problems for key in _MEANT.findall(each.remedy)]
         found = _located(tree, find_bad_combinations(config))
-        # A problem about a misspelled key may be a consequence of the misspelling.
+        # A problem that mentions the correct name of a misspelled key may follow from the misspelling.
         problems.extend(each for each in found if not any(_follows_from(each, key) for key in meant))
         warnings.extend(find_warnings(config))
     is_overlay = not tree.values.keys() & {"task", "output_dir", "data", "model"}
     if config is None and tree.values and is_overlay and not extra_files:
-        text = "the file names no task, output_dir, model or data: it changes another config"
-        problems.insert(0, Problem("", text, f"Lay it over one: megatrain-tier run CONFIG -c {source}", str(source)))
+        text = "the file has no task, output_dir, model or data, so it only changes another config"
+        problems.insert(0, Problem("", text, f"Apply it: megatrain-tier run CONFIG -c {source}", str(source)))
     if problems or config is None:
         raise ConfigError(str(source), problems)
     origins = {key: where if line is None else f"{where}:{line}" for key, (where, line) in tree.origins.items()}
@@ -131,7 +131,7 @@ class Tree:
     origins: dict[str, tuple[str, int | None]] = field(default_factory=dict)
 
     def origin(self, key: str) -> tuple[str, int | None]:
-        """Return the origin of a key, the nearest table around it or a key inside it; ("", None) for a default."""
+        """Return the origin of a key, the nearest table around it, or a key inside it; ("", None) for a default."""
         around = key
         while around:
             if around in self.origins:
@@ -157,7 +157,7 @@ def read_toml(path: Path) -> Tree:
         remedy = f"In that folder: {', '.join(near[:5])}" if near else "Check the path"
         raise ConfigError(source, [Problem("", "there is no such file", remedy, source)]) from None
     except IsADirectoryError:
-        problem = Problem("", "this is a folder", "Give the config file itself, such as run.toml", source)
+        problem = Problem("", "this is a folder", "Give the config file, such as run.toml", source)
         raise ConfigError(source, [problem]) from None
     except OSError as error:
         problem = Problem("", f"the file cannot be read: {error.strerror}", "Check its permissions", source)
@@ -174,7 +174,7 @@ def read_toml(path: Path) -> Tree:
 
 
 def find_lines(text: str) -> dict[str, int]:
-    """Return the line (from 1) of every key and table header of a TOML text; dotted, array tables numbered."""
+    """Return dotted name -> line (from 1) for every key and table header in a TOML text; array tables have numbers."""
     lines: dict[str, int] = {}
     counts: dict[str, int] = {}
     table = ""
@@ -212,7 +212,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _with_numbers(name: str, counts: dict[str, int]) -> str:
-    """Insert the current number after each array table in ``name``, except after the last part."""
+    """Return ``name`` with the current number after each array table, except after the last part."""
     parts = name.split(".")
     path = parts[0]
     for part in parts[1:]:
@@ -236,7 +236,7 @@ def make_paths_absolute(values: dict[str, Any], folder: Path) -> None:
 
 
 def _paths_in(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str, Mapping[str, Any]]]:
-    """Yield (table, last part of the key, dotted key, schema) of each path in a tree of config values."""
+    """Yield (table, last part of the key, dotted key, schema) for each path in a tree of config values."""
     for key, schema in KEYS.items():
         if "x-path" in schema:
             *tables, leaf = key.split(".")
@@ -246,7 +246,7 @@ def _paths_in(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str
 
 
 def _tables_at(values: Any, names: Sequence[str], above: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (dotted key with a trailing dot, table) of each table of a name; an array table has several."""
+    """Yield (dotted key with a trailing dot, table) for each table of a name; an array table has several."""
     if isinstance(values, list):
         for number, item in enumerate(values):
             yield from _tables_at(item, names, f"{above}{number}.")
@@ -260,12 +260,12 @@ def _tables_at(values: Any, names: Sequence[str], above: str = "") -> Iterator[t
 def _unset_variables(values: dict[str, Any]) -> Iterator[Problem]:
     for table, leaf, key, _ in _paths_in(values):
         if name := _names_unset_variable(table[leaf]):
-            message = f'{key} = "{table[leaf]}" has the variable ${name}, which is not set'
-            yield Problem(key, message, f"Set it (export {name}=...), or write the path itself")
+            message = f'{key} = "{table[leaf]}" uses the variable ${name}, which is not set'
+            yield Problem(key, message, f"Set it (export {name}=...), or write the path without it")
 
 
 def _names_unset_variable(text: str) -> str:
-    """Return the first variable in a path that the environment lacks, or ""."""
+    """Return the first variable in a path that is not set; "" without one."""
     names = [match[1] or match[2] for match in _VARIABLE.finditer(text)]
     return next((name for name in names if name not in os.environ and not os.path.exists(text)), "")
 
@@ -278,12 +278,12 @@ def _absolute(text: str, folder: Path, name: str | None) -> str:
     path = Path(text).expanduser()
     candidate = path if path.is_absolute() else folder / path
     if name is not None and not path.is_absolute() and not candidate.exists() and re.fullmatch(name, text):
-        return text  # a name on the hub that is not a folder here
+        return text  # a name on the hub, not a local folder
     return _normalised(candidate)
 
 
 def _normalised(path: Path) -> str:
-    """Remove ``.`` and ``..`` without following links, which keeps globs intact."""
+    """Remove ``.`` and ``..`` without following links, so that globs stay unchanged."""
     parts: list[str] = []
     for part in path.parts:
         if part == ".." and len(parts) > 1:
@@ -297,24 +297,24 @@ def _normalised(path: Path) -> str:
 
 
 def _merge(tree: Tree, other: Tree) -> None:
-    """Merge ``other`` over ``tree``: tables merge, other values are replaced together with their origins."""
+    """Merge ``other`` into ``tree``: tables are merged, other values replace those in ``tree`` with their origins."""
 
-    def lay(below: dict[str, Any], above: dict[str, Any], prefix: str) -> None:
-        for key, value in above.items():
+    def merge(target: dict[str, Any], source: dict[str, Any], prefix: str) -> None:
+        for key, value in source.items():
             name = prefix + key
-            if isinstance(value, dict) and isinstance(below.get(key), dict):
-                lay(below[key], value, f"{name}.")
+            if isinstance(value, dict) and isinstance(target.get(key), dict):
+                merge(target[key], value, f"{name}.")
                 continue
             for old in [old for old in tree.origins if old == name or old.startswith(f"{name}.")]:
                 del tree.origins[old]
-            below[key] = copy.deepcopy(value)
+            target[key] = copy.deepcopy(value)
 
-    lay(tree.values, other.values, "")
+    merge(tree.values, other.values, "")
     tree.origins.update(other.origins)
 
 
 def _apply_override(tree: Tree, text: str) -> list[Problem]:
-    """Write one ``key=value`` into the tree; return its problems."""
+    """Write one ``key=value`` into the tree, and return its problems."""
     name, separator, value_text = text.partition("=")
     name = name.strip()
     if not separator or not all(part.strip() for part in name.split(".")):
@@ -346,7 +346,7 @@ def _parse_value(text: str) -> Any:
 
 
 def _nested(path: KeyPath, value: Any) -> Any:
-    """Return ``value`` inside one-item tables and lists along ``path``."""
+    """Return ``value`` nested in tables and lists with one item each, along ``path``."""
     for part in reversed(path):
         value = [value] if isinstance(part, int) else {part: value}
     return value
@@ -359,7 +359,7 @@ def _leaf_of(tree: Any, path: KeyPath) -> Any:
 
 
 def _put(tree: Tree, path: KeyPath, value: Any, name: str) -> list[Problem]:
-    """Write ``value`` at ``path``; create missing tables, and the next item of a list."""
+    """Write ``value`` at ``path``, and return the problems. Missing tables and the next item of a list are created."""
     at: Any = tree.values
     for index, part in enumerate(path):
         last = index == len(path) - 1
@@ -367,7 +367,7 @@ def _put(tree: Tree, path: KeyPath, value: Any, name: str) -> list[Problem]:
         if isinstance(part, int):
             if not isinstance(at, list) or part > len(at):
                 have = len(at) if isinstance(at, list) else 0
-                message = f"{dotted(path[:index])} has {have} items, there is no number {part}"
+                message = f"{dotted(path[:index])} has {have} items; item {part} does not exist"
                 return [Problem(name, message, f"Write a number from 0 to {have}; {have} adds one", OVERRIDE)]
             if part == len(at):
                 at.append(fresh)
@@ -423,9 +423,9 @@ def _remove_unknown(
 
 def _explain_unknown(tree: Tree, path: KeyPath, value: Any) -> Iterator[Problem]:
     """Yield the problems of an unknown key or table."""
-    # A table that only looks misspelled is reported itself, even if its keys exist elsewhere.
-    foreign = isinstance(value, dict) and not looks_like_table(path)
-    inner = [(*path, child) for child in value if has_advice((*path, child))] if foreign else []
+    # A table whose name looks misspelled is reported as a whole, even if its keys exist elsewhere.
+    is_unrelated = isinstance(value, dict) and not looks_like_table(path)
+    inner = [(*path, child) for child in value if has_advice((*path, child))] if is_unrelated else []
     for child in () if has_advice(path) else inner:
         yield _unknown(tree, child, "key", child)
     if has_advice(path) or not inner:
@@ -437,7 +437,7 @@ def _explain_unknown(tree: Tree, path: KeyPath, value: Any) -> Iterator[Problem]
 
 
 def _unknown(tree: Tree, path: KeyPath, what: str, meant: KeyPath) -> Problem:
-    """Return the problem of an unknown key or table, with the advice for the path that was probably meant."""
+    """Return the problem of an unknown key or table, with advice for the probably intended path."""
     where, line = tree.origin(dotted(path))
     advice = advice_for_unknown(meant) or advice_without_match(meant)
     return Problem(dotted(path), f"unknown {what} `{dotted(path)}`", advice, where, line)
@@ -451,7 +451,7 @@ def _rename(tree: Tree, path: KeyPath, key: str, value: Any, warnings: list[str]
         return []
     ours = ACCEPTED[key]
     if tree.origin(ours) != ("", None) and ours in tree.origins:
-        return [Problem(key, f"`{key}` and `{ours}` are two names for one thing", f"Keep {ours}", where, line)]
+        return [Problem(key, f"`{key}` and `{ours}` are the same key", f"Keep {ours}", where, line)]
     warnings.append(f"{place}`{key}` is the name in transformers 4; here: {ours}")
     problems = _put(tree, tuple(ours.split(".")), value, ours)
     tree.origins[ours] = (where, line)
@@ -471,7 +471,7 @@ def _validate(tree: Tree) -> tuple[RunConfig | None, list[Problem]]:
 
 
 def validated(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
-    """Return the config of nested values, or None and the problems of single values; combinations are not checked."""
+    """Return the config of nested values, or None and the problems with single values; combinations are not checked."""
     try:
         return RunConfig.model_validate(values), []
     except ValidationError as error:
@@ -487,13 +487,13 @@ def _located(tree: Tree, problems: Iterable[Problem]) -> list[Problem]:
     return located
 
 
-# The usable part of a config with mistakes
+# The usable part of a config with problems
 
 
 def salvage(
     path: Path, extra_files: Sequence[Path], problems: Collection[Problem]
 ) -> tuple[RunConfig | None, list[Problem]]:
-    """Return the config without its wrong keys, and the problems that only show after their removal.
+    """Return the config without its wrong keys, and the problems that only appear after their removal.
 
     The config is None if a required key is wrong or a file is not TOML.
     """
@@ -530,7 +530,7 @@ def salvage(
 
 
 def _follows_from(problem: Problem, taken: str) -> bool:
-    """Return whether a problem mentions a removed key, and so may be a consequence of the removal."""
+    """Return whether a problem mentions a removed key, and may therefore follow from the removal."""
     leaf = re.escape(taken.rpartition(".")[2])
     return taken.startswith(f"{problem.key}.") or re.search(rf"\b{leaf}\b", problem.message) is not None
 
@@ -550,7 +550,7 @@ def _inside(values: Any, part: str) -> Any:
 
 
 def _remove(values: Any, key: str) -> bool:
-    """Remove a key, or the plain value in the place of one of its tables; return whether one existed."""
+    """Remove a key, or a value that stands where the key needs a table; return whether one existed."""
     *tables, leaf = key.split(".")
     for part in tables:
         inner = _inside(values, part)

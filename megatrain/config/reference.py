@@ -1,4 +1,4 @@
-"""The meaning of each key, for ``config explain`` and ``docs/config.md``: values, default, effect and other names.
+"""Descriptions of keys, for ``config explain`` and ``docs/config.md``: values, default, effect and other names.
 
 ``python -m megatrain.config.reference > docs/config.md`` writes the page.
 """
@@ -31,14 +31,14 @@ from megatrain.config.keys import (
 _INTRODUCTION = """\
 # Config file
 
-Made from the schema by `python -m megatrain.config.reference > docs/config.md`; do not edit by hand.
+Generated from the schema by `python -m megatrain.config.reference > docs/config.md`; do not edit by hand.
 
-The file is TOML. Later values win: defaults < CONFIG < each `-c FILE` < `--set KEY=VALUE`. Tables merge, arrays are
-replaced. In `--set`, a last name that is unique is enough (`--set learning_rate=2e-5`); items of a list have numbers
-(`--set data.train.0.max_samples=100`). Paths are relative to the file they stand in, those in `--set` to the current
-directory. Sizes need a unit: `"120GiB"` (2^30), `"120GB"` (10^9), and `"90%"` where a share makes sense; so do
-durations: `"45min"`, `"30s"`, `"1h30min"`. Every problem is reported at once, with its line, and exit code 2.
-`output_dir/config.resolved.toml` holds every default and reproduces the run.
+The file is TOML. Later values win: defaults < CONFIG < each `-c FILE` < `--set KEY=VALUE`. Tables are merged, arrays
+are replaced. In `--set`, the last part of a key is enough if it is unique (`--set learning_rate=2e-5`); items of a
+list have numbers (`--set data.train.0.max_samples=100`). Paths in a file are relative to that file, and paths in
+`--set` to the current directory. Sizes need a unit: `"120GiB"` (2^30) or `"120GB"` (10^9); some keys also accept a
+share such as `"90%"`. Durations need units too: `"45min"`, `"30s"`, `"1h30min"`. All problems are reported together,
+with their lines, and exit code 2. `output_dir/config.resolved.toml` contains all defaults and reproduces the run.
 """
 
 
@@ -49,9 +49,9 @@ class KeyDescription:
     Attributes:
         key: dotted, without the numbers of array tables.
         values: allowed values, as a sentence.
-        default: as TOML, or the reason why there is none.
+        default: as TOML, or the reason why the key has none.
         alters: "yes", "no", or "by contents": results change only if the contents of the model or data change.
-        other_names: (tool, name there, note).
+        other_names: (tool, name in the tool, note).
         example: lines of TOML.
     """
 
@@ -87,10 +87,10 @@ _QUANTIZED_FOLDERS = (
 
 
 def find_keys(name: str) -> tuple[list[str], str]:
-    """Return the keys that a name means, and a preceding note: that another tool uses the name, or "".
+    """Return the keys that a name means, and a note to show before them: that another tool uses the name, or "".
 
     Args:
-        name: a dotted key, with or without the numbers of array tables; a last name; a table; another tool's name.
+        name: a dotted key, with or without the numbers of array tables; its last part; a table; another tool's name.
 
     Raises:
         ConfigError: no key has this name.
@@ -112,7 +112,7 @@ def find_keys(name: str) -> tuple[list[str], str]:
     if leaf in ACCEPTED:
         return [ACCEPTED[leaf]], f"`{leaf}` is the name in {TRANSFORMERS_4}; here: {ACCEPTED[leaf]}"
     if leaf in _QUANTIZED:
-        note = f"`{leaf}`: QLoRA is [lora] over a folder that is quantized already: {_QUANTIZED_FOLDERS}"
+        note = f"`{leaf}`: QLoRA is [lora] with a folder that is already quantized: {_QUANTIZED_FOLDERS}"
         return ["model.model_name_or_path", "lora.r"], note
     advice = advice_for_unknown(tuple(name.split(".")))
     raise ConfigError("the config", [Problem(name, f"there is no key `{name}`", advice or "All keys: config schema")])
@@ -133,7 +133,7 @@ def describe_key(key: str) -> KeyDescription:
 
 
 def _default(key: str, in_words: str) -> str:
-    """Return a default as TOML, or why there is none; ``in_words`` if the description states it."""
+    """Return a default as TOML, or why the key has none; ``in_words`` if the description states it."""
     schema = KEYS[key]
     if "default" in schema:
         return format_value(schema["default"])

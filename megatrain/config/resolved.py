@@ -1,7 +1,7 @@
-"""A config with every default filled in: as TOML that reproduces the run, with origins, and for comparison.
+"""Configs with all defaults: written as TOML that reproduces the run, shown with origins, and compared.
 
-This module writes the TOML, one key per line and array tables under headers, because origins and messages refer to
-lines. TOML libraries write short tables of an array inline, and lists over several lines.
+This module writes the TOML without a library, one key per line and array tables under headers, because origins and
+messages refer to lines. TOML libraries write short tables of an array inline, and lists over several lines.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 DEFAULT = "default"
 _NEWER = "A newer version of megatrain-tier wrote it: upgrade"
-#: Keys with "auto", which the run resolves -> the behavior of versions before the key existed.
+#: Keys whose "auto" the run resolves -> their value in checkpoints from before the key existed.
 DECIDED_BY_RUNS: Mapping[str, Any] = {
     "training.gradient_lanes": 1,
     "optimizer.muon_fused": "whole",
@@ -60,7 +60,7 @@ DECIDED_BY_RUNS: Mapping[str, Any] = {
 
 
 def to_toml(config: RunConfig) -> str:
-    """Return ``config`` as TOML. Loading it gives an equal config."""
+    """Return ``config`` as TOML. Loading the text returns an equal config."""
     return "".join(f"{text}\n" for _, text in _lines(resolved_values(config)))
 
 
@@ -74,14 +74,14 @@ def resolved_values(config: RunConfig) -> dict[str, Any]:
 
 
 def config_lines(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, value as TOML) of every key of a config."""
+    """Yield (dotted key, value as TOML) for every key of a config."""
     for key, text in _lines(resolved_values(config)):
         if key:
             yield key, text.partition(" = ")[2]
 
 
 def config_from_toml(text: str, source: str = "the config in the checkpoint") -> RunConfig:
-    """Parse the output of :func:`to_toml`. No file is read; missing keys get their default.
+    """Parse the output of :func:`to_toml`. No file is read; missing keys get their defaults.
 
     Args:
         source: origin of the text, for messages.
@@ -92,7 +92,7 @@ def config_from_toml(text: str, source: str = "the config in the checkpoint") ->
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        problem = Problem("", f"this is not TOML: {error}", "It is damaged; use another checkpoint")
+        problem = Problem("", f"this is not TOML: {error}", "The checkpoint is damaged; use another one")
         raise ConfigError(source, [problem]) from None
     try:
         return RunConfig.model_validate(without_retired(values))
@@ -114,7 +114,7 @@ def _unknown_here(detail: ErrorDetails) -> Problem | None:
 
 
 def write_resolved(config: RunConfig) -> Path:
-    """Create ``output_dir`` and write ``config.resolved.toml`` there, atomically. Return its path.
+    """Create ``output_dir``, write ``config.resolved.toml`` into it atomically, and return the file's path.
 
     Raises:
         ConfigError: the folder cannot be created or written.
@@ -131,7 +131,7 @@ def write_resolved(config: RunConfig) -> Path:
 
 
 def check_writable(config: RunConfig) -> None:
-    """Check that ``output_dir`` is writable by writing an empty file, which is removed again.
+    """Check that ``output_dir`` is writable by creating a file, which is removed again.
 
     Raises:
         ConfigError: the folder cannot be created or written.
@@ -156,13 +156,13 @@ def _unwritable(config: RunConfig, error: OSError) -> ConfigError:
 
 
 def _lines(table: dict[str, Any], path: KeyPath = ()) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, line) of a table: its values first, then the tables inside it, as TOML requires."""
+    """Yield (dotted key, line) for a table: first its values, then the tables inside it, as TOML requires."""
     inner: list[tuple[KeyPath, dict[str, Any]]] = []
     for key, value in table.items():
         here = (*path, key)
         name = plain(here)
         if value is None or (not value and name in ARRAY_TABLES | FREE_TABLES):
-            continue  # TOML has no null, and no way to write an empty array of tables
+            continue  # TOML has neither null nor empty arrays of tables
         if name in ARRAY_TABLES:
             inner += [((*here, index), item) for index, item in enumerate(value)]
         elif name in TABLES:
@@ -202,7 +202,7 @@ def resolved_lines(loaded: LoadedConfig) -> list[Line]:
 
 
 def _with_defaults(config: RunConfig) -> RunConfig:
-    """Return a config with the same required values and defaults for everything else."""
+    """Return a config with the same required values and with defaults for all other keys."""
     values = config.model_dump(mode="python")
     kept = {
         "task": values["task"],
@@ -214,15 +214,15 @@ def _with_defaults(config: RunConfig) -> RunConfig:
 
 
 def _origin(loaded: LoadedConfig, key: str, *, is_default: bool) -> str:
-    """Return the origin of a key: of the key itself, of a value inside it, or of a table around it."""
+    """Return the origin of a key, of a value inside it, or of a table around it."""
     if key in loaded.origins:
         return loaded.origins[key]
     inside = [origin for known, origin in loaded.origins.items() if known.startswith(f"{key}.")]
-    if inside:  # an inline table here, a table with a header where it was written
+    if inside:  # the line has an inline table, and the file a table with a header
         return inside[0]
     above = key
     while not is_default and (above := above.rpartition(".")[0]):
-        if above in loaded.origins:  # an inline table there, or a whole array
+        if above in loaded.origins:  # the file has an inline table, or a whole array
             return loaded.origins[above]
     return DEFAULT
 
@@ -233,14 +233,14 @@ def _origin(loaded: LoadedConfig, key: str, *, is_default: bool) -> str:
 def compare(before: RunConfig, now: RunConfig) -> ConfigChanges:
     """Return the changes from the config of a checkpoint to the config that resumes it.
 
-    Only the configs are compared. The fingerprint of the data shows whether the data is the same, and the blocks of
-    the checkpoint whether the model has the same parameters.
+    Only the configs are compared. The fingerprint of the data shows whether the data is the same, and the blocks in
+    the checkpoint show whether the model has the same parameters.
     """
     old, new = dict(_leaves(resolved_values(before))), dict(_leaves(resolved_values(now)))
     lanes = ("training", "gradient_lanes")
     for values in (old, new):
         if values.get(lanes) == "auto":
-            values[lanes] = 1  # the run began with one process, and a resume keeps the number
+            values[lanes] = 1  # "auto" is 1 for the one process with which the run began, and a resume keeps the number
     altering: list[Change] = []
     free: list[Change] = []
     for path in dict.fromkeys([*old, *new]):
@@ -283,7 +283,7 @@ class Difference:
 
     Attributes:
         altering: changes that alter the results.
-        by_contents: changes that alter them only if the named files have different contents.
+        by_contents: changes that alter the results only if the named files have different contents.
         free: changes that leave the results the same.
     """
 
@@ -297,7 +297,7 @@ class Difference:
 
 
 def difference(before: RunConfig, now: RunConfig) -> Difference:
-    """Return the difference of two runs. Unlike on a resume, the model and the data are not known to agree."""
+    """Return the difference between two runs. Unlike for a resume, their models and data may differ."""
     changes = compare(before, now)
     altering = list(changes.altering)
     by_contents: list[Change] = []
@@ -312,19 +312,19 @@ def difference(before: RunConfig, now: RunConfig) -> Difference:
 
 
 def is_by_contents(change: Change) -> bool:
-    """Return whether a change alters results only if the contents behind the key differ."""
+    """Return whether a change alters results only if the files that the key names have different contents."""
     return alters(plain(parse_path(change.key))) == "by contents"
 
 
 def _changes_length(key: str, before: RunConfig, now: RunConfig) -> bool:
-    """Return whether a key makes one run longer than the other, which does not matter for a resume."""
+    """Return whether a key makes one run longer than the other, which is irrelevant for a resume."""
     if key == "training.max_steps":
         return True
     return key == "training.num_train_epochs" and min(before.training.max_steps, now.training.max_steps) <= 0
 
 
 def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield (path, value) of every value that is neither a table nor a list of tables."""
+    """Yield (path, value) for every value that is neither a table nor a list of tables."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _leaves(inner, (*path, key))
@@ -336,10 +336,10 @@ def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def load_run(path: Path) -> RunConfig:
-    """Return the config in a file, or the resolved one of the run in an ``output_dir``.
+    """Return the config in a file, or the resolved config of the run in an ``output_dir``.
 
     Raises:
-        ConfigError: there is none, or it is invalid.
+        ConfigError: no config exists there, or it is invalid.
     """
     if not path.is_dir():
         if path.name == RESOLVED_NAME and path.is_file():
@@ -367,14 +367,14 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """
     for key, value in values.items():
         table, _, leaf = key.partition(".")
-        if _value(config, key) != value:  # an equal value leaves the key unset if the user did not set it
+        if _value(config, key) != value:  # an equal value would mark a key as set that the user did not set
             changed = getattr(config, table).model_copy(update={leaf: value})
             config = config.model_copy(update={table: changed})
     return config
 
 
 def with_decided(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """Return a config with "auto" replaced by a run's choices; keys with another value, or without effect, keep it.
+    """Return a config with "auto" replaced by a run's choices, except in keys without effect.
 
     Args:
         values: Value by key, for keys of `DECIDED_BY_RUNS`.
@@ -383,12 +383,12 @@ def with_decided(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 
 
 def with_commit(config: RunConfig, hub: HubModel | None) -> RunConfig:
-    """Return a config that names the hub commit of its model. ``hub`` is None if the model is a folder."""
+    """Return a config that contains the hub commit of its model. ``hub`` is None if the model is a folder."""
     return config if hub is None else with_values(config, {"model.revision": hub.commit})
 
 
 def _is_open(config: RunConfig, key: str) -> bool:
-    """Return whether a run decides the value of a key."""
+    """Return whether a run must decide the value of a key."""
     has_effect = all(_value(config, other) in values for other, values in used_if(key).items())
     return has_effect and bool(_value(config, key) == "auto")
 

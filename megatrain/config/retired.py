@@ -1,4 +1,4 @@
-"""Keys and values of earlier versions: their replacements, and the reading of checkpoints that have them."""
+"""Removed keys and values of earlier versions: advice about them, and the reading of checkpoints that have them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 __all__ = ["RETIRED", "RETIRED_CHOICES", "without_retired"]
 
 _RECOMPUTE = (
-    'training.recompute says what the backward computes again: write "auto", "full", "selective" or "none", or '
-    '"selective:4" and "none:4" for the last 4 layers alone'
+    'training.recompute determines what the backward recomputes: write "auto", "full", "selective" or "none", or '
+    '"selective:4" or "none:4" for only the last 4 layers'
 )
 _CLASSIFY = (
     "Train classifiers with transformers' AutoModelForSequenceClassification or AutoModelForTokenClassification: "
     "call megatrain.offload(model, store), and use megatrain.hf.offloaded(Trainer) as the Trainer"
 )
-#: Key or table -> its replacement. None of them changes a result of a current task, so a checkpoint that has one
-#: resumes without it.
+#: Key or table -> advice. None of them changes the results of a current task, so checkpoints that have them resume
+#: without them.
 RETIRED: Mapping[str, str] = {
     "advanced.keep_graphs": _RECOMPUTE,
     "advanced.save_attention": _RECOMPUTE,
     "classify": f"Leave the table out. {_CLASSIFY}",
 }
-#: (Last part of a key, a removed value) -> the replacement.
+#: (Last part of a key, a removed value) -> advice.
 RETIRED_CHOICES: Mapping[tuple[str, str], str] = {
     ("task", "classify"): _CLASSIFY,
     ("format", "classification"): _CLASSIFY,
@@ -31,7 +31,7 @@ RETIRED_CHOICES: Mapping[tuple[str, str], str] = {
 
 
 def without_retired(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a config of an earlier version, without removed keys."""
+    """Return the values of an earlier version's config without removed keys."""
     return {
         key: without_retired(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
         for key, value in values.items()

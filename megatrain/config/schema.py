@@ -65,8 +65,8 @@ class RunConfig(Table):
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto: cuda if a GPU exists.", "auto", alters="yes")
     full_determinism: bool = key(
-        "On a GPU, use only kernels that give the same bits in every run. false: use any kernel; bits then depend"
-        " on timing.",
+        "On a GPU, use only kernels with bit-identical results in every run. false: use any kernel; results then "
+        "depend on timing.",
         True,
         alters="yes",
         same_name="transformers",
@@ -118,7 +118,7 @@ class RunConfig(Table):
 
     @property
     def task_table(self) -> Table | None:
-        """The task's own table; None if it has none."""
+        """The table of the task; None for a task without one."""
         return getattr(self, TASK_FACTS[self.task].table, None)
 
     @property
@@ -128,7 +128,7 @@ class RunConfig(Table):
 
     @property
     def rows_per_example(self) -> int:
-        """Rows of one example in a micro-batch."""
+        """Rows that one example occupies in a micro-batch."""
         return self.row_kind.num_documents
 
     @property

@@ -1,4 +1,4 @@
-"""A first config with comments, for one machine. Only makes text; reads and writes no files."""
+"""The text of a first config with comments, for one machine. Reads and writes no files."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class DataFacts:
     Attributes:
         path: as the user wrote it, or a name on the hub.
         format: format of the rows, or "" if unknown.
-        columns: field -> column of the rows, for names that differ.
-        problem: reason why the row cannot be used unchanged, or "".
-        is_judged: whether a row is one answer with a label.
+        columns: field -> column of the rows, where their names differ.
+        problem: reason why the rows cannot be used without changes; may be "".
+        is_judged: whether each row is one answer with a label.
     """
 
     path: str
@@ -61,9 +61,9 @@ def starter_toml(
 
     Args:
         task: value of the key ``task``.
-        model: None for an example to be replaced.
-        data: None for an example to be replaced.
-        has_lora: whether adapters are trained instead of the model.
+        model: None for an example that the user replaces.
+        data: None for an example that the user replaces.
+        has_lora: whether adapters are trained instead of the whole model.
     """
     parts = [
         f"#:schema ./{SCHEMA_FILE_NAME}",
@@ -117,7 +117,7 @@ def _lora(task: str, *, has_lora: bool) -> list[str]:
             _line("target_modules", "all-linear", 'or ["q_proj", "v_proj"]; auto: peft\'s choice'),
         ]
     rate = TASK_FACTS[task].lora_learning_rate
-    about = f"# Small adapters in place of the whole model: take the # away, and write learning_rate = {rate}."
+    about = f"# To train small adapters instead of the whole model: remove the #, and write learning_rate = {rate}."
     return [about, "# [lora]", *(f"# {line}" for line in lines)]
 
 
@@ -148,7 +148,7 @@ def _data(machine: MachineFacts, task: str, model: ModelFacts | None, data: Data
 
 
 def _rows(data: DataFacts) -> Iterator[str]:
-    """Yield the lines about the rows: column names if needed, a comment if the format is known or refused."""
+    """Yield the lines about the rows: column names if needed, else a comment about the format or its problem."""
     if data.problem:
         yield f"# FILL IN: {_ascii(data.problem)}"
         yield '# columns = { prompt = "..." }            # our field = their column'
@@ -171,7 +171,7 @@ def _training(machine: MachineFacts, task: str, model: ModelFacts | None) -> lis
     return [
         "[training]",
         _line("train_batch_tokens", rows * length, f"{rows} rows of max_length per step; micro-batches follow from it"),
-        _line("num_train_epochs", 1.0, "or, in its place, a number of steps: max_steps = 100"),
+        _line("num_train_epochs", 1.0, "or a number of steps instead: max_steps = 100"),
     ]
 
 
@@ -205,18 +205,18 @@ def _tiers(machine: MachineFacts, model: ModelFacts | None, *, has_lora: bool) -
     lines = []
     if has_lora:
         lines.append(
-            "# The model stays in its folder: what has no room in RAM is read from there when a layer needs it."
+            "# The model stays in its folder: weights that do not fit into RAM are read when a layer needs them."
         )
     elif model is not None and model.num_parameters:
         need = 16 * model.num_parameters
         lines.append(
             f"# Weights, gradients and optimizer state of this model: about {format_size(need)} with adamw in fp32."
         )
-    lines.append('# What this run may use. "auto" is what is free when it starts; or write "22GiB", or "90%".')
+    lines.append('# Resources of this run. "auto": everything that is free at its start. Or write "22GiB" or "90%".')
     if machine.gpu_bytes is not None:
         lines += ["[tiers.gpu]", _line("size", "auto", f"now {format_size(machine.gpu_bytes)}"), ""]
     free, total = format_size(machine.free_ram_bytes), format_size(machine.ram_bytes)
-    about = f"now {free} of {total}" + ("" if has_lora else ": what does not fit goes to the drive")
+    about = f"now {free} of {total}" + ("" if has_lora else "; blocks that do not fit are stored on the drive")
     lines += ["[tiers.ram]", _line("size", "auto", about)]
     is_used = has_lora
     for drive in machine.drives:
@@ -224,9 +224,9 @@ def _tiers(machine: MachineFacts, model: ModelFacts | None, *, has_lora: bool) -
         lines.append("")
         if drive.objection or is_used:
             why = drive.objection or (
-                "for what has no room in RAM, such as activations of long rows"
+                "for blocks that do not fit into RAM, such as activations of long rows"
                 if has_lora
-                else "another drive: both together are striped"
+                else "another drive: blocks are striped over both"
             )
             lines += [
                 f"# {why}",

@@ -1,4 +1,4 @@
-"""Problems of a config file that is not TOML or not UTF-8, each with its line and its remedy."""
+"""Problems of config files that are not TOML or not UTF-8, with their line and remedy."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _REMEDIES = (
     ("illegal character '\\n'", "Close the quotes on this line"),
     ('expected "\'"', "Close the quotes on this line"),
     ("expected '\"", "Close the quotes"),
-    ("illegal character", "Remove that character"),
+    ("illegal character", "Remove the character"),
     ("at the end of a table declaration", "Write a table as [data] and an item of a list as [[data.train]]"),
-    ("leading zero", "Write the number without zeros before it"),
-    ("after a statement", "Write one KEY = VALUE on each line, with nothing but a # comment behind it"),
+    ("leading zero", "Write the number without leading zeros"),
+    ("after a statement", "Write one KEY = VALUE on each line; only a # comment may follow it"),
 )
 _ANY = 'Write each line as KEY = VALUE, for example seed = 42 or run_name = "mine", or as [TABLE]'
 
 
 def toml_lines(text: str) -> list[str]:
-    """Return the lines of a TOML text. ``str.splitlines`` also splits at characters that TOML allows within a line."""
+    """Return the lines of a TOML text. ``str.splitlines`` would also split at characters that TOML allows in a line."""
     lines = text.replace("\r\n", "\n").split("\n")
     return lines if lines[-1] else lines[:-1]
 
 
 def syntax_problem(source: str, text: str, error: tomllib.TOMLDecodeError) -> Problem:
-    """Return the problem for an error of the TOML reader.
+    """Return the problem for a parse error.
 
     Args:
         error: the error that ``tomllib`` raised.
@@ -56,12 +56,12 @@ def syntax_problem(source: str, text: str, error: tomllib.TOMLDecodeError) -> Pr
     if twice is not None:
         name = ".".join(re.findall(r"'([^']*)'", twice[1])) if twice[1] else line.partition("=")[0].strip()
         name = name or line.strip()
-        return Problem("", f"{name.strip('[] ')} is defined twice", "Keep one of the two", source, number)
+        return Problem("", f"{name.strip('[] ')} is defined twice", "Keep one", source, number)
     return Problem("", f"this is not TOML: {message}", _remedy(error_text, line, lines), source, number)
 
 
 def _line_left_open(lines: list[str]) -> int | None:
-    """Return the last line with an unclosed quote, counted from 1; the reader reports only the end of the file."""
+    """Return the last line with an unclosed quote, counted from 1; the parser reports only the end of the file."""
     for number in range(len(lines), 0, -1):
         line = re.sub(r"\"(?:\\.|[^\"\\])*\"|'[^']*'|#.*", "", lines[number - 1])
         if "'" in line or '"' in line:
@@ -77,9 +77,9 @@ def _remedy(error_text: str, line: str, lines: list[str]) -> str:
     word = bare[1] if bare else ""
     yaml = _LOOKS_LIKE_YAML.match(line)
     if word.lower() in ("true", "false"):
-        return f"Write it in small letters: {word.lower()}"
+        return f"Write it in lower case: {word.lower()}"
     if word.lower() in ("none", "null"):
-        return 'TOML has no null. Leave the key out, or write "none" where that is a choice'
+        return 'TOML has no null. Leave the key out, or write "none" if the key allows it'
     if word:
         return f'Text needs quotes: "{word}"'
     if any(quote in line for quote in _CURLY_QUOTES):
@@ -91,7 +91,7 @@ def _remedy(error_text: str, line: str, lines: list[str]) -> str:
     if line.lstrip().startswith(("//", ";", "--")):
         return "Write # before a comment"
     if line.startswith(("<<<<<<<", "=======", ">>>>>>>")):
-        return "Remove the marks of the merge, and keep one of the versions between them"
+        return "Remove the conflict markers, and keep one of the versions between them"
     return next((remedy for part, remedy in _REMEDIES if part in error_text.lower()), _ANY)
 
 

@@ -1,4 +1,4 @@
-"""Problems of single values that the schema refuses, each with its remedy."""
+"""Problems with single values that the schema rejects, with their remedies."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def explain_error(detail: ErrorDetails) -> Problem | None:
     schema, context = KEYS.get(name, {}), detail.get("ctx", {})
     shown = f"{key} = {format_value(value)}"
     if kind == "default_factory_not_called":
-        return None  # its default is the value of another key, which has the problem
+        return None  # the default is the value of another key, whose problem is reported
     if kind == "missing":
         return _explain_missing(key, name)
     if _takes_flag(schema) and _is_quoted_flag(value):
@@ -66,7 +66,7 @@ def explain_error(detail: ErrorDetails) -> Problem | None:
     if "propertyNames" in schema and detail["loc"][-1] == "[key]":
         names = ", ".join(schema["propertyNames"]["enum"])
         return Problem(
-            key, f"{key}: `{value}` is no field of a row", f'Write FIELD = "COLUMN", where FIELD is one of {names}'
+            key, f"{key}: `{value}` is not a field of a row", f'Write FIELD = "COLUMN", where FIELD is one of {names}'
         )
     if kind in ("literal_error", "enum"):
         return _explain_choice(key, shown, value, str(context.get("expected", "")))
@@ -76,12 +76,12 @@ def explain_error(detail: ErrorDetails) -> Problem | None:
         bound, words = _BOUNDS[kind]
         return Problem(key, f"{shown} is out of range", f"It must be {words} {context[bound]:g}")
     if kind == "too_short" and value:
-        return None  # its items are wrong; each of them is reported
+        return None  # each wrong item is reported
     if kind in ("too_short", "string_too_short") or (kind == "is_instance_of" and value == ""):
         is_needed = name in TABLES or is_required(name)
         return Problem(key, f"{shown} is empty", how_to_fill_in(name) if is_needed else "Leave the key out or fill it")
-    if kind == "string_unicode":  # bytes of another encoding than the process reads arguments in
-        text = f"{key} = {value!a} holds bytes that this process cannot read as text"
+    if kind == "string_unicode":  # bytes that are not text in the encoding of the process
+        text = f"{key} = {value!a} contains bytes that this process cannot decode"
         return Problem(key, text, "Use a UTF-8 locale (export LC_ALL=C.UTF-8, or PYTHONUTF8=1) and UTF-8 names")
     if kind == "finite_number":
         return Problem(key, f"{shown} is not a finite number", describe_allowed(name))
@@ -91,7 +91,7 @@ def explain_error(detail: ErrorDetails) -> Problem | None:
 
 
 def _explain_missing(key: str, name: str) -> Problem:
-    """Return the problem of a missing key or table; a missing table is named by its required key."""
+    """Return the problem of a missing key or table; for a missing table it names the required key inside."""
     if name in TABLES:
         inner = first_required(name)
         table = inner.rpartition(".")[0]
@@ -108,7 +108,7 @@ def _is_quoted_flag(value: object) -> bool:
 
 
 def _field_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Remove the parts that pydantic adds after the key: the branch of a union, the item of a list."""
+    """Remove the parts that pydantic appends to the key: the branch of a union, the item of a list."""
     for length in range(1, len(location) + 1):
         if plain(location[:length]) in KEYS:
             return location[:length]
@@ -117,14 +117,14 @@ def _field_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
 
 #: Tasks that generate samples during training.
 _ONLINE_TASKS = ("grpo", "ppo", "rloo", "online_dpo", "gspo", "dapo")
-#: (key, value) -> the name of that choice here.
+#: (key, another tool's value) -> the value in this project.
 _ALIASES = {("preference.loss_type", "dpo"): "sigmoid"}
 
 
 def _explain_choice(key: str, shown: str, value: object, expected: str) -> Problem:
     retired = RETIRED_CHOICES.get((key.rpartition(".")[2], str(value)))
     if retired is not None:
-        return Problem(key, f"{shown} is not supported any more", retired)
+        return Problem(key, f"{shown} is no longer supported", retired)
     choices = re.findall(r"'([^']*)'", expected) or [expected]
     alias = _ALIASES.get((key, str(value).lower()))
     near = [alias] if alias else difflib.get_close_matches(str(value), choices, n=1, cutoff=0.6)
@@ -134,11 +134,11 @@ def _explain_choice(key: str, shown: str, value: object, expected: str) -> Probl
     if alias:
         remedy = f'Write "{alias}", which is {str(value).upper()}. '
     listed = ", ".join(f'"{choice}"' for choice in choices) if re.search("'", expected) else expected
-    return Problem(key, f"{shown} is not a choice", f"{remedy}Write {'one of ' if len(choices) > 1 else ''}{listed}")
+    return Problem(key, f"{shown} is not allowed", f"{remedy}Write {'one of ' if len(choices) > 1 else ''}{listed}")
 
 
 def _explain_unit(key: str, name: str, shown: str, value: object, reason: str) -> Problem:
-    """Return the problem of a size, rate or duration: the parser's reason for text or a positive number."""
+    """Return the problem of a size, rate or duration, with the parser's reason for text and positive numbers."""
     schema = KEYS[name]
     words = [f'"{word}"' for word in ("auto", "unlimited") if f'"{word}"' in allowed_values(schema)]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""Facts of this machine for a first config."""
+"""Facts about this machine for a first config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatrain.machine.machine import (
 from megatrain.machine.target import TierSpecs
 from tiered.units import GiB
 
-#: Folder on a drive for training state and the checkpoints made from it.
+#: Folder on a drive for training state and for checkpoints of it.
 _FOLDER = "state"
 
 _NOT_FOR_DATA = frozenset({"squashfs", "iso9660", "vfat", "efivarfs", "autofs"})
@@ -28,11 +28,11 @@ _LEAST_FREE_BYTES = 4 * GiB
 
 
 def machine_facts(folder: Path, tiers: TierSpecs) -> MachineFacts:
-    """Return the facts of the machine, without allocating or writing anything.
+    """Return facts about this machine; nothing is allocated or written.
 
     Args:
-        folder: Future folder of the config. Its drive comes first, as a path relative to it.
-        tiers: Resources with sizes "auto".
+        folder: Future folder of the config. Its drive comes first, with a path relative to the folder.
+        tiers: Resources with the size "auto".
     """
     device = resolve_device("auto")
     return MachineFacts(
@@ -44,7 +44,7 @@ def machine_facts(folder: Path, tiers: TierSpecs) -> MachineFacts:
 
 
 def _drives(folder: Path) -> Iterator[Drive]:
-    """Yield the drive of ``folder``, then the other writable drives of this machine, the emptiest first."""
+    """Yield the drive of ``folder``, then the other writable drives; drives with most free space come first."""
     own = file_system_of(folder)
     yield Drive(_FOLDER, _free(folder), own.kind, _objection(own, _free(folder)))
     found: list[Drive] = []
@@ -72,7 +72,7 @@ def _objection(file_system: FileSystem, free_bytes: int) -> str:
     if nature == "memory":
         return f"not a drive: {kind} is RAM"
     if nature in ("network", "program"):
-        return f"{kind} may be far away: measure it with `megatrain-tier doctor PATH` first"
+        return f"{kind} may be slow: measure it with `megatrain-tier doctor PATH` first"
     if free_bytes < _LEAST_FREE_BYTES:
-        return "little room"
+        return "little free space"
     return ""

@@ -1,8 +1,8 @@
-"""Machines in TOML files: figures of one machine, each with its origin, to plan runs for it on another machine.
+"""Machine files in TOML: figures of one machine, with their origins, to plan its runs on another machine.
 
 The package contains files of common machines (``megatrain/machine/machines``); ``doctor --save-profile`` writes one.
-A figure is a table: ``is``, the value with its unit, and one of ``source`` (its publication), ``estimate`` (its basis)
-and ``measured`` (the day, by doctor).
+A figure is a table: ``is``, the value with its unit, and exactly one origin: ``source`` (a publication), ``estimate``
+(its basis) or ``measured`` (the day on which doctor measured it).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ FORMAT = "megatrain-tier machine 1"
 _FOLDER = Path(__file__).with_name("machines")
 _PREFIXES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _COUNTED = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kMGTP]?)([A-Za-z]+)/s")
-#: Profiles need a day of measurement, but planned machines have none.
+#: Placeholder: profiles need a day of measurement, which planned machines do not have.
 _NO_DAY = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class MachineFileError(Exception):
-    """The machine does not exist, or its file cannot be used; the text says what to write."""
+    """The machine does not exist, or its file cannot be used. The text states the remedy."""
 
 
 def _text(value: object) -> str:
@@ -48,7 +48,7 @@ def _size(value: object) -> float:
 
 
 def _per_second(unit: str, example: str) -> BeforeValidator:
-    """Return a parser of ``"794TFLOP/s"``: a number of units per second."""
+    """Return a parser for a number of units per second, such as ``"794TFLOP/s"``."""
 
     def parse(value: object) -> float:
         match = _COUNTED.fullmatch(_text(value).strip())
@@ -74,18 +74,18 @@ class Figure(_MachineTable):
     @model_validator(mode="after")
     def _has_one_origin(self) -> Figure:
         if sum(origin is not None for origin in (self.source, self.estimate, self.measured)) != 1:
-            raise ValueError("a figure needs an origin, one of source, estimate and measured")
+            raise ValueError("a figure needs exactly one origin: source, estimate or measured")
         return self
 
 
 class ByteFigure(Figure):
-    """Bytes."""
+    """A number of bytes, written with a unit."""
 
     value: Annotated[float, BeforeValidator(_size), Field(alias="is", gt=0)]
 
 
 class Bandwidth(Figure):
-    """Bytes per second."""
+    """A number of bytes per second."""
 
     value: Annotated[float, BeforeValidator(parse_rate), Field(alias="is", gt=0)]
 
@@ -109,7 +109,7 @@ class Launches(Figure):
 
 
 class Count(Figure):
-    """A number of things."""
+    """A count, such as the number of cores."""
 
     value: Annotated[int, Field(alias="is", gt=0)]
 
@@ -173,11 +173,11 @@ class DriveTable(_MachineTable):
 
 
 class MachineFile(_MachineTable):
-    """A whole file.
+    """All contents of a machine file.
 
     Attributes:
-        note: Note for the user, or "".
-        unified_memory: Size of the memory that GPU and RAM share, which is then the size of both.
+        note: Note for the user; may be "".
+        unified_memory: Size of the memory that the CPU and the GPU share; None if each has its own.
     """
 
     format: Literal["megatrain-tier machine 1"]
@@ -190,7 +190,7 @@ class MachineFile(_MachineTable):
     drives: tuple[DriveTable, ...] = ()
 
     def figures(self) -> Iterator[tuple[str, Figure]]:
-        """Yield every figure with its place, e.g. ``("gpu.memory", ...)``."""
+        """Yield (dotted key, figure) of every figure, e.g. ``("gpu.memory", ...)``."""
         if self.unified_memory is not None:
             yield "unified_memory", self.unified_memory
         tables: list[tuple[str, _MachineTable | None]] = [("gpu", self.gpu), ("cpu", self.cpu), ("ram", self.ram)]
@@ -211,7 +211,7 @@ def find_machine(name: str) -> PlannedMachine:
     """Return a machine by its name, or by the path of its file.
 
     Raises:
-        MachineFileError: It does not exist, or the file cannot be used.
+        MachineFileError: The machine does not exist, or its file cannot be used.
     """
     return planned_machine(*read_machine(name))
 
@@ -223,7 +223,7 @@ def read_machine(name: str) -> tuple[str, MachineFile]:
         name: Name of a packaged machine, or path of a file.
 
     Raises:
-        MachineFileError: It does not exist, or the file cannot be used.
+        MachineFileError: The machine does not exist, or its file cannot be used.
     """
     path = _FOLDER / f"{name}.toml"
     if name not in machine_names():
@@ -264,7 +264,7 @@ def planned_machine(name: str, file: MachineFile) -> PlannedMachine:
     gpu, cpu, ram = file.gpu, file.cpu, file.ram
 
     def by_device(prefix: str = "") -> dict[str, float]:
-        """Return one kind of rates of the processors and of the GPU."""
+        """Return one kind of rate, for the processors and the GPU."""
         return {
             f"{device}/{dtype}": figure.value
             for device, table in (("cpu", cpu), ("cuda", gpu))

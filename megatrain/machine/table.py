@@ -1,4 +1,4 @@
-"""[tiers]: the resources of a machine that a run may use."""
+"""The table [tiers]: the resources of a machine that a run may use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TierName = Literal["gpu", "ram", "folder", "nvme"]  # the tiers of ``[tiers]``, 
 
 
 class GpuTierConfig(Table):
-    """``[tiers.gpu]``: the blocks that save most have their home in GPU memory; the others pass through."""
+    """``[tiers.gpu]``: the home of the blocks whose residence saves most; other blocks only pass through."""
 
     size: Size = key('GPU memory of the run: "22GiB", "90%" or "auto".', AUTO_SIZE)
 
@@ -34,15 +34,15 @@ class NvmeTierConfig(Table):
     )
     size: Size = key('Space of the tier: "300GiB", "50%" or "auto" (of the free space).', AUTO_SIZE)
     mount_point: ConfigPath | None = key(
-        'Mount point of the drive, e.g. "/mnt/nvme0". A run is refused while nothing is mounted there, so blocks '
+        'Mount point of the drive, e.g. "/mnt/nvme0". Runs are refused while nothing is mounted there, so that blocks '
         "never fill another drive. Default: not checked.",
         None,
     )
     rate: Rate | None = key(
-        'Relative weight in a stripe, e.g. "2.0GB/s". Default: the rate of doctor, else equal weights.', None
+        'Relative weight in a stripe, e.g. "2.0GB/s". Default: the rate that doctor measured, else equal weights.', None
     )
     max_written: PlainSize | None = key(
-        'Stop before all runs together exceed this number of written bytes there, e.g. "200TB". Default: no limit.',
+        'Stop before all runs together have written more than this to the folder, e.g. "200TB". Default: no limit.',
         None,
         ge=1,
     )
@@ -60,7 +60,7 @@ class TiersConfig(Table, json_schema_extra=all_alter("no")):
     )
     direct: Literal["auto", "off", "on"] = key(
         "Copy blocks directly between drives and GPU memory. auto: if kvikio's probe confirms GPUDirect Storage "
-        'and verify is not "always"; on: an error if it does not.',
+        'and verify is not "always"; on: always, with an error if the probe does not confirm it.',
         "auto",
     )
     verify: Literal["resume", "always", "off"] = key(

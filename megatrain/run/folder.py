@@ -1,4 +1,4 @@
-"""Folder of a run, locked while the run uses it, and the checkpoint from which a run would continue.
+"""The folder of a run, locked while the run uses it, and the checkpoint from which a run would continue.
 
 Only locking imports torch and the store: ``status``, ``save`` and ``stop`` read folders and answer at once.
 """
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 __all__ = ["LOG_NAME", "LockKeeper", "RunFolder", "committed_step"]
 
-#: Output of a run without a terminal, inside ``output_dir``.
+#: File with the output of a run without a terminal, inside ``output_dir``.
 LOG_NAME = "run.log"
-#: Files that a run writes into its folder, and their temporary names before they are renamed.
+#: Patterns of the files that a run writes into its folder, and of their temporary names.
 _WRITTEN = ("*.json", "*.jsonl", "*.toml", "*.log", "*.html", "*.tmp", "*.partial*", ".*")
-_LOCK_ATTEMPTS = 5  # living_owner holds the lock for an instant
+_LOCK_ATTEMPTS = 5  # living_owner briefly holds the lock
 _LOCK_RETRY_S = 0.02
 
 
 def open_to_all(folders: Iterable[Path]) -> str:
-    """Return a sentence with the folders in which every user of this machine can write; "" for no such folder.
+    """Return a sentence that lists the folders in which every user of this machine can write; "" without any.
 
     Folders with the sticky bit do not count: users can only remove their own files there.
     """
@@ -61,16 +61,16 @@ class RunFolder:
     """Folder of one run, locked while the context is open.
 
     Args:
-        path: ``output_dir``; created if missing, and removed again if it holds only its lock and status.
+        path: ``output_dir``; created if missing, and then removed again if it contains only the lock and the status.
 
     Attributes:
         path: Absolute path.
         final: Folder of the trained model.
-        dead_owner: Process that died with the lock, known after entering.
+        dead_owner: Process that died while it held the lock; set on entering.
 
     Raises:
         LockedError: On entering, if a living run holds the lock.
-        UnusableDirectoryError: On entering, if a file that the run writes is a symbolic link there.
+        UnusableDirectoryError: On entering, if a file that the run writes exists as a symbolic link.
         OSError: On entering, if the folder cannot be created or locked.
     """
 
@@ -106,7 +106,7 @@ class RunFolder:
             lock.release()
 
     def keep_lock(self) -> str | None:
-        """Lock the folder again if its lock file was removed. Return a message about that, or None.
+        """Lock the folder again if its lock file was removed, and return a message about it; else return None.
 
         Raises:
             LockedError: If another run has locked the folder since.
@@ -135,7 +135,7 @@ class RunFolder:
             return
         if not {LOCK_NAME, STATUS_NAME}.issuperset(os.listdir(self.path)):
             return
-        with contextlib.suppress(OSError):  # another process has just put a file there
+        with contextlib.suppress(OSError):  # another process may have just created a file there
             for name in (STATUS_NAME, LOCK_NAME):
                 (self.path / name).unlink(missing_ok=True)
             for folder in self._made:
@@ -184,9 +184,9 @@ def _lock(path: Path) -> DirectoryLock:
 
 
 def committed_step(path: Path | str) -> int | None:
-    """Return the step of the checkpoint or copy from which a run in this folder would continue, or None.
+    """Return the step of the checkpoint or copy from which a run in this folder would continue; None without one.
 
-    It reads only manifests and file names. Checksums are verified when the blocks are read.
+    Reads only manifests and file names. Checksums are verified when the blocks are read.
     """
     found = usable_checkpoint(path)
     return None if found is None else found.step

@@ -29,12 +29,12 @@ __all__ = ["METRICS_NAME", "Logger", "MetricsLog", "TrackerLog", "check_loggers"
 
 METRICS_NAME = "metrics.jsonl"
 TENSORBOARD_NAME = "tensorboard"
-#: This folder's runs at each tracker: name -> id, and the last steps logged there.
+#: File with the run at each tracker: name -> id, and the last steps logged there.
 TRACKERS_NAME = "trackers.json"
 
 
 class Logger(RunObserver):
-    """Observer that holds a file or a connection. A context manager that ends with ``close``."""
+    """Observer that has an open file or connection. A context manager that calls ``close`` at its end."""
 
     def __enter__(self) -> Self:
         return self
@@ -43,7 +43,7 @@ class Logger(RunObserver):
         self.close()
 
     def close(self) -> None:
-        """Release the file or connection. Safe to call twice."""
+        """Release the file or connection. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def check_loggers(spec: LoggingSpec) -> None:
     """Check that the packages of all trackers in ``logging.report_to`` are installed.
 
     Raises:
-        ConfigError: If a package is missing; the text says how to install it.
+        ConfigError: If a package is missing; the text states how to install it.
     """
     problems = [
         Problem(
@@ -153,7 +153,7 @@ class MetricsLog(Logger):
         self.close()
 
     def close(self) -> None:
-        """Close the file. Safe to call twice.
+        """Close the file. Idempotent.
 
         Raises:
             OSError: If lines that a full drive rejected still cannot be written.
@@ -164,7 +164,7 @@ class MetricsLog(Logger):
         try:
             self._flush(fd)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from None  # os.write does not know the path
+            raise OSError(error.errno, error.strerror, str(self._path)) from None  # adds the path, which os.write lacks
         finally:
             os.close(fd)
 
@@ -182,7 +182,7 @@ class MetricsLog(Logger):
 
 
 def last_evaluations(path: Path, step: int) -> dict[str, EvaluationMetrics]:
-    """Return the last evaluation of each set, up to a step, from a ``metrics.jsonl``; empty without a file."""
+    """Return the last evaluation of each set, up to a step, from a ``metrics.jsonl``; empty if it cannot be read."""
     found = {}
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -198,7 +198,7 @@ def last_evaluations(path: Path, step: int) -> dict[str, EvaluationMetrics]:
 
 
 def _drop_later_steps(path: Path, last_step: int) -> None:
-    """Rewrite the file without lines of later steps, and without a line that a crash has truncated."""
+    """Rewrite the file without lines of later steps and without a line that a crash truncated."""
     partial = path.with_name(path.name + ".partial")
     with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
         new.writelines(line for line in old if _is_of_steps_up_to(last_step, line))
@@ -217,13 +217,13 @@ def _is_of_steps_up_to(last_step: int, line: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """Arguments of a starting tracker.
+    """Arguments to start a tracker.
 
     Attributes:
         spec: Project and name of the run at the tracker.
-        run_id: Id of the run at the tracker; None if the tracker makes one.
-        is_new: Whether that run does not exist yet.
-        first_step: First step that is logged from now on.
+        run_id: Id of the run at the tracker; None if the tracker generates one.
+        is_new: Whether the run must be created at the tracker.
+        first_step: First step that this process logs.
     """
 
     spec: LoggingSpec
@@ -234,16 +234,16 @@ class _Start:
 
 @dataclass(frozen=True, slots=True)
 class _Tracker:
-    """Use of one of accelerate's trackers by a run.
+    """How a run uses one of accelerate's trackers.
 
     Attributes:
-        arguments: Makes the keyword arguments of the tracker.
-        make_id: Makes the id of a new run; None if the tracker does.
+        arguments: Returns the keyword arguments of the tracker.
+        make_id: Generates the id of a new run; None if the tracker does.
         read_id: Reads the id of a run from the started tracker.
-        keeps_repeats: Whether the tracker stores a repeated step twice. If so, steps that it has are not sent again.
+        keeps_repeats: Whether the tracker stores a repeated step twice. If so, steps that it already has are not sent.
         on_start: Called with the started tracker.
-        finish: Ends the run. It is called with the tracker, and with None after an error.
-        has_nan: Whether it accepts figures that are not finite.
+        finish: Ends the run. Called with the tracker, and with the summary or None after an error.
+        has_nan: Whether the tracker accepts non-finite figures.
     """
 
     arguments: Callable[[_Start], dict[str, Any]]
@@ -282,7 +282,7 @@ def _finish_mlflow(tracker: Any, summary: RunSummary | None) -> None:
 
 _TRACKERS: dict[str, _Tracker] = {
     "tensorboard": _Tracker(
-        # Files of earlier starts stay. purge_step makes TensorBoard hide the steps in them that are logged again.
+        # Files of earlier starts stay. purge_step makes TensorBoard hide their steps that are logged again.
         lambda start: {
             "run_name": TENSORBOARD_NAME,
             "logging_dir": str(start.spec.output_dir),
@@ -351,9 +351,9 @@ _TRACKERS: dict[str, _Tracker] = {
 
 
 class TrackerLog(Logger):
-    """Logger for one of accelerate's trackers, with one run there for all starts of a run here.
+    """Logger for one of accelerate's trackers, which shows all starts of a run as one run.
 
-    A tracker is dispensable: its first error is reported, then it is dropped, and training continues.
+    Training does not depend on a tracker: after its first error, which is reported, it gets no more figures.
 
     Args:
         name: Name in ``logging.report_to``.
@@ -384,7 +384,7 @@ class TrackerLog(Logger):
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
         scalars = scalars_of_checkpoint(metrics)
         if self._name == "wandb":
-            # wandb rejects figures of an earlier step, and this checkpoint was written while training continued.
+            # wandb rejects figures of an earlier step, and training continued while this checkpoint was written.
             self._try(lambda tracker: tracker.log({**scalars, "checkpoint/step": metrics.step}, commit=False))
         else:
             self._log("checkpoint", scalars, metrics.step)
@@ -398,7 +398,7 @@ class TrackerLog(Logger):
 
     def _start(self, spec: LoggingSpec, first_step: int) -> None:
         tracking = importlib.import_module("accelerate.tracking")
-        # Its logging requires this state. On the CPU, because the run uses the device.
+        # The logging of accelerate requires this state. It is on the CPU because the run uses the device.
         importlib.import_module("accelerate").PartialState(cpu=True)
         is_new = "id" not in self._known
         if is_new:
@@ -418,14 +418,14 @@ class TrackerLog(Logger):
         shown = {name: value for name, value in scalars.items() if self._about.has_nan or math.isfinite(value)}
         self._try(lambda tracker: tracker.log(shown, step=step))
         if self._about.keeps_repeats and self._tracker is not None:
-            # After the figures: a kill between the two duplicates a point, the other order would lose it.
+            # After the figures, so that a kill between the two duplicates a point; the other order would lose it.
             self._known[kind] = step
             self._remember()
 
     def _remember(self) -> None:
         """Write the id of the run at the tracker, and its last logged steps."""
         partial = self._path.with_name(self._path.name + ".partial")
-        with contextlib.suppress(OSError):  # a full drive
+        with contextlib.suppress(OSError):  # the drive may be full
             partial.write_text(json.dumps({**_read_json(self._path), self._name: self._known}) + "\n", encoding="utf-8")
             os.replace(partial, self._path)
 
@@ -438,7 +438,7 @@ class TrackerLog(Logger):
         if self._tracker is not None:
             try:
                 action(self._tracker)
-            except Exception as error:  # any error: a tracker must not end a run of days
+            except Exception as error:  # no error of a tracker may end the run
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
@@ -466,7 +466,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def scalars_of_step(metrics: StepMetrics) -> dict[str, float]:
-    """Return the figures of a step by the name of their curve."""
+    """Return the figures of a step, by curve name."""
     values: dict[str, float] = {
         "train/loss": metrics.loss,
         "train/grad_norm": metrics.grad_norm,
@@ -489,7 +489,7 @@ def scalars_of_step(metrics: StepMetrics) -> dict[str, float]:
 
 
 def scalars_of_evaluation(metrics: EvaluationMetrics) -> dict[str, float]:
-    """Return the figures of an evaluation by the name of their curve."""
+    """Return the figures of an evaluation, by curve name."""
     name = f"eval/{metrics.name}"
     if metrics.preferences:
         return {f"{name}_loss": metrics.loss} | {f"{name}_{key}": each for key, each in metrics.preferences.items()}
@@ -497,7 +497,7 @@ def scalars_of_evaluation(metrics: EvaluationMetrics) -> dict[str, float]:
 
 
 def scalars_of_checkpoint(metrics: CheckpointMetrics) -> dict[str, float]:
-    """Return the figures of a checkpoint by the name of their curve."""
+    """Return the figures of a checkpoint, by curve name."""
     return {
         "checkpoint/GiB": metrics.nbytes / GiB,
         "checkpoint/seconds": metrics.seconds,

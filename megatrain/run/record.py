@@ -1,4 +1,4 @@
-"""Record of a run: ``plan.json``, written at each start, and ``summary.json``, at each end."""
+"""The record of a run: ``plan.json``, written at each start, and ``summary.json``, written at each end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FORMAT = 1
 def write_plan(plan: Plan, continued_from: int | None) -> Path:
     """Write the plan into ``output_dir`` at the start of a run, and return the file.
 
-    A continued run has several starts. The file keeps the earlier ones.
+    The file of a continued run lists all its starts.
 
     Args:
         continued_from: Number of finished steps, if the run is continued; None for a new run, which replaces the record
@@ -51,7 +51,7 @@ def write_plan(plan: Plan, continued_from: int | None) -> Path:
 
 
 def write_summary(summary: RunSummary, output_dir: Path) -> None:
-    """Add the end of a start to ``summary.json``. A full or broken drive does not fail the run."""
+    """Add a summary to ``summary.json``. Errors are ignored, so that a full or broken drive does not fail the run."""
     path = output_dir / SUMMARY_NAME
     ends = [*read_entries(path, "ends"), {"at": now_text(), **summary.to_json()}]
     with contextlib.suppress(OSError):
@@ -60,7 +60,7 @@ def write_summary(summary: RunSummary, output_dir: Path) -> None:
 
 def _plan_values(plan: Plan) -> dict[str, Any]:
     """Return a plan as JSON values; sizes in bytes, times in seconds."""
-    # Imported here, because readers of records need no torch.
+    # Imported here because they import torch, which readers of records do not need.
     from megatrain.plan.show import headline, table_rows
     from megatrain.plan.simulate import replay
 
@@ -107,7 +107,7 @@ def _describe_machine(run: RunSpec, device: str) -> dict[str, Any]:
 def _write(path: Path, values: Mapping[str, Any]) -> Path:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps({"format": _FORMAT, **values}, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)  # a reader sees the whole old record or the whole new one
+    os.replace(partial, path)  # atomic for readers
     return path
 
 

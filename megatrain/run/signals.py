@@ -1,4 +1,4 @@
-"""Signals of a running run: stop after the step, save and continue, or end at once."""
+"""Handling of signals during a run: stop after the step, save and continue, or end at once."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ __all__ = ["RunSignals"]
 
 _STOP = (signal.SIGTERM, signal.SIGINT)
 _STOPPING = "stopping after this step, and saving; once more to stop at once without saving"
-#: One stop may arrive twice, at the process and at its group, from a terminal and from a parent that forwards it.
+#: Within this time, a second signal may be the same stop: a terminal signals the group, and a parent may forward it.
 SAME_STOP_S = 0.5
 
 
 class RunSignals:
-    """Signal handlers during training. A context manager; without effect outside the main thread.
+    """Context manager that handles signals during training. It has no effect outside the main thread.
 
-    SIGTERM, SIGINT and SIGHUP (the terminal was closed) request a stop after the step, SIGUSR1 a checkpoint after it.
-    A second SIGTERM or SIGINT, or one while the step cannot end, raises ``KeyboardInterrupt`` in the main thread. A
-    second SIGHUP does not, because closing a terminal is no request to discard work. SIGHUP stays ignored if it already
-    is (``nohup``).
+    SIGTERM, SIGINT and SIGHUP (the terminal was closed) request a stop after the step, and SIGUSR1 a checkpoint. A
+    second SIGTERM or SIGINT, or one while the step cannot end, raises ``KeyboardInterrupt`` in the main thread. A
+    second SIGHUP does not, because closing a terminal does not ask to discard work. An ignored SIGHUP (``nohup``)
+    stays ignored.
 
     Args:
         stops_after_step: Whether a stop waits for the step. If not, the first SIGTERM, SIGINT or SIGHUP raises at once.
-        is_stuck: Returns whether the step may be waiting for space on a drive, and cannot end.
-        activity: Receives the notice for the user. If it is None or not displayed, the notice goes to stderr.
+        is_stuck: Returns whether the step may be unable to end because it waits for space on a drive.
+        activity: Receives the notice for the user. The notice goes to stderr if this is None or not displayed.
 
     Attributes:
         stop_requested: Whether the run must end after its step.
@@ -75,7 +75,7 @@ class RunSignals:
         self._activity.notice = ""
 
     def steps_are_over(self) -> None:
-        """Make the next SIGTERM or SIGINT raise at once, because no step is left after which to stop."""
+        """Make the next SIGTERM or SIGINT raise at once, because no more steps follow."""
         self._has_steps_left = False
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
@@ -88,7 +88,7 @@ class RunSignals:
         self.stop_requested, self._requested_s = True, time.monotonic()
         self._activity.notice = _STOPPING
         if not self._activity.is_watched:
-            # Past Python's streams, because the signal may have interrupted a print.
+            # Bypasses Python's streams because the signal may have interrupted a print.
             with contextlib.suppress(OSError):
                 os.write(2, f"{_STOPPING}\n".encode())
 
@@ -97,7 +97,7 @@ class RunSignals:
             raise KeyboardInterrupt
         self.is_hung_up = True
         if not self.stop_requested:
-            # Without a notice, because there is no terminal. A later stop from elsewhere must not count as the second.
+            # No notice without a terminal. A SIGTERM or SIGINT after SAME_STOP_S counts as the second signal.
             self.stop_requested, self._requested_s = True, time.monotonic()
 
     def _on_save(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""[logging] and [profile]: output and records of a run."""
+"""The tables [logging] and [profile]: output and records of a run."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_diff(config: Path, tmp_path: Path) -> None:
     ]
     values = json.loads(call("diff", config, other, "--json").stdout)
     assert values["altering"] == [{"key": "optimizer.learning_rate", "before": 2e-5, "now": 3e-5}]
-    assert call("diff", config, config).stdout == "no difference\n"
+    assert call("diff", config, config).stdout == "no differences\n"
 
 
 def test_explain(config: Path) -> None:
@@ -92,7 +92,7 @@ def test_explain(config: Path) -> None:
     assert {key["key"] for key in values["keys"]} >= {"tiers.nvme.path", "tiers.nvme.size"}
     for name in ("load_in_4bit", "quantization_bit"):
         answer = call("explain", name)
-        assert answer.exit_code == 0 and "name a folder that is quantized already" in answer.stdout
+        assert answer.exit_code == 0 and "name a folder that is already quantized" in answer.stdout
     table = call("explain", "lora").stdout
     assert table.startswith("lora.r ") and "QLoRA" in table
     assert table.count("--allow-config-change") == 1, "common facts are printed once"
@@ -126,7 +126,7 @@ def test_usage(words: tuple[str, ...], code: int, message: str) -> None:
         ('run_name = "C:\\Users\\x"', r"single quotes: 'C:\Users'"),
         (
             'device = "cpu"\n[tiers.ram]\nsize = "1GiB"',
-            "it changes another config. Lay it over one: megatrain-tier run",
+            "it only changes another config. Apply it: megatrain-tier run",
         ),
     ],
 )

@@ -171,7 +171,7 @@ def test_unsuitable_file_systems_are_rejected() -> None:
     tmpfs, nfs, ext4 = (FileSystem("0:1", kind, "source", "/mnt") for kind in ("tmpfs", "nfs4", "ext4"))
     assert "RAM" in facts._objection(tmpfs, 99 * GiB)
     assert "doctor" in facts._objection(nfs, 99 * GiB)
-    assert facts._objection(ext4, GiB) == "little room"
+    assert facts._objection(ext4, GiB) == "little free space"
     assert facts._objection(ext4, 99 * GiB) == ""
 
 

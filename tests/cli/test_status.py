@@ -131,7 +131,7 @@ def test_each_rank_of_a_living_run(tmp_path: Path, call: Callable[..., Result]) 
         lines = call(tmp_path / "out").stdout.splitlines()
     said = "ram 1.00 MiB  moved 2.00 MiB, 2.00 MiB of it to other ranks"
     assert f"  rank 0   {said}  process 3.00 MiB" in lines
-    assert f"  rank 1   {said}  wait fill 1.5s  process 3.00 MiB  waits for room on a drive" in lines
+    assert f"  rank 1   {said}  wait fill 1.5s  process 3.00 MiB  waits for space on a drive" in lines
 
 
 def test_status_shows_the_checkpoint_of_a_live_run(tmp_path: Path, call: Callable[..., Result]) -> None:

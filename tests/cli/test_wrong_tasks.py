@@ -44,8 +44,8 @@ WRONG: dict[str, tuple[str, tuple[str, ...], int, str]] = {
         2,
         '"sigmoid", "hinge", "ipo", "robust", "kto", "cpo", "orpo", "simpo"',
     ),
-    "packed preferences": ("run", (*PREFERENCES[:2], "data.packing=true"), 2, "each text has its own row"),
-    "preferences with images": ("run", (*PREFERENCES, "model.images=frozen"), 2, "reads text alone in this release"),
+    "packed preferences": ("run", (*PREFERENCES[:2], "data.packing=true"), 2, "each text needs a separate row"),
+    "preferences with images": ("run", (*PREFERENCES, "model.images=frozen"), 2, "reads only text in this release"),
     "an unused reference": ("run", (*PREFERENCES, "preference.loss_type=robust"), 2, "label_smoothing = 0"),
     "rows that are no preferences": ("run", ("task=dpo", "data.packing=false"), 4, "a .txt file has no preferences"),
     "an unknown optimizer": ("run", ("optimizer.optim=adamx",), 2, '"adamw", "lion", "sgd", "adafactor", "muon"'),
@@ -58,7 +58,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...], int, str]] = {
     "no teacher": ("run", ("task=distill",), 2, "Create them with megatrain-tier score TEACHER.toml"),
     "scores that are not there": ("run", ("task=distill", "distill.scores=nowhere"), 2, "there are no scores in"),
     "a teacher of random weights": ("score", ("model.train_from_scratch=true", "task=sft"), 2, "meaningless"),
-    "adapters scored": ("score", (*LORA, "task=sft"), 2, "only whole models are scored"),
+    "adapters scored": ("score", (*LORA, "task=sft"), 2, "a model with separate adapters cannot be scored"),
     "an adapter that is not there": ("run", ("lora.adapter_name_or_path=nowhere",), 2, "is not a folder"),
     "an unknown quantization": (
         "run",
@@ -83,7 +83,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...], int, str]] = {
         "run",
         ("evaluation.predict_with_generate=true", "task=sft", "model.images=frozen"),
         2,
-        "continues text alone",
+        "supports only text",
     ),
 }
 

@@ -80,13 +80,13 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     refused("does not read images", model=TEXT_MODELS, images=IMAGES),
     # task
     refused('needs conversations, but task = "pretrain"', task="pretrain", images=IMAGES),
-    refused('task = "dpo" reads text alone', task=PREFERENCES, images=IMAGES),
-    refused("cannot be used with model.images", task="distill", images=IMAGES),
+    refused('task = "dpo" reads only text', task=PREFERENCES, images=IMAGES),
+    refused('does not support task = "distill" with model.images', task="distill", images=IMAGES),
     refused("transformers has no class of it", model="qwen2_5_vl", task="reward"),
-    refused('task = "reward" reads text alone', task="reward", images=IMAGES),
-    refused('with task = "reward" each text has its own row', task="reward", packing=("packed", "concat")),
-    refused("the model cannot", task="reward", evaluation="sampled"),
-    refused('with task = "dpo" each text has its own row', task=PREFERENCES, packing=("packed", "concat")),
+    refused('task = "reward" reads only text', task="reward", images=IMAGES),
+    refused('with task = "reward" each text needs a separate row', task="reward", packing=("packed", "concat")),
+    refused("generates text, which a model trained with", task="reward", evaluation="sampled"),
+    refused('with task = "dpo" each text needs a separate row', task=PREFERENCES, packing=("packed", "concat")),
     refused('"concat" joins', task=("sft", "distill"), packing="concat"),
     # base
     refused("full-parameter training needs floating-point weights", adapters="full", base=("nf4", "fp8", "mxfp4")),
@@ -109,8 +109,8 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     refused("needs conversations", images=IMAGES, packing="concat"),
     # cuts
     refused("no submodule of its layers computes each token by itself", model="gpt_oss", cut="mlp_rows"),
-    refused("needs whole layers, or whole matrices", cut="experts", optimizer=("adafactor", "muon")),
-    refused("needs whole layers, or whole matrices", cut="experts", clip="layer"),
+    refused("needs whole layers or matrices", cut="experts", optimizer=("adafactor", "muon")),
+    refused("needs whole layers or matrices", cut="experts", clip="layer"),
     # ranks
     refused("needs whole matrices, and with", optimizer=("adafactor", "muon"), ranks=SEVERAL),
     refused("processes need at least one lane each", lanes="1lane", ranks=SEVERAL),
@@ -131,18 +131,18 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     refused("data.streaming reads no images", images=IMAGES, reading="streamed"),
     # layers
-    refused("needs whole layers, or whole matrices", cut="experts", layers="compiled"),
-    refused("runs pieces of a layer one by one", cut="mlp_rows", layers="compiled"),
+    refused("needs whole layers or matrices", cut="experts", layers="compiled"),
+    refused("runs a layer in pieces", cut="mlp_rows", layers="compiled"),
     refused("cannot compile its forward and backward as one graph", images=IMAGES, layers="compiled", is_late=True),
     absent("torch.compile knows no tensors of the device in software", placement=IN_SOFTWARE, layers="compiled"),
     # kernels
     refused("the kernels of model.use_liger_kernel need a GPU", placement=ON_CPU, kernels="liger"),
-    refused("cannot be used with model.use_liger_kernel", task="distill", kernels="liger"),
+    refused('does not support task = "distill" with model.use_liger_kernel', task="distill", kernels="liger"),
     refused("liger-kernel has no kernels for", model=("zamba2", "gpt2"), kernels="liger"),
     absent("liger's kernels need a GPU, and the device in software has no collectives", ranks=SEVERAL, kernels="liger"),
     absent("liger's kernels need a GPU, and the one in software cannot compile", layers="compiled", kernels="liger"),
     # evaluation
-    refused("continues text alone in this release", images=IMAGES, evaluation="sampled"),
+    refused("supports only text in this release", images=IMAGES, evaluation="sampled"),
 )
 
 

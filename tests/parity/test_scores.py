@@ -283,7 +283,7 @@ def test_interrupted_scoring_resumes_and_ignores_partial_files(
     ("change", "text"),
     [
         ("score.top_k=5000", "score.top_k = 5000, but the model has"),
-        ("lora.r=4", "only whole models are scored"),
+        ("lora.r=4", "a model with separate adapters cannot be scored"),
         ("score.formats=[]", "is empty"),
         ('score.formats="csv"', "score.formats"),
     ],

@@ -217,7 +217,7 @@ def test_walk_is_skipped_only_if_nothing_changed(future: list[tuple[str, Mode]],
                 store.unpin(what[0], "gpu")
             else:
                 getattr(store, name)(what[0], "gpu")
-        if prefetcher.settled == prefetcher.state_of_fetches():
+        if prefetcher.settled == prefetcher.fetch_state():
             assert not list(prefetcher.wanted()), (name, what)
         with store._movement.changed:
             prefetcher.pump()

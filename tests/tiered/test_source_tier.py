@@ -124,6 +124,6 @@ def test_source_blocks_never_pass_the_drive(tmp_path: object) -> None:
 def test_no_way_leads_into_a_read_only_tier() -> None:
     routes = Routes((("gpu", "ram"), ("ram", "gpu"), ("source", "ram"), ("nvme", "ram"), ("ram", "nvme")))
     assert routes.between("source", "gpu") == (("source", "ram"), ("ram", "gpu"))
-    assert routes.passed("source", "nvme") == ("ram",)
+    assert routes.tiers_between("source", "nvme") == ("ram",)
     with pytest.raises(ValueError, match="no links lead from tier 'gpu' to tier 'source'"):
         routes.between("gpu", "source")

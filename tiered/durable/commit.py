@@ -135,7 +135,7 @@ class _Frozen:
 
     Attributes:
         version: version of the block when it was frozen, to detect later changes.
-        is_brought: whether the lease had to fetch the copy into its tier.
+        is_fetched: whether the lease had to fetch the copy into its tier.
     """
 
     block: Block
@@ -145,7 +145,7 @@ class _Frozen:
     is_flushed: bool
     lease: Lease | None
     linked_bytes: int = 0
-    is_brought: bool = False
+    is_fetched: bool = False
 
 
 class FrozenBlocks:
@@ -213,7 +213,7 @@ class FrozenBlocks:
                         frozen = replace(frozen, checksums=self._write(frozen, held_bytes))
                     held_bytes -= array_bytes(block.spec)
                     with self._movement.changed:  # Another thread may have unregistered or pinned it by now.
-                        is_here = self._movement.blocks.get(block.spec.key) is block and frozen.is_brought
+                        is_here = self._movement.blocks.get(block.spec.key) is block and frozen.is_fetched
                         if is_here and not block.copy_in(lease.tier).pins:
                             self._leasing.evict(block.spec.key, lease.tier)
             self._frozen.append(frozen)
@@ -230,7 +230,7 @@ class FrozenBlocks:
             return Waiting("lease")
         newest = block.newest()
         if newest is not None:
-            return self._movement.write_back(block, newest) or self._movement.rest_of(newest, "drain")
+            return self._movement.write_back(block, newest) or self._movement.waiting_for_transfer(newest, "drain")
         return Waiting("drain", block.home.transfer) if block.home.state is CopyState.FILLING else None
 
     def _freeze_block(self, block: Block) -> _Frozen | None:
@@ -242,10 +242,10 @@ class FrozenBlocks:
             if not self._is_at_home_locked(block):
                 return None
             where = self._movement.nearest_addressable(spec.home)
-            is_brought = block.copy_in(where).slot is None
+            is_fetched = block.copy_in(where).slot is None
             lease = self._leasing.acquire(spec.key, where, "r")
             lease.thread_id = NO_THREAD
-            return _Frozen(block, self.folder / spec.key, block.version, None, False, lease, is_brought=is_brought)
+            return _Frozen(block, self.folder / spec.key, block.version, None, False, lease, is_fetched=is_fetched)
 
     def _link(self, block: Block, tier: DurableTier) -> _Frozen | None:
         with self._movement.changed:  # Hold the lock, so that no write comes between the wait and the link.

@@ -39,7 +39,7 @@ from tiered.durable.ownership import (
     snapshot_folders,
 )
 from tiered.durable.reader import GenerationReader
-from tiered.durable.zarr_folder import list_members
+from tiered.durable.zarr_folder import write_members
 from tiered.errors import (
     CapacityError,
     CorruptBlockError,
@@ -161,7 +161,7 @@ class Generations:
                 tier.snapshots.sync(generation_name(commit.generation))
             paths = {tier.name: tuple(tier.paths) for tier in self._file_tiers}
             manifest = Manifest(commit.generation, blocks, meta, paths, store.id)
-            full.retry(str(store.path), PAGE_BYTES, partial(_flip, frozen.folder, store.path, manifest))
+            full.retry(str(store.path), PAGE_BYTES, partial(_publish_generation, frozen.folder, store.path, manifest))
             is_committed = True
             self._prune(store)
             figures = frozen.figures()
@@ -472,9 +472,9 @@ def refuse_committed(path: str) -> None:
         )
 
 
-def _flip(folder: Path, path: Path, manifest: Manifest) -> None:
+def _publish_generation(folder: Path, path: Path, manifest: Manifest) -> None:
     """Make the generation the current one. The files that its manifest names are already on disk."""
-    list_members(folder, [record.key for record in manifest.blocks])
+    write_members(folder, [record.key for record in manifest.blocks])
     sync_tree(folder, path)
     write_manifest(path, manifest)
 

@@ -37,7 +37,7 @@ from tiered.durable.ownership import (
     snapshot_folders,
 )
 from tiered.durable.reader import GenerationReader
-from tiered.durable.zarr_folder import list_members
+from tiered.durable.zarr_folder import write_members
 from tiered.errors import GenerationError, TransferError
 from tiered.file_io import PIECE_BYTES, pieces
 from tiered.tiers.directory import TierDirectory, make_groups, read_document, write_document
@@ -144,7 +144,7 @@ class WholeCopies:
             # This order makes the copy atomic: first the contents (flushed above, file by file), then all documents and
             # folders, then the manifest, and last the top file. A power cut before the manifest leaves a folder without
             # a manifest, which the next start removes. A power cut after it leaves a complete copy.
-            list_members(folder, [record.key for record in records])
+            write_members(folder, [record.key for record in records])
             sync_tree(folder, self.path)
             write_manifest(self.path, Manifest(number, tuple(records), source.manifest.meta, store=self._identity.id))
         except BaseException as failure:

@@ -20,7 +20,7 @@ from tiered.units import PAGE_BYTES
 LATEST_NAME = "latest"
 
 
-def list_members(folder: Path, keys: Iterable[str]) -> None:
+def write_members(folder: Path, keys: Iterable[str]) -> None:
     """Write the list of a generation's arrays to the document of its folder. Raises ``OSError``."""
     write_document(folder, generation_document(folder, keys), replace=True)
 

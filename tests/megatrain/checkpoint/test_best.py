@@ -136,13 +136,13 @@ def test_invalid_best_model_settings_are_refused(run: SavedRun) -> None:
         assert not run.out.exists()
         return " ".join(result.output.split())
 
-    assert "compares evaluations, and there are none" in said("[evaluation]\nearly_stopping_patience = 2\n")
+    assert "compares evaluations, but the run makes none" in said("[evaluation]\nearly_stopping_patience = 2\n")
     kept = {"checkpoint": "load_best_model_at_end = true"}
     assert "load_best_model_at_end = true compares evaluations" in said("", **kept)
     for weights in ("average", "both"):
         none = said(f'{EVAL}[evaluation]\nweights = "{weights}"\n')
-        assert "evaluates the average of the weights, and the run makes none" in none and "ema_decay" in none
+        assert "evaluates averaged weights, but the run computes no average" in none and "ema_decay" in none
     twins = f'{EVAL}[[data.eval]]\nname = "held out_average"\npath = "data.txt"\n[evaluation]\nweights = "both"\n'
-    assert "as evaluations of the average of another set are" in said(twins)
+    assert "the name for evaluations of averaged weights on another set" in said(twins)
     unknown = f'{EVAL}[evaluation]\nearly_stopping_patience = 1\nmetric_for_best_model = "heldout_loss"\n'
     assert "no evaluation has this metric. Known metrics: loss, held out_loss" in said(unknown)

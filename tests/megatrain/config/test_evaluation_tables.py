@@ -79,11 +79,11 @@ def test_another_objective_alters_the_results(tmp_path: Path, key: str) -> None:
         ("[[data.eval]]\nname = 'x'", "`data.eval.0.path` is missing"),
         (
             "[[data.eval]]\npath = 'a/x.txt'\n[[data.eval]]\npath = 'b/x.txt'",
-            'data.eval.1 is called "x", as data.eval.0',
+            'data.eval.1 and data.eval.0 are both called "x"',
         ),
         ("[training]\nlabel_smoothing_factor = 1.0", "training.label_smoothing_factor = 1.0 is out of range"),
         ("[training]\nneftune_noise_alpha = -1", "training.neftune_noise_alpha = -1 is out of range"),
-        ("[[data.eval]]\npath = 'a'\ncolumns = { body = 'x' }", "`body` is no field of a row"),
+        ("[[data.eval]]\npath = 'a'\ncolumns = { body = 'x' }", "`body` is not a field of a row"),
     ],
 )
 def test_invalid_evaluation_settings_are_refused(tmp_path: Path, text: str, expected: str) -> None:
@@ -145,7 +145,7 @@ def test_wrong_numbers_of_rows(tmp_path: Path, value: str, words: str) -> None:
 
 
 def test_val_size_and_evaluation_sets_exclude_each_other(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"keeps rows of \[\[data.train\]\], and \[\[data.eval\]\] names others"):
+    with pytest.raises(ConfigError, match=r"data.val_size and \[\[data.eval\]\] both set the rows for evaluation"):
         load_config(write_val(tmp_path, "0.1", SETS))
 
 

@@ -382,7 +382,7 @@ def test_home_and_variables_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyP
         load_config(path)
     messages = [str(problem) for problem in raised.value.problems]
     assert len(messages) == 2 and any("bogus" in message for message in messages)
-    assert 'line 7: data.train.0.path = "$NO_SUCH/x.jsonl" has the variable $NO_SUCH, which is not set' in " ".join(
+    assert 'line 7: data.train.0.path = "$NO_SUCH/x.jsonl" uses the variable $NO_SUCH, which is not set' in " ".join(
         messages
     )
 

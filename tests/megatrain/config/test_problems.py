@@ -40,42 +40,42 @@ BAD = {
     "typo in table": ("[optimiser]\nx = 1", "line 7: unknown table `optimiser`. Did you mean optimizer?"),
     "nothing near": ("[data]\nzzz = 1", "line 8: unknown key `data.zzz`"),
     "wrong table": ("[training]\nlearning_rate = 1e-5", "line 8: unknown key `training.learning_rate`. `learning_rate` belongs in [optimizer]: write optimizer.learning_rate"),
-    "later release": ('[precision]\nmaster_dtype = "bfloat16"', "line 8: unknown key `precision.master_dtype`. This release does not have it yet; leave it out"),
+    "later release": ('[precision]\nmaster_dtype = "bfloat16"', "line 8: unknown key `precision.master_dtype`. This release does not support it yet; leave it out"),
     "text number": ('[optimizer]\nlearning_rate = "1e-5"', 'line 8: optimizer.learning_rate = "1e-5" is text. Write it without quotes: 1e-5'),
     "text boolean": ('[checkpoint]\nasync_save = "True"', 'line 8: checkpoint.async_save = "True" is text. Write it without quotes: true'),
     "text packing": ('[data]\npacking = "True"', 'line 8: data.packing = "True" is text. Write it without quotes: true'),
     "odd packing": ('[data]\npacking = "best"', 'line 8: data.packing = "best" is not a packing mode. Write true, false or "concat"'),
     "float for whole": ("[data]\nmax_length = 12.0", "line 8: data.max_length = 12.0 is not a whole number. Write 12"),
-    "number for text": ("[model]\n", "line 7: model is defined twice. Keep one of the two"),
+    "number for text": ("[model]\n", "line 7: model is defined twice. Keep one"),
     "no unit": ("[tiers.ram]\nsize = 110", 'line 8: tiers.ram.size = 110 has no unit. Write "110GiB" or "110GB"'),
     "no unit in text": ('[tiers.ram]\nsize = "110"', 'line 8: tiers.ram.size = 110 has no unit. Write "110GiB" or "110GB"'),
     "unknown unit": ('[tiers.ram]\nsize = "110 G"', 'line 8: tiers.ram.size = "G" is not a unit of size. Use B, KiB'),
-    "too many percent": ('[tiers.ram]\nsize = "120%"', 'line 8: tiers.ram.size = "120%" is not a share'),
+    "too many percent": ('[tiers.ram]\nsize = "120%"', 'line 8: tiers.ram.size = "120%" is not a valid share'),
     "bare size": ("[tiers.ram]\nsize = 110GiB", 'Text needs quotes: "110GiB"'),
-    "capital true": ("[data]\npacking = True", "Write it in small letters: true"),
+    "capital true": ("[data]\npacking = True", "Write it in lower case: true"),
     "null": ("[data]\npacking = null", "TOML has no null"),
     "rate": ('[[tiers.nvme]]\npath = "x"\nrate = "fast"', "line 9: tiers.nvme.0.rate: 'fast' is not a rate. Write for example \"2.0GB/s\""),
-    "choice": ('[data]\ntrain_on = "assistantt"', 'line 8: data.train_on = "assistantt" is not a choice. Did you mean "assistant"? Write one of "assistant", "last_assistant", "completion", "all"'),
-    "format": ('format = "pairs"', 'line 7: data.train.0.format = "pairs" is not a choice. Write one of "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized", "preference"'),
-    "preferences": ('format = "preference"', 'data.train.0.format = "preference" holds preferences, and task = "sft" trains on single rows. Write task = "dpo"'),
-    "no preferences": ('[preference]\nbeta = 0.2', '[preference] says how to train on preferences, but task = "sft"'),
+    "choice": ('[data]\ntrain_on = "assistantt"', 'line 8: data.train_on = "assistantt" is not allowed. Did you mean "assistant"? Write one of "assistant", "last_assistant", "completion", "all"'),
+    "format": ('format = "pairs"', 'line 7: data.train.0.format = "pairs" is not allowed. Write one of "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized", "preference"'),
+    "preferences": ('format = "preference"', 'data.train.0.format = "preference" has preferences, but task = "sft" trains on single rows. Write task = "dpo"'),
+    "no preferences": ('[preference]\nbeta = 0.2', '[preference] is for training on preferences, but task = "sft"'),
     "range": ("[optimizer]\nadam_beta1 = 1.0", "line 8: optimizer.adam_beta1 = 1.0 is out of range. It must be below 1"),
     "not finite": ("[optimizer]\nlearning_rate = nan", "line 8: optimizer.learning_rate = nan is not a finite number"),
     "one bracket": ('[tiers.nvme]\npath = "x"', "line 7: tiers.nvme is a table, not a list of tables. Write [[tiers.nvme]] with two brackets"),
     "not a list": ('[optimizer]\nweight_decay_exclude = "*.bias"', 'weight_decay_exclude = "*.bias" is not a list. Write ["*.bias"]'),
     "groups": ('[advanced]\nstream_updates = -2', 'line 8: advanced.stream_updates = -2 is not a number of groups. Write a whole number at least 0, or "auto"'),
     "recompute": ('[training]\nrecompute = "none:0"', 'line 8: training.recompute = "none:0" is not a recompute mode. Write "auto", "full", "selective" or "none"; "selective:4" and "none:4" apply only to the last 4 layers'),
-    "a key that is gone": ('[advanced]\nkeep_graphs = 3', 'line 8: unknown key `advanced.keep_graphs`. training.recompute says what the backward computes again: write "auto", "full", "selective" or "none", or "selective:4" and "none:4" for the last 4 layers alone'),
+    "a key that is gone": ('[advanced]\nkeep_graphs = 3', 'line 8: unknown key `advanced.keep_graphs`. training.recompute determines what the backward recomputes: write "auto", "full", "selective" or "none", or "selective:4" or "none:4" for only the last 4 layers'),
     "tier": ('[placement]\nweights = ["disk"]', 'line 8: placement.weights = ["disk"] is not a placement. Write "auto" or tiers in order of preference: ["ram", "nvme"]'),
     "no nvme": ('[placement]\noptimizer = ["ram", "nvme"]', 'line 8: placement.optimizer names "nvme", but there is no [[tiers.nvme]]'),
     "tier twice": ('[placement]\nweights = ["ram", "ram"]', "line 8: placement.weights names a tier twice"),
-    "column": ('columns = { body = "text" }', "line 7: data.train.0.columns: `body` is no field of a row"),
+    "column": ('columns = { body = "text" }', "line 7: data.train.0.columns: `body` is not a field of a row"),
     "remote code": ("[model.x]\n[optimizer]\nmax_grad_norm = -1", "line 9: optimizer.max_grad_norm = -1 is out of range. It must be at least 0"),
     "two batches": ("[training]\ntrain_batch_tokens = 8192\ngradient_accumulation_steps = 2", "line 9: training.gradient_accumulation_steps and training.train_batch_tokens both set the batch. Keep one"),
     "no multiple": ("[training]\ntrain_batch_tokens = 1500", "line 8: training.train_batch_tokens = 1500 is not a multiple of data.max_length = 1024. Write 1024 or 2048"),
     "no steps": ("[training]\nmax_steps = 0", "line 8: training.max_steps = 0 trains nothing"),
     "schedule": ('[optimizer]\nlr_scheduler_type = "cosin"', 'line 8: optimizer.lr_scheduler_type = "cosin" is not a schedule. Write one of "constant"'),
-    "schedule arguments": ("[optimizer]\nlr_scheduler_kwargs = { min_lr_rate = 0.1 }", 'the "cosine" schedule takes no `min_lr_rate`. It belongs to "cosine_with_min_lr"'),
+    "schedule arguments": ("[optimizer]\nlr_scheduler_kwargs = { min_lr_rate = 0.1 }", 'the "cosine" schedule has no argument `min_lr_rate`. It belongs to "cosine_with_min_lr"'),
     "schedule needs": ('[optimizer]\nlr_scheduler_type = "warmup_stable_decay"', "needs `num_decay_steps`"),
     "warm-up": ("[training]\nmax_steps = 10\n[optimizer]\nwarmup_steps = 20", "line 10: the warm-up of 20 steps does not end within the 10 steps of the run"),
     "nothing but warm-up": ("[training]\nmax_steps = 10\n[optimizer]\nwarmup_steps = 10", "line 10: the warm-up of 10 steps does not end within the 10 steps of the run"),
@@ -89,7 +89,7 @@ BAD = {
     "half the rates": ('[[tiers.nvme]]\npath = "a"\nrate = "1GB/s"\n[[tiers.nvme]]\npath = "b"', "only some of [[tiers.nvme]] have a rate"),
     "pinned": ('[tiers.ram]\nsize = "1GiB"\npinned = "2GiB"', 'line 9: tiers.ram.pinned = "2GiB" is more than tiers.ram.size = "1GiB"'),
     "odd copies": ("[checkpoint]\nsave_copy = [7]", "line 8: checkpoint.save_copy = [7] is not a rule for copies. Write true (every checkpoint), 5"),
-    "lists of reports": ("[logging]\nreport_to = [[]]", 'line 8: logging.report_to = [] is not a choice. Write one of "jsonl", "tensorboard", "wandb"'),
+    "lists of reports": ("[logging]\nreport_to = [[]]", 'line 8: logging.report_to = [] is not allowed. Write one of "jsonl", "tensorboard", "wandb"'),
     "interval without unit": ("[checkpoint]\nsave_interval = 45", 'line 8: checkpoint.save_interval: 45 has no unit. Write "45min" or "45s"'),
     "no interval": ('[checkpoint]\nsave_strategy = "time"', 'line 8: checkpoint.save_strategy = "time" needs checkpoint.save_interval. Write save_interval = "45min"'),
     "two rhythms": ('[checkpoint]\nsave_strategy = "epoch"\nsave_interval = "1h"', 'line 9: checkpoint.save_interval has no effect with save_strategy = "epoch"'),
@@ -117,11 +117,11 @@ def test_bad_config(tmp_path: Path, name: str) -> None:
     ("old", "new", "expected"),
     [
         ('task = "sft"\n', "", '`task` is missing. Write task = "sft" or task = "pretrain" or task = "distill" or task = "dpo" or task = "reward" at the top'),
-        ('task = "sft"', 'task = "kto"', 'line 1: task = "kto" is not a choice. Write one of "sft", "pretrain", "distill", "dpo"'),
+        ('task = "sft"', 'task = "kto"', 'line 1: task = "kto" is not allowed. Write one of "sft", "pretrain", "distill", "dpo"'),
         ('task = "sft"', 'task = "dpo"\ntraining.train_batch_tokens = 3072', "but an example of preferences is two rows. Write 4096"),
-        ('task = "sft"', 'task = "dpo"\ndata.packing = true', 'data.packing = true, but with task = "dpo" each text has its own row'),
-        ('task = "sft"', 'task = "reward"\ndata.packing = "concat"', 'data.packing = "concat", but with task = "reward" each text has its own row'),
-        ('task = "sft"', 'task = "reward"\ndata.streaming = true\ntraining.max_steps = 3', 'data.streaming is for task = "sft" and "pretrain", and this is "reward"'),
+        ('task = "sft"', 'task = "dpo"\ndata.packing = true', 'data.packing = true, but with task = "dpo" each text needs a separate row'),
+        ('task = "sft"', 'task = "reward"\ndata.packing = "concat"', 'data.packing = "concat", but with task = "reward" each text needs a separate row'),
+        ('task = "sft"', 'task = "reward"\ndata.streaming = true\ntraining.max_steps = 3', 'data.streaming is only for task = "sft" and "pretrain", but task = "reward"'),
         ('task = "sft"', 'task = "dpo"\npreference.loss_type = "robust"', 'assumes wrong labels, but preference.label_smoothing = 0'),
         ('task = "sft"', 'task = "dpo"\ntraining.label_smoothing_factor = 0.1', 'smooths cross entropy, which task = "dpo" does not train on'),
         ('output_dir = "out"\n', "", '`output_dir` is missing. Write output_dir = "outputs/first" at the top'),
@@ -132,7 +132,7 @@ def test_bad_config(tmp_path: Path, name: str) -> None:
         ('"model"\n', '"model"\ntrust_remote_code = true\n', "line 5: model.trust_remote_code = true is not possible: code in a model folder is never run here"),
         ('"model"\n', '"model"\nchat_template = "no.jinja"\n', "line 5: model.chat_template: there is no file"),
         ('"model"\n', '"model"\nattn_implementation = "flash_attention_2"\n', "separates packed documents only in micro-batches of one row"),
-        ('"model"\n', '"model"\nrevision = "v2"\n', "line 5: model.revision is of a model on the hub, and /"),
+        ('"model"\n', '"model"\nrevision = "v2"\n', "line 5: model.revision is for a model on the hub, but /"),
         ('"model"', "3", "line 4: model.model_name_or_path = 3 is a number. Write it in quotes"),
         ('"out"', '"model"', "output_dir is the folder of the model that is trained"),
     ],
@@ -150,7 +150,7 @@ def test_bad_head(tmp_path: Path, old: str, new: str, expected: str) -> None:
         ("size=3", "--set, `size` is in several tables. Write one of tiers.gpu.size, tiers.nvme.size, tiers.ram.size"),
         ("foo", "--set, `foo` is not KEY=VALUE. Write for example --set learning_rate=2e-5"),
         ("data.train.path=x", "--set, data.train is a list. Write data.train.0.path"),
-        ("data.train.4.path=x", "--set, data.train has 1 items, there is no number 4"),
+        ("data.train.4.path=x", "--set, data.train has 1 items; item 4 does not exist"),
         ("learning_rte=3", "--set, unknown key `learning_rte`. Did you mean optimizer.learning_rate?"),
         ("tiers.ram.size=3", '--set, tiers.ram.size = 3 has no unit. Write "3GiB" or "3GB"'),
         ("task.x=3", "--set, task is a value, not a table"),
@@ -177,7 +177,7 @@ def test_plain_rows_are_no_preferences(tmp_path: Path) -> None:
 def test_two_names_for_one_key(tmp_path: Path) -> None:
     found = problems_of(tmp_path, HEAD + "[optimizer]\nwarmup_ratio = 0.1\nwarmup_steps = 3\n")
     assert found == [
-        "line 8: `warmup_ratio` and `optimizer.warmup_steps` are two names for one thing. Keep optimizer.warmup_steps"
+        "line 8: `warmup_ratio` and `optimizer.warmup_steps` are the same key. Keep optimizer.warmup_steps"
     ]
 
 
@@ -245,7 +245,7 @@ def test_direct_copies_need_both_tiers_and_no_checksums(tmp_path: Path) -> None:
     assert found == [
         f'{key}, but there is no [[tiers.nvme]]. Write direct = "auto"',
         f'{key}, but device = "cpu": there is no GPU memory. Write direct = "auto"',
-        f'{key} moves bytes past RAM, where tiers.verify = "always" would compare them. '
+        f'{key} bypasses RAM, but tiers.verify = "always" compares checksums in RAM. '
         'Write direct = "auto", or verify = "resume"',
     ]
 
@@ -267,7 +267,7 @@ def test_ineffective_key_combinations_are_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lora", "words"),
     [
-        ("lora_alpha = 4", "[lora] has lora_alpha, but no r"),
+        ("lora_alpha = 4", "[lora] sets lora_alpha, but not r"),
         ('r = 4\nadapter_name_or_path = "a"', "lora.r is for new adapters"),
     ],
 )
@@ -288,7 +288,8 @@ def test_bytes_of_another_encoding_are_named_with_the_locale_that_reads_them() -
     )
     assert problem is not None
     assert (
-        r"model.model_name_or_path = 'caf\udce9' holds bytes" in problem.message and "LC_ALL=C.UTF-8" in problem.remedy
+        r"model.model_name_or_path = 'caf\udce9' contains bytes" in problem.message
+        and "LC_ALL=C.UTF-8" in problem.remedy
     )
 
 

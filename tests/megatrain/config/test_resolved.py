@@ -167,7 +167,7 @@ def test_the_text_needs_no_file(tmp_path: Path) -> None:
     ("old", "new", "expected"),
     [
         ("seed = 42", "seeds = 42", "unknown key `seeds`. A newer version of megatrain-tier wrote it: upgrade"),
-        ('optim = "adamw"', 'optim = "soap"', 'optimizer.optim = "soap" is not a choice. A newer version of megatrain'),
+        ('optim = "adamw"', 'optim = "soap"', 'optimizer.optim = "soap" is not allowed. A newer version of megatrain'),
         ("seed = 42", "seed = = 42", "this is not TOML: Invalid value"),
     ],
 )

@@ -137,7 +137,7 @@ def test_rows_that_cannot_be_packed_refuse_packing(
     monkeypatch.setattr(ranked, "num_documents", num_documents)
     monkeypatch.setattr(ranked, "reader", None if num_documents == 1 else ranked.reader)
     assert problem_of(f"packing = {packing}", "[data]").endswith(
-        f'data.packing = {packing}, but with task = "sft" each text has its own row. '
+        f'data.packing = {packing}, but with task = "sft" each text needs a separate row. '
         "Leave the key out, or write packing = false"
     )
 

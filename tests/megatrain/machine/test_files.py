@@ -86,7 +86,7 @@ def broken(tmp_path: Path) -> Path:
         (('is = "24GiB"', "is = 24"), "has no unit"),
         (('is = "160TFLOP/s"', 'is = "160TB/s"'), 'Write for example "794TFLOP/s"'),
         (('source = "NVIDIA data sheet"', 'note = "x"'), "gpu.memory.note: is not a key of a machine file"),
-        ((', source = "NVIDIA data sheet"', ""), "one of source, estimate and measured"),
+        ((', source = "NVIDIA data sheet"', ""), "exactly one origin: source, estimate or measured"),
         (("[ram]\n", '[ram]\nspeed = "fast"\n'), "ram.speed: is not a key of a machine file"),
         (("in_use =", "# in_use ="), "ram.in_use: is missing"),
     ],
@@ -165,7 +165,7 @@ def test_plan_names_its_machine(tmp_path: Path) -> None:
     path = config_at(tmp_path, drives=2)
     shown = call("plan", path, "--machine", "4xrtx4090-256gb", "--set", "train_batch_tokens=512")
     assert shown.exit_code == 0, shown.output
-    assert "fits on 4xrtx4090-256gb, as predicted." in shown.output
+    assert "fits on 4xrtx4090-256gb (predicted)." in shown.output
     assert "with --processes 4 for each of 4" in shown.output
     assert "doctor --config" not in shown.output and "plan --measure" not in shown.output
     values = json.loads(call("plan", path, "--machine", "gh200", "--json").stdout)

@@ -143,10 +143,10 @@ def test_the_resolved_file_holds_the_groups(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('[optimizer]\noptim = "adam"\n', 'Did you mean "adamw"'),
-        ('[optimizer]\noptim = "sgd"\nsgd_momentum = 0.0\nsgd_nesterov = true\n', "looks one step of momentum ahead"),
+        ('[optimizer]\noptim = "sgd"\nsgd_momentum = 0.0\nsgd_nesterov = true\n', "needs momentum"),
         ('[[optimizer.groups]]\nparams = ["*"]\n', "optimizer.groups.0 changes nothing"),
         ("[[optimizer.groups]]\nlearning_rate = 1e-3\n", "optimizer.groups.0.params"),
-        ('[[optimizer.groups]]\nparams = ["*"]\nlearning_rate = 1e-3\nlr_mult = 0.5\n', "Keep one of them"),
+        ('[[optimizer.groups]]\nparams = ["*"]\nlearning_rate = 1e-3\nlr_mult = 0.5\n', "Keep one"),
         ("[optimizer]\nlayer_decay = 1.5\n", "optimizer.layer_decay"),
         ("[[optimizer.groups]]\nparams = []\nlearning_rate = 1e-3\n", "optimizer.groups.0.params"),
         ('[[optimizer.groups]]\nparams = ["*"]\nlr = 1e-3\n', "unknown key `optimizer.groups.0.lr`"),

@@ -302,7 +302,7 @@ def test_signals_reach_the_owner_only(tmp_path: Path) -> None:
         assert not catches_signal(process.pid, signal.SIGUSR2)
         send_signal(tmp_path, owner, signal.SIGUSR1)
         assert process.stdout is not None and process.stdout.readline() == "saved\n"
-        with pytest.raises(UnreachableRunError, match=r"process 1 on elsewhere\. Give this command on that machine"):
+        with pytest.raises(UnreachableRunError, match=r"process 1 on elsewhere\. Run this command on that machine"):
             send_signal(tmp_path, LockHolder(1, "elsewhere", "process 1 on elsewhere"), signal.SIGUSR1)
         with pytest.raises(UnreachableRunError, match="another process"):
             send_signal(tmp_path, LockHolder(None, None, "another process"), signal.SIGUSR1)

@@ -212,10 +212,10 @@ def test_adapters_and_the_new_head_are_trained_and_open_in_peft(folder: Path) ->
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (CONFIG.replace('"reward"', '"sft"\nreward.center_rewards_coefficient = 0.1'), "[reward] says how rewards are"),
-        (CONFIG.replace("max_length", "packing = true\nmax_length"), "its own row"),
-        (CONFIG.replace("eval_steps = 4", "predict_with_generate = true"), "the model cannot"),
-        (CONFIG.replace('"reward"', '"classify"'), 'task = "classify" is not supported any more. Train'),
+        (CONFIG.replace('"reward"', '"sft"\nreward.center_rewards_coefficient = 0.1'), "[reward] is for training"),
+        (CONFIG.replace("max_length", "packing = true\nmax_length"), "a separate row"),
+        (CONFIG.replace("eval_steps = 4", "predict_with_generate = true"), "generates text, which a model"),
+        (CONFIG.replace('"reward"', '"classify"'), 'task = "classify" is no longer supported. Train'),
         (CONFIG + '[classify]\nlabels = ["a", "b"]\n', "`classify`. Leave the table out. Train classifiers with"),
         (CONFIG.replace('.jsonl" }', '.jsonl", format = "classification" }'), "classification\" is not supported"),
     ],

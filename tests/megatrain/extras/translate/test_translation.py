@@ -920,4 +920,4 @@ def test_quantization_is_answered_with_a_folder_that_is_quantized(tmp_path: Path
     text = "model_name_or_path: org/m\nstage: sft\nquantization_bit: 4\ndataset: chats\nfinetuning_type: lora\n"
     (tmp_path / "their.yaml").write_text(text)
     (left,) = [left for left in translate_file(tmp_path / "their.yaml").lost if left.theirs == "quantization_bit"]
-    assert "name a folder that is quantized already" in left.why
+    assert "name a folder that is already quantized" in left.why
