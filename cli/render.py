@@ -519,10 +519,10 @@ def live_view(
     saving = ["save"] if moment.checkpoint_bytes else []
     used = _used(metrics.tier_used_bytes) if metrics is not None else {}
     names = ["run", "now", *saving, *used]
-    room = width - max(len(name) for name in names) - 2 * 2
+    available = width - max(len(name) for name in names) - 2 * 2
     # The width does not depend on the texts, so that the length of the bars stays constant.
-    texts = min(max(_SHORTEST_TEXTS, width // 2), _LONGEST_TEXTS, room - _SHORTEST_BAR)
-    bar = room - texts
+    texts = min(max(_SHORTEST_TEXTS, width // 2), _LONGEST_TEXTS, available - _SHORTEST_BAR)
+    bar = available - texts
     lines: list[RenderableType] = []
     if metrics is not None:
         step, max_steps = metrics.step, metrics.max_steps

@@ -52,7 +52,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Counters of a store. ``later - earlier`` gives the counts between the two, and keeps ``later.tiers``.
+    """Counters of a store. ``later - earlier`` is the counts between the two, with ``later.tiers``.
 
     Attributes:
         stall_s: seconds that callers waited, by cause.

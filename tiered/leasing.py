@@ -117,7 +117,7 @@ class Leasing:
                     copy.wanted -= 1
                     has_room_taken = mode == "w" and copy.state is CopyState.FILLING
                     if has_room_taken and block.writer is None and not block.num_transfers:
-                        self._invalidate(copy)  # Give back the slot of a lease that was not granted.
+                        self._invalidate(copy)  # Return the slot of a lease that was not granted.
                         self.movement.changed.notify_all()
 
     def _first_obstacle(self, targets: Sequence[tuple[Block, Copy, Mode]]) -> Waiting | None:

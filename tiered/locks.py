@@ -154,7 +154,7 @@ def lock_directory(path: Path) -> DirectoryLock:
 
 
 def holder_text(path: Path | str) -> str | None:
-    """Return what the LOCK file of a directory says about its living holder, or None if no process holds the lock.
+    """Return the LOCK file's text about its living holder, or None if no process holds the lock.
 
     If the file system has no locks, the process that the file names is looked up instead.
 

@@ -106,17 +106,17 @@ class Occupancy:
         """Return the bytes of a tier that are available to copies: all except home slots and reservations."""
         return self._tiers[tier].usage().free_bytes + self.copy_bytes[tier]
 
-    def room(self, held_up: Mapping[tuple[str, int], int]) -> dict[str, int]:
+    def free_for_prefetch(self, held_up: Mapping[tuple[str, int], int]) -> dict[str, int]:
         """Return the bytes of each tier that are available to prefetched copies.
 
         Args:
             held_up: number of slots that held-up write-backs need, by (tier, slot bytes).
         """
         taken = (self.home_bytes, self.reserved_bytes, self.pinned_bytes, self._relayed_bytes)
-        room = {name: tier.capacity_bytes - sum(each[name] for each in taken) for name, tier in self._tiers.items()}
+        free = {name: tier.capacity_bytes - sum(each[name] for each in taken) for name, tier in self._tiers.items()}
         for (name, size), count in held_up.items():
-            room[name] -= count * size
-        return room
+            free[name] -= count * size
+        return free
 
     def buffers(self, held_up: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], int]:
         """Return the number of buffers that are available to prefetched copies, by (tier, slot bytes)."""

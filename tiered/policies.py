@@ -27,7 +27,7 @@ class Candidate:
 
 
 class EvictionPolicy(Protocol):
-    """Orders candidates for eviction. A pure function: equal arguments give equal results, and nothing is changed."""
+    """Orders candidates for eviction. A pure function: the result depends only on the arguments; they do not change."""
 
     def rank(self, candidates: Sequence[Candidate], now: int) -> Sequence[Candidate]:
         """Return the candidates in the order of eviction."""

@@ -44,7 +44,7 @@ def next_fetches(
     schedule: Schedule,
     now: int,
     lookahead_bytes: int | None,
-    room_bytes: Mapping[str, int],
+    free_bytes: Mapping[str, int],
     inspect: Callable[[Access], tuple[bool, int]],
     passing: Callable[[Access], Mapping[str, int]] | None = None,
     buffers: Mapping[tuple[str, int], int] | None = None,
@@ -60,7 +60,7 @@ def next_fetches(
     Args:
         now: the trainer's tick; accesses of this tick are served on demand.
         lookahead_bytes: maximum bytes of distinct future copies; None = limited only by space.
-        room_bytes: bytes of each tier that are available to copies (capacity minus home slots and reservations).
+        free_bytes: bytes of each tier that are available to copies (capacity minus home slots and reservations).
         inspect: returns whether an access has a copy (arrived or in flight), and the bytes of the slot it needs
             (0 if none). Like ``passing``, it gets accesses with the ticks of the first period.
         passing: returns the bytes that an access needs in tiers between its tier and the block's home. None if there
@@ -70,20 +70,20 @@ def next_fetches(
     """
     if lookahead_bytes == 0:
         return
-    room = _FreeBytes(room_bytes, passing, buffers)
+    free = _FreeBytes(free_bytes, passing, buffers)
     ahead_bytes = 0
     settled: set[str] = set()
     for access in schedule.used_at(now):
-        room.take(access, inspect(access)[1])
+        free.take(access, inspect(access)[1])
         if access.mode != "r":
             settled.add(access.key)
-    room.counted.clear()  # Copies that are used now leave, so their next use needs space again.
+    free.counted.clear()  # Copies that are used now leave, so their next use needs space again.
     for tick, access in schedule.walk(now):
         key = access.key
-        if key in settled and (key, access.tier) in room.counted and not (passing is not None and passing(access)):
+        if key in settled and (key, access.tier) in free.counted and not (passing is not None and passing(access)):
             continue  # The steps below would change nothing.
         is_present, nbytes = inspect(access)
-        if not room.take(access, nbytes):
+        if not free.take(access, nbytes):
             return
         # A write or a fetch settles the key: fetches for its later accesses start only after this access.
         is_settled = key in settled
@@ -107,11 +107,11 @@ class _FreeBytes:
 
     def __init__(
         self,
-        room_bytes: Mapping[str, int],
+        free_bytes: Mapping[str, int],
         passing: Callable[[Access], Mapping[str, int]] | None = None,
         buffers: Mapping[tuple[str, int], int] | None = None,
     ) -> None:
-        self._left, self._passing, self._buffers = dict(room_bytes), passing, dict(buffers or {})
+        self._left, self._passing, self._buffers = dict(free_bytes), passing, dict(buffers or {})
         self.counted: set[tuple[str, str]] = set()
 
     def take(self, access: Access, nbytes: int) -> bool:
@@ -233,14 +233,14 @@ class Prefetcher:
     def fetch_state(self) -> object:
         """Return all values that decide what to fetch; equal states lead to equal fetches."""
         occupancy, held_up = self._mover.occupancy, self._mover.held_up_slots()
-        return self.now, occupancy.num_changes, occupancy.room(held_up), occupancy.buffers(held_up)
+        return self.now, occupancy.num_changes, occupancy.free_for_prefetch(held_up), occupancy.buffers(held_up)
 
     def wanted(self) -> Iterator[Access]:
         """Yield scheduled accesses that have no copy yet, nearest deadline first, as far as space allows."""
         away, held_up = self._away.among(self._mover.blocks), self._mover.held_up_slots()
-        room, buffers = self._mover.occupancy.room(held_up), self._mover.occupancy.buffers(held_up)
+        free, buffers = self._mover.occupancy.free_for_prefetch(held_up), self._mover.occupancy.buffers(held_up)
         passing = self._passing if len(self._mover.order) > 2 else None
-        return next_fetches(away, self.now, self.lookahead_bytes, room, self._inspect, passing, buffers, self._skipped)
+        return next_fetches(away, self.now, self.lookahead_bytes, free, self._inspect, passing, buffers, self._skipped)
 
     @contextmanager
     def pumping_once(self) -> Iterator[None]:

@@ -495,7 +495,7 @@ class TieredStore(BlockMapping):
         return self._leasing.tier(name)
 
     def stats(self) -> StoreStats:
-        """Return the store's counters. The difference of two results gives the counts between the calls."""
+        """Return the store's counters. The difference of two results is the counts between the calls."""
         with self._changed:
             counters, tiers, due = self._movement.counters, self._movement.tiers, due_bytes(self._movement)
             written: dict[str, int] = {}

@@ -69,7 +69,7 @@ class ZarrStore(Store):
     Thread-safe. ``close`` does not close the TieredStore, which belongs to the caller and must live longer.
 
     Args:
-        store: store of the blocks. Its other blocks are left alone.
+        store: store of the blocks. Its other blocks are not touched.
         prefix: prefix of the blocks' keys. Two ZarrStores with different prefixes share no values.
         home: home tier of the values; default: the slowest tier.
         tier: addressable tier for reads and writes; default: the slowest tier in host memory. A GPU tier serves

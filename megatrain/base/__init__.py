@@ -1,1 +1,1 @@
-"""The ground floor: errors, records, names and formats that every package shares. Imports ``tiered`` only."""
+"""The lowest layer: errors, records, names and formats that all packages share. Imports only ``tiered``."""

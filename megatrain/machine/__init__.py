@@ -1,1 +1,1 @@
-"""A machine: its profile, its memory and its file systems; planned machines in files."""
+"""The machine of a run: its profile, memory and file systems, and files of planned machines."""

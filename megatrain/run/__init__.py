@@ -1,1 +1,1 @@
-"""External view of a run: its folder, figures and loggers, status, signals and timeline."""
+"""The folder, the loggers, the status and the record of a run, and its handling of signals."""

@@ -16,7 +16,7 @@ from megatrain.base.progress import Activity
 __all__ = ["RunSignals"]
 
 _STOP = (signal.SIGTERM, signal.SIGINT)
-_STOPPING = "stopping after this step, and saving; once more to stop at once without saving"
+_STOPPING = "stopping after this step, and saving; signal again to stop immediately without saving"
 #: Within this time, a second signal may be the same stop: a terminal signals the group, and a parent may forward it.
 SAME_STOP_S = 0.5
 

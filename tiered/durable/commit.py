@@ -195,7 +195,7 @@ class FrozenBlocks:
             blocks = [block for block in self._movement.blocks.values() if block.spec.durable]
             _check_keys(blocks)
             for block in blocks:
-                self._settle_home(block)  # Start all write-backs at once, so that the drive gets a queue.
+                self._settle_home(block)  # Start all write-backs together, so that the drive gets a queue.
                 # Write the notes of ownership before any link: they identify files that a crash leaves as this store's.
         for tier in self._movement.durable_tiers.values():
             tier.full.retry(tier.paths[0], PAGE_BYTES, partial(tier.snapshots.mark, self._name, self._identity))

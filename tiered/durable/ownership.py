@@ -82,7 +82,7 @@ def read_store_id(directory: Path) -> str | None:
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """Return the owner of a folder, or None without a note. A damaged note gives an owner without an id."""
+    """Return the owner of a folder, or None without a note. If the note is damaged, the owner has no id."""
     if not (folder / OWNER_NAME).exists():
         return None
     found = read_note(folder / OWNER_NAME)

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from tiered.units import PAGE_BYTES, MiB, round_up
 
-#: Large files give the fastest writes on a single path. Small files balance several drives.
+#: On a single path, writes of large files are fastest. Small files balance several drives.
 SINGLE_PATH_CHUNK_BYTES = 512 * MiB
 STRIPED_CHUNK_BYTES = 16 * MiB
 _MAX_PARTS_OF_SMALL_BLOCK = 16
@@ -52,7 +52,7 @@ def plan_chunks(nbytes: int, rates: tuple[float, ...], max_chunk_bytes: int | No
     chunks, so that each path gets its share of it.
 
     Args:
-        nbytes: bytes of contents; 0 gives no files.
+        nbytes: bytes of contents; no files if 0.
         rates: relative speed of each path, all positive.
         max_chunk_bytes: maximum file size, a multiple of 4096; default 512 MiB for one path, 16 MiB for several.
     """
