@@ -127,7 +127,9 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     # reading
     refused(
-        'streaming is for task = "sft" and "pretrain"', task=(*PREFERENCES, "distill", "reward"), reading="streamed"
+        'streaming is only for task = "sft" and "pretrain"',
+        task=(*PREFERENCES, "distill", "reward"),
+        reading="streamed",
     ),
     refused("data.streaming reads no images", images=IMAGES, reading="streamed"),
     # layers

@@ -36,7 +36,7 @@ def test_custom_optimizer_is_bitwise_equal_everywhere(
     spread.assert_as_planned()
     assert in_ram.losses[-1] < in_ram.losses[0]
     for change, said in (
-        ({"signum": "sgnum"}, "there are: signum"),
+        ({"signum": "sgnum"}, "Available: signum"),
         ({"momentum = 0.95": "speed = 1"}, "optimizer.optim_args: TypeError"),
         (
             {'custom_optimizer = "signum"\n': "", "optim_args = { momentum = 0.95 }": ""},

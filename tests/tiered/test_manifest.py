@@ -48,7 +48,7 @@ def test_the_last_commit_is_current_and_older_ones_stay_readable(tmp_path: Path)
     assert read_manifest(tmp_path, 2).meta["step"] == 20
     forget_generation(tmp_path, 1)
     assert list_generations(tmp_path) == [2, 12]
-    with pytest.raises(GenerationError, match="there are: 2, 12"):
+    with pytest.raises(GenerationError, match="Existing generations: 2, 12"):
         read_manifest(tmp_path, 1)
 
 

@@ -225,7 +225,7 @@ def test_a_generation_is_removed_from_all_drives(root: Path) -> None:
     remove_generation(root / "generations", 1)
     assert not snapshots(root)
     assert current_generation(root / "generations") is None and list_generations(root / "generations") == []
-    with pytest.raises(GenerationError, match=r"nothing was committed|there are: none"):
+    with pytest.raises(GenerationError, match=r"nothing was committed|generations: none"):
         remove_generation(root / "generations", 1)
     with make_store(root) as store:
         register(store)

@@ -131,7 +131,8 @@ def read_manifest(directory: str | os.PathLike[str], generation: int | None = No
     if not path.exists():
         known = ", ".join(map(str, list_generations(directory))) or "none"
         raise GenerationError(
-            f"no generation {generation} in '{os.fspath(directory)}' ('{path}' is not there); there are: {known}"
+            f"no generation {generation} in '{os.fspath(directory)}' ('{path}' does not exist). "
+            f"Existing generations: {known}"
         )
     body = _read_sealed(path)
     try:

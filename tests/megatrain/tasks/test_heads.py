@@ -217,7 +217,7 @@ def test_adapters_and_the_new_head_are_trained_and_open_in_peft(folder: Path) ->
         (CONFIG.replace("eval_steps = 4", "predict_with_generate = true"), "generates text, which a model"),
         (CONFIG.replace('"reward"', '"classify"'), 'task = "classify" is no longer supported. Train'),
         (CONFIG + '[classify]\nlabels = ["a", "b"]\n', "`classify`. Leave the table out. Train classifiers with"),
-        (CONFIG.replace('.jsonl" }', '.jsonl", format = "classification" }'), "classification\" is not supported"),
+        (CONFIG.replace('.jsonl" }', '.jsonl", format = "classification" }'), "is no longer supported"),
     ],
 )  # fmt: skip
 def test_invalid_settings_are_refused(folder: Path, config: str, said: str) -> None:
