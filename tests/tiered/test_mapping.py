@@ -137,7 +137,7 @@ def test_rows_are_written_from_numpy_and_other_types_are_refused(store: TieredSt
     assert store["a"].sum() == 4
     for wrong, said in (
         ([1.0], "not 'list'"),
-        ("text", "not from 'str'"),
+        ("text", "not 'str'"),
         (np.array(["a"]), "torch has no dtype"),
     ):
         with pytest.raises(TypeError, match=said):
