@@ -119,7 +119,7 @@ class ExpertsPart(nn.Module):
 
     # `arguments` are the arguments of ``forward``. The second one holds the chosen experts of each token.
 
-    def is_routed(self, arguments: Sequence[Any]) -> bool:
+    def has_routing(self, arguments: Sequence[Any]) -> bool:
         """Return whether the chosen experts of a call have values, unlike in a trace."""
         return _hit_experts(arguments[1]) is not None
 

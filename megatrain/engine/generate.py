@@ -176,7 +176,7 @@ class GenerationRunner:
                         pass
             return []
         routed = RoutedWeights(bound, visit, self._access)
-        routed.note_calls(calls)
+        routed.record_calls(calls)
         with routed.leased() as weights, bound.bound(self._with_whole_head(bound.unit, weights)):
             bound.look_up(calls)
             call_index = 0

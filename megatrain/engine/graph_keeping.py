@@ -65,7 +65,7 @@ class KeptGraph(KeptRun):
         self._inside = [version_probe(output) for output in outputs]
         self._outside: list[Tensor] = []
 
-    def note_aliases(self, aliases: Sequence[Tensor]) -> None:
+    def record_aliases(self, aliases: Sequence[Tensor]) -> None:
         """Record the aliases of the outputs. The rest of the model uses the aliases, and can change them in place."""
         self._outside = [version_probe(alias) for alias in aliases]
 

@@ -160,7 +160,7 @@ class ChunkedHead:
                 return self._result(item, num_items, losses, hidden_grad)
             for piece in self._pieces(item, num_items):
                 losses.append(self._run_piece(piece, num_items, leaves))
-                piece.note_gradient(hidden_grad)
+                piece.store_gradient(hidden_grad)
         return self._result(item, num_items, losses, hidden_grad)
 
     def _run_compared(self, item: TrunkOutput, num_items: int, leaves: Leaves, hidden_grad: Tensor | None) -> Tensor:
@@ -173,7 +173,7 @@ class ChunkedHead:
         for piece in self._pieces(item, num_items, compared=rows):
             for part in reversed(self._whole_or_parts()):
                 self._add_gradients(piece, part, leaves)
-            piece.note_gradient(hidden_grad)
+            piece.store_gradient(hidden_grad)
         return loss
 
     def _add_row_logits(self, item: TrunkOutput, num_items: int) -> list[RowsLoss]:
@@ -245,7 +245,7 @@ class ChunkedHead:
         for item, own, loss in zip(outputs, pieces, compared, strict=True):
             hidden_grad = self._hidden_grad(item)
             for piece in own:
-                piece.note_gradient(hidden_grad)
+                piece.store_gradient(hidden_grad)
             losses = [loss] if loss is not None else [each.loss.loss() for each in own if each.loss is not None]
             results.append(self._result(item, num_items, losses, hidden_grad))
         return results

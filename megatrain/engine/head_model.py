@@ -70,7 +70,7 @@ class HeadRows:
     kept: list[Tensor] = field(default_factory=list)
     gradient: Tensor | None = None
 
-    def note_gradient(self, total: Tensor | None) -> None:
+    def store_gradient(self, total: Tensor | None) -> None:
         """Write the leaf's gradient into the gradient of the trunk's output [B * S, H]."""
         if total is not None:
             assert self.gradient is not None

@@ -23,14 +23,14 @@ class RoutedWeights:
         access: Access that leases the weights and receives the idle visits.
 
     Attributes:
-        is_idle: Whether no token is routed to the unit; valid after ``note_calls``.
+        is_idle: Whether no token is routed to the unit; valid after ``record_calls``.
     """
 
     def __init__(self, bound: BoundUnit, visit: int, access: WeightAccess) -> None:
         self._bound, self._visit, self._access = bound, visit, access
         self.is_idle = False
 
-    def note_calls(self, calls: Sequence[UnitCall]) -> None:
+    def record_calls(self, calls: Sequence[UnitCall]) -> None:
         """Determine whether the unit is idle. The first part of a module also announces all idle parts.
 
         Args:
@@ -39,7 +39,7 @@ class RoutedWeights:
         own = self._bound.unit.part
         if own is None or not calls:
             return
-        if own.siblings[0] is own and all(own.is_routed(call.args) for call in calls):
+        if own.siblings[0] is own and all(own.has_routing(call.args) for call in calls):
             visits = range(self._visit, self._visit + len(own.siblings))
             parts = zip(visits, own.siblings, strict=True)
             idle = {number for number, part in parts if all(part.is_idle(call.args) for call in calls)}

@@ -77,7 +77,7 @@ class InputSaving:
             return place
         self.access.put_activation(self.visit, forward.micro_batch, index, stream.detach())
         if shares:
-            forward.note_place(stream, (self.visit, index))
+            forward.record_place(stream, (self.visit, index))
         return self.visit, index
 
     def matrices(self, run: UnitRun, *, needed: bool) -> dict[int, str]:

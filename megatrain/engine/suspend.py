@@ -95,7 +95,7 @@ class SuspendedForward:
         if self._greenlet and not self._greenlet.dead:
             self._switch(self._greenlet.throw)
 
-    def note_place(self, tensor: Tensor, place: tuple[int, int]) -> None:
+    def record_place(self, tensor: Tensor, place: tuple[int, int]) -> None:
         """Record the (visit, index) of the saved input that is a copy of a tensor."""
         self._places[id(tensor)] = weakref.ref(tensor), tensor._version, place
 

@@ -140,7 +140,7 @@ class KeptRun:
     requires_grad: tuple[bool, ...]
     num_outputs: int
 
-    def note_aliases(self, aliases: Sequence[Tensor]) -> None:
+    def record_aliases(self, aliases: Sequence[Tensor]) -> None:
         """Record the aliases of the outputs. The rest of the model uses the aliases, and can change them in place."""
 
     def graph(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[UnitGraph]:

@@ -120,11 +120,11 @@ class ProductUses:
         with _Following(self._follow), WeightProducts(self._owners, self._product):
             yield
 
-    def note_saved(self, tensor: Tensor) -> None:
+    def record_saved(self, tensor: Tensor) -> None:
         """Record a tensor that autograd saves."""
         self._saved.add(_storage(tensor))
 
-    def note_launch(self, tensors: Iterable[Tensor]) -> None:
+    def record_launch(self, tensors: Iterable[Tensor]) -> None:
         """Record a kernel launch outside of operators. It can write any of its tensors, so each may depend on all."""
         keys = [_storage(tensor) for tensor in tensors]
         owners = set[str]().union(*(self._depends.get(key, ()) for key in keys))

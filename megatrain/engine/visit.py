@@ -72,7 +72,7 @@ class UnitVisit:
         """Run the unit for every forward that waits for it. Return functions that build the results."""
         self._access.begin("forward", self.number)
         calls = [forward.call for forward in forwards if forward.call is not None]
-        self._weights.note_calls(calls)
+        self._weights.record_calls(calls)
         runs: list[_FirstRun] = []
         # Lease the weights ...
         with self._weights.leased() as weights, self.bound.bound(weights) as leaves:
@@ -102,7 +102,7 @@ class UnitVisit:
             result, kept = self._keeping.run(run, forward, leaves)
             # `.data` makes an alias that is not a view, so that the model may change it in place.
             self.pending_outputs += [output.data for output in result.outputs]
-            kept.note_aliases(self.pending_outputs[start:])
+            kept.record_aliases(self.pending_outputs[start:])
             self._kept.append(kept)
         else:
             result = run.compute(run.with_activations(run.leaves()), self.visits.random, keep_graph=False)

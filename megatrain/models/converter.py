@@ -155,7 +155,7 @@ class LayerPart(Protocol):
     def kind(self) -> tuple[Any, ...]:
         """Grouping key; parts with equal keys need equal computation and memory."""
 
-    def is_routed(self, arguments: Sequence[Any]) -> bool:
+    def has_routing(self, arguments: Sequence[Any]) -> bool:
         """Return whether a call's arguments contain actual routing values, unlike in a trace."""
 
     def is_idle(self, arguments: Sequence[Any]) -> bool:

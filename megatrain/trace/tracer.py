@@ -231,12 +231,12 @@ class Tracer:
 
             def pack(tensor: Tensor) -> Tensor:
                 saved.add(self.counts.number_of(tensor))
-                uses.note_saved(tensor)
+                uses.record_saved(tensor)
                 return tensor
 
             sizes = ResultSizes(matrices, count_flops)
             hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-            self.counts.on_launch = uses.note_launch
+            self.counts.on_launch = uses.record_launch
             try:
                 with hooks, uses.following(), sizes.measuring():
                     value = forward(*args, **kwargs)

@@ -51,7 +51,7 @@ def test_the_first_part_announces_all_idle_parts(parts: tuple[NotingAccess, list
     calls = [routed_to([1, 1]), routed_to([3])]
     for number, bound in enumerate(bounds):
         weights = RoutedWeights(bound, FIRST_VISIT + number, access)
-        weights.note_calls(calls)
+        weights.record_calls(calls)
         assert weights.is_idle == (number in (0, 2))
     assert access.told == [([7, 8, 9, 10], {7, 9})]
 
@@ -59,8 +59,8 @@ def test_the_first_part_announces_all_idle_parts(parts: tuple[NotingAccess, list
 def test_an_idle_unit_has_zeros_and_leases_nothing(parts: tuple[NotingAccess, list[BoundUnit]]) -> None:
     access, bounds = parts
     idle, busy = (RoutedWeights(bound, FIRST_VISIT, access) for bound in bounds[:2])
-    idle.note_calls([routed_to([1])])
-    busy.note_calls([routed_to([1])])
+    idle.record_calls([routed_to([1])])
+    busy.record_calls([routed_to([1])])
     with idle.leased() as zeros, busy.leased() as weights:
         assert [zeros[name].shape for name in sorted(zeros)] == [weights[name].shape for name in sorted(weights)]
         assert all(isinstance(each, torch.Tensor) and not each.any() for each in zeros.values())
@@ -71,5 +71,5 @@ def test_an_idle_unit_has_zeros_and_leases_nothing(parts: tuple[NotingAccess, li
 def test_without_calls_nothing_is_known(parts: tuple[NotingAccess, list[BoundUnit]]) -> None:
     access, bounds = parts
     weights = RoutedWeights(bounds[0], FIRST_VISIT, access)
-    weights.note_calls([])
+    weights.record_calls([])
     assert not weights.is_idle and access.told == []

@@ -163,7 +163,7 @@ def unneeded_of(unit: Callable[[Tensor, Tensor], Tensor], stream: Tensor | None 
     uses = ProductUses({id(weight): "weight"}, count_flops)
 
     def pack(tensor: Tensor) -> Tensor:
-        uses.note_saved(tensor)
+        uses.record_saved(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), uses.following():

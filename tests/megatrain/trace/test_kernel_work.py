@@ -126,7 +126,7 @@ def unneeded_products(*, is_told: bool) -> set[str]:
     uses = ProductUses({id(weight): "weight"}, count_flops)
 
     def pack(tensor: Tensor) -> Tensor:
-        uses.note_saved(tensor)
+        uses.record_saved(tensor)
         return tensor
 
     def run(rows: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def unneeded_products(*, is_told: bool) -> set[str]:
 
     def book(work: Work, uncounted: str, tensors: Sequence[Tensor]) -> None:
         if is_told:
-            uses.note_launch(tensors)
+            uses.record_launch(tensors)
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with FakeTensorMode(allow_non_fake_inputs=True), kernels_counted(book), hooks, uses.following():
