@@ -659,12 +659,13 @@ def _check_tiers(config: RunConfig) -> Iterator[Problem]:
             continue
         if len(set(wanted)) != len(wanted):
             yield Problem(key, f"{key} names a tier twice", "Name each tier once, the preferred one first")
-        if "nvme" in wanted and not tiers.nvme:
-            yield Problem(
-                key,
-                f'{key} names "nvme", but there is no [[tiers.nvme]]',
-                'Write [[tiers.nvme]] and below it path = "state"',
-            )
+        for name in wanted:
+            if getattr(tiers, name, None) == ():
+                yield Problem(
+                    key,
+                    f'{key} names "{name}", but there is no [[tiers.{name}]]',
+                    f'Write [[tiers.{name}]] and below it path = "state"',
+                )
         if "folder" in wanted and (kind != "weights" or config.model.train_from_scratch):
             yield Problem(key, f'{key} names "folder", which can only store frozen weights', 'Leave "folder" out')
         if "gpu" in wanted and not _may_have_gpu_tier(config):

@@ -6,29 +6,26 @@ results are bit-identical.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from megatrain.engine.program import FrozenWeights, GroupUpdates, ProgramBuilder, StepProgram
+from megatrain.base.layout import UnitLayout
+from megatrain.engine.program import FrozenWeights, GroupUpdates, ProgramBuilder, StepProgram, VisitTrace
 from megatrain.engine.sharing import sharing_gradients
 from megatrain.engine.workspace import peak_bytes, step_workspace_bytes, waiting_rows
+from megatrain.machine.profiles import LoadedProfile
+from megatrain.models.graph import ModelGraph
 from megatrain.models.in_place import buffer_bytes
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.matrices import device_bytes, host_bytes, matrix_shapes
-from megatrain.plan.budgets import teacher_bytes, tier_budgets, with_folder, with_residents, with_workspace
+from megatrain.plan.budgets import teacher_bytes, with_folder, with_residents, with_workspace
 from megatrain.plan.kept import GraphKeeper, KeptGraphs
 from megatrain.plan.placement import TierBudget
+from megatrain.plan.plan import RunSpec, TracedModel
+from megatrain.plan.run_tiers import tier_budgets
 from megatrain.plan.shortfall import Shortfall
 from tiered.units import PAGE_BYTES, round_up
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from megatrain.base.layout import UnitLayout
-    from megatrain.engine.program import VisitTrace
-    from megatrain.machine.profiles import LoadedProfile
-    from megatrain.models.graph import ModelGraph
-    from megatrain.plan.plan import RunSpec, TracedModel
 
 _Count = Literal["auto"] | int
 _ALL_LAYERS = 1 << 20  # more layers than any model has

@@ -1,85 +1,22 @@
-"""The tiers of a run, fast to slow, with their capacities and the links between them."""
+"""Parts of the tiers of a run that blocks cannot use: workspaces, buffers, and the rules for homes in GPU memory."""
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from megatrain.base.precision import MASTER_ELEMENTS
-from megatrain.engine.program import state_key, stored_keys
-from megatrain.machine import machine
+from megatrain.engine.program import StepProgram, state_key, stored_keys
+from megatrain.machine.profiles import MachineProfile
 from megatrain.optim.average import EMA
 from megatrain.plan.placement import TierBudget
+from megatrain.plan.plan import RunSpec
 from megatrain.plan.residents import Residency
-from tiered.ext import check_rates, plan_chunks
-from tiered.units import PAGE_BYTES, GiB, round_up
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
-
-    from megatrain.engine.program import StepProgram
-    from megatrain.machine.profiles import MachineProfile
-    from megatrain.machine.target import TierSpecs
-    from megatrain.plan.plan import RunSpec
+from tiered.units import PAGE_BYTES, round_up
 
 #: Name of the read-only tier over the model's folder.
 FOLDER = "folder"
-_GPU_ALIGNMENT_BYTES = 512
-#: RAM that each rank keeps for Python, torch and libraries if ``tiers.ram.size`` is "auto".
-_RANK_BYTES = GiB
-
-
-def tier_names(tiers: TierSpecs, device: torch.device) -> list[str]:
-    """Return the writable tiers of a run, fast to slow."""
-    first = ["gpu"] if machine.compute_tier(tiers, device) == "gpu" else []
-    return [*first, "ram", *(["nvme"] if tiers.table.nvme else [])]
-
-
-def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
-    """Return the writable tiers of a run, fast to slow, with their capacities, roundings and links.
-
-    Args:
-        workspace: Workspace bytes of a step in the compute tier.
-    """
-    tiers, device = run.tiers, run.device
-    on_gpu = machine.compute_tier(tiers, device) == "gpu"
-    is_direct = machine.moves_past_ram(tiers, device)
-    budgets: dict[str, TierBudget] = {}
-    if on_gpu:
-        capacity = machine.gpu_capacity_bytes(tiers, device)
-        alignment = PAGE_BYTES if is_direct else _GPU_ALIGNMENT_BYTES
-        budgets["gpu"] = TierBudget(
-            "gpu", capacity, lambda n: round_up(n, alignment), workspace, links=both_ways("gpu", "ram")
-        )
-    capacity = machine.ram_capacity_bytes(tiers)
-    if tiers.table.ram.size.is_auto and not run.world.is_single:
-        capacity -= run.world.local_size * _RANK_BYTES
-    capacity = max(0, capacity) // run.world.local_size  # sizes in the config are for the whole host
-    budgets["ram"] = TierBudget(
-        "ram",
-        capacity,
-        lambda n: round_up(n, PAGE_BYTES),
-        0 if on_gpu else workspace,
-        num_processes=run.world.local_size,
-    )
-    if tiers.table.nvme:
-        shares = check_rates(tiers.rates, len(tiers.table.nvme))
-        capacity = machine.nvme_capacity_bytes(tiers, run.output_dir) // run.world.local_size
-        budgets["nvme"] = TierBudget(
-            "nvme",
-            capacity,
-            functools.cache(lambda n: plan_chunks(n, shares, tiers.file_bytes).slot_bytes),  # most sizes repeat
-            generations=run.checkpoint.table.num_generations,
-            links=(*both_ways("ram", "nvme"), *(both_ways("gpu", "nvme") if is_direct else ())),
-            is_addressable=False,
-            is_durable=True,
-            num_processes=run.world.local_size,
-        )
-    return budgets
 
 
 def with_folder(budgets: Mapping[str, TierBudget], program: StepProgram, reader_bytes: int) -> dict[str, TierBudget]:
@@ -102,11 +39,6 @@ def with_folder(budgets: Mapping[str, TierBudget], program: StepProgram, reader_
     return found
 
 
-def both_ways(fast: str, slow: str) -> tuple[tuple[str, str], ...]:
-    """Return the two links between two tiers."""
-    return (fast, slow), (slow, fast)
-
-
 def teacher_bytes(run: RunSpec) -> int:
     """Return the bytes of the teacher's scores that the loss reads for the tokens of a step."""
     return run.batch.num_tokens * run.objective.loss.token_nbytes
@@ -126,7 +58,7 @@ def with_residents(
     """Return the budgets with the rules for homes in GPU memory, and the RAM needed to load weights.
 
     Args:
-        profile: Rates of this machine if its GPU computes. Without rates, the planner ranks homes by bytes.
+        profile: Rates of this machine if its GPU computes. Without rates, the planner orders homes by bytes.
     """
     budgets = {**budgets, "ram": replace(budgets["ram"], filling_bytes=filling_bytes(program))}
     if program.compute_tier == "ram":

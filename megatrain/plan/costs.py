@@ -6,14 +6,11 @@ a GPU, the two times add up.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from megatrain.engine.work import Work
-    from megatrain.machine.profiles import MachineProfile
+from megatrain.engine.work import Work
+from megatrain.machine.profiles import MachineProfile
 
 #: Attention rate as a share of the matrix-product rate, assumed if not measured. On an H100, flash attention reaches
 #: 0.55 in the forward and 0.4 in a deterministic backward. CPU kernels reach 0.4 to 0.7.

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatrain.converters.adapters import adapters_of
-from megatrain.engine.program import DURABLE_KINDS, layouts_of_unit
+from megatrain.engine.program import DURABLE_KINDS, Phase, Tick, layouts_of_unit
 from megatrain.engine.work import NO_WORK, Work
 from megatrain.machine.file_systems import file_system_of
 from megatrain.machine.profiles import STALE_DAYS, DriveProfile, LoadedProfile, MachineProfile, age_days
@@ -25,14 +25,10 @@ from megatrain.optim.muon import Muon
 from megatrain.plan.budgets import FOLDER
 from megatrain.plan.costs import DeviceCosts
 from megatrain.plan.kept import num_parameters_run_once
-from megatrain.plan.plan import Estimate, Occasion, StepShape
+from megatrain.plan.plan import Estimate, Occasion, Plan, StepShape
 from megatrain.plan.traffic import Traffic
 from megatrain.ranks.shards import NETWORK, PEER
 from megatrain.trace.counting import is_counted
-
-if TYPE_CHECKING:
-    from megatrain.engine.program import Phase, Tick
-    from megatrain.plan.plan import Plan
 
 
 def nvme_seconds(read_bytes: float, written_bytes: float, drive: DriveProfile) -> float:

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from megatrain.engine.program import saving_results
 from megatrain.plan.kept import operations_per_byte, visits_with_results
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from megatrain.plan.plan import Plan
+from megatrain.plan.plan import Plan
 
 #: The search resolves 1/24 of all results. Recomputing all results takes about a quarter of a step, so 1/24 of them is
 #: worth about a hundredth of a step.

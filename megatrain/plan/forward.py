@@ -7,8 +7,8 @@ of a pass. Above T* tokens, computing hides the traffic (``Estimate.crossing_tok
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.engine.device_kernels import fakes_standing_for_gpu
@@ -18,6 +18,7 @@ from megatrain.engine.program import (
     FrozenWeights,
     ProgramBuilder,
     StepProgram,
+    VisitTrace,
     decoded_bytes,
     evaluation_program,
     reading_averages,
@@ -25,26 +26,21 @@ from megatrain.engine.program import (
 from megatrain.engine.workspace import step_workspace_bytes
 from megatrain.machine import machine
 from megatrain.machine.target import profile_of
+from megatrain.models.graph import ModelGraph
 from megatrain.models.in_place import buffer_bytes
 from megatrain.optim.average import EMA
 from megatrain.optim.factory import make_optimizer
-from megatrain.plan.budgets import tier_budgets, with_folder, with_residents, with_workspace
+from megatrain.plan.budgets import with_folder, with_residents, with_workspace
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.placement import PlacementSolver
-from megatrain.plan.plan import Plan, TracedModel
+from megatrain.plan.plan import Plan, RunSpec, TracedModel
 from megatrain.plan.planner import STAY_SHARE, fastest, objections_to, with_open_room
+from megatrain.plan.run_tiers import tier_budgets
 from megatrain.plan.shortfall import DoesNotFitError, Shortfall, require_fit
 from megatrain.plan.traced import find_frozen, make_graph, settle_rows, trace_run
 from megatrain.plan.traffic import Traffic
 from megatrain.trace.trace import trace_generation
 from tiered.units import PAGE_BYTES, round_up
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from megatrain.engine.program import VisitTrace
-    from megatrain.models.graph import ModelGraph
-    from megatrain.plan.plan import RunSpec
 
 __all__ = [
     "GenerationPlan",

@@ -9,30 +9,27 @@ memory than a graph and avoid most of the recompute. They are stored in blocks, 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import torch
 
 from megatrain.engine.program import (
+    StepProgram,
+    VisitTrace,
     activations_of,
     keeping_graphs,
     layouts_of_unit,
     saving_results,
     uses_of_layouts,
 )
+from megatrain.engine.saved_results import Savable
 from megatrain.engine.workspace import kept_graphs, peak_bytes, visit_transients
-from megatrain.plan.placement import Homes, PlacementSolver
+from megatrain.models.graph import ModelGraph
+from megatrain.plan.placement import Homes, Placement, PlacementSolver, TierBudget
 from megatrain.plan.shortfall import Shortfall
 from tiered.units import PAGE_BYTES, format_size, round_up
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-
-    import torch
-
-    from megatrain.engine.program import StepProgram, VisitTrace
-    from megatrain.engine.saved_results import Savable
-    from megatrain.models.graph import ModelGraph
-    from megatrain.plan.placement import Homes, Placement, TierBudget
 
 What = Literal["graphs", "results", "attention"]
 

@@ -9,21 +9,18 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import psutil
+import torch
 
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.sizes import Size
 from megatrain.machine import file_systems, machine
 from megatrain.machine.file_systems import FileSystem, disk_of, file_system_of, missing_mount
+from megatrain.machine.table import NvmeTierConfig
+from megatrain.machine.target import PlannedMachine, TierSpecs
 from tiered.units import GiB, MiB, format_size
-
-if TYPE_CHECKING:
-    import torch
-
-    from megatrain.machine.table import NvmeTierConfig
-    from megatrain.machine.target import PlannedMachine, TierSpecs
 
 __all__ = ["BeyondMachineError", "DrivePath", "Objection", "drive_paths", "find_objections", "refuse"]
 

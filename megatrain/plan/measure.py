@@ -11,12 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from megatrain.base.timeline import TimedOp, Timeline
 from megatrain.engine.freed_memory import freed_memory_kept
+from megatrain.engine.program import BlockPlan, StepProgram
 from megatrain.engine.step import StepEngine
 from megatrain.engine.workspace import computing_bytes, step_workspace_bytes
 from megatrain.machine.machine import available_ram_bytes
@@ -24,16 +25,12 @@ from megatrain.machine.profiles import load_profile
 from megatrain.optim import clip
 from megatrain.optim.threads import KernelThreads
 from megatrain.plan.estimate import estimate_step
-from megatrain.plan.plan import MeasuredTicks
+from megatrain.plan.plan import MeasuredTicks, Plan
 from megatrain.plan.process import HEAP_BYTES, own_bytes
 from megatrain.plan.simulate import step_seconds
 from tiered import Belady, TieredStore
 from tiered.ext import HostSlab, Slot, TierUsage, view_as
 from tiered.units import PAGE_BYTES, MiB, format_duration, format_size, round_up
-
-if TYPE_CHECKING:
-    from megatrain.engine.program import BlockPlan, StepProgram
-    from megatrain.plan.plan import Plan
 
 #: Far larger than the caches of a CPU, so that data leaves them before a step reads it again.
 KIND_BYTES = 256 * MiB

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
+from megatrain.checkpoint.table import CheckpointSpec
+from megatrain.converters.spec import ModelSpec
+from megatrain.data.dataset import DataSpec
 from megatrain.engine import device_kernels
 from megatrain.engine.compiled_layers import LayerCompiler
+from megatrain.engine.encoding import Encoding
 from megatrain.engine.flash import FlashKernels
+from megatrain.engine.objective import Objective
 from megatrain.engine.program import (
     StepProgram,
     Tick,
@@ -20,36 +25,25 @@ from megatrain.engine.program import (
     evaluation_program,
 )
 from megatrain.engine.streamed import StepRecipe, StreamedModel
+from megatrain.engine.table import RecomputeChoice
 from megatrain.engine.updates import weight_is_split
+from megatrain.machine.target import TierSpecs
 from megatrain.models.graph import ModelGraph
+from megatrain.models.in_place import FrozenBlock
+from megatrain.models.table import ExportConfig
 from megatrain.optim import clip
 from megatrain.optim.base import Optimizer
 from megatrain.optim.factory import segment_builder
 from megatrain.optim.on_device import warm_up_norm
+from megatrain.optim.table import OptimizerConfig
 from megatrain.plan.limits import Objection
-from megatrain.plan.placement import Placement, TierBudget
+from megatrain.plan.placement import Placement, PlacementSpec, TierBudget
+from megatrain.plan.table import AdvancedConfig
 from megatrain.ranks.collectives import Alone, Collectives, collectives_of
 from megatrain.ranks.lanes import Lanes
 from megatrain.ranks.shards import RankLanes, RankShards, Sharding
 from megatrain.ranks.world import World
 from tiered.units import format_size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from megatrain.checkpoint.table import CheckpointSpec
-    from megatrain.converters.spec import ModelSpec
-    from megatrain.data.dataset import DataSpec
-    from megatrain.engine.encoding import Encoding
-    from megatrain.engine.objective import Objective
-    from megatrain.engine.table import RecomputeChoice
-    from megatrain.machine.target import TierSpecs
-    from megatrain.models.in_place import FrozenBlock
-    from megatrain.models.table import ExportConfig
-    from megatrain.optim.table import OptimizerConfig
-    from megatrain.plan.placement import PlacementSpec
-    from megatrain.plan.table import AdvancedConfig
-
 
 #: Target tokens of a micro-batch by device type, if the config sets only tokens per step. They are constants because
 #: the split into micro-batches affects results and so must not depend on the machine's memory. A GPU needs more tokens:

@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING
 
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.converters.experts import has_experts_to_cut
 from megatrain.engine.program import DURABLE_KINDS, Recompute, StepProgram, Tick
 from megatrain.machine import machine
+from megatrain.machine.profiles import LoadedProfile, MachineProfile
 from megatrain.machine.target import profile_of
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.factory import make_optimizer
 from megatrain.plan.attempts import MOST_GATHERS_AHEAD, Attempts
 from megatrain.plan.estimate import estimate_step, flops_per_token, nvme_written_bytes
 from megatrain.plan.fill import with_results
-from megatrain.plan.kept import weights_stay
+from megatrain.plan.kept import KeptGraphs, weights_stay
 from megatrain.plan.limits import Objection, find_objections
 from megatrain.plan.placement import PlacementSolver, Settled
-from megatrain.plan.plan import Plan
+from megatrain.plan.plan import Plan, RunSpec
 from megatrain.plan.remedies import add_remedies
 from megatrain.plan.shortfall import DoesNotFitError, Shortfall
 from megatrain.plan.simulate import measured_rates, replay
 from megatrain.plan.traced import trace_model
 from megatrain.ranks.lanes import micro_batches_of_rank
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from megatrain.machine.profiles import LoadedProfile, MachineProfile
-    from megatrain.plan.kept import KeptGraphs
-    from megatrain.plan.plan import RunSpec
 
 #: Shares of RAM and GPU memory that the planner tries to leave free for copies if some blocks are streamed
 #: (docs/decisions/0008-open-room.md). The usual share comes first.

@@ -9,16 +9,13 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from megatrain.engine.freed_memory import trim
 from megatrain.engine.workspace import computing_bytes
+from megatrain.plan.plan import Plan
 from tiered.units import MiB
-
-if TYPE_CHECKING:
-    from megatrain.plan.plan import Plan
 
 __all__ = ["HEAP_BYTES", "ProcessMemory", "most_resident_bytes", "own_bytes", "process_memory", "resident_bytes"]
 

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatrain.base.names import ELEMENT_WISE
 from megatrain.base.sizes import Size
 from megatrain.machine.table import NvmeTierConfig
+from megatrain.plan.plan import RunSpec
 from megatrain.plan.shortfall import Remedy, Shortfall
-
-if TYPE_CHECKING:
-    from megatrain.plan.plan import RunSpec
 
 __all__ = ["add_remedies"]
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from megatrain.engine.program import KINDS, Kind, Recompute
 from megatrain.plan.estimate import flops_per_token
 from megatrain.plan.kept import num_layers_kept, num_layers_of, visits_with_results
+from megatrain.plan.plan import Estimate, Occasion, Plan
+from megatrain.plan.process import ProcessMemory
 from megatrain.trace.counting import is_counted
 from tiered.units import format_decimal_size, format_duration, format_size
-
-if TYPE_CHECKING:
-    from megatrain.plan.plan import Estimate, Occasion, Plan
-    from megatrain.plan.process import ProcessMemory
 
 __all__ = ["estimate_lines", "headline", "messages", "process_line", "table_rows"]
 

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from megatrain.engine.tape import Op, Pinned, TapeStore, compile_step
 from megatrain.plan.estimate import flops_per_token, matrix_flops, tick_flops
+from megatrain.plan.plan import Plan
 from megatrain.ranks.shards import NETWORK, PEER
-from tiered import Belady, TieredStore
+from tiered import Belady, StoreStats, TieredStore
 from tiered.ext import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
 from tiered.units import format_duration
-
-if TYPE_CHECKING:
-    from megatrain.plan.plan import Plan
-    from tiered import StoreStats
 
 _NUM_WARM_STEPS = 2  # the first step has no update, and the second may start with an empty drive queue
 _NUM_STEPS = 2

@@ -9,28 +9,24 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatrain.base.drive_readme import write_readme
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
+from megatrain.checkpoint.table import CheckpointSpec
 from megatrain.engine.program import DURABLE_KINDS, weight_key
 from megatrain.machine.file_systems import disk_usage, file_system_number, own_drive_bytes
 from megatrain.models.folder import ModelFolderError
 from megatrain.models.in_place import NUM_READERS, FolderSource, frozen_blocks
+from megatrain.models.load import WeightLoader
 from megatrain.plan.budgets import FOLDER
+from megatrain.plan.plan import Plan
+from megatrain.plan.run_tiers import make_tier
 from megatrain.plan.shortfall import DoesNotFitError, Shortfall
-from tiered import LRU, Belady, GpuTier, NvmeTier, RamTier, TieredStore
+from megatrain.ranks.world import World
+from tiered import LRU, Belady, Event, Schedule, Tier, TieredStore
 from tiered.errors import TieredError
-from tiered.ext import SourceTier, UnifiedTier, check_claimable, claim_directory, plan_chunks, statuses_below
+from tiered.ext import SourceTier, check_claimable, claim_directory, plan_chunks, statuses_below
 from tiered.units import format_size
-
-if TYPE_CHECKING:
-    from megatrain.checkpoint.table import CheckpointSpec
-    from megatrain.models.load import WeightLoader
-    from megatrain.plan.placement import TierBudget
-    from megatrain.plan.plan import Plan
-    from megatrain.ranks.world import World
-    from tiered import Event, Schedule, Tier
 
 __all__ = [
     "check_drives",
@@ -124,37 +120,14 @@ def make_tiers(
     Raises:
         ModelFolderError: The folder has changed since planning.
     """
-    budgets = plan.budgets_by_tier.values()
-    return [
-        _make_tier(plan, each, on_notice, loader) for each in budgets if loader is not None or not each.is_read_only
-    ]
-
-
-def _make_tier(
-    plan: Plan, budget: TierBudget, on_notice: Callable[[str], None] | None, loader: WeightLoader | None
-) -> Tier:
-    name, specs = budget.name, plan.run.tiers
-    if name == "gpu":
-        return GpuTier(budget.capacity_bytes, device=str(plan.device), alignment_bytes=budget.slot_bytes(1))
-    if name == plan.program.compute_tier and plan.device.type == "cuda":
-        return UnifiedTier(budget.capacity_bytes, device=str(plan.device))
-    if name == "ram":
-        return RamTier(budget.capacity_bytes, pin_memory=plan.device.type == "cuda")
-    if name == FOLDER and loader is not None:
-        return SourceTier(_folder_source(plan, loader), name=FOLDER, path="file", num_threads=NUM_READERS)
-    assert name == "nvme", name
-    return NvmeTier(
-        [str(plan.run.world.folder_in(drive.path)) for drive in specs.table.nvme],
-        budget.capacity_bytes,
-        rates=specs.rates,
-        chunk_bytes=specs.file_bytes,
-        engine=specs.table.engine,
-        past_ram=("nvme", "gpu") in budget.links,
-        verify=specs.table.verify,
-        on_full=specs.table.on_disk_full,
-        on_notice=on_notice,
-        max_written_bytes=[drive.max_written for drive in specs.table.nvme],
-    )
+    made: list[Tier] = []
+    for budget in plan.budgets_by_tier.values():
+        if not budget.is_read_only:
+            made.append(make_tier(plan, budget, on_notice))
+        elif loader is not None:
+            source = _folder_source(plan, loader)
+            made.append(SourceTier(source, name=FOLDER, path="file", num_threads=NUM_READERS))
+    return made
 
 
 def _folder_source(plan: Plan, loader: WeightLoader) -> FolderSource:

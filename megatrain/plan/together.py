@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from megatrain.machine.file_systems import file_system_of
 from megatrain.machine.profiles import DriveProfile, GpuProfile, LoadedProfile, MachineProfile
 from megatrain.machine.target import profile_of
-from megatrain.plan.budgets import tier_budgets
+from megatrain.plan.plan import Estimate, Plan, RunSpec
 from megatrain.plan.planner import plan_run
+from megatrain.plan.run_tiers import tier_budgets
 from megatrain.ranks.collectives import RanksDifferError
-
-if TYPE_CHECKING:
-    from megatrain.plan.plan import Estimate, Plan, RunSpec
 
 __all__ = ["RankRates", "limit_gathers_ahead", "plan_together", "slowest_rates"]
 

@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from megatrain.base.errors import ConfigError, Problem, UnsupportedModelError
 from megatrain.converters.fused import find_fused
 from megatrain.converters.liger import apply_liger_kernels, check_liger_kernels, has_liger_kernels
 from megatrain.converters.packed_rows import settle_packing
+from megatrain.converters.spec import ModelSpec
 from megatrain.converters.tiled import tile_mlps
 from megatrain.data.encoding import load_tokenizer
 from megatrain.engine.device_kernels import fakes_standing_for_gpu
+from megatrain.engine.encoding import Encoding
 from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.flash import FlashKernels, flash_of_gpu, flash_planned, unsupported_flash, why_unusable
+from megatrain.engine.program import VisitTrace
 from megatrain.machine import machine
 from megatrain.models.folder import ModelFolderError
-from megatrain.models.graph import num_learned_positions
-from megatrain.models.in_place import frozen_blocks, unread_block
+from megatrain.models.graph import ModelGraph, num_learned_positions
+from megatrain.models.in_place import FrozenBlock, frozen_blocks, unread_block
 from megatrain.models.load import open_loader
+from megatrain.optim.base import Optimizer
 from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.optim.on_device import DeviceKernelError, device_optimizer
 from megatrain.optim.threads import KernelThreads, num_update_threads
 from megatrain.plan.budgets import FOLDER
-from megatrain.plan.plan import TracedModel
+from megatrain.plan.plan import RunSpec, TracedModel
 from megatrain.trace.trace import trace_visits
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
-    from torch import Tensor
-
-    from megatrain.converters.spec import ModelSpec
-    from megatrain.engine.encoding import Encoding
-    from megatrain.engine.program import VisitTrace
-    from megatrain.models.graph import ModelGraph
-    from megatrain.models.in_place import FrozenBlock
-    from megatrain.optim.base import Optimizer
-    from megatrain.plan.plan import RunSpec
 
 
 def trace_model(run: RunSpec, padded: bool | None, like: TracedModel | None) -> TracedModel:

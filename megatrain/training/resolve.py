@@ -29,9 +29,10 @@ from megatrain.machine import machine
 from megatrain.machine.table import TiersConfig
 from megatrain.machine.target import PlannedMachine, TierSpecs, stripe_rates
 from megatrain.models.hub import locate
-from megatrain.plan.budgets import FOLDER, tier_names
+from megatrain.plan.budgets import FOLDER
 from megatrain.plan.placement import PlacementSpec
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, RunSpec
+from megatrain.plan.run_tiers import tier_names
 from megatrain.run.loggers import LoggingSpec
 from megatrain.tasks.evaluation import EvaluationSource, EvaluationSpec
 from megatrain.tasks.registry import task_class

@@ -1,4 +1,4 @@
-"""An object tier behind the drives of a run: the tier of the example, added where a run makes its tiers."""
+"""An object tier behind the drives of a run: the tier of the example, as one more tier that a run may have."""
 
 from __future__ import annotations
 
@@ -7,40 +7,37 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from megatrain.plan import attempts, budgets, forward, tiers, together
+from megatrain.plan import run_tiers
 from megatrain.plan.placement import TierBudget
-from megatrain.training import resolve
 from oracles.example_files import module
 from tiered import KiB
 
 NAME = "objects"
 
 
-@contextmanager
-def objects_tier(url: str, capacity_bytes: int) -> Iterator[None]:
-    """Give every run an object tier, slower than all others.
+class ObjectsTier(run_tiers.RunTier):
+    """An object tier that is slower than all others.
 
     Args:
         url: As fsspec takes it.
         capacity_bytes: Size of the tier for all processes together.
     """
-    names, known, make = budgets.tier_names, budgets.tier_budgets, tiers._make_tier
 
-    def tier_budgets(run: Any, *arguments: Any) -> dict[str, TierBudget]:
-        size = capacity_bytes // run.world.local_size
-        tier = TierBudget(NAME, size, lambda n: n, links=budgets.both_ways("ram", NAME), is_addressable=False)
-        return {**known(run, *arguments), NAME: tier}
+    name = NAME
 
-    def make_tier(plan: Any, budget: TierBudget, *arguments: Any) -> Any:
-        if budget.name == NAME:
-            return module.ObjectStoreTier(url, budget.capacity_bytes, name=NAME, part_bytes=48 * KiB)
-        return make(plan, budget, *arguments)
+    def __init__(self, url: str, capacity_bytes: int) -> None:
+        self._url, self._capacity_bytes = url, capacity_bytes
 
-    with (
-        mock.patch.object(resolve, "tier_names", lambda *arguments: [*names(*arguments), NAME]),
-        mock.patch.object(attempts, "tier_budgets", tier_budgets),
-        mock.patch.object(forward, "tier_budgets", tier_budgets),
-        mock.patch.object(together, "tier_budgets", tier_budgets),
-        mock.patch.object(tiers, "_make_tier", make_tier),
-    ):
+    def budget(self, run: Any, workspace: int) -> TierBudget:
+        size = self._capacity_bytes // run.world.local_size
+        return TierBudget(NAME, size, lambda n: n, links=run_tiers.both_ways("ram", NAME), is_addressable=False)
+
+    def make(self, plan: Any, budget: TierBudget, on_notice: Any) -> Any:
+        return module.ObjectStoreTier(self._url, budget.capacity_bytes, name=NAME, part_bytes=48 * KiB)
+
+
+@contextmanager
+def objects_tier(url: str, capacity_bytes: int) -> Iterator[None]:
+    """Give every run an object tier. The arguments are the arguments of `ObjectsTier`."""
+    with mock.patch.object(run_tiers, "RUN_TIERS", (*run_tiers.RUN_TIERS, ObjectsTier(url, capacity_bytes))):
         yield

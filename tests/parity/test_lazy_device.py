@@ -12,7 +12,7 @@ import pytest
 
 from fakes.lazy_device import LazyDevice
 from megatrain.machine import machine
-from megatrain.plan import tiers
+from megatrain.plan import run_tiers
 from oracles.tiered_run import config_text, run_config
 from tiered import MiB
 from tiered.links import route
@@ -40,7 +40,7 @@ def test_a_run_over_cuda_links_gives_the_bits_of_ram(
     device = LazyDevice()
     monkeypatch.setattr(machine, "compute_tier", lambda tiers, device: "gpu")
     monkeypatch.setattr(machine, "gpu_capacity_bytes", lambda tiers, device: 16 * MiB)
-    monkeypatch.setattr(tiers, "GpuTier", lambda size, device, **options: lazy.gpu_tier(size, **options))
+    monkeypatch.setattr(run_tiers, "GpuTier", lambda size, device, **options: lazy.gpu_tier(size, **options))
     monkeypatch.setattr(machine, "moves_past_ram", lambda tiers, device: past_ram)
     monkeypatch.setattr(route, "make_mover", lambda tier, needs_gds: PosixMover(tier))
     submitted: list[str] = []

@@ -11,11 +11,11 @@ from click.testing import CliRunner
 
 from megatrain.config import load_config
 from megatrain.engine.program import StepProgram
-from megatrain.plan.budgets import both_ways
 from megatrain.plan.placement import PlacementSolver
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.residents import Residency, ResidentChooser
+from megatrain.plan.run_tiers import both_ways
 from megatrain.plan.show import messages
 from megatrain.plan.stays import choose_stays
 from megatrain.plan.traffic import Traffic

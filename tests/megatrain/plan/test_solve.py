@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from megatrain.converters.spec import build_graph
 from megatrain.engine.program import BlockPlan, GroupUpdates, Kind, StepProgram, Tick, state_key, weight_key
-from megatrain.plan.budgets import both_ways, filling_bytes
+from megatrain.plan.budgets import filling_bytes
 from megatrain.plan.placement import Placement, PlacementSolver, TierBudget
 from megatrain.plan.residents import Residency
+from megatrain.plan.run_tiers import both_ways
 from megatrain.plan.shortfall import DoesNotFitError, Shortfall, require_fit
 from megatrain.plan.traffic import Traffic
 from megatrain.ranks.shards import RankShards

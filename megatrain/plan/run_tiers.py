@@ -1,0 +1,154 @@
+"""The tiers that a run may have, fast to slow: when a run has them, their budgets, and how they are made.
+
+A new tier is one class here, and its name and keys in ``megatrain/machine/table.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from megatrain.machine import machine
+from megatrain.machine.target import TierSpecs
+from megatrain.plan.placement import TierBudget
+from megatrain.plan.plan import Plan, RunSpec
+from tiered import GpuTier, NvmeTier, RamTier, Tier
+from tiered.ext import UnifiedTier, check_rates, plan_chunks
+from tiered.units import PAGE_BYTES, GiB, round_up
+
+_GPU_ALIGNMENT_BYTES = 512
+#: RAM that each rank keeps for Python, torch and libraries if ``tiers.ram.size`` is "auto".
+_RANK_BYTES = GiB
+
+
+class RunTier(ABC):
+    """A tier that a run may have.
+
+    Attributes:
+        name: Name of the tier in plans, in ``[placement]`` and in the store.
+    """
+
+    name: str
+
+    def is_used(self, tiers: TierSpecs, device: torch.device) -> bool:
+        """Return whether a run has this tier."""
+        return True
+
+    @abstractmethod
+    def budget(self, run: RunSpec, workspace: int) -> TierBudget:
+        """Return its capacity, rounding and links, given the workspace bytes of a step in the compute tier."""
+
+    @abstractmethod
+    def make(self, plan: Plan, budget: TierBudget, on_notice: Callable[[str], None] | None) -> Tier:
+        """Return the tier with a budget of the plan, which calls ``on_notice`` with messages for the user."""
+
+
+class _GpuMemory(RunTier):
+    """Memory of the GPU that computes, or a part of RAM that emulates it."""
+
+    name = "gpu"
+
+    def is_used(self, tiers: TierSpecs, device: torch.device) -> bool:
+        return machine.compute_tier(tiers, device) == "gpu"
+
+    def budget(self, run: RunSpec, workspace: int) -> TierBudget:
+        alignment = PAGE_BYTES if machine.moves_past_ram(run.tiers, run.device) else _GPU_ALIGNMENT_BYTES
+        capacity = machine.gpu_capacity_bytes(run.tiers, run.device)
+        return TierBudget("gpu", capacity, lambda n: round_up(n, alignment), workspace, links=both_ways("gpu", "ram"))
+
+    def make(self, plan: Plan, budget: TierBudget, on_notice: Callable[[str], None] | None) -> Tier:
+        return GpuTier(budget.capacity_bytes, device=str(plan.device), alignment_bytes=budget.slot_bytes(1))
+
+
+class _HostMemory(RunTier):
+    """Memory of the host, which a GPU shares on some machines."""
+
+    name = "ram"
+
+    def budget(self, run: RunSpec, workspace: int) -> TierBudget:
+        capacity = machine.ram_capacity_bytes(run.tiers)
+        if run.tiers.table.ram.size.is_auto and not run.world.is_single:
+            capacity -= run.world.local_size * _RANK_BYTES
+        return TierBudget(
+            "ram",
+            max(0, capacity) // run.world.local_size,  # sizes in the config are for the whole host
+            lambda n: round_up(n, PAGE_BYTES),
+            0 if machine.compute_tier(run.tiers, run.device) == "gpu" else workspace,
+            num_processes=run.world.local_size,
+        )
+
+    def make(self, plan: Plan, budget: TierBudget, on_notice: Callable[[str], None] | None) -> Tier:
+        is_cuda = plan.device.type == "cuda"
+        if is_cuda and plan.program.compute_tier == "ram":
+            return UnifiedTier(budget.capacity_bytes, device=str(plan.device))
+        return RamTier(budget.capacity_bytes, pin_memory=is_cuda)
+
+
+class _Drives(RunTier):
+    """Folders on drives, over which blocks are striped."""
+
+    name = "nvme"
+
+    def is_used(self, tiers: TierSpecs, device: torch.device) -> bool:
+        return bool(tiers.table.nvme)
+
+    def budget(self, run: RunSpec, workspace: int) -> TierBudget:
+        tiers = run.tiers
+        shares = check_rates(tiers.rates, len(tiers.table.nvme))
+        is_direct = machine.moves_past_ram(tiers, run.device)
+        return TierBudget(
+            "nvme",
+            machine.nvme_capacity_bytes(tiers, run.output_dir) // run.world.local_size,
+            functools.cache(lambda n: plan_chunks(n, shares, tiers.file_bytes).slot_bytes),  # most sizes repeat
+            generations=run.checkpoint.table.num_generations,
+            links=(*both_ways("ram", "nvme"), *(both_ways("gpu", "nvme") if is_direct else ())),
+            is_addressable=False,
+            is_durable=True,
+            num_processes=run.world.local_size,
+        )
+
+    def make(self, plan: Plan, budget: TierBudget, on_notice: Callable[[str], None] | None) -> Tier:
+        specs = plan.run.tiers
+        return NvmeTier(
+            [str(plan.run.world.folder_in(drive.path)) for drive in specs.table.nvme],
+            budget.capacity_bytes,
+            rates=specs.rates,
+            chunk_bytes=specs.file_bytes,
+            engine=specs.table.engine,
+            past_ram=("nvme", "gpu") in budget.links,
+            verify=specs.table.verify,
+            on_full=specs.table.on_disk_full,
+            on_notice=on_notice,
+            max_written_bytes=[drive.max_written for drive in specs.table.nvme],
+        )
+
+
+#: All tiers, fast to slow. The model's folder is no tier of its own: ``budgets.with_folder`` adds it after RAM.
+RUN_TIERS: tuple[RunTier, ...] = (_GpuMemory(), _HostMemory(), _Drives())
+
+
+def tier_names(tiers: TierSpecs, device: torch.device) -> list[str]:
+    """Return the writable tiers of a run, fast to slow."""
+    return [tier.name for tier in RUN_TIERS if tier.is_used(tiers, device)]
+
+
+def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
+    """Return the writable tiers of a run, fast to slow, with their capacities, roundings and links.
+
+    Args:
+        workspace: Workspace bytes of a step in the compute tier.
+    """
+    return {tier.name: tier.budget(run, workspace) for tier in RUN_TIERS if tier.is_used(run.tiers, run.device)}
+
+
+def make_tier(plan: Plan, budget: TierBudget, on_notice: Callable[[str], None] | None) -> Tier:
+    """Return the writable tier with a budget of the plan."""
+    return next(tier for tier in RUN_TIERS if tier.name == budget.name).make(plan, budget, on_notice)
+
+
+def both_ways(fast: str, slow: str) -> tuple[tuple[str, str], ...]:
+    """Return the two links between two tiers."""
+    return (fast, slow), (slow, fast)
