@@ -108,6 +108,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     return result
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    """Write the lines before the worker says that it has finished: after that, xdist kills it within seconds."""
+    save()
+
+
 def read(folder: Path) -> Record:
     """Join the files of all processes."""
     tests: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))

@@ -181,6 +181,29 @@ def test_refused_data_leaves_no_cache_entry(data: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob("*.partial*"))
 
 
+def test_files_of_an_entry_are_flushed_before_its_name_exists(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut must not leave an entry whose files have the right sizes and no contents."""
+    flushed: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(fd: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name.rpartition(".")[0])
+        fsync(fd)
+
+    def noted_rename(source: Path, target: Path) -> None:
+        flushed.append("named")
+        rename(source, target)
+
+    monkeypatch.setattr(cache_module.os, "fsync", noted_fsync)
+    monkeypatch.setattr(cache_module.os, "rename", noted_rename)
+    load(make_config(data, tmp_path / "cache"))
+    (made,) = entries(tmp_path / "cache")
+    before = flushed[: flushed.index("named")]
+    assert {path.name if path.name == "manifest.json" else path.stem for path in made.iterdir()} <= set(before)
+
+
 def test_tokens_are_written_as_they_come(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "_FLUSH_TOKENS", 100)
     monkeypatch.setattr(encoding, "_ROWS_AT_ONCE", 3)

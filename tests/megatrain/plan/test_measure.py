@@ -185,8 +185,9 @@ def test_plan_is_kept_if_it_cannot_be_timed(write: Write) -> None:
     def refuse(plan: Plan, **rates: float | None) -> MeasuredTicks:
         raise NotMeasurableError("the moon is full")
 
-    said: list[str] = []
-    assert timed(plan, on_problem=said.append, measure=refuse) is plan
+    begun, said = list[str](), list[str]()
+    assert timed(plan, begun.append, said.append, measure=refuse) is plan
+    assert begun == ["steps of this model"]
     assert said == ["steps of this model are not timed: the moon is full"]
 
 
