@@ -1,4 +1,4 @@
-"""``offload``: moves any module's parameters into a store, in place; they are in memory while its layers run."""
+"""``offload``: moves the parameters of any module to a store, in place. They are in memory while its layers run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _ATTRIBUTE = "_megatrain_offloaded"
-_SHARD_SIZE = "2GB"  # a writer of safetensors holds one shard in memory
+_SHARD_SIZE = "2GB"  # writing safetensors keeps one shard in memory
 _log = logging.getLogger(__name__)
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -50,42 +50,42 @@ def offload(
     group: ProcessGroup | None = None,
     gradient_lanes: int | None = None,
 ) -> AnyModule:
-    """Move a module's parameters into a store, in place, and return the module.
+    """Move a module's parameters to a store, in place, and return the module.
 
     Each layer's weights are fetched when its forward or backward needs them, and prefetched in the order of the last
-    run; gradients move to the store when they are computed. ``parameters()`` returns the same objects as before, for
+    run. Gradients move to the store when they are computed. ``parameters()`` returns the same objects as before, for
     ``TieredAdamW``. Set ``requires_grad`` of frozen parameters first. Forward, backward, ``generate``, ``state_dict``,
-    ``load_state_dict``, ``save_pretrained`` work as before. Moving the module to another device is ignored, converting
-    its dtype is refused. It computes on the device of the store's fastest tier.
+    ``load_state_dict`` and ``save_pretrained`` work as before. Moving the module to another device has no effect, and
+    converting its dtype raises an error. The module computes on the device of the store's fastest tier.
 
-    With ``group`` each rank has a shard of the weights, gradients and state in its store. Weights are gathered for each
-    forward and backward of a layer. ``step`` averages the gradients of all ranks, as DistributedDataParallel does, but
-    in a fixed order: each rank's gradients are a lane, and lanes are added in a fixed tree. Forward, backward,
-    ``step``, ``state_dict``, ``load_state_dict`` and ``gathered`` are then collectives, and all ranks must use the same
-    layers in the same order; otherwise all of them raise ``RanksDifferError``.
+    With ``group``, each rank has a shard of the weights, gradients and state in its store. Weights are gathered for
+    each forward and backward of a layer. ``step`` averages the gradients of all ranks like DistributedDataParallel, but in a
+    fixed order: each rank's gradients are a lane, and lanes are added in a fixed tree. Forward, backward, ``step``,
+    ``state_dict``, ``load_state_dict`` and ``gathered`` are then collectives. All ranks must use the same layers in the
+    same order, or all ranks raise ``RanksDifferError``.
 
     Args:
-        name: prefix of the keys of its blocks; a second module in one store needs another.
-        weights: allowed tiers, preferred first; "auto": RAM while there is space, then drives.
-        gradients: allowed tiers, preferred first; "auto": RAM while there is space, then drives.
-        leave: globs of names of parameters that stay ordinary.
-        group: a process group of torch.distributed with gloo, ``dist.group.WORLD`` for example, whose ranks share the
-            module. Weights and gradients move between host memories, even if modules compute on GPUs.
-        gradient_lanes: number of lanes with ``group``. A half or a third of that number of ranks gives the same bits;
-            each rank then computes several lanes (``gradient_lanes``). Default: one per rank.
+        name: Prefix of the keys of the module's blocks, unique for each module in a store.
+        weights: Allowed home tiers, preferred first; "auto" for RAM while it has space, then drives.
+        gradients: Allowed home tiers, preferred first; "auto" for RAM while it has space, then drives.
+        leave: Globs of names of parameters that stay ordinary.
+        group: Process group of torch.distributed with gloo whose ranks share the module, such as ``dist.group.WORLD``.
+            Weights and gradients move between host memories, even if modules compute on GPUs.
+        gradient_lanes: Number of lanes with ``group``; default: one per rank. With fewer ranks, each rank computes
+            several lanes (see the function ``gradient_lanes``), with bit-identical results.
 
     Raises:
-        OffloadError: a dtype without master weights, nothing to offload, or offloaded already.
-        CapacityError: the module does not fit the store.
-        RanksDifferError: the module is not the same on all ranks.
-        ValueError: contradicting settings.
-        TypeError: not a module, or not a store.
+        OffloadError: A dtype has no master weights, there is nothing to offload, or a parameter is already offloaded.
+        CapacityError: The module does not fit in the store.
+        RanksDifferError: The module differs between ranks.
+        ValueError: The settings contradict each other.
+        TypeError: ``model`` is not a module, or ``store`` is not a store.
     """
     check_store(store, "offload")
     if not isinstance(model, nn.Module):
         raise TypeError(f"offload takes a torch.nn.Module, not {model!r:.60}")
     if group is None and gradient_lanes is not None:
-        raise ValueError("gradient_lanes without group: one process adds gradients up in the order they come")
+        raise ValueError("gradient_lanes without group: a single process adds gradients in order of arrival")
     access = WholeBlocks(store) if group is None else ModuleRanks(group, store, gradient_lanes)
     units = partition(model, name, leave)
     parts = parts_of(units)
@@ -112,10 +112,10 @@ def offload(
 
 
 def gradient_lanes(model: nn.Module) -> Iterator[int]:
-    """Yield the lanes of this rank, for a module with ``group``; gradients are added to the last one yielded.
+    """Yield the lanes of this rank for a module with ``group``. Gradients are added to the last yielded lane.
 
-    Each lane computes the work of one rank if there were one rank per lane, so give each lane a part of the batch by
-    its number. With several micro-batches per lane, iterate over the lanes once for each.
+    Each lane does the work that one of ``gradient_lanes`` ranks would do, so select each lane's part of the batch by
+    the lane number. With several micro-batches per lane, iterate over the lanes once per micro-batch.
     """
     offloaded = offloaded_module(model)
     ranks = None if offloaded is None else offloaded.access
@@ -128,14 +128,14 @@ def gradient_lanes(model: nn.Module) -> Iterator[int]:
 
 @contextmanager
 def gathered(of: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = False) -> Iterator[None]:
-    """Hold the weights of a module or of parameters in the compute tier, to read or with ``writable`` to change them.
+    """Hold the weights of a module or of parameters in the compute tier, to read them or, if ``writable``, change them.
 
-    All are held at once, so gather layer by layer if they do not fit together. Parameters in no store are skipped.
+    All weights are held together, so gather layer by layer if they do not fit. Ordinary parameters are skipped.
     Computations with the weights can be differentiated, inside the context or after it.
 
     Raises:
-        CapacityError: they do not fit together.
-        WeightInUseError: changed without ``writable``, or a view outlives the context.
+        CapacityError: The weights do not fit together.
+        WeightInUseError: A weight was changed without ``writable``, or a view outlives the context.
     """
     parameters = [of] if isinstance(of, Tensor) else of.parameters() if isinstance(of, nn.Module) else of
     blocks = dict.fromkeys(block for parameter in parameters if (block := block_of(parameter)) is not None)
@@ -153,20 +153,20 @@ def gathered(of: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = Fals
 
 
 def offloaded_module(model: nn.Module) -> OffloadedModule | None:
-    """Return the blocks and calls of a module; None if it was not offloaded."""
+    """Return the blocks and running forwards of an offloaded module, or None if the module was not offloaded."""
     found: OffloadedModule | None = model.__dict__.get(_ATTRIBUTE)
     return found
 
 
 class OffloadedModule:
-    """The blocks of an offloaded module and its running forwards; ``offloaded_module(model)`` returns it.
+    """Blocks and running forwards of an offloaded module. ``offloaded_module(model)`` returns it.
 
     Attributes:
-        blocks: the blocks with its parameters, in definition order.
-        window: leases of the backward.
-        order: order in which units were used.
-        calls: running forwards.
-        access: Leases its blocks, for this process alone or together with other ranks.
+        blocks: Blocks with the module's parameters, in definition order.
+        window: Leases of the backward.
+        order: Order in which units were used.
+        calls: Running forwards.
+        access: Leases the blocks, for a single process or together with other ranks.
     """
 
     def __init__(self, store: TieredStore, access: WholeBlocks) -> None:
@@ -178,10 +178,10 @@ class OffloadedModule:
         self._for_backward: list[WeightBlock] = []
 
     def install(self, model: nn.Module) -> None:
-        """Provide weights also to code that uses them outside of their module's forward.
+        """Install hooks that provide weights to code outside of the forward of the weights' module.
 
         Examples are a fused loss, a head that multiplies with the embedding, or attention that reads its projections.
-        Such a use fetches the weights, which stay until the end of the current forward or backward.
+        This code fetches the weights, which stay until the end of the current forward or backward.
         """
         _register(model, self._before, self._after)
         shared_state(self.store).modules.add(self)
@@ -198,16 +198,16 @@ class OffloadedModule:
         self.calls.end(self)
 
     def recover(self) -> None:
-        """Release leases of forwards and backwards that ended with an error without running their hooks."""
+        """Release the leases of forwards and backwards that ended with an error and did not run their hooks."""
         self.calls.drop_dead()
         if not self.calls and torch._C._current_graph_task_id() == -1:
             self.end_backward(is_failing=True)
 
     def provide(self, block: WeightBlock) -> bool:
-        """Hold a block until the end of the running forward or backward; return False if neither runs.
+        """Hold a block until the end of the running forward or backward. Return False if neither is running.
 
-        If another module's forward runs and uses the block, such as a student with its teacher's head, the block is
-        held until the end of that forward.
+        If the forward of another module uses the block, such as a student that uses its teacher's head, the block is
+        held until the end of this forward.
         """
         call = self.calls.innermost_of(self) or self._forward_around()
         if call is not None:
@@ -223,7 +223,7 @@ class OffloadedModule:
         return True
 
     def _forward_around(self) -> Call | None:
-        """Return the running forward of another module of the store, or None."""
+        """Return the running forward of another module in the store, or None."""
         others = (other for other in shared_state(self.store).modules if other is not self)
         return next((call for other in others if (call := other.calls.innermost_of(other)) is not None), None)
 
@@ -240,7 +240,7 @@ class OffloadedModule:
 
 
 class _UnitHooks:
-    """Hooks that hold a unit's weights during its forward; the graph saves the weights by block."""
+    """Hooks that hold a unit's weights during its forward and make the graph save the weights by block."""
 
     def __init__(self, unit: UnitPart, blocks: Sequence[WeightBlock], offloaded: OffloadedModule) -> None:
         self._unit, self._blocks, self._offloaded = unit, tuple(blocks), offloaded
@@ -266,7 +266,7 @@ class _UnitHooks:
 
 
 def _register(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
-    """Install hooks as the first before and the last after a module's forward, hidden from compilers."""
+    """Install the first pre-hook and the last post-hook of a module's forward, hidden from compilers."""
     disable: Callable[[Any], Any] = torch.compiler.disable
     module.register_forward_pre_hook(disable(before), prepend=True)
     module.register_forward_hook(disable(after), always_call=True)
@@ -282,7 +282,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 @functools.cache
 def _refuse_foreign_optimizers() -> None:
-    """Make ordinary optimizers raise for offloaded parameters, whose gradients they cannot see."""
+    """Make other optimizers raise an error for offloaded parameters, whose gradients they cannot see."""
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if isinstance(optimizer, TieredOptimizer):
@@ -291,8 +291,8 @@ def _refuse_foreign_optimizers() -> None:
             for parameter in group["params"]:
                 if (block := block_of(parameter)) is not None:
                     raise OffloadError(
-                        f"{type(optimizer).__name__} was given {block.name_of(parameter)}, whose gradient is in the "
-                        "store: it would do nothing. Use megatrain.TieredAdamW(model.parameters(), ...)"
+                        f"{type(optimizer).__name__} cannot update {block.name_of(parameter)}, whose gradient is in "
+                        "the store. Use megatrain.TieredAdamW(model.parameters(), ...)"
                     )
 
     register_optimizer_step_pre_hook(check)
@@ -304,12 +304,12 @@ _CALLER = "_call_impl"
 
 @dataclass(slots=True)
 class Call:
-    """One forward of a unit or module, or one ``gathered``: the blocks and hooks that end with it.
+    """A forward of a unit or module, or a ``gathered`` context, with the blocks and hooks to release at its end.
 
     Attributes:
-        owner: hooks of the unit, or the module.
-        frame: frame in which torch's function runs the hooks.
-        outer_error: exception being handled when the call began; the call raised any other one.
+        owner: Hooks of the unit, or the offloaded module.
+        frame: Frame in which torch's function runs the hooks.
+        outer_error: Exception that was being handled when the call began. A different exception comes from the call.
     """
 
     owner: object = None
@@ -325,7 +325,7 @@ class Call:
         self.held.append(block)
 
     def install_hooks(self, window: BackwardWindow) -> None:
-        """Save weights by block in later operations."""
+        """Install hooks that save weights by block in the following operations."""
         self.hooks = weight_hooks(window)
         self.hooks.__enter__()
 
@@ -338,7 +338,7 @@ class Call:
 
 
 class Calls:
-    """The running forwards of an offloaded module and its units, innermost last. Used by one thread at a time."""
+    """Running forwards of an offloaded module and its units, innermost last. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._running: list[Call] = []
@@ -347,34 +347,34 @@ class Calls:
         return bool(self._running)
 
     def begin(self, owner: object) -> Call:
-        """Record a forward before any of it can fail, as torch always runs the hooks after it.
+        """Record the start of a forward. This comes before anything can fail, because torch always runs post-hooks.
 
         Raises:
-            OffloadError: torch.jit traces the forward: it would record addresses of slots, which other weights reuse.
+            OffloadError: torch.jit traces the forward and would record addresses of slots, which other weights reuse.
         """
         if torch._C._get_tracing_state() is not None:
             raise OffloadError(
-                "torch.jit.trace cannot record a module whose weights are in a tiered store. Write it with "
-                "save_pretrained(folder) or state_dict(), and trace an ordinary module with those weights"
+                "torch.jit.trace does not support modules whose weights are in a tiered store. Save the weights with "
+                "save_pretrained(folder) or state_dict(), and trace an ordinary module that loads them"
             )
         call = Call(owner, _caller())
         self._running.append(call)
         return call
 
     def end(self, owner: object) -> None:
-        """End the innermost forward if it belongs to the owner; a failed hook may not have recorded its forward."""
+        """End the innermost forward if it belongs to the owner. A failed hook may not have recorded its forward."""
         if self._running and self._running[-1].owner is owner:
             self._running.pop().end()
 
     def innermost_of(self, owner: object) -> Call | None:
-        """Return the last forward of an owner."""
+        """Return the innermost running forward of an owner, or None."""
         return next((call for call in reversed(self._running) if call.owner is owner), None)
 
     def drop_dead(self) -> None:
-        """End forwards that an interrupt has ended, because torch runs no hooks for them.
+        """End the forwards of the calling thread that an interrupt has stopped, because torch runs no hooks for them.
 
-        This covers the calling thread only: an interrupt reaches just the main thread. Frames of other threads cannot
-        be read: before Python 3.12, a garbage collection inside ``sys._current_frames`` deadlocks if it frees tensors.
+        An interrupt reaches only the main thread. Frames of other threads cannot be read safely, because before Python
+        3.12 a garbage collection inside ``sys._current_frames`` deadlocks if it frees tensors.
         """
         if self._running:
             alive = set(_frames())
@@ -394,7 +394,7 @@ def _caller() -> FrameType | None:
 
 
 def _frames() -> Iterator[FrameType | None]:
-    """Yield the stack of the calling thread."""
+    """Yield the stack frames of the calling thread, innermost first."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         yield frame
@@ -402,22 +402,22 @@ def _frames() -> Iterator[FrameType | None]:
 
 
 def install_methods(model: nn.Module, offloaded: OffloadedModule) -> None:
-    """Replace the methods that would read or move absent values, on the module and its submodules with parameters."""
+    """Replace the methods of a module and its submodules that would read or move absent values."""
     mapped = _MappedWeights(offloaded)
     for module in model.modules():
         if any(p is not None and block_of(p) is not None for p in module._parameters.values()):
-            # torch sets an attribute on the hook, which is impossible on a bound method.
+            # partial() allows torch to set an attribute on the hook, which a bound method does not allow.
             module.register_state_dict_post_hook(partial(mapped.fill))  # type: ignore[no-untyped-call]
             module.__dict__["_load_from_state_dict"] = _loading(module)
             module.__dict__["_apply"] = _applying(module)
         if any(block_of(parameter) is not None for parameter in module.parameters()):
-            module.__dict__["__deepcopy__"] = _refuse("copy.deepcopy", "make the second from its config or folder")
+            module.__dict__["__deepcopy__"] = _refuse("copy.deepcopy", "create a second one from its config or folder")
             module.__dict__["__reduce_ex__"] = _refuse("pickling", "save it: save_pretrained(folder) or state_dict()")
         if hasattr(type(module), "resize_token_embeddings"):
             module.__dict__["resize_token_embeddings"] = _resizing(module)
         if hasattr(type(module), "get_base_layer"):
             _install_merging(module)
-        for name in ("merge_and_unload", "unload"):  # on the class: peft's wrapper forwards unknown attributes
+        for name in ("merge_and_unload", "unload"):  # check the class, as peft's wrapper forwards unknown attributes
             if hasattr(type(module), name):
                 module.__dict__[name] = _unloading(getattr(module, name), module, offloaded)
     _install_on_whole(model, offloaded)
@@ -433,10 +433,10 @@ def _install_on_whole(model: nn.Module, offloaded: OffloadedModule) -> None:
 
 
 class _MappedWeights:
-    """``state_dict`` hooks of modules with weights in the store: tensors over unlinked files.
+    """``state_dict`` hooks of modules with weights in the store, which return tensors in unlinked memory-mapped files.
 
-    The values are copied into the files unit by unit, so they take disk space and page cache, but no other memory. A
-    tied parameter gives the same tensor under all its names.
+    The values are copied to the files unit by unit, so they need disk space and page cache, but no other memory. A tied
+    parameter is the same tensor under all its names.
     """
 
     def __init__(self, offloaded: OffloadedModule) -> None:
@@ -445,14 +445,14 @@ class _MappedWeights:
         self._destination: ref[Any] | None = None
 
     def fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """Replace the module's absent parameters by their values: torch's hook after ``state_dict``."""
+        """Replace the module's absent parameters with their values. Torch calls this hook after ``state_dict``."""
         if self._destination is None or self._destination() is not state_dict:
-            self._last.clear()  # tied parameters share a copy only within one call, because the caller may change it
+            self._last.clear()  # share copies only within one call, because the caller can change them
             self._destination = ref(state_dict, lambda _: self._last.clear())
         for leaf, parameter in module._parameters.items():
             key = prefix + leaf
             if parameter is None or key not in state_dict or state_dict[key] is parameter:
-                continue  # keep_vars=True asks for the parameters themselves
+                continue  # keep_vars=True returns the parameters
             block = block_of(parameter)
             if block is None or block not in self._blocks:
                 continue
@@ -468,12 +468,12 @@ class _MappedWeights:
 
 
 def _loading(module: nn.Module) -> Callable[..., None]:
-    """Return ``_load_from_state_dict`` with the module's weights held for writing."""
+    """Return a ``_load_from_state_dict`` that holds the module's weights for writing."""
     load = module._load_from_state_dict
 
     def load_into_store(state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
         if local_metadata.get("assign_to_params_buffers"):
-            raise OffloadError("load_state_dict(assign=True) would replace parameters by new ones that no store has")
+            raise OffloadError("load_state_dict(assign=True) would replace parameters with new ones outside the store")
         own = {leaf: (p, block) for leaf, p in module._parameters.items() if p is not None and (block := block_of(p))}
         held: list[WeightBlock] = []
         is_failing = True
@@ -483,7 +483,7 @@ def _loading(module: nn.Module) -> Callable[..., None]:
                 held.append(block)
             same = [pair for leaf, pair in own.items() if _is_same(*pair, state_dict.get(prefix + leaf))]
             load(state_dict, prefix, local_metadata, *rest)
-            for parameter, block in same:  # keeps the low half of a master in the store
+            for parameter, block in same:  # keep the low halves of masters whose weights did not change
                 block.is_unchanged(parameter)
             is_failing = False
         finally:
@@ -499,7 +499,7 @@ def _is_same(parameter: nn.Parameter, block: WeightBlock, values: object) -> boo
 
 
 def _resizing(module: nn.Module) -> Callable[..., Any]:
-    """Return ``resize_token_embeddings`` that raises for another size, because the size of a block is fixed."""
+    """Return a ``resize_token_embeddings`` that raises an error for a different size, because block sizes are fixed."""
 
     def resize(new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *_: Any, **__: Any) -> Any:
         embedding: Any = module.get_input_embeddings()  # type: ignore[operator]
@@ -509,15 +509,15 @@ def _resizing(module: nn.Module) -> Callable[..., Any]:
             return embedding
         raise OffloadError(
             f"resize_token_embeddings({wanted}): the embedding of {have} tokens is in the store, where sizes are "
-            f"fixed. Write model.resize_token_embeddings({wanted}) before megatrain.offload(model, store); for "
-            "megatrain.load_pretrained resize an ordinary model and load the folder of its save_pretrained"
+            f"fixed. Call model.resize_token_embeddings({wanted}) before megatrain.offload(model, store). Before "
+            "megatrain.load_pretrained, resize an ordinary model, save it with save_pretrained, and load its folder"
         )
 
     return resize
 
 
 def _install_merging(layer: nn.Module) -> None:
-    """Let a peft layer merge its adapters into weights in the store, and unmerge them."""
+    """Make a peft layer's ``merge`` and ``unmerge`` change the weights in the store."""
     for name in ("merge", "unmerge"):
         if hasattr(type(layer), name):
             layer.__dict__[name] = _merging(getattr(layer, name), layer)
@@ -527,8 +527,8 @@ def _merging(merge: Callable[..., Any], layer: nn.Module) -> Callable[..., Any]:
     def merge_in_store(*args: Any, **options: Any) -> Any:
         if isinstance(getattr(layer, "base_layer", None), nn.MultiheadAttention):
             raise OffloadError(
-                "adapters on torch's MultiheadAttention cannot be merged in the store: merging creates new parameters. "
-                "Save the adapters (save_pretrained) and merge them into an ordinary model"
+                "adapters on torch's MultiheadAttention cannot be merged in the store, because peft creates new "
+                "parameters. Save the adapters (save_pretrained) and merge them into an ordinary model"
             )
         with torch.no_grad(), gathered(layer, writable=True):
             return merge(*args, **options)
@@ -537,13 +537,13 @@ def _merging(merge: Callable[..., Any], layer: nn.Module) -> Callable[..., Any]:
 
 
 def _unloading(unload: Callable[..., nn.Module], tuner: nn.Module, offloaded: OffloadedModule) -> Callable[..., Any]:
-    """Return peft's ``merge_and_unload`` or ``unload``, with an offloaded module as the result."""
+    """Return a version of peft's ``merge_and_unload`` or ``unload`` that returns an offloaded module."""
 
     def unload_in_store(*args: Any, **options: Any) -> Any:
         model: Any = tuner.model
         config: Any = getattr(model, "config", None)
         is_tied = bool(getattr(config, "tie_word_embeddings", False))
-        if is_tied:  # peft would compare addresses of absent weights; the code below compares identity instead
+        if is_tied:  # peft compares addresses, which absent weights lack, so the code below compares identity
             config.tie_word_embeddings = False
         try:
             found = unload(*args, **options)
@@ -561,7 +561,7 @@ def _unloading(unload: Callable[..., nn.Module], tuner: nn.Module, offloaded: Of
 
 
 def _applying(module: nn.Module) -> Callable[..., nn.Module]:
-    """Return ``_apply``, which ``to``, ``cuda``, ``half`` etc. call, limited to parameters that are not offloaded."""
+    """Return an ``_apply`` (called by ``to``, ``cuda``, ``half`` etc.) that skips offloaded parameters."""
     apply: Callable[..., nn.Module] = module._apply
 
     def apply_to_others(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -583,7 +583,7 @@ def _applying(module: nn.Module) -> Callable[..., nn.Module]:
 
 
 def _applying_whole(model: nn.Module, offloaded: OffloadedModule) -> Callable[..., nn.Module]:
-    """Return ``_apply`` of the outermost module: raises before any conversion; buffers stay on the compute device."""
+    """Return an ``_apply`` for the outermost module that raises before any conversion, and does not move buffers."""
     apply: Callable[..., nn.Module] = model._apply
 
     def apply_to_others(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -603,31 +603,30 @@ def _applying_whole(model: nn.Module, offloaded: OffloadedModule) -> Callable[..
 def _refuse_conversion(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     try:
         other = fn(torch.empty(0, dtype=dtype)).dtype
-    except (AssertionError, RuntimeError) as error:  # torch raises them for a missing device
+    except (AssertionError, RuntimeError) as error:  # the device does not exist
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise OffloadError(
             f"an offloaded module cannot be moved there: {reason}. It computes on the device of its store"
         ) from error
     if other != dtype:
         raise OffloadError(
-            f"an offloaded module cannot be converted from {dtype} to {other}: convert it before megatrain.offload"
+            f"an offloaded module cannot be converted from {dtype} to {other}. Convert it before megatrain.offload"
         )
 
 
 class _NoParallel:
-    """Placeholder for ``DistributedDataParallel``'s parameters to ignore; raises on use."""
+    """Placeholder for the list of parameters that ``DistributedDataParallel`` ignores. Reading it raises an error."""
 
     def __iter__(self) -> Iterator[str]:
         raise OffloadError(
-            "DistributedDataParallel around an offloaded module: its gradients leave for the store before they could "
-            "be averaged. Offload it with group=torch.distributed.group.WORLD, and leave DistributedDataParallel out; "
-            "or leave the module ordinary and give it to TieredAdamW(model.parameters(), store=...), which keeps the "
-            "state of each rank in the store"
+            "DistributedDataParallel around an offloaded module cannot average gradients, because they move to the "
+            "store. Instead, offload the module with group=torch.distributed.group.WORLD; or do not offload it, and "
+            "use TieredAdamW(model.parameters(), store=...), which keeps the state of each rank in the store"
         )
 
 
 def _saving(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``save_pretrained`` with files small enough to fit in memory."""
+    """Return a ``save_pretrained`` whose default shard size fits in memory."""
 
     def save(*args: Any, **options: Any) -> Any:
         options.setdefault("max_shard_size", _SHARD_SIZE)
@@ -638,27 +637,27 @@ def _saving(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse(what: str, instead: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise AbsentWeightError("this module", f"{what} is refused ({instead})")
+        raise AbsentWeightError("this module", f"{what} is not supported ({instead})")
 
     return refuse
 
 
 def _say_it_stays(fn: Callable[[Tensor], Tensor], computes_on: torch.device) -> None:
-    """Log, once per device, that a move is ignored; inputs must be on the store's compute device."""
+    """Log once per device that a move is ignored, because inputs must be on the store's compute device."""
     wanted = fn(torch.empty(0, device=computes_on)).device
     if wanted.type != computes_on.type:
-        # Trainers move models to the CPU and back routinely; a move to a device is intentional.
+        # Trainers routinely move models to the CPU and back, but a move to a GPU is intentional.
         log_ignored_move(str(wanted), str(computes_on), logging.INFO if wanted.type == "cpu" else logging.WARNING)
 
 
 @functools.cache
 def log_ignored_move(wanted: str, computes_on: str, level: int) -> None:
-    """Log that a move is ignored, and the remedy."""
+    """Log that a move is ignored, with the remedy."""
     remedy = 'open the store with gpu="auto" to compute on a CUDA device' if computes_on == "cpu" else "leave it there"
     _log.log(
         level,
-        'moving an offloaded module to "%s" is ignored: it computes on "%s", where its store does. Its inputs must '
-        "also be there. Move them, or %s",
+        'moving an offloaded module to "%s" is ignored, because its store computes on "%s". Its inputs must be on the '
+        "same device. Move the inputs, or %s",
         wanted,
         computes_on,
         remedy,

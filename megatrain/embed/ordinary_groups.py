@@ -1,4 +1,4 @@
-"""Groups of ordinary parameters, which are in no block: only their state is in the store, several in one block."""
+"""Groups of ordinary parameters, whose state is in the store. Several parameters share a block of state."""
 
 from __future__ import annotations
 
@@ -301,21 +301,21 @@ def ordinary_groups(
     offload_gradients: bool,
     copies: DeviceCopies,
 ) -> Iterator[OrdinaryGroup]:
-    """Create groups of parameters that are in no block.
+    """Create groups of ordinary parameters.
 
     Args:
-        parameters: in the order of the optimizer's groups.
-        kinds: returns the kinds of state, given whether the master is split and the parameters by name.
-        homes: allowed tiers of the state, preferred first.
-        name: prefix of all keys.
-        first: number of existing groups.
-        bytes_at_once: bytes per parameter that an update holds in RAM.
+        parameters: Parameters in the order of the optimizer's groups.
+        kinds: Returns the kinds of state, given whether the master is split and the parameters by name.
+        homes: Allowed home tiers of the state, preferred first.
+        name: Prefix of all keys.
+        first: Number of existing groups.
+        bytes_at_once: Bytes per parameter that an update needs in RAM.
 
     Raises:
-        ValueError: the store already has blocks with this prefix.
+        ValueError: The store already has blocks with this prefix.
     """
     if parameters and not first and any(s.key.startswith(f"{name}/") for s in store.blocks()):
-        raise ValueError(f'this store already has blocks of the name "{name}": give the optimizer name="..."')
+        raise ValueError(f'this store already has blocks named "{name}". Pass name="..." to the optimizer')
     shared = shared_state(store)
     packs = list(_packed(parameters))
     largest = max((sum(local_of(parameter).numel() for parameter in together) for together in packs), default=0)
@@ -329,7 +329,7 @@ def ordinary_groups(
 
 
 def _packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Group ordinary parameters of one dtype and device, limited by the size of this process's part of them."""
+    """Yield groups of consecutive parameters with one dtype and device, up to a total size of this process's parts."""
     together: list[nn.Parameter] = []
     fewest, most = _GROUP_ELEMENTS
     values = [local_of(parameter) for parameter in parameters]
@@ -347,7 +347,7 @@ def _packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def check_update_room(store: TieredStore, groups: Iterable[StateGroup]) -> None:
-    """Raise now instead of in the first step if RAM cannot hold the blocks of an update in addition to its homes."""
+    """Raise an error if the blocks of an update do not fit in RAM next to the homes there."""
     ram, room = store.tier("ram"), room_for_homes(store, "ram")
     known = {spec.key: spec for spec in store.blocks()}
     for group in groups:
@@ -358,5 +358,5 @@ def check_update_room(store: TieredStore, groups: Iterable[StateGroup]) -> None:
                 "ram",
                 need,
                 max(0, room),
-                detail=f"to update {group.layout.name} with its state and gradient. Give ram more room",
+                detail=f"to update {group.layout.name} with its state and gradient. Increase the size of ram",
             )

@@ -34,10 +34,10 @@ class WeightLease(Protocol):
         """Mode of the lease: "r", "rw", or "w" for a block that has no values yet."""
 
     def release(self) -> None:
-        """End the lease; changes are kept."""
+        """End the lease and keep changes."""
 
     def abandon(self) -> None:
-        """End a lease of mode "w"; changes are dropped."""
+        """End a lease of mode "w" and drop changes."""
 
 
 class WholeBlocks:

@@ -387,10 +387,10 @@ def _fingerprint(store: TieredStore) -> str:
 
 
 class StoredState(MutableMapping[nn.Parameter, dict[str, Any]]):
-    """``optimizer.state``: appears empty, so that trainers do not move it; ``state[parameter]`` reads copies.
+    """``optimizer.state``, which appears empty so that trainers do not move it. ``state[parameter]`` returns copies.
 
-    It cannot be set: load a ``state_dict`` instead. ``torch.distributed.checkpoint`` tests its truth value, and creates
-    missing state by a step with zero gradients. That step would change moments, which exist from the start.
+    It cannot be set; load a ``state_dict`` instead. If its truth value is False, ``torch.distributed.checkpoint`` runs
+    a step with zero gradients to create state, which would change the existing moments.
     """
 
     def __init__(self, optimizer: _SavedOptimizer) -> None:
@@ -400,16 +400,16 @@ class StoredState(MutableMapping[nn.Parameter, dict[str, Any]]):
         return self._optimizer.state_of(parameter)
 
     def __setitem__(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
-        raise TypeError("the state is in the store: use optimizer.load_state_dict")
+        raise TypeError("the state is in the store. Use optimizer.load_state_dict")
 
     def __delitem__(self, parameter: nn.Parameter) -> None:
-        raise TypeError("the state is in the store: it cannot be removed")
+        raise TypeError("the state is in the store and cannot be removed")
 
     def __bool__(self) -> bool:
         if not self._optimizer.saves_tensors:
             raise TypeError(
-                "state_dict() of this optimizer names a generation of its store, from which "
-                "torch.distributed.checkpoint would save nothing. Make the optimizer with "
+                "state_dict() of this optimizer names a generation of its store, which "
+                "torch.distributed.checkpoint cannot save. Create the optimizer with "
                 f'checkpoint="tensors" ({type(self._optimizer).__name__}), or save its state_dict() on each rank'
             )
         return True

@@ -1,7 +1,7 @@
-"""Hugging Face ``Trainer``, and trainers based on it (TRL's ``SFTTrainer``, ``DPOTrainer``): one mixin, one callback.
+"""Mixin and callback for Hugging Face's ``Trainer`` and trainers based on it, such as TRL's ``SFTTrainer``.
 
 Written against transformers 5: ``get_optimizer_cls_and_kwargs`` and the trainer's ``accelerator``. The only private
-method is ``_load_from_checkpoint``; without it a resume takes more memory, and nothing else changes.
+method is ``_load_from_checkpoint``. Without it, resuming needs more memory but works.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ def offloaded(trainer: type[Any]) -> type[Any]:
     """Return a trainer's class with ``TierTrainerMixin``: ``SFTTrainer = megatrain.hf.offloaded(SFTTrainer)``.
 
     Raises:
-        TransformersVersionError: the installed transformers lacks a required function.
+        TransformersVersionError: The installed transformers version lacks a required function.
     """
     check_internals(with_trainer=True)
     return type(f"Offloaded{trainer.__name__}", (TierTrainerMixin, trainer), {"__module__": trainer.__module__})
 
 
 class TierTrainerMixin:
-    """A mixin before a trainer's class: ``class MyTrainer(TierTrainerMixin, SFTTrainer): pass``.
+    """Mixin that precedes a trainer's class: ``class MyTrainer(TierTrainerMixin, SFTTrainer): pass``.
 
-    The arguments (``optim``, ``learning_rate``, betas, decay, ``max_grad_norm``) select the tiered optimizer of that
-    kind, with the trainer's parameter groups; it clips by the exact norm. Checkpoints name a generation of the store,
-    which is kept as long as the checkpoint's folder. Resuming restores weights and state from it.
+    The arguments (``optim``, ``learning_rate``, betas, decay, ``max_grad_norm``) select the corresponding tiered
+    optimizer, with the trainer's parameter groups and clipping by the exact norm. Checkpoints name a generation of the
+    store, which is kept as long as the checkpoint's folder exists. Resuming restores weights and state from it.
 
-    With adapters of peft: pass ``peft_config`` and ``store`` with an ordinary model; or create the adapters first
+    For peft's adapters, either pass ``peft_config`` and ``store`` with an ordinary model, or create the adapters first
     (``get_peft_model``) and offload the result.
 
     Args:
-        store: store of the optimizer's state, for an ordinary model; an offloaded model has a store.
-        optimizer_options: further options of the optimizer, e.g. ``{"offload_gradients": True}``.
+        store: Store of the optimizer's state for an ordinary model. An offloaded model already has a store.
+        optimizer_options: Other options of the optimizer, such as ``{"offload_gradients": True}``.
     """
 
     optimizer: Any
@@ -82,7 +82,7 @@ class TierTrainerMixin:
         self._store = _store_of(self.model) or store
         if self._store is None:
             raise OffloadError(
-                "the model is not offloaded: call megatrain.offload(model, store) before, or pass store=..."
+                "the model is not offloaded. First call megatrain.offload(model, store), or pass store=..."
             )
         self.add_callback(TierCallback(self._store))  # type: ignore[attr-defined]
         if (engine := getattr(self, "vllm_generation", None)) is not None and _store_of(self.model) is not None:
@@ -93,10 +93,10 @@ class TierTrainerMixin:
     def get_optimizer_cls_and_kwargs(
         self, args: Any, model: Any = None
     ) -> tuple[type[TieredOptimizer], dict[str, Any]]:
-        """Return the tiered optimizer of the kind ``args.optim``.
+        """Return the class and arguments of the tiered optimizer for ``args.optim``.
 
         Raises:
-            ValueError: no tiered optimizer of that kind exists.
+            ValueError: No tiered optimizer corresponds to ``args.optim``.
         """
         options = {"store": self._store, "max_grad_norm": args.max_grad_norm or 0.0, **self._tier_options}
         adam = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
@@ -114,21 +114,21 @@ class TierTrainerMixin:
         if name == "adafactor":
             return TieredAdafactor, {"lr": args.learning_rate, **options}
         raise ValueError(
-            f'optim="{name}" has no tiered optimizer; there are adamw_torch, adamw_8bit, lion_32bit, lion_8bit, sgd, '
+            f'optim="{name}" has no tiered optimizer. Use adamw_torch, adamw_8bit, lion_32bit, lion_8bit, sgd or '
             "adafactor"
         )
 
     def _measure_norm(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Return the norm of the gradients; the optimizer clips by it in the next step."""
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
+        """Return the norm of the gradients, which the optimizer uses for clipping in the next step."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps the optimizer
         if not isinstance(optimizer, TieredOptimizer):
             return self._clip_elsewhere(parameters, max_norm, norm_type=norm_type)
         if norm_type != 2:
-            raise ValueError(f"norm_type={norm_type}: the tiered optimizers clip by the 2-norm")
+            raise ValueError(f"norm_type={norm_type}: the tiered optimizers can only clip by the 2-norm")
         return torch.tensor(optimizer.measure_grad_norm())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Skip weights that a generation holds; the optimizer loads them with its state."""
+        """Load weights, unless a generation contains them. The optimizer then loads them with its state."""
         has_state = os.path.isfile(os.path.join(resume_from_checkpoint, "optimizer.pt"))
         if model is None and has_state and _record(Path(resume_from_checkpoint)) and _store_of(self.model):
             return
@@ -136,9 +136,9 @@ class TierTrainerMixin:
 
 
 class TierCallback(TrainerCallback):  # type: ignore[misc]
-    """Keeps generations of a store as long as a checkpoint folder in ``output_dir`` names them.
+    """Callback that keeps generations of a store as long as a checkpoint folder in ``output_dir`` names them.
 
-    ``TierTrainerMixin`` adds it; give it to a ``Trainer`` without the mixin.
+    ``TierTrainerMixin`` adds it. Pass it to a ``Trainer`` without the mixin.
     """
 
     def __init__(self, store: TieredStore) -> None:
@@ -158,23 +158,23 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
             (folder / RECORD_NAME).write_text(json.dumps(record) + "\n", encoding="utf-8")
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **rest: Any) -> None:
-        """Apply the due updates."""
+        """Apply the deferred updates."""
         if model is not None and (found := offloaded_module(model)) is not None:
             found.finish_updates()
 
 
 def _check_adapters_come_first(model: Any) -> None:
-    """Refuse new adapters for an offloaded model: the store would not know peft's new layers."""
+    """Raise an error for new adapters of an offloaded model, because peft's new layers would not be in the store."""
     if offloaded_module(model) is not None:
         raise OffloadError(
-            "peft_config with an offloaded model: make the adapters first. Write model = peft.get_peft_model(model, "
-            "peft_config), then megatrain.offload(model, store), and leave peft_config out; or pass the ordinary model "
+            "peft_config with an offloaded model: create the adapters first. Use model = peft.get_peft_model(model, "
+            "peft_config), then megatrain.offload(model, store), and leave peft_config out. Or pass the ordinary model "
             "with peft_config and store=store"
         )
 
 
 def _named(output_dir: Path, store_path: str | None) -> Iterator[int]:
-    """Yield the generations of a store that the checkpoints of an output folder name."""
+    """Yield the generations of a store that the checkpoints in an output folder name."""
     for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         record = _record(folder)
         if record is not None and record.get("store") == store_path:

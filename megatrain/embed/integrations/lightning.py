@@ -1,4 +1,4 @@
-"""Lightning: a strategy that trains a ``LightningModule`` from a store.
+"""Strategy for Lightning that trains a ``LightningModule`` from a store.
 
 Written against Lightning 2.6 (``import lightning``): its ``Strategy`` interface, and ``_forward_redirection``, which
 other strategies use in the same way.
@@ -44,23 +44,23 @@ def __dir__() -> list[str]:
 
 
 _PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
-#: Optimizers of the last fit of a module. Its parameters keep their state until the next fit.
+#: Optimizers of each module's last fit. The module's parameters keep their state until the next fit.
 _LAST_OPTIMIZERS: WeakKeyDictionary[nn.Module, list[TieredOptimizer]] = WeakKeyDictionary()
 
 
 class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
-    """``Trainer(strategy=TierStrategy(store))``, with a tiered optimizer in ``configure_optimizers``.
+    """Strategy for ``Trainer(strategy=TierStrategy(store))`` and a tiered optimizer in ``configure_optimizers``.
 
-    When the trainer sets up, the module's parameters move into the store, as with ``megatrain.offload``. Parameters in
-    a store already, and direct parameters of the ``LightningModule``, stay in place. ``gradient_clip_val`` clips by the
-    exact norm in the optimizer's step. Checkpoints are ordinary ``.ckpt`` files with the weights. They name a
-    generation of the store with the state, which is kept as long as the file.
+    During setup, the module's parameters move to the store, as with ``megatrain.offload``. Parameters that are already
+    in a store and direct parameters of the ``LightningModule`` stay in place. ``gradient_clip_val`` clips by the exact
+    norm in the optimizer's step. Checkpoints are ordinary ``.ckpt`` files with the weights. They name a generation of
+    the store with the state, which is kept as long as the file exists.
 
     Args:
-        store: None to open one in free RAM and ``default_root_dir/tiers``, which stays open until the program ends;
-            ``strategy="megatrain"`` means that.
-        offload_model: False to keep the module in memory; the store then holds only optimizer state.
-        options: as for ``megatrain.offload``.
+        store: Store for weights and state. None opens a store with the free RAM and ``default_root_dir/tiers``, which
+            stays open until the program ends; ``strategy="megatrain"`` does the same.
+        offload_model: False to keep the module in memory, so that the store contains only optimizer state.
+        options: Options of ``megatrain.offload``.
     """
 
     strategy_name = "megatrain"
@@ -88,15 +88,15 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     # -- setting up --------------------------------------------------------------------------------------------
 
     def connect(self, model: Any) -> None:
-        """Begin with a module."""
+        """Connect the strategy to a module."""
         super().connect(model)
         self._loads_late = self._strict = None
 
     def setup_environment(self) -> None:
-        """Check that trainer and store are compatible; open a store if none was given.
+        """Check that trainer and store are compatible. Open a store if the user passed none.
 
         Raises:
-            OffloadError: another device, a precision without master weights, or no folder to save to.
+            OffloadError: The devices differ, the precision has no master weights, or the store has no folder for state.
         """
         trainer = self.lightning_module.trainer
         if self._store is None:
@@ -106,12 +106,12 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @property
     def store(self) -> TieredStore:
-        """The store; if none was given, available after ``fit`` has started."""
+        """Store of weights and state. If the user passed no store, it is available after ``fit`` has started."""
         assert self._store is not None, "fit, validate, test or predict opens the store"
         return self._store
 
     def model_to_device(self) -> None:
-        """Move the module's parameters into the store, and other tensors to the compute device."""
+        """Move the module's parameters to the store, and other tensors to the compute device."""
         model = self.lightning_module
         if self._tier_model:
             own = {id(parameter) for parameter in model.parameters(recurse=False)}
@@ -125,7 +125,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """Create the optimizers, after removing the state of an earlier fit's optimizers from the store.
 
         Raises:
-            OffloadError: an optimizer that cannot see gradients in the store, or an optimizer of an earlier fit.
+            OffloadError: An optimizer cannot use gradients in the store, or belongs to an earlier fit.
         """
         released = _LAST_OPTIMIZERS.pop(self.lightning_module, [])
         for optimizer in released:
@@ -135,7 +135,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         _check_optimizers(trainer, self.optimizers, released)
 
     def setup_precision_plugin(self) -> None:
-        """Leave clipping to the optimizers."""
+        """Make tiered optimizers clip gradients instead of the precision plugin."""
         super().setup_precision_plugin()
         plugin = self.precision_plugin
         if "clip_grad_by_norm" not in vars(plugin):
@@ -144,7 +144,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Create modules in RAM, because they need not fit the compute device."""
+        """Create modules in RAM, because the compute device may be too small for them."""
         device, self._root_device = self._root_device, torch.device("cpu")
         try:
             with super().tensor_init_context(empty_init):
@@ -153,7 +153,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             self._root_device = device
 
     def teardown(self) -> None:
-        """Leave module and optimizers in the store, ready to be used or saved."""
+        """Tear down without moving the module or the optimizers out of the store, so that they stay usable."""
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
@@ -161,9 +161,9 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     # -- steps -------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step as its forward, which allows the use of weights outside of their modules.
+        """Run the module's step as its forward, so that the step can use weights outside of their modules.
 
-        Not with manual optimization, where a step would change weights in use.
+        With manual optimization, the step is not run as a forward, because it would change weights in use.
         """
         if not self.lightning_module.automatic_optimization:
             return super().training_step(*args, **kwargs)
@@ -190,7 +190,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return self._forward_redirection(model, model, name, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step with the trainer's clipping, which applies to this step only."""
+        """Step with the trainer's clipping, which applies only to this step."""
         try:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
@@ -206,15 +206,15 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             self._clipping.append(optimizer)
         elif optimizer.max_grad_norm != clip_val:
             raise OffloadError(
-                f"gradient_clip_val={clip_val} and {type(optimizer).__name__}(max_grad_norm="
-                f"{optimizer.max_grad_norm}): give one of them"
+                f"gradient_clip_val={clip_val} differs from {type(optimizer).__name__}(max_grad_norm="
+                f"{optimizer.max_grad_norm}). Set only one of them"
             )
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     @property
     def checkpoint_io(self) -> Any:
-        """The given checkpoint IO, or one that streams."""
+        """Checkpoint IO that the user passed, or a ``MappedCheckpointIO``."""
         if self._checkpoint_io is None:
             self._checkpoint_io = MappedCheckpointIO()
         return super().checkpoint_io
@@ -224,17 +224,17 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._checkpoint_io = io
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Tensor]:
-        """Return the state of an optimizer; for a tiered one, plain values that name a generation."""
+        """Return the state of an optimizer. For a tiered optimizer, it is a small record that names a generation."""
         optimizer = _unwrapped(optimizer)
         if isinstance(optimizer, TieredOptimizer):
             shared = shared_state(optimizer.store)
-            # The file may be loaded after further steps, so even a state before the first step needs a generation.
+            # The file may be loaded after more steps, so even the state before the first step needs a generation.
             shared.num_changes = max(1, shared.num_changes)
             self._named_generations()
         return cast("dict[str, Tensor]", super().optimizer_state(optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a file, and keep the generation that it names until the file is deleted."""
+        """Write a checkpoint file, and keep the generation that it names until the file is deleted."""
         kept = self._named_generations()
         if kept is not None:
             local = local_path(filepath)
@@ -258,9 +258,9 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return self._loads_late
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights. If optimizer state follows, load them after it: its generation also has the master weights.
+        """Load weights now, or after the optimizer state if there is any, whose generation also contains the masters.
 
-        Weights that a hook changed in ``checkpoint`` take precedence over the generation's.
+        Weights that a hook changed in ``checkpoint`` take precedence over the weights of the generation.
         """
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint:
             self._strict = strict
@@ -294,26 +294,24 @@ def _clip_by_value(otherwise: Any, optimizer: Any, clip_val: float) -> None:
 
 def _refuse_clipping_by_value() -> None:
     raise OffloadError(
-        'gradient_clip_algorithm="value": the tiered optimizers clip by norm alone. Leave it out, or give "norm"'
+        'gradient_clip_algorithm="value": the tiered optimizers can only clip by norm. Leave it out, or pass "norm"'
     )
 
 
 def _check_trainer(trainer: Any, device: torch.device, store: TieredStore) -> None:
     precision = trainer.precision_plugin.precision
     if precision not in _PRECISIONS:
-        raise OffloadError(
-            f'precision="{precision}": an offloaded module is trained in one of {", ".join(_PRECISIONS)}'
-        )
+        raise OffloadError(f'precision="{precision}": an offloaded module needs one of {", ".join(_PRECISIONS)}')
     accelerator = type(trainer.accelerator).__name__
     if accelerator != f"{device.type.upper()}Accelerator":
         raise OffloadError(
-            f"the store computes on {device.type}, the trainer has a {accelerator}: "
-            'Trainer(accelerator="cpu"), or open_store(gpu="auto") for a CUDA device'
+            f"the store computes on {device.type}, but the trainer has a {accelerator}. "
+            'Use Trainer(accelerator="cpu"), or open_store(gpu="auto") for a CUDA device'
         )
     saves_state = any(not getattr(callback, "save_weights_only", False) for callback in trainer.checkpoint_callbacks)
     if trainer.state.fn == TrainerFn.FITTING and saves_state and store.path is None:
         raise OffloadError(
-            "the trainer saves checkpoints and the store has no folder for state: open_store(path=...), "
+            "the trainer saves checkpoints, but the store has no folder for state. Use open_store(path=...), "
             "open_store(nvme=...), or Trainer(enable_checkpointing=False)"
         )
 
@@ -321,7 +319,7 @@ def _check_trainer(trainer: Any, device: torch.device, store: TieredStore) -> No
 def _check_optimizers(trainer: Any, optimizers: list[Any], released: list[TieredOptimizer]) -> None:
     for optimizer in optimizers:
         if any(optimizer is old for old in released):
-            raise OffloadError("configure_optimizers returned the optimizer of the last fit: make a new one there")
+            raise OffloadError("configure_optimizers returned the optimizer of the last fit. Create a new one there")
         if isinstance(optimizer, TieredOptimizer):
             if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
                 _refuse_clipping_by_value()
@@ -330,5 +328,5 @@ def _check_optimizers(trainer: Any, optimizers: list[Any], released: list[Tiered
             if (block := block_of(parameter)) is not None:
                 raise OffloadError(
                     f"configure_optimizers returned {type(optimizer).__name__} for {block.name_of(parameter)}, whose "
-                    "gradient is in the store: return megatrain.TieredAdamW(self.parameters(), ...)"
+                    "gradient is in the store. Return megatrain.TieredAdamW(self.parameters(), ...)"
                 )

@@ -1,4 +1,4 @@
-"""Checkpoint files of Lightning, and the generations of the store that they name."""
+"""Lightning's checkpoint files, and the generations of the store that these files name."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ _RECORD = "checkpoint_files.json"
 
 
 class KeptGenerations:
-    """A record of checkpoint files and their generations, stored with the generations. Thread-safe.
+    """Record of checkpoint files and their generations, stored with the generations. Thread-safe.
 
-    It is read again after a restart, so that files of an earlier process count. Pass ``numbers`` to
+    The record is read again after a restart, so that it includes files of earlier processes. Pass ``numbers`` to
     ``TieredStore.keep_also``.
 
     Args:
-        folder: folder of the store's generations.
-        exists: returns whether a checkpoint file still exists.
+        folder: Folder of the store's generations.
+        exists: Returns whether a checkpoint file still exists.
     """
 
     def __init__(self, folder: str, exists: Callable[[str], bool]) -> None:
         self._path = Path(folder, _RECORD)
         self._exists = exists
         self._lock = threading.Lock()
-        self._unseen: set[str] = set()  # recorded, but possibly still being written
+        self._unseen: set[str] = set()  # recorded files that may still be being written
         try:
             self._files = {str(file): int(number) for file, number in json.loads(self._path.read_text()).items()}
-        except (OSError, ValueError, AttributeError):  # missing or damaged: keep only what the store keeps anyway
+        except (OSError, ValueError, AttributeError):  # the record is missing or damaged
             self._files = {}
 
     def note(self, file: str, generation: int) -> None:
-        """Record that a checkpoint file names a generation; before or after writing it."""
+        """Record that a checkpoint file names a generation, either before or after the file is written."""
         with self._lock:
             self._files[file] = generation
             self._unseen.add(file)
             self._write()
 
     def numbers(self) -> set[int]:
-        """Return the generations of existing files; forget the others."""
+        """Return the generations that existing files name, and remove deleted files from the record."""
         with self._lock:
             present = {file for file in self._files if self._exists(file)}
             self._unseen -= present
@@ -71,10 +71,10 @@ class KeptGenerations:
 
 
 class MappedCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
-    """``TorchCheckpointIO`` that streams. Files are the same; other places than local folders use the base class."""
+    """``TorchCheckpointIO`` that streams local files. The file format is the same. Remote files use the base class."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write a file atomically, even across a power cut."""
+        """Write a file atomically, even if the power fails."""
         target = local_path(path)
         if storage_options is not None or target is None:
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -90,11 +90,7 @@ class MappedCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
             part.unlink(missing_ok=True)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return the contents; tensors are read on use.
-
-        Args:
-            weights_only: False to read everything at once, as Lightning does.
-        """
+        """Return the contents of a file. Tensors are memory-mapped, unless ``weights_only`` is False."""
         source = local_path(path)
         loaded: dict[str, Any]
         if weights_only is False or source is None or not source.is_file():
@@ -105,18 +101,18 @@ class MappedCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
 
 
 def local_path(path: Any) -> Path | None:
-    """Return a checkpoint's path if it is a local file, else None."""
+    """Return the path of a checkpoint if it is on a local file system, otherwise None."""
     system, inner = url_to_fs(str(path))
     return Path(inner) if isinstance(system, LocalFileSystem) else None
 
 
 def file_exists(path: str) -> bool:
-    """Return whether a checkpoint exists; True if the file system cannot be reached."""
+    """Return whether a checkpoint exists. Return True if the file system cannot be reached."""
     local = local_path(path)
     if local is not None:
         return local.exists()
     try:
         system, inner = url_to_fs(path)
         return bool(system.exists(inner))
-    except Exception:  # the service does not answer; its client may raise anything
+    except Exception:  # a client can raise any error if its service does not answer
         return True

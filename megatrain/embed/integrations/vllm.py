@@ -1,8 +1,8 @@
-"""TRL's vLLM engine for an offloaded policy: it receives the weights from the store, one at a time.
+"""TRL's vLLM engine for an offloaded policy, which receives the weights from the store, one at a time.
 
-Written against TRL 1.16. All its trainers with ``use_vllm`` have a ``VLLMGeneration``. This module uses its
-``_iter_named_params`` (weights to send, in order), ``_weight_metadata`` (names, dtypes and shapes, for which TRL would
-read all weights), ``sync_weights`` and ``generate``.
+Written against TRL 1.16, whose trainers with ``use_vllm`` all have a ``VLLMGeneration``. This module replaces its
+``_iter_named_params`` (weights to send, in order) and ``_weight_metadata`` (names, dtypes and shapes, for which TRL
+would read all weights), and wraps ``sync_weights`` and ``generate``.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from tiered import TieredStore
 
 
 def follow(generation: Any, model: nn.Module, store: TieredStore) -> None:
-    """Make TRL's engine take weights from the store; a colocated engine finds GPU memory free.
+    """Make TRL's engine read weights from the store, and free GPU memory for a colocated engine.
 
-    The store frees it before the engine receives weights and before it generates.
+    The store frees the memory before the engine receives weights and before it generates.
 
     Raises:
-        OffloadError: another version of TRL, whose engine has another interface.
+        OffloadError: The engine of the installed TRL version has a different interface.
     """
     if not hasattr(generation, "_iter_named_params") or not hasattr(generation, "_weight_metadata"):
         raise OffloadError(
-            "this TRL's vLLM engine reads weights in a way that an offloaded model does not support: install "
-            "trl>=1.16, or send them by yourself with megatrain.named_tensors(model)"
+            "the vLLM engine of this TRL version does not support offloaded models. Install trl>=1.16, or send the "
+            "weights with megatrain.named_tensors(model)"
         )
     device = generation.accelerator.device
 
@@ -49,9 +49,9 @@ def follow(generation: Any, model: nn.Module, store: TieredStore) -> None:
 
 
 def _releasing(method: Callable[..., Any], store: TieredStore) -> Callable[..., Any]:
-    """Return a method of the engine before and after which the store has no copies in GPU memory.
+    """Return a method of the engine that releases the store's copies in GPU memory before and after the call.
 
-    A sleeping engine allocates its weights at the start of ``sync_weights``, and its cache right after it.
+    A sleeping engine allocates its weights at the start of ``sync_weights``, and its cache right afterwards.
     """
 
     @wraps(method)

@@ -208,7 +208,7 @@ def test_adapters_of_peft_with_sft_trainer(folder: Path, tmp_path: Path, stores:
     second, _ = train(tiered, "second", adapted)
     losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (first, second)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    with pytest.raises(OffloadError, match="make the adapters first"):
+    with pytest.raises(OffloadError, match="create the adapters first"):
         train(tiered, "late", mt.offload(model(), stores()), peft_config=settings)
 
 

@@ -362,7 +362,7 @@ def refused(folder: Path, store: TieredStore, message: str, model: Net | None = 
 def test_unsupported_settings_are_refused_before_the_first_step(store: TieredStore, tmp_path: Path) -> None:
     model = net()
     refused(tmp_path, store, '16-true"', model, precision="16-true")
-    refused(tmp_path, store, "clip by norm", model, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+    refused(tmp_path, store, "only clip by norm", model, gradient_clip_val=0.1, gradient_clip_algorithm="value")
     model.make = adamw
     refused(tmp_path, store, "configure_optimizers returned AdamW", model)
     refused(tmp_path, store, "already has a module")
@@ -374,7 +374,7 @@ def test_unsupported_settings_are_refused_before_the_first_step(store: TieredSto
 def test_two_norms_and_a_cached_optimizer_are_refused(tmp_path: Path) -> None:
     twice = net(lambda parameters: TieredAdamW(parameters, max_grad_norm=1.0))
     with small_store(tmp_path / "one") as store:
-        refused(tmp_path, store, "give one of them", twice, gradient_clip_val=0.1)
+        refused(tmp_path, store, "Set only one of them", twice, gradient_clip_val=0.1)
     kept: list[torch.optim.Optimizer] = []
 
     def cached(parameters: Any) -> torch.optim.Optimizer:

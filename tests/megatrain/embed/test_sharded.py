@@ -146,7 +146,7 @@ REFUSED = {
     "whole": "TieredAdafactor needs whole matrices",
     "matrix": "TieredMuon needs whole matrices",
     "partial": "a term of a sum, which cannot be trained",
-    "checkpoint": 'Make the optimizer with checkpoint="tensors"',
+    "checkpoint": 'Create the optimizer with checkpoint="tensors"',
     "gradient": "has the placements (Replicate(),), the parameter (Shard(dim=0),)",
     "rank": "this state names a generation of rank {other} of 2, but this is rank {own} of 2",
     "world": "this state names a generation of rank 0 of 4, but this is rank {own} of 2",
