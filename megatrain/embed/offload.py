@@ -59,10 +59,10 @@ def offload(
     converting its dtype raises an error. The module computes on the device of the store's fastest tier.
 
     With ``group``, each rank has a shard of the weights, gradients and state in its store. Weights are gathered for
-    each forward and backward of a layer. ``step`` averages the gradients of all ranks like DistributedDataParallel, but in a
-    fixed order: each rank's gradients are a lane, and lanes are added in a fixed tree. Forward, backward, ``step``,
-    ``state_dict``, ``load_state_dict`` and ``gathered`` are then collectives. All ranks must use the same layers in the
-    same order, or all ranks raise ``RanksDifferError``.
+    each forward and backward of a layer. ``step`` averages the gradients of all ranks like DistributedDataParallel, but
+    in a fixed order: each rank's gradients are a lane, and lanes are added in a fixed tree. Forward, backward,
+    ``step``, ``state_dict``, ``load_state_dict`` and ``gathered`` are then collectives. All ranks must use the same
+    layers in the same order, or all ranks raise ``RanksDifferError``.
 
     Args:
         name: Prefix of the keys of the module's blocks, unique for each module in a store.

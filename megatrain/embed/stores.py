@@ -157,19 +157,20 @@ def release(store: TieredStore, tier: str) -> int:
 
 
 def mapped_copy(tensor: Tensor, store: TieredStore) -> Tensor:
-    """Return a CPU copy whose memory is an unlinked file, freed with the tensor.
+    """Return a CPU copy whose memory is an unlinked file, which is freed with the tensor.
 
-    The file is in the store's folder if that exists, else in the temporary folder.
+    The file is in the store's folder if the folder exists, otherwise in the temporary folder.
 
     Raises:
-        OSError: the drive has no space.
+        OSError: The drive has no space.
     """
     if not tensor.numel():
         return tensor.cpu().clone()
     folder = store.path if store.path is not None and os.path.isdir(store.path) else None
     descriptor, path = tempfile.mkstemp(prefix=".state-", dir=folder)
     try:
-        os.posix_fallocate(descriptor, 0, tensor.numel() * tensor.element_size())  # or a full drive is a bus error
+        # Allocate the file first, because writing a mapped file on a full drive would kill the process (SIGBUS).
+        os.posix_fallocate(descriptor, 0, tensor.numel() * tensor.element_size())
         copy = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
     finally:
         os.close(descriptor)
