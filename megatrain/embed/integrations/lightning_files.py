@@ -71,7 +71,7 @@ class KeptGenerations:
 
 
 class MappedCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
-    """``TorchCheckpointIO`` that streams local files. The file format is the same. Remote files use the base class."""
+    """``TorchCheckpointIO`` that streams local files. The file format is the same. Other files use the base class."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write a file atomically, even if the power fails."""
