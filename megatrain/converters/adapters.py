@@ -26,7 +26,7 @@ from megatrain.base.layout import entries_within
 from megatrain.base.limited import LimitError, run_limited
 from megatrain.converters.multimodal import non_text_modules
 from megatrain.models.checkpoint_names import tied_groups
-from megatrain.models.converter import ConvertedGraph, ModelConverter, ReadMaster, WeightSource
+from megatrain.models.converter import ConvertedGraph, ModelConverter, ModelSettings, ReadMaster, WeightSource
 from megatrain.models.export import (
     ExportTargetError,
     ShardWriter,
@@ -151,6 +151,11 @@ class Adapters(ModelConverter):
 
     def __init__(self, table: LoraConfig, images: Images = "off") -> None:
         self._table, self._images = table, images
+
+    @classmethod
+    def for_model(cls, settings: ModelSettings) -> Adapters | None:
+        """Return a converter if the run has adapters."""
+        return None if settings.lora is None else cls(settings.lora, settings.table.images)
 
     def convert(self, model: PreTrainedModel) -> None:
         """Inject LoRA layers into a skeleton, and freeze its weights except in ``modules_to_save``.

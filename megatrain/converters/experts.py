@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatrain.base.layout import PART_ELEMENTS
-from megatrain.models.converter import InnerUnit, ModelConverter
+from megatrain.models.converter import InnerUnit, ModelConverter, ModelSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,6 +55,11 @@ def _fake_places(chosen: Tensor, first: int, stop: int) -> Tensor:
 
 class ExpertsInParts(ModelConverter):
     """Converter that cuts layers with large fused experts into units: parts of the experts, and surrounding modules."""
+
+    @classmethod
+    def for_model(cls, settings: ModelSettings) -> ExpertsInParts | None:
+        """Return a converter if the config asks for parts of experts."""
+        return cls() if settings.table.split_experts else None
 
     def convert(self, model: PreTrainedModel) -> None:
         """Record the size of the model, because large models have larger parts."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor, nn
 
 from megatrain.base.errors import UnsupportedModelError
-from megatrain.models.converter import ModelConverter
+from megatrain.models.converter import ModelConverter, ModelSettings
 from megatrain.models.internals import check_internals
 from megatrain.models.passthrough import TensorPlace, remove_tensors
 from megatrain.models.skeleton import multimodal_class
@@ -37,6 +37,12 @@ class MultimodalModules(ModelConverter):
     def __init__(self, images: Images) -> None:
         self._images = images
         self._text: frozenset[int] | None = None  # ids of the language model's modules
+
+    @classmethod
+    def for_model(cls, settings: ModelSettings) -> MultimodalModules | None:
+        """Return a converter, or None if no folder has weights of the model, so that nothing can be passed through."""
+        images = settings.table.images
+        return None if images == "off" and settings.table.train_from_scratch else cls(images)
 
     def take_out(self, model: PreTrainedModel) -> None:
         """Remove or freeze the modules that are not trained.

@@ -1,86 +1,70 @@
-"""The model of a run, and the converters that build it. No other file imports all converters."""
+"""The model of a run, and the converters that build it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatrain.converters.adapters import Adapters
-from megatrain.converters.documents import AttentionByDocuments
-from megatrain.converters.experts import ExpertsInParts
-from megatrain.converters.multimodal import Images, MultimodalModules
-from megatrain.models.graph import converted_graph
+from megatrain.models.converter import ConverterSpec, ModelConverter, ModelSettings
+from megatrain.models.graph import ModelGraph, converted_graph
+from megatrain.models.hub import HubModel
+from megatrain.models.table import CONVERTERS, LoraConfig, ModelConfig
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PretrainedConfig
-
-    from megatrain.models.converter import ConverterSpec, ModelConverter
-    from megatrain.models.graph import ModelGraph
-    from megatrain.models.hub import HubModel
-    from megatrain.models.table import LoraConfig, ModelConfig
 
 __all__ = ["ModelSpec", "build_graph", "converters_for"]
 
 
-def converters_for(
-    *,
-    images: Images = "off",
-    lora: LoraConfig | None = None,
-    cuts_experts: bool = False,
-    text_only: bool = False,
-    of_task: ConverterSpec | None = None,
-) -> tuple[ModelConverter, ...]:
-    """Return new converters for one graph, in the order in which they change the model.
-
-    Args:
-        images: Treatment of image modules. "off" passes them through; other values keep them in the model.
-        lora: Settings of adapters, which freeze the model's weights; None for no adapters.
-        cuts_experts: Whether to cut fused experts that are larger than a part into several units.
-        text_only: Whether the model has no folder with weights, so that no tensors can be passed through.
-        of_task: Settings of the converter that turns a language model into the model of the task, if any.
-    """
-    found: list[ModelConverter] = []
-    if of_task is not None:
-        found.append(of_task.converter())
-    if images != "off" or not text_only:
-        found.append(MultimodalModules(images))
-    if lora is not None:
-        found.append(Adapters(lora, images))
-    if cuts_experts:
-        found.append(ExpertsInParts())
-    found.append(AttentionByDocuments())
-    return tuple(found)
+def converters_for(settings: ModelSettings) -> tuple[ModelConverter, ...]:
+    """Return new converters for one graph, in the order in which they change it."""
+    found = [None if settings.of_task is None else settings.of_task.converter()]
+    for name in CONVERTERS:
+        file, _, made = name.partition(".")
+        found.append(getattr(import_module(f"megatrain.converters.{file}"), made).for_model(settings))
+    return tuple(converter for converter in found if converter is not None)
 
 
 def build_graph(
     config_or_folder: PretrainedConfig | Path | str,
+    table: ModelConfig | None = None,
     *,
-    images: Images = "off",
     lora: LoraConfig | None = None,
-    cuts_experts: bool = False,
-    text_only: bool = False,
     of_task: ConverterSpec | None = None,
-    **options: Any,
+    dtype: torch.dtype = torch.float32,
+    is_trained: bool = True,
+    **keys: Any,
 ) -> ModelGraph:
     """Build the graph of a model with the converters that it needs.
 
     Args:
-        config_or_folder: Hugging Face configuration, or a folder with `config.json`.
-        options: Arguments of `converted_graph`. All other arguments are described at `converters_for`.
+        config_or_folder: A Hugging Face configuration, or a folder with `config.json`.
+        table: The ``[model]`` table, or None for ``keys`` and the defaults of all other keys.
+        lora: As in `ModelSettings`.
+        of_task: As in `ModelSettings`.
+        dtype: As in `converted_graph`.
+        is_trained: As in `converted_graph`.
+        keys: Keys of ``[model]``.
 
     Raises:
-        UnsupportedModelError: If the model has no language model or no layers, or would train quantized weights.
-        FreezeError: If a pattern matches no parameter, or if all parameters are frozen.
-        AdapterError: If the model does not support these adapters.
+        UnsupportedModelError: no language model, no layers, or quantized weights that would be trained.
+        FreezeError: a pattern matches nothing, or everything is frozen.
+        AdapterError: the model has no place for such adapters.
     """
-    converters = converters_for(
-        images=images, lora=lora, cuts_experts=cuts_experts, text_only=text_only, of_task=of_task
+    table = table or ModelConfig.model_construct(**keys)
+    return converted_graph(
+        config_or_folder,
+        converters_for(ModelSettings(table, lora, of_task)),
+        attn_implementation=table.attn_implementation,
+        freeze=table.freeze,
+        dtype=dtype,
+        text_only=table.train_from_scratch,
+        is_trained=is_trained,
     )
-    return converted_graph(config_or_folder, converters, text_only=text_only, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +97,5 @@ class ModelSpec:
     def build(self, dtype: torch.dtype) -> ModelGraph:
         """Return the graph of the model on the meta device. Raises the errors of `build_graph`."""
         return build_graph(
-            self.folder,
-            images=self.table.images,
-            lora=self.lora,
-            cuts_experts=self.table.split_experts,
-            text_only=self.table.train_from_scratch,
-            of_task=self.of_task,
-            attn_implementation=self.table.attn_implementation,
-            freeze=self.table.freeze,
-            dtype=dtype,
-            is_trained=self.is_trained,
+            self.folder, self.table, lora=self.lora, of_task=self.of_task, dtype=dtype, is_trained=self.is_trained
         )

@@ -3,8 +3,8 @@
 The core builds a skeleton of a folder, finds its units, streams their weights through its forwards, and writes them
 back. Some models or runs need more: adapters, experts in parts, images, attention within documents. A converter adds
 this in the methods of `ModelConverter`, which the core calls in the order in which they are listed. By default, each
-method does nothing. ``megatrain/converters/spec.py`` selects the converters of a run. The core receives them as a tuple
-and calls them in this order.
+method does nothing. ``CONVERTERS`` in ``megatrain/models/table.py`` lists the converters, and each one decides whether
+a run needs it. The core receives them as a tuple and calls them in this order.
 """
 
 from __future__ import annotations
@@ -16,12 +16,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
+from megatrain.models.table import LoraConfig, ModelConfig
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from megatrain.base.layout import UnitLayout
 
-__all__ = ["ConvertedGraph", "ConverterSpec", "InnerUnit", "LayerPart", "ModelConverter", "ReadMaster", "WeightSource"]
+__all__ = [
+    "ConvertedGraph",
+    "ConverterSpec",
+    "InnerUnit",
+    "LayerPart",
+    "ModelConverter",
+    "ModelSettings",
+    "ReadMaster",
+    "WeightSource",
+]
 
 ReadMaster = Callable[[int, int], Tensor]
 """Function (start, stop) that returns these elements of a layout's block: 1-D, fp32, valid until the next call."""
@@ -38,6 +49,11 @@ class ModelConverter:
     """
 
     freezes_weights: bool = False
+
+    @classmethod
+    def for_model(cls, settings: ModelSettings) -> ModelConverter | None:
+        """Return a new converter for one graph, or None if the run does not need it. By default every run does."""
+        return cls()
 
     # -- the skeleton, whose parameters are on the meta device --------------------------------------------------------
 
@@ -90,6 +106,21 @@ class ModelConverter:
     def exported(self, graph: ConvertedGraph, source: WeightSource) -> WeightSource:
         """Return the source of the weights to export, given the source of the weights in the blocks."""
         return source
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """Settings of a run that decide which converters its model needs.
+
+    Attributes:
+        table: The ``[model]`` table.
+        lora: Adapters, to train or only to run, or None; they freeze the model's weights.
+        of_task: Converter settings that turn a language model into the task's model, or None if it is one.
+    """
+
+    table: ModelConfig
+    lora: LoraConfig | None = None
+    of_task: ConverterSpec | None = None
 
 
 class ConverterSpec(Protocol):

@@ -23,6 +23,15 @@ NoRemoteCode = Annotated[
 ]
 
 
+#: Converters of a model, in the order in which they change it: the file in ``megatrain/converters``, and the class.
+CONVERTERS = (
+    "multimodal.MultimodalModules",
+    "adapters.Adapters",
+    "experts.ExpertsInParts",
+    "documents.AttentionByDocuments",
+)
+
+
 class ModelConfig(Table):
     """``[model]``: the model to train."""
 

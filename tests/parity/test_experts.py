@@ -84,7 +84,7 @@ def _compare_with_hugging_face(config: Any) -> ModelGraph:
     batches = padded_batches()
     model = build_model(config)
     expected = train_step(model, batches, SEED)
-    graph = build_graph(config, cuts_experts=True)
+    graph = build_graph(config, split_experts=True)
     buffers = dict(model.named_buffers())
     for name, buffer in graph.model.named_buffers():
         if name in graph.persistent_buffers():
@@ -116,7 +116,7 @@ def test_every_family_with_fused_experts(model_type: str) -> None:
     try:
         config = shrunk_config(model_type)
         train_step(build_model(config), padded_batches(), SEED)
-        graph = build_graph(config, cuts_experts=True)
+        graph = build_graph(config, split_experts=True)
     except Exception as error:
         pytest.skip(f"no tiny text model of this type: {type(error).__name__}: {str(error)[:80]}")
     if not _parts(graph):
@@ -275,7 +275,7 @@ def test_a_checkpoint_is_continued_and_exported(mixture: Path, tmp_path: Path, m
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_weights_are_loaded_and_drawn_in_ranges(family: str, tmp_path: Path) -> None:
     model = write_mixture(tmp_path / "model", family)
-    graph = build_graph(model, cuts_experts=True)
+    graph = build_graph(model, split_experts=True)
     assert _parts(graph)
     whole = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters())
     drawn = {name: torch.zeros(tensor.shape) for name, tensor in whole.items()}
@@ -425,7 +425,7 @@ def test_completions_match_transformers(mixture: Path) -> None:
 
 
 def test_layers_count_once(mixture: Path) -> None:
-    graph = build_graph(mixture, cuts_experts=True)
+    graph = build_graph(mixture, split_experts=True)
     scales = layer_scales(graph, 0.5)
     assert set(scales.values()) == {1.0, 0.5, 0.25, 0.125}
     assert {scale for name, scale in scales.items() if name.startswith("model.layers.1.")} == {0.5}
@@ -485,7 +485,7 @@ def test_idle_experts_are_not_leased() -> None:
     model = build_model(config)
     batch = {"input_ids": torch.tensor([[5, 5, 5]]), "labels": torch.tensor([[5, 5, 5]])}
     expected = train_step(model, [batch], SEED)
-    graph = build_graph(config, cuts_experts=True)
+    graph = build_graph(config, split_experts=True)
     access = MemoryAccess(graph, cut_like(graph, dict(model.named_parameters())), torch.float32)
     for kept in ((), range(1000)):
         runner = layer_runner(graph, access, device="cpu", kept=kept)

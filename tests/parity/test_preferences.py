@@ -74,7 +74,7 @@ def loader_of(rows: list[dict[str, Any]], num_micro_batches: int, kind: RowKind)
 def make_runner(
     config: Any, model: Any, objective: Objective | None, *, cuts_experts: bool = False, **options: Any
 ) -> tuple[StepRunner, MemoryAccess]:
-    graph = build_graph(config, cuts_experts=cuts_experts)
+    graph = build_graph(config, split_experts=cuts_experts)
     access = MemoryAccess(graph, cut_like(graph, dict(model.named_parameters())), torch.float32)
     options = {"head_rows": ROWS, "head_columns": COLUMNS, **options}
     runner = layer_runner(graph, access, device="cpu", objective=objective, **options)
@@ -247,7 +247,7 @@ def test_experts_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected.backward()
     gradients = {name: weight.grad for name, weight in setup.policy.named_parameters()}
     whole, figures, _ = setup.step()
-    graph = build_graph(setup.config, cuts_experts=True)
+    graph = build_graph(setup.config, split_experts=True)
     assert len(graph.layouts) > len(build_graph(setup.config).layouts)
     loss, same, found = setup.step(cuts_experts=True)
     assert loss == pytest.approx(expected.item(), rel=1e-5) and loss == pytest.approx(whole, rel=1e-5)

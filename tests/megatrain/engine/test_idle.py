@@ -34,7 +34,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[NotingAccess, list[BoundUnit
     """The experts of one layer, each a unit, with an access to their weights."""
     monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 1)
     config = tiny_config("qwen3_moe", num_experts=NUM_EXPERTS, num_experts_per_tok=1)
-    graph = build_graph(config, cuts_experts=True)
+    graph = build_graph(config, split_experts=True)
     access = NotingAccess(graph, cut_like(graph, dict(build_model(config).named_parameters())), torch.float32)
     access.told = []
     units = [unit for unit in graph.units if unit.part is not None][:NUM_EXPERTS]

@@ -76,7 +76,7 @@ def test_tensors_saved_between_visits_are_counted_once(monkeypatch: pytest.Monke
         """Return a micro-batch's bytes at the end of the forward, and the workspace that another micro-batch adds."""
         layers = {"layer_types": ["sliding_attention"] * num_layers, "mlp_layer_types": ["moe"] * num_layers}
         config = tiny_config("deepseek_v4", num_hidden_layers=num_layers, **layers)
-        graph = build_graph(config, cuts_experts=True)
+        graph = build_graph(config, split_experts=True)
         assert any(unit.part is not None for unit in graph.units)
         trace = trace_visits(graph, 4, 64, torch.float32)
         few, many = (planned_workspace(graph, trace, count) for count in (1, 101))

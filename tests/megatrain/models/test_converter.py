@@ -13,10 +13,18 @@ from transformers import PreTrainedModel
 
 from megatrain.base.layout import UnitLayout
 from megatrain.converters.spec import converters_for
-from megatrain.models.converter import ConvertedGraph, InnerUnit, ModelConverter, ReadMaster, WeightSource
+from megatrain.models.converter import (
+    ConvertedGraph,
+    InnerUnit,
+    ModelConverter,
+    ModelSettings,
+    ReadMaster,
+    WeightSource,
+)
 from megatrain.models.export import export_model
 from megatrain.models.folder import ModelFolder
 from megatrain.models.graph import ModelGraph, converted_graph
+from megatrain.models.table import ModelConfig
 from megatrain.trace.trace import trace_visits
 from oracles.families import tiny_config
 from oracles.huggingface import build_model
@@ -151,4 +159,5 @@ def test_converters_are_inactive_by_default() -> None:
     plain, converted = converted_graph(config), converted_graph(config, (ModelConverter(),))
     assert dict(plain.layouts) == dict(converted.layouts)
     assert [unit.name for unit in plain.units] == [unit.name for unit in converted.units]
-    assert converters_for()[0] is not converters_for()[0], "each graph has its own"
+    settings = ModelSettings(ModelConfig(model_name_or_path="x"))
+    assert converters_for(settings)[0] is not converters_for(settings)[0], "each graph has its own"

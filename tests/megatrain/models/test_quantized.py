@@ -256,7 +256,7 @@ def test_expert_parts_match_the_plain_folder(
     rounded = {name: tensor.to(stored).float() for name, tensor in values.items() if name in is_stored}
     save_file({**values, **rounded}, plain / "model.safetensors", metadata={"format": "pt"})
     lora = LoraConfig(r=2, lora_alpha=2, target_modules=("q_proj",))
-    graph = build_graph(quantized, lora=lora, cuts_experts=True)
+    graph = build_graph(quantized, lora=lora, split_experts=True)
     layouts = [each for each in graph.layouts.values() if any(entry.part_of for entry in each.entries)]
     blocks = frozen_blocks(open_loader(quantized, graph), layouts, torch.float32)
     source, loader = FolderSource(blocks, torch.float32), open_loader(plain, graph)
