@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.common import QUICKSTART, Report, step_shape
 from bench.models import write_llama
+from megatrain.base.batch_keys import TEACHER_KEYS
 from megatrain.config.schema import RunConfig
 from megatrain.data.scores import TeacherScores
 from megatrain.extras.scoring import Scorer, plan_scoring
@@ -132,7 +133,7 @@ def plain_pass(model: torch.nn.Module, scorer: Scorer, teacher: TeacherScores) -
         dataset = loader.dataset
         lengths = dataset.lengths()
         keys = [[(dataset.key_of(document), int(lengths[document])) for document in row] for row in group]
-        found = teacher.batch_scores(keys, batch["input_ids"].shape[1])["teacher_log_probs"]
+        found = teacher.batch_scores(keys, batch["input_ids"].shape[1])[TEACHER_KEYS[1]]
         asked = (batch["labels"][:, 1:] != -100).unsqueeze(-1)
         difference = max(difference, float(((found - top)[:, :-1] * asked).abs().max()))
     return num_tokens, seconds, difference

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-__all__ = ["DESIRABLE", "IGNORED_LABEL", "LOSS_KEYS", "MARGIN", "REFERENCE", "TEACHER_KEYS"]
+__all__ = ["DESIRABLE", "IGNORED_LABEL", "LOSS_PREFIX", "MARGIN", "REFERENCE", "TEACHER_KEYS"]
 
 #: Label of a position that is not trained, as in transformers.
 IGNORED_LABEL = -100
+#: Prefix of the keys that only losses read; a model's forward does not get them.
+LOSS_PREFIX = "loss."
 #: Keys of a teacher's next-token scores: [B, S, k] top ids, [B, S, k] log-probabilities, [B, S] log of the rest.
-TEACHER_KEYS = ("teacher_ids", "teacher_log_probs", "teacher_rest_log_probs")
+TEACHER_KEYS = ("loss.teacher_ids", "loss.teacher_log_probs", "loss.teacher_rest_log_probs")
 #: Key with the reference model's log-probability of each row's answer, [2 P] fp32.
-REFERENCE = "reference_logps"
+REFERENCE = "loss.reference_logps"
 #: Key with a flag per example: the first answer is desirable, [P] bool.
-DESIRABLE = "desirable"
+DESIRABLE = "loss.desirable"
 #: Key with the margin by which the chosen text of each pair should win, [P] fp32.
 MARGIN = "margin"
-#: Keys that only losses read; a model's forward does not get them.
-LOSS_KEYS = frozenset({*TEACHER_KEYS, REFERENCE, DESIRABLE})

@@ -255,7 +255,7 @@ class LayerRunner:
 
         Args:
             micro_batches: `input_ids` and `labels` [B, S], optionally `attention_mask`, `position_ids`; CPU tensors.
-                All or none of the micro-batches have the extra inputs of the loss (``base.batch_keys.LOSS_KEYS``).
+                All or none of the micro-batches have the extra inputs of the loss (``base.batch_keys.LOSS_PREFIX``).
             num_items: Number of tokens in the mean of the loss; None for the number of labels in these micro-batches.
             seed: Seed of the step. Each micro-batch has a separate random stream (`micro_batch_seed`).
             first_number: Number of the first of these micro-batches in the step.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatrain.base.batch_keys import LOSS_KEYS
+from megatrain.base.batch_keys import LOSS_PREFIX
 from megatrain.engine.device_kernels import reads_sync_host
 from megatrain.engine.labels import LabelledRows
 from tiered.ext import HostSlab
@@ -66,7 +66,7 @@ class MicroBatches:
             (number, key): value
             for number, batch in micro_batches.items()
             for key, value in batch.items()
-            if key not in LOSS_KEYS
+            if not key.startswith(LOSS_PREFIX)
         }
         for_loss: dict[tuple[int, int, str], Tensor] = {}
         for number, (positions, labels) in labelled.items():

@@ -127,7 +127,7 @@ class Loss(Protocol):
         """Return the tensors of a micro-batch that the loss needs on the compute device.
 
         Args:
-            batch: Micro-batch on the host, including the keys that only losses read (``base.batch_keys.LOSS_KEYS``).
+            batch: Micro-batch on the host, including the keys that only losses read (``base.batch_keys.LOSS_PREFIX``).
             shifted: Next-token labels, [B * S].
             positions: Positions in ``shifted`` with a label.
         """

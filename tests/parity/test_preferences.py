@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatrain.base.batch_keys import DESIRABLE
 from megatrain.converters import experts
 from megatrain.converters.spec import build_graph
 from megatrain.data.chat import RowEncoder
@@ -141,7 +142,7 @@ def written_out(loss: PreferenceLoss, batches: list[dict[str, Tensor]], policy: 
         tokens += float(long.sum())
         if loss.loss_type == "kto":
             kl = ratios[half:].mean().detach().clamp(min=0)
-            good = batch["desirable"]
+            good = batch[DESIRABLE]
             values = torch.where(
                 good, torch.sigmoid(beta * (ratios[:half] - kl)), torch.sigmoid(beta * (kl - ratios[:half]))
             )
