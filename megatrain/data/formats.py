@@ -8,19 +8,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, cast, get_args
 
 from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.data.images import NamedImage
 from megatrain.data.messages import ImagePlaces, field_names, kind, parse_inner_json, read_messages, read_tools
 from megatrain.data.rows_report import DataError, RowError
-from megatrain.data.table import RowFormat
+from megatrain.data.table import ColumnName, RowFormat
 
-_FIELDS = (
-    "messages", "conversations", "prompt", "completion", "text", "instruction", "input", "output", "system",
-    "history", "tools", "images", "input_ids", "labels", "loss_mask", "attention_mask", "chosen", "rejected", "label",
-    "kto_tag", "margin",
-)  # fmt: skip
+#: Names of columns that are synonyms of fields, and names of fields inside of messages.
+_SYNONYMS, _OF_MESSAGES = ("query", "response"), ("role", "content")
+_FIELDS = tuple(name for name in get_args(ColumnName) if name not in (*_SYNONYMS, *_OF_MESSAGES))
 _CHAT_FIELDS = ("system", "tools", "images", "image")
 _KNOWN = "messages, conversations, instruction and output, prompt and completion, text, or input_ids"
 #: Usual column names of prompts, answers and plain texts, the most likely names first.
@@ -286,7 +284,7 @@ def _map_fields(columns: Mapping[str, str], *, is_alpaca: bool, is_auto: bool) -
 
 def row_columns(columns: Mapping[str, str]) -> dict[str, str]:
     """Return the entries of ``columns`` for fields of rows, without those for fields of messages."""
-    return {ours: theirs for ours, theirs in columns.items() if ours in _FIELDS or ours in ("query", "response")}
+    return {ours: theirs for ours, theirs in columns.items() if ours in (*_FIELDS, *_SYNONYMS)}
 
 
 def absent_column(value: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[str, str] | None:
