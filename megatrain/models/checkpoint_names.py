@@ -9,6 +9,7 @@ written. So it detects missing names and wrong shapes early, and each step can r
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,6 @@ import torch
 from megatrain.models.regions import Region, region_of, trace_regions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightTransform
 

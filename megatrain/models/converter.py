@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
+from megatrain.base.layout import UnitLayout
 from megatrain.models.table import LoraConfig, ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-    from megatrain.base.layout import UnitLayout
 
 __all__ = [
     "ConvertedGraph",

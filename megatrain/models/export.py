@@ -11,7 +11,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,9 @@ import torch
 import xxhash
 from torch import Tensor
 
+from megatrain.base.layout import TensorEntry, UnitLayout
 from megatrain.models.checkpoint_names import Conversion, plan_export, tied_groups
+from megatrain.models.converter import ConvertedGraph, ReadMaster, WeightSource
 from megatrain.models.folder import (
     ADAPTER_CONFIG,
     INDEX_FILE,
@@ -37,20 +39,15 @@ from megatrain.models.folder import (
     read_config_json,
     tensor_bytes,
 )
+from megatrain.models.load import Origin
 from megatrain.models.regions import Region, read_regions
 from megatrain.models.skeleton import dtypes_when_loaded
+from megatrain.models.table import ExportConfig
 from megatrain.models.task_head import head_of
 from tiered.units import format_size, is_number
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from megatrain.base.layout import TensorEntry, UnitLayout
-    from megatrain.models.converter import ConvertedGraph, ReadMaster, WeightSource
-    from megatrain.models.load import Origin
-    from megatrain.models.table import ExportConfig
 
 __all__ = [
     "RECORD_FILE",

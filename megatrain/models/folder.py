@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,6 @@ from megatrain.base.names import SINGLE_FILE as SINGLE_FILE
 from megatrain.models.quantized import METHODS, Decoder, QuantizationError, decode, find_decoders, method_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
     from transformers import PretrainedConfig
 
 ADAPTER_CONFIG = "adapter_config.json"  # file name that identifies an adapter folder of peft

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,13 +23,11 @@ from torch import Tensor
 from megatrain.base.layout import UnitLayout
 from megatrain.base.precision import high_half
 from megatrain.models.folder import ModelFolderError, TensorRecord, tensor_bytes
+from megatrain.models.load import WeightLoader
 from megatrain.models.packed import Packing, cut, pack
 from tiered.errors import TransferError
 from tiered.ext import ReadPart, drop_cached, open_direct, read_all
 from tiered.units import PAGE_BYTES, MiB, round_up
-
-if TYPE_CHECKING:
-    from megatrain.models.load import WeightLoader
 
 __all__ = ["NUM_READERS", "FolderSource", "FrozenBlock", "buffer_bytes", "frozen_blocks"]
 

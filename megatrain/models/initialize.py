@@ -8,6 +8,7 @@ results and memory for only one range. All other rules run on whole tensors.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -16,16 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatrain.base.layout import UnitLayout
 from megatrain.models.checkpoint_names import tied_groups
 from megatrain.models.regions import Region, region_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
     from transformers import PreTrainedModel
-
-    from megatrain.base.layout import UnitLayout
-
 
 __all__ = ["InitializationError", "Initializer", "init_weights", "initialize_tensors"]
 

@@ -7,17 +7,20 @@ all its tensors.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from megatrain.base.layout import entries_within
+from megatrain.base.layout import TensorEntry, UnitLayout, entries_within
 from megatrain.models import folder
 from megatrain.models.checkpoint_names import Conversion, ConversionError, LoadPlan, plan_export, plan_load, tied_groups
 from megatrain.models.folder import PLAIN_ADVICE, ModelFolder, ModelFolderError, join_names, read_config_json
+from megatrain.models.graph import ModelGraph
 from megatrain.models.initialize import Initializer
 from megatrain.models.internals import is_conv1d
 from megatrain.models.passthrough import PassthroughTensors, passthrough_modules
@@ -25,14 +28,7 @@ from megatrain.models.regions import Region, read_regions
 from megatrain.models.task_head import head_of, other_class_advice
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
     from transformers import PreTrainedModel
-
-    from megatrain.base.layout import TensorEntry, UnitLayout
-    from megatrain.models.graph import ModelGraph
-
 
 _SAME_MODEL = "Do config.json and the weights belong together? Copy or download both from the same model"
 

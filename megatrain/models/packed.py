@@ -11,19 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatrain.base.layout import UnitLayout
 from megatrain.base.precision import high_half
+from megatrain.models.folder import ModelFolder, TensorRecord
+from megatrain.models.quantized import Decoder
+from megatrain.models.regions import Region
 from tiered.units import round_up
-
-if TYPE_CHECKING:
-    from megatrain.base.layout import UnitLayout
-    from megatrain.models.folder import ModelFolder, TensorRecord
-    from megatrain.models.quantized import Decoder
-    from megatrain.models.regions import Region
 
 __all__ = ["Packing", "cut", "pack"]
 
