@@ -1,6 +1,7 @@
-"""Parameters whose values are absent or present. Absent parameters have metadata, but reading them raises an error.
+"""Parameters with present or absent values. An absent parameter has metadata, but reading its values raises an error.
 
-The user's code and optimizer refer to the parameters, so these stay the same objects and only change their class.
+The user's code and optimizer refer to the parameters, so parameters must stay the same objects. Only their class
+changes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _GRADIENT_REMEDY = (
 
 
 class AbsentWeightError(RuntimeError):
-    """Values of an offloaded module were read while they were in the store.
+    """A module's values were read while they were only in the store.
 
     Args:
         what: Name of the parameter or module.
@@ -39,18 +40,18 @@ class AbsentWeightError(RuntimeError):
         )
 
 
-#: Torch's properties, which bypass the overrides in a parameter's class.
+#: Torch's own property, without the override in a parameter's class.
 _DATA: Any = Tensor.data
 _GRADIENT: Any = Tensor.grad
 _BLOCK = "_megatrain_block"
 _CLASS = "_megatrain_class"
 _ANSWERED = METADATA_QUERIES | {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
-#: Properties that return values. For absent parameters they return a placeholder, like ``detach``.
+#: Properties that return values. For an absent parameter they return a placeholder, like ``detach``.
 _CONTENTS = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 
 
 class ParameterGradients(Protocol):
-    """Interface of a ``GradientBlock``: gradients in the store, by parameter."""
+    """Interface of ``GradientBlock``: gradients in the store, by parameter."""
 
     def has(self, parameter: nn.Parameter) -> bool: ...
 
@@ -60,7 +61,7 @@ class ParameterGradients(Protocol):
 
 
 class ParameterHolder(Protocol):
-    """Interface of a ``WeightBlock``, which stores a parameter's values."""
+    """Interface of ``WeightBlock``, which stores a parameter's values."""
 
     @property
     def gradients(self) -> ParameterGradients | None: ...
@@ -75,7 +76,7 @@ class ParameterHolder(Protocol):
 def _answer(
     cls: type, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Call a torch function with absent tensors, if it needs only metadata or if their values can be fetched."""
+    """Call a torch function with absent tensors if it needs only their metadata or their values can be fetched."""
     kwargs = kwargs or {}
     name = getattr(func, "__name__", str(func))
     property_name = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -97,10 +98,10 @@ def _answer(
 
 
 class _OffloadedParameter(nn.Parameter):
-    """A parameter whose gradient moves to a store after all hooks have run."""
+    """A parameter whose gradient moves to a store after all its gradient hooks have run."""
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
-        """Register a hook that can read and change each gradient before it moves to the store."""
+        """Register a hook that can read and change each gradient before the gradient moves to the store."""
         with torch._C.DisableTorchFunctionSubclass():
             handle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         block = holder_of(self)
@@ -110,9 +111,9 @@ class _OffloadedParameter(nn.Parameter):
 
 
 class PresentParameter(_OffloadedParameter):
-    """Class of a present parameter: an ``nn.Parameter`` that detects access to its ``data``.
+    """Class of a parameter while its values are present. It detects access to ``data``.
 
-    Autograd does not count writes through ``data`` as changes, so without detection they would be lost silently.
+    Autograd does not count writes through ``data`` as changes, so undetected writes would be lost silently.
     """
 
     @property
@@ -130,11 +131,11 @@ class PresentParameter(_OffloadedParameter):
 
 
 class StoredParameter(_OffloadedParameter):
-    """Class of a parameter while its values are in the store. A parameter's class changes to this class and back.
+    """Class of a parameter while its values are in the store. The parameter changes to this class and back.
 
-    The parameter has the correct shape, dtype and device, but only the memory of one element. Reading it raises
-    ``AbsentWeightError``, so it never returns wrong values. ``grad`` is None, or a placeholder while the store contains
-    a gradient. Setting ``grad`` to None discards the gradient.
+    The parameter has the correct shape, dtype and device, but uses the memory of only one element. Reading its values
+    raises ``AbsentWeightError``, so wrong values are never returned. ``grad`` is None, or a placeholder if the store
+    contains a gradient. Setting ``grad`` to None discards the gradient.
     """
 
     __torch_function__: Any = classmethod(_answer)
@@ -168,7 +169,7 @@ class StoredParameter(_OffloadedParameter):
 
 
 class Placeholder(Tensor):
-    """Placeholder with the metadata of a tensor in the store. All other operations raise an error."""
+    """Tensor with the metadata of a tensor in the store. Operations that need values raise an error."""
 
     what: str
     is_gradient: bool
@@ -186,7 +187,7 @@ def holder_of(parameter: Tensor) -> ParameterHolder | None:
 
 
 def attach(parameter: nn.Parameter, block: ParameterHolder, device: torch.device) -> None:
-    """Make a parameter absent and assign it to its block. ``device`` is the parameter's compute device."""
+    """Make a parameter absent and assign it to its block. ``device`` is the device reported by the parameter."""
     own_class = type(parameter)
     make_absent(parameter, device)
     parameter.__dict__[_BLOCK] = block
@@ -194,11 +195,11 @@ def attach(parameter: nn.Parameter, block: ParameterHolder, device: torch.device
 
 
 def make_absent(parameter: nn.Parameter, device: torch.device) -> None:
-    """Remove a parameter's values, so that reading it raises an error."""
-    # Leave inference mode, because a parameter over inference memory cannot be trained afterwards.
+    """Drop a parameter's values. Reading them then raises an error."""
+    # Leave inference mode, because a parameter whose memory was created in inference mode cannot be trained.
     with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
         empty = placeholder(parameter.shape, parameter.dtype, device)
-        if parameter.device.type == "meta":  # torch can only swap the memory of a meta tensor, not set it
+        if parameter.device.type == "meta":  # torch can swap the memory of a meta tensor, but not set it
             swap_tensors: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
             swap_tensors(parameter, nn.Parameter(empty, parameter.requires_grad))
         else:
@@ -207,27 +208,27 @@ def make_absent(parameter: nn.Parameter, device: torch.device) -> None:
 
 
 def make_present(parameter: nn.Parameter, values: Tensor) -> None:
-    """Bind a parameter to its values, which are a view of a slot with the parameter's shape and dtype."""
+    """Bind a parameter to its values: a view of a slot with the parameter's shape and dtype."""
     with torch.inference_mode(False):
         parameter.__class__ = parameter.__dict__[_CLASS]
         _DATA.__set__(parameter, values)
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return the accumulated gradient of a parameter, bypassing the property of its class."""
+    """Return a parameter's accumulated gradient, bypassing the property of its class."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient: Tensor | None = _GRADIENT.__get__(parameter)
     return gradient
 
 
 def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
-    """Replace the accumulated gradient of a parameter, bypassing the property of its class."""
+    """Replace a parameter's accumulated gradient, bypassing the property of its class."""
     with torch._C.DisableTorchFunctionSubclass():
         _GRADIENT.__set__(parameter, gradient)
 
 
 def make_placeholder(parameter: Tensor, what: str, *, is_gradient: bool = False) -> Placeholder:
-    """Return a placeholder with the metadata of ``parameter``; see ``Placeholder``."""
+    """Return a ``Placeholder`` with the metadata of ``parameter``."""
     with torch._C.DisableTorchFunctionSubclass():
         empty = placeholder(parameter.shape, parameter.dtype, parameter.device)
         made = Tensor._make_subclass(Placeholder, empty)
@@ -237,7 +238,7 @@ def make_placeholder(parameter: Tensor, what: str, *, is_gradient: bool = False)
 
 
 def _by_node(values: Iterable[Any]) -> list[Any]:
-    """Replace absent parameters with their graph nodes, which need no values."""
+    """Replace absent parameters with their graph nodes, because nodes need no values."""
 
     def named(value: Any) -> Any:
         if isinstance(value, StoredParameter):
@@ -249,13 +250,13 @@ def _by_node(values: Iterable[Any]) -> list[Any]:
 
 
 def _absent(values: list[Any]) -> list[Tensor]:
-    """Return the absent tensors in arguments and in lists of arguments."""
+    """Return the absent tensors among arguments, including those inside lists."""
     flat = [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
     return [one for one in flat if isinstance(one, StoredParameter | Placeholder)]
 
 
 def _provide(parameter: Tensor) -> bool:
-    """Fetch a parameter's values if they are absent, and return whether the tensor has values now."""
+    """Fetch a parameter's values if they are absent. Return whether the values are present now."""
     if not isinstance(parameter, StoredParameter):
         return not isinstance(parameter, Placeholder)
     block = holder_of(parameter)

@@ -1,7 +1,7 @@
-"""Storage of saved tensors in blocks of a store, written during the forward and prefetched during the backward.
+"""Storage of saved tensors in blocks of a store. Blocks are written in the forward and prefetched in the backward.
 
-Sizes and order are unknown before the first forward, and the garbage collector frees the memory. Each stored tensor
-therefore has a block while a graph needs it, and storages are tracked by their version and by weak references.
+Sizes and order are unknown before the first forward, and the garbage collector frees the memory. A stored tensor
+therefore has a block only while a graph needs it. Storages are tracked by version and weak reference.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from tiered import Lease, Mode, TieredStore, Transfer
 from tiered.errors import CapacityError
 from tiered.units import PAGE_BYTES, GiB, round_up
 
-#: Restored memory has the alignment of the source storage up to this size, because it affects the results of kernels.
+#: Restored memory is aligned like the source storage up to this many bytes, because alignment affects kernel results.
 _ALIGNMENT_BYTES = 512
-#: The whole storage is stored if it has at most this factor times the tensor's bytes.
+#: Store the whole storage if it is at most this many times as large as the tensor.
 _WHOLE_SHARE = 2
-#: A stored whole storage is used for a tensor if it has at most this factor times the tensor's bytes.
+#: Use a stored whole storage for a tensor if it is at most this many times as large as the tensor.
 _SHARED_SHARE = 4
-#: Integer dtype for copies, by element size, so that copies never interpret the elements.
+#: Integer dtypes for copies, by element size. With them, copies never interpret the elements.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 #: A tensor stays in memory if the staging tier has no space for it within this time.
 _MAX_WAIT_S = 60.0
-#: Limits of the look-ahead: number of stored tensors to search, and number of requested transfers.
+#: Limits of one look-ahead: number of stored tensors to search, and number of transfers to request.
 _MAX_STEPS_BACK = 64
 _MAX_FETCHES = 16
 
 
 def can_be_placed(tensor: Tensor) -> bool:
-    """Return whether a tensor is a plain strided view of its storage, without subclass or other layout."""
+    """Return whether a tensor is a plain strided view of its storage, not a subclass or a different layout."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -56,13 +56,9 @@ def can_be_placed(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Elements of a storage that one block contains, without the bytes between these elements.
+    """The elements of a storage that one block contains, without the bytes between them.
 
     Attributes:
-
-        start: First byte in the storage.
-        counts: Number of elements per dimension.
-        strides: Stride per dimension, in elements.
     """
 
     itemsize: int
@@ -77,11 +73,11 @@ class Elements:
 
     @property
     def first_byte(self) -> int:
-        """First byte of the storage that restored memory contains."""
+        """Position in the source storage of the first byte that is restored."""
         return self.start // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
 
     def read(self, storage: torch.UntypedStorage, into: Tensor) -> None:
-        """Copy the elements of a storage to a contiguous 1-D uint8 tensor of ``nbytes`` on any device."""
+        """Copy the elements from a storage to ``into``, a contiguous 1-D uint8 tensor of ``nbytes`` on any device."""
         self._shaped(into).copy_(self._inside(storage, 0))
 
     def restore(self, contents: Tensor, device: torch.device) -> torch.UntypedStorage:
@@ -102,7 +98,7 @@ class Elements:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor as a view of its storage.
+    """A tensor, described as a view of its storage.
 
     Attributes:
         start: First byte in the storage.
@@ -119,25 +115,25 @@ class Place:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Place:
-        """Return the place of a tensor for which ``can_be_placed`` is true."""
+        """Return the place of a tensor. ``can_be_placed`` must be true for the tensor."""
         itemsize = tensor.dtype.itemsize
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         start = int(tensor.storage_offset()) * itemsize
         sizes = zip(shape, stride, strict=True)
         dimensions = sorted(((step, count) for count, step in sizes if step and count > 1), reverse=True)
-        merged: list[tuple[int, int]] = []  # merging dimensions makes reshaped views compare equal
+        merged: list[tuple[int, int]] = []  # dimensions are merged so that reshaped views compare equal
         for step, count in dimensions:
             if merged and merged[-1][0] == count * step:
                 count *= merged.pop()[1]
             merged.append((step, count))
         span = sum((count - 1) * step for step, count in merged) + 1
-        if math.prod(count for _, count in merged) > span:  # overlapping windows repeat elements
+        if math.prod(count for _, count in merged) > span:  # overlapping windows contain elements several times
             merged = [(1, span)]
         elements = Elements(itemsize, start, tuple(count for _, count in merged), tuple(step for step, _ in merged))
         return cls(shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg(), start, elements)
 
     def view(self, storage: torch.UntypedStorage, first_byte: int = 0) -> Tensor:
-        """Return the tensor as a view of ``storage``, whose byte 0 is byte ``first_byte`` of the source storage."""
+        """Return the tensor as a view of ``storage``, which begins at byte ``first_byte`` of the source storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         view = empty.set_(storage, (self.start - first_byte) // self.dtype.itemsize, self.shape, self.stride)
         view = view.conj() if self.is_conj else view
@@ -145,7 +141,7 @@ class Place:
 
 
 class WeakStorage:
-    """Weak reference to a storage. While the reference exists, no other storage gets the same address."""
+    """Weak reference to a storage. While the reference exists, no other storage can get the same address."""
 
     __slots__ = ("_reference",)
 
@@ -159,11 +155,11 @@ class WeakStorage:
 
 
 class SourceStorage:
-    """A version of a storage, of which parts are saved for a backward. It does not keep the memory alive.
+    """One version of a storage with tensors saved for a backward. This object does not keep the storage alive.
 
     Attributes:
         stored: Stored parts, by their elements.
-        kept: Weak reference to a saved tensor that keeps the storage in memory; None if there is no such tensor.
+        kept: Weak reference to a saved tensor that keeps the storage in memory, or None.
     """
 
     __slots__ = ("__weakref__", "_nbytes", "_probe", "_reference", "_version", "kept", "stored")
@@ -176,18 +172,18 @@ class SourceStorage:
         self.kept: ref[Any] | None = None
 
     def is_still(self, version: int) -> bool:
-        """Return whether the storage is unchanged and a tensor with this version has the recorded contents."""
+        """Return whether the storage is unchanged, and a tensor with this version has the recorded contents."""
         return self._probe._version == self._version == version
 
     def memory(self) -> torch.UntypedStorage | None:
-        """Return the storage if other code keeps it alive with unchanged contents, otherwise None."""
+        """Return the storage if other code keeps it alive and its contents are unchanged, otherwise None."""
         if self._probe._version != self._version:
             return None
         storage = self._reference()
         return storage if storage is not None and storage.nbytes() == self._nbytes else None
 
     def to_store(self, place: Place) -> Elements:
-        """Return the elements to store for a tensor: the whole storage, or only the tensor's elements."""
+        """Return the elements to store for a tensor: those of the whole storage, or only those of the tensor."""
         is_large = place.elements.nbytes * _WHOLE_SHARE >= self._nbytes
         return self._whole if is_large else place.elements
 
@@ -203,7 +199,7 @@ class SourceStorage:
 
 @dataclass(slots=True, eq=False)
 class ActivationBlock:
-    """A registered block of bytes, with its most recent requested transfer."""
+    """A registered block of bytes, with the transfer that was requested last."""
 
     key: str
     home: str
@@ -214,8 +210,8 @@ class ActivationBlock:
 class ActivationBlocks:
     """The blocks of saved tensors in one store. Thread-safe.
 
-    Each stored tensor gets a new block. The tiers keep the buffers and files of unregistered blocks for later blocks of
-    the same size until they need the space.
+    Each stored tensor gets a new block. After a block is unregistered, its tiers keep the buffers and files for blocks
+    of the same size until they need the space.
 
     Attributes:
         has_warned: Whether a lack of space was already logged.
@@ -224,7 +220,8 @@ class ActivationBlocks:
     def __init__(self) -> None:
         self.has_warned = False
         self._lock = threading.Lock()
-        # Finalizers only append, because they can run in any thread, even while it holds this lock or the store's.
+        # Finalizers only append to this deque. They can run in any thread, even one that holds this lock or the
+        # store's.
         self._dead: deque[ActivationBlock] = deque()
         self._registered_bytes = self._num_names = 0
 
@@ -260,7 +257,7 @@ class ActivationBlocks:
 
     @property
     def in_use_bytes(self) -> int:
-        """Bytes of blocks whose contents a backward may still read."""
+        """Bytes of the blocks that a backward may still read."""
         with self._lock:
             return self._registered_bytes - sum(block.nbytes for block in list(self._dead))
 
@@ -273,7 +270,7 @@ class ActivationBlocks:
         weakref.finalize(owner, self._dead.append, block).atexit = False
 
     def collect(self, store: TieredStore, *, waits: bool = False) -> None:
-        """Unregister released blocks, unless another thread is already unregistering blocks.
+        """Unregister released blocks. Do nothing if another thread is already doing so.
 
         Args:
             waits: Whether to wait for the other thread, and for blocks in transfer.
@@ -285,7 +282,7 @@ class ActivationBlocks:
                 self._lock.release()
 
     def _collect_locked(self, store: TieredStore, *, waits: bool) -> None:
-        if store.is_closed:  # closing the store has removed the blocks
+        if store.is_closed:  # closing the store removed the blocks
             self._dead.clear()
             self._registered_bytes = 0
             return
@@ -295,7 +292,7 @@ class ActivationBlocks:
             if waits or block.transfer is None or block.transfer.done():
                 ended.append(block)
             else:
-                self._dead.append(block)  # unregistering it now would wait for the transfer
+                self._dead.append(block)  # unregistering the block now would wait for its transfer
         store.unregister(*(block.key for block in ended))  # unregistered blocks are not written back
         self._registered_bytes -= sum(block.nbytes for block in ended)
 
@@ -311,13 +308,13 @@ _BLOCKS: WeakKeyDictionary[TieredStore, ActivationBlocks] = WeakKeyDictionary()
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class StoredElements:
-    """Elements of a source storage in a block. The block is released when this object is freed.
+    """Elements of a source storage that are stored in a block. The block is released when this object is freed.
 
     Attributes:
-        number: Position in the order of storing.
+        number: Position in the order in which elements were stored.
         staging: Tier through which the elements were written.
-        is_near: Whether the staging tier has a copy of the block, or a prefetch to it was requested.
-        restored: Weak reference to memory that was restored from the block, and the stream that restored it.
+        is_near: Whether the staging tier has a copy of the block, or a prefetch was requested.
+        restored: Weak reference to memory restored from the block, and the stream that restored it.
     """
 
     source: SourceStorage
@@ -332,7 +329,7 @@ class StoredElements:
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """Tiers for saved tensors of one device.
+    """Tiers that saved tensors of one device use.
 
     Attributes:
         homes: Allowed home tiers of blocks, preferred first.
@@ -345,14 +342,14 @@ class _Route:
 
 
 class ActivationCache:
-    """Writer and reader of storage elements in blocks of one store. Thread-safe.
+    """Writes and reads storage elements in blocks of one store. Thread-safe.
 
     The last ``lookahead_bytes`` stay in the staging tier, because the backward needs them first. Older elements move to
-    their homes during the forward. Reading an element set prefetches the sets that were stored before it.
+    their homes during the forward. Reading elements prefetches the elements that were stored before them.
 
     Attributes:
-        write_wait_s: Seconds for which writes waited for space.
-        read_wait_s: Seconds for which reads waited for transfers.
+        write_wait_s: Seconds that writes waited for space.
+        read_wait_s: Seconds that reads waited for transfers.
         written_bytes: Bytes copied to blocks.
         restored_bytes: Bytes read back.
     """
@@ -366,7 +363,7 @@ class ActivationCache:
         self._names = tuple(store.stats().tiers)
         self.blocks = _BLOCKS.setdefault(store, ActivationBlocks())
         self._routes: dict[torch.device, _Route] = {}
-        self._lock = threading.Lock()  # never held during a wait
+        self._lock = threading.Lock()  # never held while waiting
         self._live: WeakValueDictionary[int, StoredElements] = WeakValueDictionary()
         self._staged: deque[tuple[int, ref[StoredElements]]] = deque()
         self._staged_bytes = self._num_stored = 0
@@ -374,10 +371,10 @@ class ActivationCache:
         self.restored_bytes = self.written_bytes = 0
 
     def write(self, source: SourceStorage, elements: Elements, storage: torch.UntypedStorage) -> StoredElements | None:
-        """Copy elements of a storage into a new block, or return None if no tier has space for them.
+        """Copy elements of a storage to a new block. Return None if no tier has space for them.
 
         Raises:
-            TransferError: A drive failed to provide reserved space, or an earlier write-back failed.
+            TransferError: A drive could not provide reserved space, or an earlier write-back failed.
         """
         device = storage.device
         route = self._route(device)
@@ -410,7 +407,7 @@ class ActivationCache:
         return stored
 
     def _note_staged(self, stored: StoredElements, lookahead_bytes: int) -> list[StoredElements]:
-        """Add the newest element set, and return the oldest sets that no longer fit into the look-ahead."""
+        """Add the newest elements, and return the oldest elements that no longer fit in the look-ahead."""
         self._staged.append((stored.block.nbytes, ref(stored)))
         self._staged_bytes += stored.block.nbytes
         leaving = []
@@ -424,7 +421,7 @@ class ActivationCache:
         return leaving
 
     def read(self, stored: StoredElements) -> torch.UntypedStorage:
-        """Return memory with the elements at their original positions. Readers on one stream share it while it lives.
+        """Return memory with the elements at their original positions. Readers on the same stream share it.
 
         Raises:
             CapacityError: This thread's leases fill the staging tiers.
@@ -451,7 +448,7 @@ class ActivationCache:
         return memory
 
     def _look_ahead(self, stored: StoredElements) -> None:
-        """Prefetch a block and the blocks that the backward needs after it, in reverse order of storing."""
+        """Prefetch a block and the blocks that the backward needs next, in reverse order of storing."""
         route = self._route(stored.device)
         num_fetches, ahead_bytes = 0, 0
         for number in range(stored.number, max(-1, stored.number - _MAX_STEPS_BACK), -1):
@@ -465,14 +462,14 @@ class ActivationCache:
             if other.is_near or (other is not stored and other.source.memory() is not None):
                 continue
             transfer = self._store.prefetch(other.block.key, route.staging[0])
-            if not transfer.skipped:  # skipped without space, or while another transfer of the block is in progress
+            if not transfer.skipped:  # skipped if there is no space, or if the block is already in transfer
                 other.is_near, other.block.transfer = True, transfer
             num_fetches += 1
             if num_fetches >= _MAX_FETCHES:
                 return
 
     def _acquire(self, block: ActivationBlock, route: _Route, mode: Mode) -> Lease:
-        """Lease a block in its fastest staging tier that has space for it."""
+        """Lease a block in the fastest staging tier that has space for it."""
         home = self._names.index(block.home)
         staging = [name for name in route.staging if self._names.index(name) <= home] or [block.home]
         for name in staging[:-1]:
@@ -493,7 +490,7 @@ class ActivationCache:
         own = [name for name, place in places if place is not None and _is_same(place, device)]
         addressable = [name for name, place in places if place is not None]
         first = self._names.index((own or addressable)[0])
-        # Copies in the tensor's tier free no memory, so they are made only if ``tier`` selects this tier.
+        # A copy in the tensor's own tier frees no memory, so it is made only if the user chose this tier (``tier``).
         slower = self._names[first + 1 :] if own else self._names[first:]
         homes = slower[::-1] if self._tier is None else (self._tier,)
         staging = tuple(name for name in self._names[first:] if name in addressable)

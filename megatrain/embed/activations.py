@@ -1,4 +1,4 @@
-"""``offload_activations``: moves tensors that autograd saves for the backward to a store.
+"""``offload_activations``: moves tensors that autograd saves for the backward into a store.
 
 The engine stores only the inputs of its layers, whose shapes are known (``StoreAccess.put_activation``). In user code,
 autograd can save any tensor, several tensors can view one storage, and other code can own the memory. A saved tensor is
@@ -39,7 +39,7 @@ from megatrain.engine.graph_keeping import version_probe
 from tiered import TieredStore
 from tiered.units import MiB, format_size
 
-#: Graph nodes that keep the values, but can change shape or dtype.
+#: Graph nodes that keep the values of their input, but can change its shape or dtype.
 _SAME_VALUES = {
     *("Alias", "AsStrided", "Clone", "Expand", "Permute", "Select", "Slice", "Split", "SplitWithSizes", "Squeeze"),
     *("T", "ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View"),
@@ -49,17 +49,17 @@ _MAX_NODES = 8
 
 @dataclass(frozen=True, slots=True)
 class ActivationStats:
-    """Statistics of one ``offload_activations`` since its creation.
+    """Statistics of an ``offload_activations`` since its creation.
 
     Attributes:
         offloaded_bytes: Bytes written to blocks.
-        restored_bytes: Bytes read back, without memory that is reused because it is still alive.
+        restored_bytes: Bytes read back. Excludes memory that was still alive and could be reused.
         deduplicated_bytes: Bytes of saved tensors that were already in a block.
         no_room_bytes: Bytes of storages that stayed in memory because no tier had space.
         small_bytes: Bytes of saved tensors smaller than ``min_bytes``.
-        pack_wait_s: Seconds for which the forward waited for the store.
-        unpack_wait_s: Seconds for which the backward waited for the store.
-        in_use_bytes: Bytes of the store's activation blocks that a graph still needs.
+        pack_wait_s: Seconds that the forward waited for the store.
+        unpack_wait_s: Seconds that the backward waited for the store.
+        in_use_bytes: Bytes of activation blocks in the store that a graph still needs.
     """
 
     offloaded_bytes: int
@@ -73,7 +73,7 @@ class ActivationStats:
 
 
 class offload_activations:
-    """Context manager that keeps the tensors that autograd saves in a store until the backward needs them.
+    """Context manager that moves tensors saved by autograd into a store until the backward needs them.
 
     ::
 
@@ -81,36 +81,37 @@ class offload_activations:
             loss = model(**batch).loss
         loss.backward()
 
-    Results are bit-identical to plain PyTorch. Enter the context around the forward. It can be entered repeatedly,
-    nested, and by several threads, or created again for each step. Device tensors move to RAM or a drive, tensors in
-    RAM move to a drive. Tensors without space there stay in memory and are counted. No tier exceeds its capacity, but
-    the backward needs additional memory. On a CPU, set ``MALLOC_MMAP_THRESHOLD_=1048576`` for the process, because
-    glibc otherwise keeps much of the freed memory in its heap.
+    Results are bit-identical to plain PyTorch. Enter the context around the forward. The context can be entered
+    repeatedly, nested, and by several threads, or created again for each step. Device tensors move to RAM or a drive,
+    and tensors in RAM move to a drive. Tensors for which no tier has space stay in memory and are counted. No tier
+    exceeds its capacity, but the backward needs additional memory. On a CPU, set ``MALLOC_MMAP_THRESHOLD_=1048576`` for
+    the process, because glibc otherwise keeps much of the freed memory in its heap.
 
-    Saved views of one storage share a block until the storage is modified in place, and share memory after they are
-    restored. As in plain PyTorch, the backward raises ``RuntimeError`` for a tensor that was modified in place after it
+    Saved views of one storage share a block until the storage is modified in place. After they are restored, they share
+    memory. As in plain PyTorch, the backward raises ``RuntimeError`` for a tensor that was modified in place after it
     was saved. Changes that autograd does not see (through ``.data`` or by a custom kernel) are not detected. Use
     ``keep`` for a storage that is saved both before and after such a change.
 
     Parameters, their views, and their copies in a different dtype or shape stay in memory. Buffers of ``model`` also
-    stay or, without ``model``, other leaves that require gradients. Tensors that this context does not move are passed
-    to outer saved-tensor hooks. Inside ``torch.utils.checkpoint``, only the inputs of a segment are saved, and the
-    context moves them. Tensor subclasses and tensors with other layouts than strided stay.
+    stay. Without ``model``, all other leaves that require gradients stay. Outer saved-tensor hooks receive the tensors
+    that this context does not move. Inside ``torch.utils.checkpoint``, only a segment's inputs are saved, and the
+    context moves them. Tensor subclasses and tensors with non-strided layouts stay.
 
     Args:
         store: Store that stays open until the last backward has ended.
-        tier: Home of the blocks. Defaults to the slowest tier with space, except the tier of the tensor.
+        tier: Home of the blocks. Default: the slowest tier with space, except the tensor's own tier.
+        model: Modules whose parameters and buffers stay in memory.
         model: Modules whose parameters and buffers stay in memory.
         min_bytes: Minimum size of moved tensors. Moving smaller tensors takes too much time for the saved memory.
-        max_bytes: Limit on the total bytes of activation blocks in this store. Defaults to the tiers' free space.
-        lookahead_bytes: Bytes of the staging tier for the tensors that were saved last or are needed next. Defaults to
-            a quarter of its capacity, at most 1 GiB.
-        keep: Function that returns True for tensors that must stay in memory. It must not keep a reference to them.
+        max_bytes: Limit on the total bytes of activation blocks in this store. Default: the tiers' free space.
+        lookahead_bytes: Bytes of the staging tier for tensors that were saved last or are needed next. Default: a
+            quarter of the tier's capacity, at most 1 GiB.
+        keep: Function that returns True for tensors that must stay in memory. It must not store references to them.
 
     Raises:
         ValueError: The store has no tier with this name.
         TransferError: A drive failed during the forward or the backward.
-        CapacityError: The fast tier is too small to restore a single tensor in the backward.
+        CapacityError: The fast tier is too small to restore a tensor in the backward.
     """
 
     def __init__(
@@ -131,7 +132,8 @@ class offload_activations:
         self._keep = keep
         self._module_storages: dict[int, WeakStorage] = {}
         self._entered = threading.local()
-        # One thread packs at a time. Unpacking never takes this lock, because it can hold space that packing waits for.
+        # One thread packs at a time. Unpacking never takes this lock, because an unpacking thread can hold the space
+        # that packing waits for.
         self._packing = threading.RLock()
         self._sources: WeakValueDictionary[int, SourceStorage] = WeakValueDictionary()
         self._deduplicated_bytes = self._no_room_bytes = self._small_bytes = 0
@@ -164,7 +166,7 @@ class offload_activations:
         )
 
     def close(self) -> None:
-        """Wait for the transfers of blocks that no graph needs, and unregister them. The context stays usable."""
+        """Wait for transfers of blocks that no graph needs, and unregister the blocks. The context stays usable."""
         self._cache.blocks.collect(self._store, waits=True)
 
     def _stack(self) -> list[torch.autograd.graph.saved_tensors_hooks]:
@@ -197,7 +199,7 @@ class offload_activations:
         return _is_copy_of_weight(tensor) or (self._keep is not None and self._keep(tensor))
 
     def _move(self, tensor: Tensor, *, may_keep: bool) -> SavedTensor | None:
-        """Move a tensor and return a placeholder without its memory, or return None if the tensor stays in memory."""
+        """Move a tensor into the store and return a placeholder, or return None if the tensor must stay in memory."""
         place, storage = Place.of(tensor), tensor.untyped_storage()
         nbytes = place.elements.nbytes
         is_small = nbytes < self._min_bytes
@@ -217,7 +219,7 @@ class offload_activations:
             self._deduplicated_bytes += nbytes
         else:
             stored = self._cache.write(source, source.to_store(place), storage)
-            if stored is None and nbytes < storage.nbytes():  # try the tensor if the whole storage does not fit
+            if stored is None and nbytes < storage.nbytes():  # the whole storage does not fit, so try only the tensor
                 stored = self._cache.write(source, place.elements, storage)
         if stored is not None:
             return _Stored(tensor, place, stored, self._cache)
@@ -243,7 +245,7 @@ class offload_activations:
 
 
 class _Offloaded(Versioned):
-    """A saved tensor without its memory. The version probe does not have the tensor's shape."""
+    """A saved tensor whose memory was freed. The version probe does not have the tensor's shape."""
 
     __slots__ = ("_place",)
     saved_inside = "offload_activations"
@@ -257,7 +259,7 @@ class _Offloaded(Versioned):
 
 
 class _KeptWithSource(KeptInMemory):
-    """A tensor that stays in memory, with a reference to its source storage."""
+    """A tensor that stays in memory, with a reference to its ``SourceStorage``."""
 
     __slots__ = ("__weakref__", "_source")
     saved_inside = "offload_activations"
@@ -268,7 +270,7 @@ class _KeptWithSource(KeptInMemory):
 
 
 class _Copied(_Offloaded):
-    """A copy of a small part of a large storage, made so that the storage can be freed."""
+    """A copy of a small part of a large storage, so that the storage can be freed."""
 
     __slots__ = ("_memory",)
 
@@ -304,7 +306,7 @@ class _Stored(_Offloaded):
 
 
 def _storages_of(modules: Iterable[nn.Module]) -> dict[int, WeakStorage]:
-    """Return references to the storages of parameters and buffers, by address. They prevent reuse of the addresses."""
+    """Return references to the storages of parameters and buffers, by address. They prevent reuse of addresses."""
     found = {}
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):
@@ -315,7 +317,7 @@ def _storages_of(modules: Iterable[nn.Module]) -> dict[int, WeakStorage]:
 
 
 def _is_copy_of_weight(tensor: Tensor) -> bool:
-    """Return whether a tensor has the values of a parameter, like a copy by autocast."""
+    """Return whether a tensor contains the values of a parameter, as the copies made by autocast do."""
     node = tensor.grad_fn
     for _ in range(_MAX_NODES):
         if node is None:

@@ -1,4 +1,4 @@
-"""Gradients of a layer's parameters in one block of a store, summed in fp32 over backward passes."""
+"""Gradients of a layer's parameters in one block of a store. They are summed in fp32 over backward passes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class BlockUpdater(Protocol):
     """Interface through which a weight block calls its optimizer."""
 
     def finish_update(self) -> None:
-        """Apply the deferred update, if there is one. Called before weights are read or new gradients are added."""
+        """Apply the deferred update, if any. This is called before weights are read or new gradients are added."""
 
     def weights_changed(self, names: frozenset[str]) -> None:
-        """Handle a change of these parameters by other code than the optimizer."""
+        """React to a change of these parameters by code other than the optimizer."""
 
 
 class GradientBlock:
-    """Block with the fp32 gradients of a layout's parameters, summed over the backward passes of a step.
+    """Block that contains the fp32 gradients of a layout's parameters, summed over the backward passes of a step.
 
-    The engine's ``GradientAccumulator`` adds gradients like autograd's ``.grad``, so sums of fp32 gradients are
-    bit-identical. Unlike in the engine, gradients arrive one at a time from autograd's hooks. The threads that run
-    autograd call this object, one thread at a time.
+    Gradients are added in the same way as by autograd's ``.grad`` and the engine's ``GradientAccumulator``, so sums of
+    fp32 gradients are bit-identical. Unlike in the engine, gradients arrive one at a time, from autograd's hooks. The
+    threads that run autograd call this object, one thread at a time.
 
     Args:
         key: Key of the block, which the constructor registers.
@@ -42,7 +42,8 @@ class GradientBlock:
         homes: Allowed home tiers, preferred first.
 
     Attributes:
-        updater: Applies the last step's update, which reads this block, before the first gradient of the next step.
+        updater: Applies the last step's update before the next step's first gradient arrives. The update reads this
+            block.
         num_changes: Number of gradients added or removed so far.
     """
 
@@ -65,7 +66,7 @@ class GradientBlock:
         self._tier = compute_tier(store)
         self._register(homes)
         self._hooks: list[Any] = []
-        self._nodes: list[Any] = []  # keep the nodes alive, because their hooks are removed with them
+        self._nodes: list[Any] = []  # keep the nodes alive, because their hooks would be removed with them
         for parameter in parameters.values():
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take))  # type: ignore[no-untyped-call]
         for parameter in self._ordinary.values():
@@ -83,7 +84,7 @@ class GradientBlock:
         shared_state(self._store).unregister(self.key)
 
     def move_hook_last(self, parameter: Tensor) -> None:
-        """Move this block's hook behind all other hooks of a parameter. Called after a hook was added."""
+        """Move this block's hook behind all other hooks of a parameter. Called after another hook was added."""
         hooks = parameter._post_accumulate_grad_hooks
         for key in [key for key, hook in hooks.items() if hook == self._take]:
             hooks[key] = hooks.pop(key)  # autograd runs hooks in insertion order
@@ -98,12 +99,12 @@ class GradientBlock:
         return self._names.get(id(parameter)) in self._filled
 
     def forget(self, parameter: nn.Parameter) -> None:
-        """Drop the gradient of one parameter. The next gradient starts a new sum."""
+        """Drop a parameter's gradient. The next gradient starts a new sum."""
         self._filled.discard(self._names[id(parameter)])
         self.num_changes += 1
 
     def consume(self) -> frozenset[str]:
-        """Mark the sums as used by an update, and return their names. The next gradient starts a new sum.
+        """Mark the sums as used by an update, and return their parameters' names. The next gradient starts a new sum.
 
         Raises:
             RuntimeError: A parameter has a gradient that did not move to the store.
@@ -129,17 +130,17 @@ class GradientBlock:
             set_gradient(parameter, None)
 
     def _drop_cleared(self) -> None:
-        """Drop gradients whose placeholder was removed by the module's ``zero_grad``."""
+        """Drop gradients whose placeholders were removed, for example by the module's ``zero_grad``."""
         for name, parameter in self._ordinary.items():
             if gradient_of(parameter) is None:
                 self._filled.discard(name)
 
     def view(self, flat: Tensor, entry: TensorEntry) -> Tensor:
-        """Return a flat view of one parameter's part of the block's contents."""
+        """Return a flat view of a parameter's range in the block's contents."""
         return flat.narrow(0, entry.offset, entry.numel)
 
     def squared_norms(self, threads: KernelThreads) -> dict[str, float]:
-        """Return the sum of squares of each gradient, by name."""
+        """Return each gradient's sum of squares, by name."""
         self._drop_cleared()
         if not self._filled:
             return {}
@@ -159,11 +160,11 @@ class GradientBlock:
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         if not self._filled and self.updater is not None:
-            self.updater.finish_update()  # the update reads the sums that this gradient replaces
+            self.updater.finish_update()  # the update reads the old sums, which this gradient replaces
         name = self._names[id(parameter)]
         self._add(self._entries[name], gradient)
         self.num_changes += 1
-        if name in self._ordinary:  # make reading or clipping the gradient raise an error instead of finding None
+        if name in self._ordinary:  # reading or clipping the gradient must raise an error, not find None
             set_gradient(parameter, make_placeholder(parameter, name, is_gradient=True))
 
     def _add(self, entry: TensorEntry, gradient: Tensor) -> None:
@@ -172,7 +173,7 @@ class GradientBlock:
             GradientAccumulator(sums, self._filled).add(entry.name, gradient)
 
     def _drop_placeholder(self, parameter: Tensor, arriving: Any) -> None:
-        """Remove the placeholder of an earlier gradient before autograd adds the next gradient to it."""
+        """Remove the placeholder of an earlier gradient, before autograd adds the next gradient to it."""
         if isinstance(gradient_of(parameter), Placeholder):
             set_gradient(parameter, None)
         else:

@@ -1,8 +1,8 @@
-"""Groups of parameters in an embedded optimizer, which are updated in ``step`` or before the next use of their weights.
+"""Parameter groups of embedded optimizers. They are updated in ``step``, or before the next use of their weights.
 
-The engine's ``Updater`` applies one set of settings per step to every block group. In torch, the settings of parameter
-groups can change in every step and each parameter counts its steps, so an update has settings per parameter. Both
-call the update rules of ``megatrain.optim``.
+The engine's ``Updater`` applies the same settings to all groups of a step. In torch, settings can change in every step
+and each parameter counts its own steps, so an update has settings per parameter. Both call the update rules of
+``megatrain.optim``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from tiered.errors import TieredError
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings for the update of one parameter in one step.
+    """Settings for one update of one parameter.
 
     Attributes:
-        arithmetic: Optimizer with the settings of the parameter's group, which applies the update.
+        arithmetic: Update rule with the settings of the parameter's group.
         step: Number of this update of the parameter, from 1.
         lr: Learning rate of the parameter's group.
     """
@@ -46,11 +46,11 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class DueUpdate:
-    """An update of a group that has not been applied yet.
+    """Update of a group that is not applied yet.
 
     Attributes:
         settings: Settings of each parameter that has a gradient, by name.
-        grad_scale: Factor on all gradients.
+        grad_scale: Factor by which all gradients are multiplied.
         gradients: Gradients that are ordinary tensors, by name.
     """
 
@@ -60,7 +60,7 @@ class DueUpdate:
 
 
 class StateGroup(ABC):
-    """A layout of parameters with one block per kind of state. The constructor registers and zeroes the blocks.
+    """Layout of parameters with one state block per kind. The constructor registers the blocks, filled with zeros.
 
     Args:
         root: Prefix of the keys of the group's blocks.
@@ -87,7 +87,7 @@ class StateGroup(ABC):
         self.kinds = {kind.name: kind for kind in kinds}
         self.keys = {kind.name: state_key(root, kind.name) for kind in kinds}
         self.starts = {kind.name: kind.starts(layout) for kind in kinds}
-        self._elsewhere: list[str] = []  # keys of state blocks whose home is not RAM
+        self._elsewhere: list[str] = []  # keys of state blocks whose home is outside of RAM
         for kind in kinds:
             key = self.keys[kind.name]
             home = shared_state(store).register(key, self._num_elements(kind), kind.dtype, homes, durable=True)
@@ -101,26 +101,26 @@ class StateGroup(ABC):
         return kind.num_elements(self.layout)
 
     def take_gradients(self) -> Mapping[str, Tensor | None]:
-        """Return the gradients of a step by name and mark them as consumed. Gradients in a block are None."""
+        """Return a step's gradients by name and mark them as consumed. The value is None for gradients in a block."""
         assert self.gradients is not None, self.layout.name
         return dict.fromkeys(self.gradients.consume())
 
     def squared_norms(self, threads: KernelThreads) -> Mapping[str, float]:
-        """Return the sum of squares of each gradient by name, in the order of the layout."""
+        """Return each gradient's sum of squares by name, in the order of the layout."""
         assert self.gradients is not None, self.layout.name
         return self.gradients.squared_norms(threads)
 
     def gradients_now(self) -> object:
-        """Return a value that changes if a gradient is added, changed or removed."""
+        """Return a value that changes whenever a gradient is added, changed or removed."""
         assert self.gradients is not None, self.layout.name
         return self.gradients.num_changes
 
     def keys_at_once(self) -> list[str]:
-        """Return the keys of the blocks that an update leases in RAM together."""
+        """Return the keys of all blocks that an update leases in RAM together."""
         return [*self.keys.values(), *([] if self.gradients is None else [self.gradients.key])]
 
     def update(self, work: DueUpdate) -> None:
-        """Apply an update and return when it is done."""
+        """Apply an update. Return when it is finished."""
         gradient = None if self.gradients is None else self.gradients.key
         requests: list[tuple[str, str, Mode]] = [
             (key, "ram", "r" if key == gradient else "rw") for key in self.keys_at_once()
@@ -133,23 +133,23 @@ class StateGroup(ABC):
 
     @abstractmethod
     def _apply(self, work: DueUpdate, tensors: Mapping[str, Tensor]) -> None:
-        """Call the update rules with ``tensors``, the contents of all blocks by key."""
+        """Call the update rules. ``tensors`` contains the contents of all blocks by key."""
 
     def prefetch(self) -> None:
-        """Prefetch as much state for the next update as fits in RAM."""
+        """Prefetch as much of the state for the next update as fits in RAM."""
         for key in self._elsewhere:
             self.store.prefetch(key, "ram")
 
     def _evict_state(self) -> None:
-        """Start to evict the state right after its update, so that it is written back while other groups compute."""
+        """Start to evict the state right after its update, so that its write-back overlaps with other updates."""
         for key in self._elsewhere:
             self.store.evict(key, "ram")
 
     def segment(self, entry: TensorEntry, settings: Settings, start: int, *, first: int = 0) -> Segment:
-        """Return the range of a parameter in a block with its update settings.
+        """Return the range that a parameter occupies in a block, together with the parameter's update settings.
 
         Args:
-            first: index of the range's first element in the whole parameter.
+            first: Index of the range's first element within the parameter.
         """
         own = {name: starts[entry.name] for name, starts in self.starts.items() if self.kinds[name].elements_of}
         return Segment(
@@ -163,7 +163,7 @@ class StateGroup(ABC):
         )
 
     def part(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
-        """Return the state of one kind and one parameter as a flat view."""
+        """Return a flat view of a parameter's state of one kind."""
         return flat.narrow(0, self.starts[kind][entry.name], self.kinds[kind].length_of(entry))
 
     @property
@@ -172,7 +172,7 @@ class StateGroup(ABC):
         return EMA.name in self.keys
 
     def swap_averages(self, names: Mapping[str, object]) -> None:
-        """Swap masters and their averages, in place. A second call restores both.
+        """Swap masters and their averages in place. A second call restores both.
 
         Args:
             names: Parameters that have been updated.
@@ -191,7 +191,7 @@ class StateGroup(ABC):
 
     @abstractmethod
     def _swap(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        """Swap masters and averages in ``tensors``, the contents of their blocks by key."""
+        """Swap masters and averages. ``tensors`` contains the contents of their blocks by key."""
 
     def entries(self, names: Mapping[str, object]) -> Iterator[TensorEntry]:
         """Return the layout entries with these names, in the order of the layout."""
@@ -202,7 +202,7 @@ class OffloadedGroup(StateGroup):
     """Parameters of an offloaded module that share a weight block.
 
     Args:
-        deferred: Queue of the optimizer's updates that wait for the next use of the weights.
+        deferred: The optimizer's queue of updates that wait for the next use of their weights.
     """
 
     def __init__(
@@ -218,29 +218,29 @@ class OffloadedGroup(StateGroup):
 
     @property
     def gradient_factor(self) -> float:
-        """Factor on all gradients, in addition to clipping."""
+        """Factor by which all gradients are multiplied, in addition to clipping."""
         return 1.0
 
     def attach(self) -> None:
-        """Register as the updater of the weights."""
+        """Become the updater of the weights."""
         assert self.weights.updater is None, self.layout.name
         self.weights.updater = self.gradients.updater = self
 
     def detach(self) -> None:
-        """Unregister as the updater of the weights."""
+        """Stop being the updater of the weights."""
         self.weights.updater = self.gradients.updater = None
 
     def defer(self, work: DueUpdate) -> None:
-        """Defer an update until the next use of the weights. Graphs of earlier forwards become stale."""
+        """Defer an update until the next use of the weights. This makes the graphs of earlier forwards stale."""
         self._deferred.add(self, work)
         self.weights.version += 1
 
     def finish_update(self) -> None:
-        """Apply the deferred update, if there is one."""
+        """Apply the deferred update, if any."""
         self._deferred.finish(self)
 
     def keys_at_once(self) -> list[str]:
-        """Return the keys of the blocks that an update leases in RAM together, including the weights."""
+        """Return the keys of all blocks that an update leases in RAM together, including the weights."""
         return [self.weights.key, *super().keys_at_once()]
 
     def update(self, work: DueUpdate) -> None:
@@ -278,17 +278,17 @@ class OffloadedGroup(StateGroup):
     def _master_and_average(
         self, entry: TensorEntry, tensors: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return the weight, the low half and the average of a parameter. Weight and average have the same offsets."""
+        """Return a parameter's weight, low half and average. Weight and average start at the same offset."""
         low = self.part("low", tensors[self.keys["low"]], entry) if "low" in self.keys else None
         weight, average = (tensors[key] for key in (self.weights.key, self.keys[EMA.name]))
         return self.part(EMA.name, weight, entry), low, self.part(EMA.name, average, entry)
 
     def _segment_here(self, entry: TensorEntry, settings: Settings) -> Segment | None:
-        """Return the segment of a parameter in this process's blocks, or None if they contain no element of it."""
+        """Return a parameter's segment in the blocks of this process, or None if the blocks contain none of it."""
         return self.segment(entry, settings, entry.offset)
 
     def weights_changed(self, names: frozenset[str]) -> None:
-        """Zero the low halves of masters whose weights were replaced."""
+        """Zero the low halves of masters, because code other than the optimizer replaced their weights."""
         if "low" not in self.keys:
             return
         with self.store.acquire(self.keys["low"], "ram", "rw") as lease:
@@ -298,7 +298,7 @@ class OffloadedGroup(StateGroup):
 
 
 def take_gradients(groups: Sequence[StateGroup]) -> list[tuple[StateGroup, Mapping[str, Tensor | None]]]:
-    """Consume and return the gradients of all groups in a step. If an error is raised, no gradient is consumed.
+    """Consume and return the gradients of all groups for a step. After an error, no gradient is consumed.
 
     Raises:
         WeightInUseError: ``gathered`` or a running forward uses weights that the step would change.
@@ -313,7 +313,7 @@ def take_gradients(groups: Sequence[StateGroup]) -> list[tuple[StateGroup, Mappi
 
 
 def update_in_order(works: Mapping[StateGroup, DueUpdate]) -> None:
-    """Apply updates in order. During each update, the state for the next update is prefetched."""
+    """Apply the updates in order, and prefetch the state for the next update during each of them."""
     for group, following in zip_longest(works, list(works)[1:]):
         if following is not None:
             following.prefetch()
@@ -321,25 +321,26 @@ def update_in_order(works: Mapping[StateGroup, DueUpdate]) -> None:
 
 
 class InterruptedUpdateError(RuntimeError):
-    """Updates were partially applied, so only some weights have made the step."""
+    """Updates were applied only partially, so some weights have made the step and others have not."""
 
 
 class DeferredUpdates:
-    """Updates of offloaded groups that wait for the next use of their weights. Used by one thread at a time."""
+    """Queue of offloaded groups' updates. Each update waits for the next use of its weights. Not thread-safe."""
 
     def __init__(self) -> None:
         self._due: dict[OffloadedGroup, DueUpdate] = {}
         self._is_partial = False
 
     def add(self, group: OffloadedGroup, work: DueUpdate) -> None:
-        """Defer an update of a group, which has no other deferred update."""
+        """Defer an update of a group that has no deferred update yet."""
         self._due[group] = work
 
     def finish(self, group: OffloadedGroup | None = None) -> None:
-        """Apply the deferred update of a group, or all deferred updates if ``group`` is None.
+        """Apply the deferred update of one group, or all deferred updates if ``group`` is None.
 
         Raises:
-            InterruptedUpdateError: ``group`` is None, and earlier updates were partially applied. Raised only once.
+            InterruptedUpdateError: ``group`` is None, and an earlier update was partially applied. This is raised only
+                once.
         """
         if group is None and self._is_partial:
             self._is_partial = False
@@ -351,14 +352,14 @@ class DeferredUpdates:
             if (work := self._due.get(one)) is not None:
                 with self.applying():
                     one.update(work)
-                del self._due[one]  # not earlier, because after an error of the store the update is still due
+                del self._due[one]  # after the update, because the update is still due if the store raised an error
 
     @contextmanager
     def applying(self, *, is_atomic: bool = True) -> Iterator[None]:
-        """Record whether the updates inside the context ended halfway.
+        """Detect updates inside the context that end halfway.
 
         Args:
-            is_atomic: Whether the updates belong to one group, so that an error of the store occurs before any change.
+            is_atomic: Whether all updates belong to one group, so that errors of the store occur before any change.
         """
         try:
             yield

@@ -1,4 +1,4 @@
-"""Hiding of the store's operations from torch's dispatch modes, which observe the operations of a module."""
+"""Hides the store's operations from torch's dispatch modes, which observe the operations of a module."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _T = TypeVar("_T")
 def past_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Make a function bypass the active dispatch modes, except modes that emulate a device.
 
-    Fetching weights can run different operations in the second run of a layer, when a copy may still exist. PyTorch's
-    selective checkpointing (``create_selective_checkpoint_contexts``) compares the operations of both runs and would
-    raise an error. Modes that count operations would count the fetches.
+    In a layer's second run, copies can still exist, so fetching weights can run different operations than in the first.
+    PyTorch's selective checkpointing (``create_selective_checkpoint_contexts``) compares the operations of both runs
+    and would raise an error. Modes that count operations would include the fetches.
     """
 
     @functools.wraps(function)
@@ -37,7 +37,7 @@ def past_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _exchange(modes: Sequence[dispatch.TorchDispatchMode], others: Sequence[dispatch.TorchDispatchMode]) -> None:
-    """Replace the active dispatch modes with ``others``, of which the last one handles operations first."""
+    """Replace the active dispatch modes with ``others``. The last mode handles operations first."""
     for _ in modes:
         dispatch._pop_mode()
     for mode in others:

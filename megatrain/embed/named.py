@@ -1,7 +1,7 @@
-"""``named_tensors``: the weights of an offloaded module, one at a time, for export to another program.
+"""``named_tensors``: yields an offloaded module's weights one at a time, to export them to another program.
 
-In online RL, a rollout engine (vLLM, SGLang) receives a new copy of the policy's weights after each step. Trainers read
-``parameter.data`` for this copy, but the parameters of an offloaded module have no data outside of its forward.
+In online RL, a rollout engine (vLLM, SGLang) receives the policy's new weights after each step. Trainers usually copy
+them from ``parameter.data``, but the parameters of an offloaded module have no data outside of its forward.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _WRAPPED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)|modules_to_save\
 def named_tensors(
     model: nn.Module, *, merge: bool = True, device: torch.device | str | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, values) of a module's parameters in the order of ``named_parameters``. A tied parameter comes once.
+    """Yield (name, values) of a module's parameters in the order of ``named_parameters``. Tied parameters come once.
 
-    Each tensor is a copy that the caller may keep. The store holds no weights between two tensors, so the peak is one
-    tensor in addition to the store and the caller's tensors. Deferred updates are applied first. Ordinary parameters
-    and modules are also supported. For a module with ``group``, this is a collective.
+    Each tensor is a copy that the caller can keep. The store holds no weights between two tensors, so at most one
+    tensor is in memory in addition to the store and the caller's tensors. Deferred updates are applied first. Ordinary
+    parameters and modules are also supported. For a module with ``group``, this is a collective.
 
     Args:
         merge: True merges peft's adapters into copies of their base weights, under the names of the model without
-            adapters. The weights in the store do not change, and a merged tensor needs three times its memory. False
+            adapters. The weights in the store do not change. Merging needs three times the memory of a tensor. False
             yields base weights and adapters separately, under the names of ``named_parameters``.
         device: Device of the copies; None for the module's compute device.
 
@@ -52,14 +52,14 @@ def named_shapes(model: nn.Module, *, merge: bool = True) -> list[tuple[str, tor
 
 @dataclass(frozen=True, slots=True)
 class _NamedWeight:
-    """A parameter with the peft layers around the module that owns it (``adapters``, outermost first)."""
+    """A parameter and its peft layers (``adapters``, outermost first), which wrap the module that owns it."""
 
     name: str
     parameter: nn.Parameter
     adapters: Sequence[Any]
 
     def read(self, device: torch.device | str | None) -> Tensor:
-        """Return a copy of the values with merged adapters."""
+        """Return a copy of the parameter's values, with its adapters merged."""
         with torch.no_grad():
             if any(not adapter.merged for adapter in self.adapters):
                 merged = self._merged()
@@ -85,7 +85,7 @@ class _NamedWeight:
             }
             base._parameters = copies
             try:
-                # Call the method of the class, because `offload` replaced the instance's method to write to the store.
+                # Call the class's method, because ``offload`` replaced the instance's method to write to the store.
                 for adapter in adapters:
                     type(adapter).merge(adapter)
                 values = copies[leaf]
@@ -94,7 +94,7 @@ class _NamedWeight:
             finally:
                 try:
                     for adapter in reversed(adapters):
-                        if adapter.merged:  # resets peft's list of merged adapters; the copies are discarded
+                        if adapter.merged:  # reset peft's list of merged adapters; the copies are discarded
                             type(adapter).unmerge(adapter)
                 finally:
                     base._parameters = own

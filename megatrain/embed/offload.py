@@ -1,4 +1,4 @@
-"""``offload``: moves the parameters of any module to a store, in place. They are in memory while its layers run."""
+"""``offload``: moves the parameters of a module into a store, in place, and loads each layer's weights when it runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _ATTRIBUTE = "_megatrain_offloaded"
-_SHARD_SIZE = "2GB"  # writing safetensors keeps one shard in memory
+_SHARD_SIZE = "2GB"  # the safetensors writer holds a whole shard in memory
 _log = logging.getLogger(__name__)
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -52,33 +52,34 @@ def offload(
 ) -> AnyModule:
     """Move a module's parameters to a store, in place, and return the module.
 
-    Each layer's weights are fetched when its forward or backward needs them, and prefetched in the order of the last
-    run. Gradients move to the store when they are computed. ``parameters()`` returns the same objects as before, for
-    ``TieredAdamW``. Set ``requires_grad`` of frozen parameters first. Forward, backward, ``generate``, ``state_dict``,
-    ``load_state_dict`` and ``save_pretrained`` work as before. Moving the module to another device has no effect, and
-    converting its dtype raises an error. The module computes on the device of the store's fastest tier.
+    Each layer's weights are fetched when its forward or backward needs them. Weights are prefetched in the order in
+    which the last run used them. Gradients move to the store as soon as they are computed. ``parameters()`` returns the
+    same objects as before, for ``TieredAdamW``. Set ``requires_grad`` of frozen parameters before the call. Forward,
+    backward, ``generate``, ``state_dict``, ``load_state_dict`` and ``save_pretrained`` work as before. The module
+    computes on the device of the store's fastest tier: moves to another device are ignored, and dtype conversions raise
+    an error.
 
-    With ``group``, each rank has a shard of the weights, gradients and state in its store. Weights are gathered for
-    each forward and backward of a layer. ``step`` averages the gradients of all ranks like DistributedDataParallel, but
-    in a fixed order: each rank's gradients are a lane, and lanes are added in a fixed tree. Forward, backward,
-    ``step``, ``state_dict``, ``load_state_dict`` and ``gathered`` are then collectives. All ranks must use the same
-    layers in the same order, or all ranks raise ``RanksDifferError``.
+    With ``group``, each rank stores a shard of the weights, gradients and state. Weights are gathered for each forward
+    and backward of a layer. ``step`` averages the gradients of all ranks, as DistributedDataParallel does, but in a
+    fixed order: each rank's gradients are a lane, and lanes are added in a fixed tree. Forward, backward, ``step``,
+    ``state_dict``, ``load_state_dict`` and ``gathered`` are then collectives. All ranks must use the same layers in the
+    same order. Otherwise, all ranks raise ``RanksDifferError``.
 
     Args:
-        name: Prefix of the keys of the module's blocks, unique for each module in a store.
-        weights: Allowed home tiers, preferred first; "auto" for RAM while it has space, then drives.
-        gradients: Allowed home tiers, preferred first; "auto" for RAM while it has space, then drives.
-        leave: Globs of names of parameters that stay ordinary.
-        group: Process group of torch.distributed with gloo whose ranks share the module, such as ``dist.group.WORLD``.
-            Weights and gradients move between host memories, even if modules compute on GPUs.
-        gradient_lanes: Number of lanes with ``group``; default: one per rank. With fewer ranks, each rank computes
-            several lanes (see the function ``gradient_lanes``), with bit-identical results.
+        name: prefix of the keys of the module's blocks. Modules in the same store need different prefixes.
+        weights: allowed home tiers, preferred first. "auto" uses RAM while it has space, then drives.
+        gradients: allowed home tiers, as for ``weights``.
+        leave: globs of parameter names. Matching parameters are not moved.
+        group: process group of ranks that share the module, for example ``dist.group.WORLD``. It needs a gloo backend,
+            because weights and gradients move between host memories even if modules compute on GPUs.
+        gradient_lanes: number of lanes with ``group``. Default: one per rank. Results are bit-identical with a half or
+            a third of that number of ranks, if each rank then computes several lanes (``megatrain.gradient_lanes``).
 
     Raises:
-        OffloadError: A dtype has no master weights, there is nothing to offload, or a parameter is already offloaded.
+        OffloadError: A dtype has no master weights, the module has nothing to offload, or it is already offloaded.
         CapacityError: The module does not fit in the store.
         RanksDifferError: The module differs between ranks.
-        ValueError: The settings contradict each other.
+        ValueError: Settings contradict each other.
         TypeError: ``model`` is not a module, or ``store`` is not a store.
     """
     check_store(store, "offload")
@@ -112,10 +113,10 @@ def offload(
 
 
 def gradient_lanes(model: nn.Module) -> Iterator[int]:
-    """Yield the lanes of this rank for a module with ``group``. Gradients are added to the last yielded lane.
+    """Yield the numbers of this rank's lanes, for a module with ``group``. Gradients go to the lane yielded last.
 
-    Each lane does the work that one of ``gradient_lanes`` ranks would do, so select each lane's part of the batch by
-    the lane number. With several micro-batches per lane, iterate over the lanes once per micro-batch.
+    Each lane does the work of one rank in a run with one rank per lane. Choose each lane's part of the batch by the
+    lane's number. With several micro-batches per lane, iterate over the lanes once per micro-batch.
     """
     offloaded = offloaded_module(model)
     ranks = None if offloaded is None else offloaded.access
@@ -128,14 +129,14 @@ def gradient_lanes(model: nn.Module) -> Iterator[int]:
 
 @contextmanager
 def gathered(of: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = False) -> Iterator[None]:
-    """Hold the weights of a module or of parameters in the compute tier, to read them or, if ``writable``, change them.
+    """Hold the weights of a module, or some parameters, in the compute tier. ``writable`` permits changes.
 
-    All weights are held together, so gather layer by layer if they do not fit. Ordinary parameters are skipped.
-    Computations with the weights can be differentiated, inside the context or after it.
+    All weights are held together, so gather layer by layer if they do not fit together. Parameters outside of stores
+    are skipped. Computations with the weights are differentiable inside and after the context.
 
     Raises:
         CapacityError: The weights do not fit together.
-        WeightInUseError: A weight was changed without ``writable``, or a view outlives the context.
+        WeightInUseError: Weights were changed without ``writable``, or a view of a weight outlives the context.
     """
     parameters = [of] if isinstance(of, Tensor) else of.parameters() if isinstance(of, nn.Module) else of
     blocks = dict.fromkeys(block for parameter in parameters if (block := block_of(parameter)) is not None)
@@ -153,7 +154,7 @@ def gathered(of: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = Fals
 
 
 def offloaded_module(model: nn.Module) -> OffloadedModule | None:
-    """Return the blocks and running forwards of an offloaded module, or None if the module was not offloaded."""
+    """Return the ``OffloadedModule`` of a module, or None if the module was not offloaded."""
     found: OffloadedModule | None = model.__dict__.get(_ATTRIBUTE)
     return found
 
@@ -162,11 +163,11 @@ class OffloadedModule:
     """Blocks and running forwards of an offloaded module. ``offloaded_module(model)`` returns it.
 
     Attributes:
-        blocks: Blocks with the module's parameters, in definition order.
-        window: Leases of the backward.
-        order: Order in which units were used.
-        calls: Running forwards.
-        access: Leases the blocks, for a single process or together with other ranks.
+        blocks: blocks that contain the module's parameters, in definition order.
+        window: leases of the backward.
+        order: order in which units were used.
+        calls: running forwards.
+        access: leases the blocks, alone or together with other ranks.
     """
 
     def __init__(self, store: TieredStore, access: WholeBlocks) -> None:
@@ -178,10 +179,10 @@ class OffloadedModule:
         self._for_backward: list[WeightBlock] = []
 
     def install(self, model: nn.Module) -> None:
-        """Install hooks that provide weights to code outside of the forward of the weights' module.
+        """Also provide weights to code that uses them outside of their module's forward.
 
-        Examples are a fused loss, a head that multiplies with the embedding, or attention that reads its projections.
-        This code fetches the weights, which stay until the end of the current forward or backward.
+        Examples: a fused loss, a head that multiplies by the embedding, attention that reads its projections' weights.
+        Such a use fetches the weights and holds them until the current forward or backward ends.
         """
         _register(model, self._before, self._after)
         shared_state(self.store).modules.add(self)
@@ -204,10 +205,10 @@ class OffloadedModule:
             self.end_backward(is_failing=True)
 
     def provide(self, block: WeightBlock) -> bool:
-        """Hold a block until the end of the running forward or backward. Return False if neither is running.
+        """Hold a block until the running forward or backward ends. Return False if neither is running.
 
-        If the forward of another module uses the block, such as a student that uses its teacher's head, the block is
-        held until the end of this forward.
+        If the forward of another module uses the block, the block is held until the end of that forward. For example, a
+        student can use the head of its teacher.
         """
         call = self.calls.innermost_of(self) or self._forward_around()
         if call is not None:
@@ -223,12 +224,12 @@ class OffloadedModule:
         return True
 
     def _forward_around(self) -> Call | None:
-        """Return the running forward of another module in the store, or None."""
+        """Return the running forward of another module in the same store, or None."""
         others = (other for other in shared_state(self.store).modules if other is not self)
         return next((call for other in others if (call := other.calls.innermost_of(other)) is not None), None)
 
     def end_backward(self, *, is_failing: bool = False) -> None:
-        """Release blocks that the backward held for code that uses weights outside of their modules."""
+        """Release the blocks that the backward held for code outside of their modules."""
         blocks, self._for_backward = self._for_backward, []
         release_all(blocks, is_failing=is_failing)
 
@@ -240,7 +241,7 @@ class OffloadedModule:
 
 
 class _UnitHooks:
-    """Hooks that hold a unit's weights during its forward and make the graph save the weights by block."""
+    """Forward hooks that hold a unit's weights while it runs. The graph saves block references."""
 
     def __init__(self, unit: UnitPart, blocks: Sequence[WeightBlock], offloaded: OffloadedModule) -> None:
         self._unit, self._blocks, self._offloaded = unit, tuple(blocks), offloaded
@@ -266,14 +267,14 @@ class _UnitHooks:
 
 
 def _register(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
-    """Install the first pre-hook and the last post-hook of a module's forward, hidden from compilers."""
+    """Install a first and a last hook of a module's forward, and hide them from compilers."""
     disable: Callable[[Any], Any] = torch.compiler.disable
     module.register_forward_pre_hook(disable(before), prepend=True)
     module.register_forward_hook(disable(after), always_call=True)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move the buffers of a module to the compute device, except those without values."""
+    """Move a module's buffers to the compute device, except meta buffers."""
     for module in model.modules():
         for leaf, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device and buffer.device.type != "meta":
@@ -282,7 +283,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 @functools.cache
 def _refuse_foreign_optimizers() -> None:
-    """Make other optimizers raise an error for offloaded parameters, whose gradients they cannot see."""
+    """Make ordinary optimizers raise for offloaded parameters, because they cannot see these gradients."""
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if isinstance(optimizer, TieredOptimizer):
@@ -304,12 +305,12 @@ _CALLER = "_call_impl"
 
 @dataclass(slots=True)
 class Call:
-    """A forward of a unit or module, or a ``gathered`` context, with the blocks and hooks to release at its end.
+    """A running forward of a unit or module, or a running ``gathered``. Its blocks and hooks end when it ends.
 
     Attributes:
-        owner: Hooks of the unit, or the offloaded module.
-        frame: Frame in which torch's function runs the hooks.
-        outer_error: Exception that was being handled when the call began. A different exception comes from the call.
+        owner: hooks of the unit, or the module.
+        frame: frame in which torch's function runs the hooks.
+        outer_error: exception that was being handled when the call began. Any other exception was raised by the call.
     """
 
     owner: object = None
@@ -325,7 +326,7 @@ class Call:
         self.held.append(block)
 
     def install_hooks(self, window: BackwardWindow) -> None:
-        """Install hooks that save weights by block in the following operations."""
+        """Save block references instead of weights in later operations."""
         self.hooks = weight_hooks(window)
         self.hooks.__enter__()
 
@@ -347,10 +348,11 @@ class Calls:
         return bool(self._running)
 
     def begin(self, owner: object) -> Call:
-        """Record the start of a forward. This comes before anything can fail, because torch always runs post-hooks.
+        """Record a forward. This happens before anything in it can fail, because torch always runs the hooks after it.
 
         Raises:
-            OffloadError: torch.jit traces the forward and would record addresses of slots, which other weights reuse.
+            OffloadError: torch.jit is tracing the forward. A trace would record the addresses of slots that are reused
+                later.
         """
         if torch._C._get_tracing_state() is not None:
             raise OffloadError(
@@ -362,19 +364,20 @@ class Calls:
         return call
 
     def end(self, owner: object) -> None:
-        """End the innermost forward if it belongs to the owner. A failed hook may not have recorded its forward."""
+        """End the innermost forward if it belongs to ``owner``. A failed hook may not have recorded its forward."""
         if self._running and self._running[-1].owner is owner:
             self._running.pop().end()
 
     def innermost_of(self, owner: object) -> Call | None:
-        """Return the innermost running forward of an owner, or None."""
+        """Return the innermost running forward of an owner."""
         return next((call for call in reversed(self._running) if call.owner is owner), None)
 
     def drop_dead(self) -> None:
-        """End the forwards of the calling thread that an interrupt has stopped, because torch runs no hooks for them.
+        """End forwards that an interrupt has aborted, because torch runs no hooks after an interrupt.
 
-        An interrupt reaches only the main thread. Frames of other threads cannot be read safely, because before Python
-        3.12 a garbage collection inside ``sys._current_frames`` deadlocks if it frees tensors.
+        This covers only the calling thread, because interrupts reach only the main thread. Other threads' frames cannot
+        be read safely: before Python 3.12, ``sys._current_frames`` deadlocks if a garbage collection inside it frees
+        tensors.
         """
         if self._running:
             alive = set(_frames())
@@ -394,7 +397,7 @@ def _caller() -> FrameType | None:
 
 
 def _frames() -> Iterator[FrameType | None]:
-    """Yield the stack frames of the calling thread, innermost first."""
+    """Yield the stack frames of the calling thread."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         yield frame
@@ -402,7 +405,7 @@ def _frames() -> Iterator[FrameType | None]:
 
 
 def install_methods(model: nn.Module, offloaded: OffloadedModule) -> None:
-    """Replace the methods of a module and its submodules that would read or move absent values."""
+    """Replace methods of the module and its submodules that would read or move absent weights."""
     mapped = _MappedWeights(offloaded)
     for module in model.modules():
         if any(p is not None and block_of(p) is not None for p in module._parameters.values()):
@@ -417,14 +420,14 @@ def install_methods(model: nn.Module, offloaded: OffloadedModule) -> None:
             module.__dict__["resize_token_embeddings"] = _resizing(module)
         if hasattr(type(module), "get_base_layer"):
             _install_merging(module)
-        for name in ("merge_and_unload", "unload"):  # check the class, as peft's wrapper forwards unknown attributes
+        for name in ("merge_and_unload", "unload"):  # only on the class: peft forwards unknown attributes
             if hasattr(type(module), name):
                 module.__dict__[name] = _unloading(getattr(module, name), module, offloaded)
     _install_on_whole(model, offloaded)
 
 
 def _install_on_whole(model: nn.Module, offloaded: OffloadedModule) -> None:
-    """Replace the methods of the outermost module, which the user calls."""
+    """Replace methods that users call only on the outermost module."""
     model.__dict__["_apply"] = _applying_whole(model, offloaded)
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NoParallel()
     save_pretrained = getattr(model, "save_pretrained", None)
@@ -433,10 +436,10 @@ def _install_on_whole(model: nn.Module, offloaded: OffloadedModule) -> None:
 
 
 class _MappedWeights:
-    """``state_dict`` hooks of modules with weights in the store, which return tensors in unlinked memory-mapped files.
+    """``state_dict`` hooks that return weights in the store as tensors in unlinked memory-mapped files.
 
-    The values are copied to the files unit by unit, so they need disk space and page cache, but no other memory. A tied
-    parameter is the same tensor under all its names.
+    The hooks copy values to the files unit by unit, so copies use disk space and page cache but no other memory. All
+    names of a tied parameter map to the same tensor.
     """
 
     def __init__(self, offloaded: OffloadedModule) -> None:
@@ -445,14 +448,14 @@ class _MappedWeights:
         self._destination: ref[Any] | None = None
 
     def fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """Replace the module's absent parameters with their values. Torch calls this hook after ``state_dict``."""
+        """Replace the module's absent parameters with their values. torch calls this hook after ``state_dict``."""
         if self._destination is None or self._destination() is not state_dict:
-            self._last.clear()  # share copies only within one call, because the caller can change them
+            self._last.clear()  # share tied copies only within one call: callers may change them
             self._destination = ref(state_dict, lambda _: self._last.clear())
         for leaf, parameter in module._parameters.items():
             key = prefix + leaf
             if parameter is None or key not in state_dict or state_dict[key] is parameter:
-                continue  # keep_vars=True returns the parameters
+                continue  # the caller asked for the parameters themselves (keep_vars=True)
             block = block_of(parameter)
             if block is None or block not in self._blocks:
                 continue
@@ -468,7 +471,7 @@ class _MappedWeights:
 
 
 def _loading(module: nn.Module) -> Callable[..., None]:
-    """Return a ``_load_from_state_dict`` that holds the module's weights for writing."""
+    """Return ``_load_from_state_dict``, wrapped to hold the module's weights for writing."""
     load = module._load_from_state_dict
 
     def load_into_store(state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
@@ -483,7 +486,7 @@ def _loading(module: nn.Module) -> Callable[..., None]:
                 held.append(block)
             same = [pair for leaf, pair in own.items() if _is_same(*pair, state_dict.get(prefix + leaf))]
             load(state_dict, prefix, local_metadata, *rest)
-            for parameter, block in same:  # keep the low halves of masters whose weights did not change
+            for parameter, block in same:  # so that the store keeps the low halves of their masters
                 block.is_unchanged(parameter)
             is_failing = False
         finally:
@@ -499,7 +502,7 @@ def _is_same(parameter: nn.Parameter, block: WeightBlock, values: object) -> boo
 
 
 def _resizing(module: nn.Module) -> Callable[..., Any]:
-    """Return a ``resize_token_embeddings`` that raises an error for a different size, because block sizes are fixed."""
+    """Return a ``resize_token_embeddings`` that raises if the size changes, because the size of a block is fixed."""
 
     def resize(new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *_: Any, **__: Any) -> Any:
         embedding: Any = module.get_input_embeddings()  # type: ignore[operator]
@@ -517,7 +520,7 @@ def _resizing(module: nn.Module) -> Callable[..., Any]:
 
 
 def _install_merging(layer: nn.Module) -> None:
-    """Make a peft layer's ``merge`` and ``unmerge`` change the weights in the store."""
+    """Make a peft layer merge its adapters into weights in the store, and unmerge them."""
     for name in ("merge", "unmerge"):
         if hasattr(type(layer), name):
             layer.__dict__[name] = _merging(getattr(layer, name), layer)
@@ -537,13 +540,13 @@ def _merging(merge: Callable[..., Any], layer: nn.Module) -> Callable[..., Any]:
 
 
 def _unloading(unload: Callable[..., nn.Module], tuner: nn.Module, offloaded: OffloadedModule) -> Callable[..., Any]:
-    """Return a version of peft's ``merge_and_unload`` or ``unload`` that returns an offloaded module."""
+    """Return peft's ``merge_and_unload`` or ``unload``, wrapped so that its result is an offloaded module."""
 
     def unload_in_store(*args: Any, **options: Any) -> Any:
         model: Any = tuner.model
         config: Any = getattr(model, "config", None)
         is_tied = bool(getattr(config, "tie_word_embeddings", False))
-        if is_tied:  # peft compares addresses, which absent weights lack, so the code below compares identity
+        if is_tied:  # peft would compare absent weights' addresses; the code below compares identity
             config.tie_word_embeddings = False
         try:
             found = unload(*args, **options)
@@ -561,7 +564,7 @@ def _unloading(unload: Callable[..., nn.Module], tuner: nn.Module, offloaded: Of
 
 
 def _applying(module: nn.Module) -> Callable[..., nn.Module]:
-    """Return an ``_apply`` (called by ``to``, ``cuda``, ``half`` etc.) that skips offloaded parameters."""
+    """Return an ``_apply`` that skips offloaded parameters. ``to``, ``cuda``, ``half`` etc. call ``_apply``."""
     apply: Callable[..., nn.Module] = module._apply
 
     def apply_to_others(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -583,7 +586,7 @@ def _applying(module: nn.Module) -> Callable[..., nn.Module]:
 
 
 def _applying_whole(model: nn.Module, offloaded: OffloadedModule) -> Callable[..., nn.Module]:
-    """Return an ``_apply`` for the outermost module that raises before any conversion, and does not move buffers."""
+    """Return ``_apply`` for the outermost module. It refuses conversions and keeps buffers on the compute device."""
     apply: Callable[..., nn.Module] = model._apply
 
     def apply_to_others(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -603,7 +606,7 @@ def _applying_whole(model: nn.Module, offloaded: OffloadedModule) -> Callable[..
 def _refuse_conversion(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     try:
         other = fn(torch.empty(0, dtype=dtype)).dtype
-    except (AssertionError, RuntimeError) as error:  # the device does not exist
+    except (AssertionError, RuntimeError) as error:  # torch raises these errors if a device does not exist
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise OffloadError(
             f"an offloaded module cannot be moved there: {reason}. It computes on the device of its store"
@@ -615,7 +618,7 @@ def _refuse_conversion(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> No
 
 
 class _NoParallel:
-    """Placeholder for the list of parameters that ``DistributedDataParallel`` ignores. Reading it raises an error."""
+    """List of parameters that ``DistributedDataParallel`` should ignore. Iterating over it raises an error."""
 
     def __iter__(self) -> Iterator[str]:
         raise OffloadError(
@@ -626,7 +629,7 @@ class _NoParallel:
 
 
 def _saving(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``save_pretrained`` whose default shard size fits in memory."""
+    """Return ``save_pretrained``, wrapped to write files small enough to fit in memory."""
 
     def save(*args: Any, **options: Any) -> Any:
         options.setdefault("max_shard_size", _SHARD_SIZE)
@@ -643,16 +646,16 @@ def _refuse(what: str, instead: str) -> Callable[..., Any]:
 
 
 def _say_it_stays(fn: Callable[[Tensor], Tensor], computes_on: torch.device) -> None:
-    """Log once per device that a move is ignored, because inputs must be on the store's compute device."""
+    """Log, once per device, that a move is ignored and that inputs must be on the store's compute device."""
     wanted = fn(torch.empty(0, device=computes_on)).device
     if wanted.type != computes_on.type:
-        # Trainers routinely move models to the CPU and back, but a move to a GPU is intentional.
+        # Trainers move models to the CPU and back routinely, but a move to another device is probably intentional.
         log_ignored_move(str(wanted), str(computes_on), logging.INFO if wanted.type == "cpu" else logging.WARNING)
 
 
 @functools.cache
 def log_ignored_move(wanted: str, computes_on: str, level: int) -> None:
-    """Log that a move is ignored, with the remedy."""
+    """Log that a move is ignored, and what to do instead."""
     remedy = 'open the store with gpu="auto" to compute on a CUDA device' if computes_on == "cpu" else "leave it there"
     _log.log(
         level,

@@ -1,4 +1,4 @@
-"""``TieredOptimizer``: an optimizer with the interface of ``torch.optim.Optimizer`` and its state in a tiered store."""
+"""``TieredOptimizer``: has the interface of ``torch.optim.Optimizer`` and keeps its state in a tiered store."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from megatrain.optim.threads import KernelThreads
 from megatrain.ranks.dtensors import add_over_shards, is_dtensor
 from tiered import TieredStore
 
-#: Bytes per parameter for the state and gradient of the updated group, and of the next group, which is being fetched.
+#: Bytes per parameter for the states and gradients of two groups: the updated group and the group being fetched.
 _BYTES_AT_ONCE = 2 * (12 + 4)
 #: Maximum number of cached update rules.
 _MAX_ARITHMETICS = 64
@@ -58,49 +58,48 @@ _CONSUMED = (
 
 
 class TieredOptimizer(torch.optim.Optimizer):
-    """A ``torch.optim.Optimizer`` with its state in a store: 12 bytes per parameter for AdamW, including weights.
+    """A ``torch.optim.Optimizer`` with its state in a store. AdamW needs 12 bytes per parameter, including weights.
 
-    The parameters can belong to offloaded modules, be ordinary parameters, or both. The arithmetic is the same as in
-    ``megatrain-tier run``: it uses an fp32 master (the store contains the low half for a bf16 parameter), and results
-    are bit-identical for any placement. ``step`` clips by the exact global norm and updates ordinary parameters. An
-    offloaded unit is updated right before its next use, while the next unit's blocks are fetched. Reading its weights
-    earlier applies the update first. Parameter groups, LR schedulers and closures work as in torch. Parameters without
-    a gradient are skipped.
+    Parameters can be in offloaded modules, ordinary, or both. The arithmetic is the same as in ``megatrain-tier run``:
+    the optimizer updates an fp32 master (for a bf16 parameter, the store contains its low half). Results are
+    bit-identical for any placement. ``step`` clips by the exact global norm and updates ordinary parameters
+    immediately. Offloaded units are updated right before their next use, while the next unit's blocks are fetched.
+    Reading a unit's weights earlier applies its update first. Parameter groups, LR schedulers and closures work as in
+    torch. Parameters without a gradient are skipped.
 
-    Each rank updates its part of sharded parameters (``DTensor``: FSDP2, tensor parallelism), with state in its store.
-    Gradients and weights stay in place. All ranks step together. ``max_grad_norm`` clips by the norm over all ranks.
+    For sharded parameters (``DTensor``: FSDP2, tensor parallelism), each rank updates its shard and stores its state.
+    Weights and gradients stay in place. All ranks step together. ``max_grad_norm`` clips by the norm over all ranks.
 
     Args:
-        defaults: Settings of groups that do not set them.
-        store: Store of the state; default: the store of the parameters, if they are offloaded.
-        max_grad_norm: Maximum global norm; 0 disables clipping. With clipping, ``grad_norm`` is the norm of the last
-            step.
-        nonfinite: Treatment of a NaN or infinite norm, with clipping: "stop" raises and changes nothing, "skip" skips
-            the update, "ignore" uses the gradients as torch does.
-        offload_gradients: Whether gradients of ordinary parameters move to the store when autograd computes them, and
-            are summed there in fp32 over backward passes.
+        defaults: Default settings of parameter groups.
+        store: Store of the state. Default: the store of the parameters, if they are offloaded.
+        max_grad_norm: Maximum global norm; 0 disables clipping. With clipping, ``grad_norm`` is the last step's norm.
+        nonfinite: What clipping does if the norm is NaN or infinite. "stop" raises an error and changes nothing, "skip"
+            skips the update, and "ignore" uses the gradients, as torch does.
+        offload_gradients: Whether gradients of ordinary parameters move to the store as soon as autograd computes them.
+            The store sums them in fp32 over backward passes.
         state_dtype: Format of the moments: "float32", "bfloat16" (stochastic rounding by seed, step and element) or
             "int8" (blocks of 256 with a scale); see ``megatrain.optim.elementwise``.
         seed: Seed of stochastic rounding.
-        ema_decay: Decay of an average of the fp32 weights, which needs 4 more bytes per parameter; 0 for no average. It
-            starts as the weights before the first step and changes with each update. See ``averaged_parameters``.
-        state: Allowed home tiers of the state, preferred first; "auto" for RAM while it has space, then drives.
-        name: Prefix of the keys of ordinary parameters' blocks, unique for each optimizer in a store.
-        checkpoint: Result of ``state_dict``. "generation": the number of a committed generation of the store, which
-            each rank saves and loads separately. "tensors": tensors, which ``torch.distributed.checkpoint`` needs.
+        ema_decay: Decay of a moving average of the fp32 weights; 0 for no average. The average needs 4 more bytes per
+            parameter. It starts with the weights before the first step, and every update changes it. See
+            ``averaged_parameters``.
+        state: Allowed home tiers of the state, preferred first. "auto" uses RAM while it has space, then drives.
+        name: Prefix of the block keys of ordinary parameters. Optimizers in the same store need different prefixes.
+        checkpoint: Content of ``state_dict``. "generation": the number of a committed generation in the store, which
+            each rank saves and loads separately. "tensors": tensors, as ``torch.distributed.checkpoint`` requires.
             "auto": tensors if a parameter is sharded, otherwise a generation.
 
     Raises:
-        TypeError: The arguments contain a module instead of parameters, an object that is not a store, or an option
-            that only torch supports.
-        ValueError: A setting is out of range or incompatible with sharded parameters, there is no store, or a dtype has
+        TypeError: ``params`` contains a module, ``store`` is not a store, or an option exists only in torch.
+        ValueError: A setting is out of range or incompatible with sharded parameters, no store is known, or a dtype has
             no master weights.
         CapacityError: The state does not fit in the store.
     """
 
     #: Names of the group settings that ``make_arithmetic`` reads.
     setting_names: tuple[str, ...]
-    #: Names in the ``state_dict`` of torch's equivalent optimizer, by kind of state.
+    #: Names of state in the ``state_dict`` of torch's equivalent optimizer, by kind of state.
     torch_names: Mapping[str, str] = {}
 
     def __init__(
@@ -139,7 +138,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.groups: list[StateGroup] = []
         self._measured: object = None
         self._deferred = DeferredUpdates()
-        self._has_consumed = False  # whether the last step consumed gradients in the store, without zero_grad() since
+        self._has_consumed = False  # whether step() consumed gradients since the last zero_grad()
         self._in_ram = UpdatesInRam(self.threads)
         self._with_state: set[int] = set()  # id() of each parameter with state
         self._name, self._offload, self._homes = name, offload_gradients, state
@@ -162,10 +161,10 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
-        """Return the update rule for the settings of a group."""
+        """Return the update rule that applies a group's settings."""
 
     def _rule(self, settings: Mapping[str, Any]) -> Arithmetic:
-        """Return the update rule for the settings of a group, wrapped in ``WeightAverage`` if there are averages.
+        """Return the update rule that applies a group's settings. With averages, it is wrapped in ``WeightAverage``.
 
         Groups with equal settings share one object.
         """
@@ -182,28 +181,28 @@ class TieredOptimizer(torch.optim.Optimizer):
         return {"threads": self.threads, "state_dtype": self.state_dtype, "seed": self.seed}
 
     def widest(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return settings for which the state suffices for every group."""
+        """Return settings whose state is sufficient for every group."""
         return settings
 
     def kinds_of(
         self, settings: Mapping[str, Any], split_master: bool, parameters: Mapping[str, nn.Parameter]
     ) -> Sequence[StateKind]:
-        """Return the kinds of state for parameters that share blocks. ``parameters`` are by name in their layout."""
+        """Return the kinds of state of parameters that share blocks. ``parameters`` maps names in their layout."""
         return self.make_arithmetic(self.widest(settings)).state_kinds(split_master)
 
     def torch_names_of(self, parameter: nn.Parameter) -> Mapping[str, str]:
-        """Return the ``torch_names`` of one parameter."""
+        """Return the ``torch_names`` that apply to a parameter."""
         return self.torch_names
 
     def scratch_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Return the bytes of RAM that updates of these parameters, one at a time, need in addition to blocks."""
+        """Return the RAM in bytes that updating these parameters one at a time needs in addition to blocks."""
         return 0
 
     def check_group(self, param_group: Mapping[str, Any]) -> None:
-        """Raise an error for group settings that are out of range, and for parameters that cannot be updated.
+        """Raise an error if a group has invalid settings, or parameters that cannot be updated.
 
         Raises:
-            ValueError: A setting or parameter is invalid.
+            ValueError: A setting is out of range, or a parameter cannot be updated.
         """
         check_settings(param_group)
 
@@ -228,7 +227,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise
 
     def _make_state(self, param_group: Mapping[str, Any]) -> None:
-        """Create the state of a group's trained parameters without state. After an error, no state is created."""
+        """Create state for a group's trained parameters that have none. After an error, none is created."""
         new = [p for p in param_group["params"] if id(p) not in self._with_state and p.requires_grad]
         if not new:
             return
@@ -298,14 +297,14 @@ class TieredOptimizer(torch.optim.Optimizer):
             closure: Function that recomputes loss and gradients, as in torch.
 
         Raises:
-            NonFiniteGradientError: See ``nonfinite``. No weight was changed, and gradients are dropped.
+            NonFiniteGradientError: See ``nonfinite``. No weight changed, and all gradients were dropped.
         """
         self.check_not_averaged("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.finish_updates()  # update the units that were not used since the last step
+        self.finish_updates()  # some units were not used since the last step, so their updates are still due
         for param_group in self.param_groups:
             self._make_state(param_group)  # parameters that were frozen before may need state
         scale = self._grad_scale()
@@ -339,15 +338,15 @@ class TieredOptimizer(torch.optim.Optimizer):
         return loss
 
     def _settings(self, taken: Sequence[tuple[StateGroup, Mapping[str, object]]]) -> dict[int, Settings]:
-        """Return the settings of each parameter with a gradient, by the parameter's id(), and count its step.
+        """Count a step for each parameter with a gradient, and return these parameters' settings by ``id()``.
 
-        Parameters of a group that are at the same step share one object.
+        Parameters of a group with the same step count share one object.
 
         Args:
-            taken: Groups of state with the names of their parameters that have a gradient.
+            taken: State groups, each with the names of its parameters that have a gradient.
 
         Raises:
-            ValueError: A changed setting needs state that was never created. No step is counted.
+            ValueError: A changed setting needs state that does not exist. No step is counted.
         """
         with_gradient = {id(group.parameters[name]) for group, names in taken for name in names}
         found: dict[int, Settings] = {}
@@ -368,12 +367,12 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Apply all deferred updates, so that the store contains the weights and state after the last step.
 
         Raises:
-            InterruptedUpdateError: An update was partially applied. Raised only once.
+            InterruptedUpdateError: An earlier update was partially applied. This is raised only once.
         """
         self._deferred.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, including those in the store. They become None regardless of ``set_to_none``."""
+        """Drop all gradients, including gradients in the store. ``set_to_none`` has no effect."""
         self._has_consumed = False
         for group in self.groups:
             if group.gradients is not None:
@@ -386,9 +385,9 @@ class TieredOptimizer(torch.optim.Optimizer):
     def measure_grad_norm(self) -> float:
         """Return the global norm of the current gradients, which the next step uses for clipping.
 
-        This method is for trainers that clip before ``step``. ``step`` measures the norm again if gradients change in
-        between. The engine sums over blocks. This norm is summed over parameters in the optimizer's order, so it does
-        not depend on which parameters are offloaded. With sharded parameters, this is a collective.
+        This method is for trainers that clip before ``step``. If gradients change in between, ``step`` measures again.
+        The norm is summed over parameters in the optimizer's order, so it does not depend on which parameters are
+        offloaded (the engine sums over blocks). With sharded parameters, this is a collective.
         """
         squares = norms_in_ram([group for group in self.groups if isinstance(group, OrdinaryGroup)], self.threads)
         squares.update(exchange_gradients(self.groups, self.threads))
@@ -396,7 +395,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             if not isinstance(group, SharedGroup) and squares.keys().isdisjoint(group.parameters.values()):
                 found = group.squared_norms(self.threads)
                 squares.update((group.parameters[name], square) for name, square in found.items())
-        # All ranks must sum the same parameters, so parameters without a gradient are included.
+        # Include parameters without a gradient, because all ranks must sum over the same parameters.
         owners = [parameter for parameter in self.parameters() if id(parameter) in self._with_state]
         if any(map(is_dtensor, owners)):
             totals = add_over_shards(owners, [squares.get(parameter, 0.0) for parameter in owners])
@@ -406,7 +405,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         return self.grad_norm
 
     def _grad_scale(self) -> float | None:
-        """Return the factor on all gradients, or None if they are non-finite and must not be applied."""
+        """Return the factor by which all gradients are multiplied, or None to skip the update because of the norm."""
         if self.max_grad_norm == 0:
             return 1.0
         if self.grad_norm is None or self._measured != [group.gradients_now() for group in self.groups]:
@@ -423,15 +422,15 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def averaged_parameters(self) -> Iterator[None]:
-        """Swap in averages of the weights within the context, for evaluation, ``generate`` or ``save_pretrained``.
+        """Replace weights with their averages inside the context, for evaluation, ``generate`` or ``save_pretrained``.
 
-        Masters and averages are swapped in the store, group by group, and swapped back exactly on exit. Code inside the
-        context reads averages; parameters that were never updated are their own average. The swap changes weights, so
-        graphs of earlier forwards become stale. ``step`` and ``state_dict`` raise an error inside the context. Ranks
-        with shared or sharded parameters must enter and leave it together.
+        Masters and averages are swapped in the store group by group, and swapped back exactly on exit. The average of a
+        parameter that was never updated is its weight. The swap changes weights, so graphs of earlier forwards become
+        stale. ``step`` and ``state_dict`` raise an error inside the context. Ranks with shared or sharded parameters
+        must enter and leave the context together.
 
         Raises:
-            ValueError: The optimizer has no averages (``ema_decay``).
+            ValueError: The optimizer keeps no averages (``ema_decay``).
             RuntimeError: The context is already active.
             WeightInUseError: ``gathered`` or a running forward uses the weights.
         """
@@ -456,7 +455,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._is_averaged = False
 
     def check_not_averaged(self, what: str) -> None:
-        """Raise an error for operations that would use averages as weights.
+        """Raise an error if averages are swapped in, because the caller would use them as weights.
 
         Raises:
             RuntimeError: Averages are swapped in.
@@ -467,13 +466,14 @@ class TieredOptimizer(torch.optim.Optimizer):
     # -- saving and loading ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the groups and the number of a committed generation of the store, which contains weights and state.
+        """Return the parameter groups and the number of a committed generation that contains the weights and the state.
 
-        If anything has changed since the last commit, a generation is committed that survives a power failure. The
-        result has no large tensors. ``torch.save`` it anywhere, and load it with a store on the same folder.
+        If anything has changed since the last commit, this commits a generation, which then survives a power failure.
+        The result contains no large tensors. Save it anywhere with ``torch.save``, and load it with a store on the same
+        folder.
 
-        With ``checkpoint="tensors"``, the result contains all state, as tensors in memory-mapped files. State is
-        sharded like its parameter, so ``torch.distributed.checkpoint`` can save it and load it on other ranks.
+        With ``checkpoint="tensors"``, the result contains all state as tensors in memory-mapped files. State is sharded
+        like its parameter, so ``torch.distributed.checkpoint`` can save it and load it on a different set of ranks.
 
         Raises:
             GenerationError: The store has no folder (``open_store(path=...)``).
@@ -499,7 +499,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         return self._checkpoint == "tensors" or (self._checkpoint == "auto" and any(map(is_dtensor, self.parameters())))
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return the ``state_dict`` of torch's equivalent optimizer, with all state as tensors in mapped files."""
+        """Return the ``state_dict`` of torch's equivalent optimizer. Its tensors are in memory-mapped files."""
         self.check_not_averaged("full_state_dict()")
         self.finish_updates()
         saved = super().state_dict()
@@ -513,7 +513,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a ``state_dict`` with the weights of offloaded modules, or the state of torch's equivalent optimizer.
+        """Load a ``state_dict``: of this class, with offloaded modules' weights, or of torch's equivalent optimizer.
 
         Raises:
             ValueError: The groups do not match, or the saved state does not fit this optimizer.
@@ -523,11 +523,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.check_not_averaged("load_state_dict()")
         groups = state_dict["param_groups"]
         check_groups(self.param_groups, groups)
-        shared_state(self.store).finish_updates()  # keeps the trained weights if loading fails
+        shared_state(self.store).finish_updates()  # so that the weights are complete if loading fails
         if "tiered" in state_dict:
             self._saved.load_generation(state_dict["tiered"])
         else:
-            keys = [key for group in groups for key in group["params"]]  # some trainers save names instead of numbers
+            keys = [key for group in groups for key in group["params"]]  # some trainers save names, not numbers
             state = state_dict["state"]
             self._saved.load_tensors({number: state[key] for number, key in enumerate(keys) if key in state})
         self.zero_grad()
@@ -538,7 +538,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             group.update((name, value) for name, value in saved.items() if name != "params")
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Return copies of the state of one parameter under torch's names, in unlinked memory-mapped files.
+        """Return copies of a parameter's state under torch's names, in unlinked memory-mapped files.
 
         Raises:
             KeyError: The parameter has no state, because it was never updated or belongs to a different optimizer.
@@ -572,7 +572,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
 
 def _comparable(value: Any) -> Any:
-    """Convert a setting to a float or a tuple of floats, which compare by value. Return text and None unchanged."""
+    """Convert a number or sequence to floats, so that it compares by value. Return text and None unchanged."""
     if value is None or isinstance(value, str):
         return value
     return tuple(float(one) for one in value) if isinstance(value, list | tuple) else float(value)

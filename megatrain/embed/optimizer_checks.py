@@ -15,10 +15,10 @@ from megatrain.optim.base import StateKind
 from megatrain.ranks.dtensors import check_parameter, is_dtensor, is_whole
 from tiered import TieredStore
 
-#: Settings of torch's optimizers that change the update rule, but are not supported by the kernels.
+#: Settings of torch's optimizers that change the update rule and are not supported by the kernels.
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "dampening")
 _ONE_KERNEL = "each placement has one kernel, and all kernels give the same results. Leave the option out"
-#: Reasons for rejecting other options of torch's optimizers, by option. False and None are accepted.
+#: Reasons for rejecting other options of torch's optimizers, by option. The values False and None are accepted.
 _OPTIONS_OF_TORCH = {
     "fused": _ONE_KERNEL,
     "foreach": _ONE_KERNEL,
@@ -27,7 +27,7 @@ _OPTIONS_OF_TORCH = {
     "amsgrad": "AMSGrad's third moment is not supported. Leave the option out",
     "maximize": "negate the loss instead",
 }
-#: Replacements of options of earlier versions (decision 0114), by option.
+#: Replacements for options of earlier versions (decision 0114), by option.
 _ENDED_OPTIONS = {
     "overlap": "step() updates ordinary parameters. To update each layer right before its next use, call "
     "megatrain.offload(model, store) before creating the optimizer",
@@ -35,7 +35,7 @@ _ENDED_OPTIONS = {
 
 
 def check_arguments(kind: str, params: object, store: object, unknown: Mapping[str, Any]) -> None:
-    """Raise ``TypeError`` for a module instead of parameters, and for options that only torch's optimizers have."""
+    """Raise ``TypeError`` if ``params`` is a module, or if an option exists only in torch's optimizers."""
     if isinstance(params, nn.Module):
         raise TypeError(f"{kind} takes parameters, not the module {type(params).__name__}. Pass model.parameters()")
     if store is not None:
@@ -49,10 +49,10 @@ def check_arguments(kind: str, params: object, store: object, unknown: Mapping[s
 
 
 def check_groups(own: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise an error for saved groups that do not match, or that use an unsupported variant.
+    """Raise an error if saved groups do not match, or if they use an unsupported variant.
 
     Raises:
-        ValueError: The groups do not match, or use an unsupported variant.
+        ValueError: The groups do not match, or they use an unsupported variant.
     """
     now = [len(group["params"]) for group in own]
     saved = [len(group["params"]) for group in groups]
@@ -63,7 +63,7 @@ def check_groups(own: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str,
 
 
 def check_settings(param_group: Mapping[str, Any]) -> None:
-    """Raise an error for group settings that are out of range, and for parameters without master weights.
+    """Raise an error if a group's settings are out of range, or if a parameter has no master weights.
 
     Raises:
         ValueError: A setting or parameter is invalid.
@@ -85,11 +85,11 @@ def check_settings(param_group: Mapping[str, Any]) -> None:
 
 
 def check_blocks(blocks: Iterable[WeightBlock], store: TieredStore) -> None:
-    """Raise an error for offloaded layers that an optimizer with this store cannot update.
+    """Raise an error if an optimizer with this store cannot update one of the offloaded layers.
 
     Raises:
-        ValueError: A block is in a different store, or already has an optimizer.
-        WeightInUseError: A trained parameter was frozen when it was offloaded.
+        ValueError: A block is in a different store or already has an optimizer.
+        WeightInUseError: A parameter requires a gradient now, but was frozen when it was offloaded.
     """
     for block in blocks:
         if block.store is not store:
@@ -110,13 +110,13 @@ def check_sharded(
     is_lost: bool,
     offloads_gradients: bool,
 ) -> None:
-    """Raise an error for settings and parameters that do not support sharding.
+    """Raise an error if settings or parameters do not support sharding.
 
     Args:
-        parameters: Parameters that get state. Parameters without sharding are skipped.
+        parameters: Parameters that get state. Unsharded parameters are skipped.
         optimizer: Name of the optimizer's class.
         is_lost: Whether state exists for parameters that are no longer in a group.
-        offloads_gradients: Whether gradients move to the store when autograd computes them.
+        offloads_gradients: Whether gradients move to the store as soon as autograd computes them.
 
     Raises:
         ValueError: A setting or parameter is not supported.

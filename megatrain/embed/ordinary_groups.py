@@ -1,4 +1,4 @@
-"""Groups of ordinary parameters, whose state is in the store. Several parameters share a block of state."""
+"""Groups of ordinary parameters. Only the state of these parameters is in the store, in blocks for several of them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from tiered import TieredStore
 from tiered.errors import CapacityError
 from tiered.ext import HostSlab
 
-#: Ordinary parameters share a group up to the size of the largest parameter, which must fit in RAM anyway. The limit is
-#: at least 2 MiB of each kind of fp32 state and at most 64 MiB. It does not depend on tier sizes, so that a state can
+#: Ordinary parameters share a group up to the size of the largest parameter, which must fit in RAM in any case. The
+#: limit is at least 2 MiB and at most 64 MiB for each kind of fp32 state. It does not depend on tier sizes, so state
+#: can
 #: be loaded with other tiers.
 _GROUP_ELEMENTS = (1 << 19, 1 << 24)
 
@@ -33,9 +34,9 @@ _GROUP_ELEMENTS = (1 << 19, 1 << 24)
 class DeviceCopies:
     """Copies between RAM and parameters on CUDA devices. Used by one thread at a time.
 
-    Copies run on one stream per device, after all work that was queued before the last ``mark``: backwards that compute
-    gradients, and kernels that still read parameters. Gradients are copied through one pinned buffer with the size of
-    the largest gradient. No device is used before the first call.
+    Copies run on one stream per device, after all work that was queued before the last ``mark``. This work includes
+    backwards that compute gradients and kernels that still read parameters. Gradients are copied through one pinned
+    buffer with the size of the largest gradient. No device is used before the first call.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,8 @@ class DeviceCopies:
         self._streams: dict[torch.device, Any] = {}
 
     def mark(self, device: torch.device) -> None:
-        """Make all later copies of a device wait for the work queued so far on the calling thread's current stream."""
+        """Make later copies to or from a device wait for the work queued so far on the calling thread's current
+        stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         self._stream(device).wait_event(event)
@@ -66,7 +68,7 @@ class DeviceCopies:
     def _copy(self, target: Tensor, source: Tensor, device: torch.device) -> None:
         """Convert the source to a dense tensor with the target's shape, copy it, and wait for the copy.
 
-        Everything runs on the copy stream. A conversion on the caller's stream would be queued after the mark, so the
+        Everything runs on the copy stream. On the caller's stream, a conversion would be queued after the mark, so the
         copy could read unwritten memory. The temporary tensors live until the copy has ended.
         """
         stream = self._stream(device)
@@ -86,14 +88,14 @@ class DeviceCopies:
 
 
 class OrdinaryGroup(StateGroup):
-    """Ordinary parameters in RAM or on a CUDA device, whose state is in the store.
+    """Ordinary parameters in RAM or on a CUDA device. Their state is in the store.
 
     A bf16 parameter in RAM is the high half of its master, so no value is stored twice. For a parameter on a device,
     the store contains the whole master, and the parameter is a copy. For a sharded parameter (``DTensor``), the layout
-    describes this rank's part, which is updated without other ranks.
+    describes this rank's shard, which is updated without communication.
 
     Args:
-        offload_gradients: Whether gradients move to the store when autograd computes them.
+        offload_gradients: Whether gradients move to the store as soon as autograd computes them.
         copies: Copies between devices and RAM.
 
     Attributes:
@@ -122,7 +124,7 @@ class OrdinaryGroup(StateGroup):
         self._on_device = any(value.is_cuda for value in values.values())
         self._copies = copies
         self._places = {name: (value.dtype, value.device) for name, value in values.items()}
-        self._versions: dict[str, object] = {}  # versions of device parameters when they last equaled their masters
+        self._versions: dict[str, object] = {}  # device parameters' versions when they last equaled their masters
         own = [kind for kind in kinds if self._on_device or kind.name != "weight"]
         super().__init__(store, root, layout, parameters, own, homes)
         if offload_gradients:
@@ -137,12 +139,12 @@ class OrdinaryGroup(StateGroup):
         return [None if gradient is None else (id(gradient), version_of(gradient)) for gradient in found]
 
     def values(self, name: str) -> Tensor:
-        """Return this process's part of a sharded parameter, or the whole parameter."""
+        """Return this process's shard of a sharded parameter, or the whole parameter if it is not sharded."""
         parameter = self.parameters[name]
         return local_of(parameter) if name in self.dtensors else parameter
 
     def copy_masters(self) -> None:
-        """Copy device parameters to their masters."""
+        """Copy parameters on a device to their masters."""
         with torch.no_grad(), self.store.acquire(self.keys["weight"], "ram", "w") as lease:
             lease.tensor.zero_()
             for entry in self.layout.entries:
@@ -150,11 +152,11 @@ class OrdinaryGroup(StateGroup):
                 self._note_equal(entry.name)
 
     def _note_equal(self, name: str) -> None:
-        """Record that a device parameter equals its master."""
+        """Record that a parameter on a device equals its master."""
         self._versions[name] = version_of(self.parameters[name])
 
     def invalidate_masters(self) -> None:
-        """Make the next update compare masters with their parameters, because both were loaded separately."""
+        """Make the next update compare masters with parameters, because they were loaded separately."""
         self._versions.clear()
 
     def take_gradients(self) -> Mapping[str, Tensor | None]:
@@ -195,16 +197,16 @@ class OrdinaryGroup(StateGroup):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype that the parameters had when their state was created."""
+        """Dtype of the parameters when their state was created."""
         return next(iter(self._places.values()))[0]
 
     @property
     def is_in_ram(self) -> bool:
-        """Whether parameters, gradients and state are all in RAM, so that an update fetches nothing."""
+        """Whether parameters, gradients and state are all in RAM, so that an update needs no fetches."""
         return not self._on_device and self.gradients is None and not self._elsewhere
 
     def check_place(self, name: str) -> None:
-        """Raise an error if a parameter's dtype or device has changed since its state was created.
+        """Raise an error if a parameter's dtype or device changed after its state was created.
 
         Raises:
             RuntimeError: The parameter was moved or converted.
@@ -217,7 +219,7 @@ class OrdinaryGroup(StateGroup):
             )
 
     def begin_averages(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        """Initialize the averages of parameters in RAM before their first update, if the group has averages.
+        """Initialize the averages of parameters in RAM before their first update. Do nothing without averages.
 
         Args:
             tensors: Contents of all blocks, by key.
@@ -234,18 +236,18 @@ class OrdinaryGroup(StateGroup):
 
     def _swap(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
         for device in {device for _, device in self._places.values() if device.type == "cuda"}:
-            self._copies.mark(device)  # copies must wait for kernels that still read the parameters
+            self._copies.mark(device)  # copies must wait for kernels that read the parameters
         for entry in self.entries(names):
             with self._master(entry, tensors) as blocks:
                 swap_average(blocks["weight"], blocks.get("low"), blocks[EMA.name])
 
     @contextmanager
     def _master(self, entry: TensorEntry, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Yield the state tensors of a parameter with its weight, and copy the updated weight to the parameter on exit.
+        """Yield a parameter's weight and state tensors. On exit, copy the updated weight to the parameter.
 
         Args:
             entry: Layout entry of the parameter.
-            tensors: Contents of the blocks, by key.
+            tensors: Contents of all blocks, by key.
         """
         parameter, values = self.parameters[entry.name], self.values(entry.name)
         own_length = {name for name, kind in self.kinds.items() if kind.elements_of is not None}
@@ -267,7 +269,7 @@ class OrdinaryGroup(StateGroup):
             values.copy_(blocks["weight"].view(entry.shape))
             self._note_equal(entry.name)
         else:
-            increment_version(values)  # autograd missed the kernel's write, but graphs that saved the tensor are stale
+            increment_version(values)  # the kernel wrote without autograd, but graphs that saved the tensor are stale
         if values is not parameter:
             increment_version(parameter)  # a DTensor has a separate version counter
             self._note_equal(entry.name)
@@ -283,7 +285,7 @@ class OrdinaryGroup(StateGroup):
 
 
 def _follow(blocks: Mapping[str, Tensor], values: Tensor) -> None:
-    """Copy the values of a changed parameter to its master. Unchanged elements keep their low half."""
+    """Copy a changed parameter's values to its master. Unchanged elements keep their low half."""
     if "low" in blocks:
         blocks["low"].masked_fill_(blocks["weight"] != values, 0)
     blocks["weight"].copy_(values)
@@ -329,7 +331,7 @@ def ordinary_groups(
 
 
 def _packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield groups of consecutive parameters with one dtype and device, up to a total size of this process's parts."""
+    """Group ordinary parameters of the same dtype and device. A limit applies to this process's share of each group."""
     together: list[nn.Parameter] = []
     fewest, most = _GROUP_ELEMENTS
     values = [local_of(parameter) for parameter in parameters]
@@ -347,7 +349,8 @@ def _packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def check_update_room(store: TieredStore, groups: Iterable[StateGroup]) -> None:
-    """Raise an error if the blocks of an update do not fit in RAM next to the homes there."""
+    """Raise an error if RAM cannot hold an update's blocks in addition to homes. Otherwise the first step would
+    fail."""
     ram, room = store.tier("ram"), room_for_homes(store, "ram")
     known = {spec.key: spec for spec in store.blocks()}
     for group in groups:

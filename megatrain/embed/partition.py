@@ -1,8 +1,8 @@
-"""Partition of any module into units: repeated layers, and other modules that own parameters.
+"""Partition of a module into units: repeated layers, and all other modules that own parameters.
 
-The engine runs a unit's forward, so a unit of ``megatrain.models.graph`` owns everything inside, and Hugging Face's
-classes define the layers. An offloaded module can be of any class. Hooks hold the weights that each module's forward
-reads. Outside of layers, a unit is the set of parameters that one module owns directly.
+In the engine, Hugging Face's classes define the layers. The engine runs a unit's forward, so a unit of
+``megatrain.models.graph`` owns everything inside. An offloaded module can be of any class. Hooks hold the weights that
+each module's forward reads. Outside of layers, the unit is the set of parameters that one module owns directly.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from megatrain.embed.absent_parameters import holder_of
 from megatrain.engine.program import gradient_key, weight_key
 from megatrain.ranks.dtensors import is_dtensor
 
-#: Name of the part with the direct parameters of the outermost module. No submodule can have this name.
+#: Name of the part that contains the outermost module's direct parameters. No submodule can have this name.
 ROOT = "(root)"
 _OPTIMIZERS: Any = WeakIdKeyDictionary()
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class OffloadError(ValueError):
-    """A module or setting is incompatible with offloading. The message contains the remedy."""
+    """A module or setting is incompatible with offloading. The message tells the user what to change."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Parameters of a unit that share a block, because they have one dtype and are all trained or all frozen.
+    """Parameters of a unit that share a block: they have the same dtype, and all are trained or all are frozen.
 
     Attributes:
         name: Name of the offloaded module in the store.
@@ -60,7 +60,7 @@ class Part:
 
     @property
     def _root(self) -> str:
-        """Unique name of the part, with only characters that a key may contain."""
+        """Unique name of the part, which contains only characters that are allowed in keys."""
         return f"{self.name}/" + re.sub(r"[^A-Za-z0-9_.]", lambda found: f"-{ord(found[0]):x}-", self.layout.name)
 
     @property
@@ -80,7 +80,7 @@ class UnitPart:
 
     Attributes:
         name: Path of the module.
-        parts: Parts of the unit, and parts of other units that contain its tied parameters.
+        parts: Parts of this unit, and parts of other units that contain parameters tied to this unit.
     """
 
     name: str
@@ -89,25 +89,25 @@ class UnitPart:
 
 
 def parts_of(units: Iterable[UnitPart]) -> list[Part]:
-    """Return the parts of all units in definition order, without duplicates."""
+    """Return the parts of all units in definition order, each part once."""
     return list(dict.fromkeys(part for unit in units for part in unit.parts))
 
 
 def parts_around(unit: UnitPart, units: Iterable[UnitPart]) -> list[Part]:
-    """Return the parts of a unit and of its enclosing modules, whose forwards run concurrently with the unit's."""
+    """Return the parts of a unit and of its enclosing modules. All of them are needed at the same time."""
     return parts_of(other for other in units if other.name == "" or f"{unit.name}.".startswith(f"{other.name}."))
 
 
 def partition(model: nn.Module, name: str, leave: Sequence[str] = ()) -> list[UnitPart]:
     """Return the units of a module in definition order. Together they contain all parameters to offload.
 
-    Items of lists (``nn.ModuleList``, ``nn.Sequential``, ``nn.ModuleDict``) that contain modules are units. Outside of
-    these items, each module that directly owns parameters is a unit. A parameter belongs to the first unit that uses
-    it.
+    The items of lists (``nn.ModuleList``, ``nn.Sequential``, ``nn.ModuleDict``) are units if they contain modules.
+    Outside of these items, each module that directly owns parameters is a unit. A parameter belongs to the first unit
+    that uses it.
 
     Args:
         name: Name of the module in the store.
-        leave: Globs of names of parameters that stay ordinary parameters.
+        leave: Globs of parameter names. Matching parameters stay ordinary.
 
     Raises:
         OffloadError: There is nothing to offload, a dtype has no master weights, or a parameter is already in a store.
@@ -167,14 +167,14 @@ def _no_optimizer() -> None:
 
 
 def mark_optimized(parameters: Iterable[nn.Parameter], optimizer: Any) -> None:
-    """Record the optimizer of ordinary parameters. Parameters with state in a store can no longer be offloaded."""
+    """Record the optimizer of ordinary parameters. A parameter with state in a store can no longer be offloaded."""
     reference = weakref.ref(optimizer)
     for parameter in parameters:
         _OPTIMIZERS[parameter] = reference
 
 
 def _check_memory(parameters: dict[str, nn.Parameter]) -> None:
-    """Raise an error if two parameters share memory, because they would silently become independent in the store."""
+    """Raise an error if two parameters share memory. In the store they would silently become independent."""
     spans = []
     for name, parameter in parameters.items():
         if parameter.device.type != "meta" and parameter.numel():
@@ -191,7 +191,7 @@ def _check_memory(parameters: dict[str, nn.Parameter]) -> None:
 
 
 def _units(module: nn.Module, path: str, *, is_layer: bool = False) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield (path, module, whether the unit includes all submodules)."""
+    """Yield (path, module, whether the unit includes all submodules) for each unit."""
     if is_layer:
         yield path, module, True
         return
@@ -204,10 +204,10 @@ def _units(module: nn.Module, path: str, *, is_layer: bool = False) -> Iterator[
 
 
 def _layers_of(items: nn.Module) -> frozenset[str]:
-    """Return the names of a list's items that are layers. Other items are stages of layers, or have no submodules.
+    """Return the names of a list's items that are layers. All other items are stages of layers or have no submodules.
 
-    If one item of a list is recognized as a stage, similar items are also stages. In a UNet, for example, only stages
-    with attention are recognized directly, but stages without attention must be split too.
+    If one item of a list is recognized as a stage, similar items are also treated as stages. In a UNet, for example,
+    only stages with attention are recognized directly, but stages without attention must also be split.
     """
     inside = {leaf: item for leaf, item in items.named_children() if _has_inside(item)}
     stages = {leaf for leaf, item in inside.items() if _has_list_of(_is_deep, item)}
@@ -217,7 +217,7 @@ def _layers_of(items: nn.Module) -> frozenset[str]:
 
 
 def _has_list_of(kind: Callable[[nn.Module], bool], module: nn.Module) -> bool:
-    """Return whether a list inside a module has an item for which ``kind`` returns True."""
+    """Return whether a module contains a list with an item for which ``kind`` returns True."""
     return any(
         isinstance(child, nn.ModuleList | nn.Sequential) and any(map(kind, child.children()))
         for child in module.modules()
@@ -231,12 +231,12 @@ def _has_inside(module: nn.Module) -> bool:
 
 
 def _is_deep(module: nn.Module) -> bool:
-    """Return whether a module has nested submodules, like a layer, but unlike an expert or a head."""
+    """Return whether a module has nested submodules. This is true for layers, but not for experts and heads."""
     return any(map(_has_inside, _children(module)))
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """Return the submodules of a module, without peft's adapters, so that adapters do not affect the partition."""
+    """Return a module's submodules without peft's adapters, so that adapters do not change the partition."""
     while hasattr(type(module), "get_base_layer"):
         base: nn.Module = module.get_base_layer()  # type: ignore[operator]
         if base is module:

@@ -1,4 +1,4 @@
-"""Loading of a Hugging Face folder directly into a store, without having the whole model in memory."""
+"""Loads a Hugging Face folder directly into a store. The whole model is never in memory."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def load_pretrained(
     trainable: bool = True,
     **options: Any,
 ) -> PreTrainedModel:
-    """Return an offloaded causal language model whose weights are read from a folder into the store, unit by unit.
+    """Return an offloaded causal language model. Its weights are read from a folder into the store, unit by unit.
 
     Args:
         folder: Hugging Face folder with safetensors files, or id of a model on the hub.
         dtype: Dtype of the weights, such as "bfloat16" or ``torch.bfloat16``; "auto" for the dtype in the config.
         attn_implementation: As in transformers; "auto" for transformers' default.
         revision: Branch, tag or commit of a model on the hub.
-        trainable: False for a teacher or a reference model, which is frozen and has no gradients.
-        options: Arguments of ``offload``.
+        trainable: False for a teacher or a reference model. It is frozen and has no gradients.
+        options: Further arguments of ``offload``.
 
     Raises:
         ValueError: The dtype does not exist.
-        ModelFolderError: The folder is damaged, or its weights do not match its config. The subclass ``HubError`` means
-            that a hub model cannot be fetched.
+        ModelFolderError: The folder is damaged, or its weights do not match its config. The subclass ``HubError`` is
+            raised if a hub model cannot be fetched.
         UnsupportedModelError: The model is not a causal language model, or its weights are quantized.
         CapacityError: The store is too small.
     """
@@ -95,7 +95,7 @@ def _dtype(name: torch.dtype | str) -> torch.dtype:
 
 
 def _load_left(model: PreTrainedModel, weights: WeightLoader, device: torch.device) -> None:
-    """Load the parameters that are not offloaded."""
+    """Load the parameters that stay outside of the store."""
     left = {name: p for name, p in model.named_parameters() if block_of(p) is None}
     if not left:
         return

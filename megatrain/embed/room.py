@@ -1,4 +1,4 @@
-"""Checks that an offloaded module fits in a store, and leases of its blocks by a single process."""
+"""Checks whether an offloaded module fits in a store, and leases of its blocks in a single process."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tiered.errors import CapacityError
 
 #: Bytes of RAM per trained parameter during an update: weight, gradient and the largest optimizer state.
 _STATE_BYTES = 4 + 4 + 8
-#: Bytes per trained parameter for an update while the weights of the next unit are fetched.
+#: Bytes per trained parameter when an update overlaps with fetching the next unit's weights.
 UPDATE_BYTES = _STATE_BYTES + 2 * 4
 
 
 class WeightLease(Protocol):
-    """A lease of a whole weight block, or a copy gathered from several ranks."""
+    """A lease of a whole weight block, or a full copy gathered from several ranks."""
 
     @property
     def tensor(self) -> Tensor:
@@ -31,7 +31,7 @@ class WeightLease(Protocol):
 
     @property
     def mode(self) -> str:
-        """Mode of the lease: "r", "rw", or "w" for a block that has no values yet."""
+        """Mode of the lease: "r", "rw", or "w" if the block has no values yet."""
 
     def release(self) -> None:
         """End the lease and keep changes."""
@@ -41,7 +41,7 @@ class WeightLease(Protocol):
 
 
 class WholeBlocks:
-    """Access to a module's blocks in a single process. The subclass ``ModuleRanks`` is for several ranks.
+    """Access to a module's blocks in a single process. The subclass ``ModuleRanks`` supports several ranks.
 
     Attributes:
         tier: Tier in which blocks are leased.
@@ -53,7 +53,7 @@ class WholeBlocks:
     # -- leases -----------------------------------------------------------------------------
 
     def num_elements(self, layout: UnitLayout) -> int:
-        """Return the number of elements of a block that this process stores."""
+        """Return the number of a block's elements that this process stores."""
         return layout.num_elements
 
     def lease(self, key: str, layout: UnitLayout, dtype: torch.dtype, mode: Mode) -> WeightLease:
@@ -62,13 +62,13 @@ class WholeBlocks:
 
     @contextmanager
     def filling(self, key: str, layout: UnitLayout, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yield a flat tensor of zeros; its values on exit become the contents of the block."""
+        """Yield a flat tensor of zeros. On exit, the tensor's values become the block's contents."""
         with torch.no_grad(), self.store.acquire(key, "ram", "w") as lease:
             lease.tensor.zero_()
             yield lease.tensor
 
     def is_copy(self, home: str) -> bool:
-        """Return whether a lease copies the block from its home in another tier."""
+        """Return whether a lease copies the block, because the block's home is a different tier."""
         return self.tier != home
 
     def drop(self, key: str) -> None:
@@ -76,25 +76,25 @@ class WholeBlocks:
         self.store.evict(key, self.tier)
 
     def gradient_block(self, part: Part, homes: Sequence[str]) -> GradientBlock:
-        """Register the gradient block of a part and return it."""
+        """Register and return the gradient block of a part."""
         return GradientBlock(self.store, part.gradient_key, part.layout, part.parameters, homes)
 
     # -- room --------------------------------------------------------------------------------------------------
 
     def check_module(self, model: nn.Module, units: Sequence[UnitPart], check_room: Callable[[], None]) -> None:
-        """Check whether a module can be offloaded, before anything is changed.
+        """Check whether a module can be offloaded. Nothing is changed before this check.
 
         Args:
-            check_room: Raises an error if the module does not fit, and otherwise reserves its working set.
+            check_room: Reserves the module's working set, or raises an error if the module does not fit.
         """
         check_room()
 
     def gradient_bytes(self, part: Part) -> Mapping[str, int]:
-        """Return the bytes of the gradient blocks of a part, by key."""
+        """Return the bytes of a part's gradient blocks, by key."""
         return {part.gradient_key: part.gradient_bytes}
 
     def working_bytes(self, units: Sequence[UnitPart]) -> int:
-        """Return the bytes of RAM that the update of a unit and the weights of the next unit need at most."""
+        """Return the maximum RAM in bytes for the update of one unit and the weights of the next unit."""
         return max(
             sum(
                 UPDATE_BYTES * part.layout.num_elements if part.layout.trainable else 2 * part.weight_bytes
@@ -109,7 +109,7 @@ class WholeBlocks:
     def check_working_set(
         self, units: Sequence[UnitPart], homes: Mapping[str, str], taken: Callable[[str], int]
     ) -> None:
-        """Raise an error if a layer and its enclosing modules do not fit in the compute tier next to the homes there.
+        """Raise an error if a layer and its enclosing modules do not fit in the compute tier in addition to homes.
 
         Args:
             homes: Home tiers of the module's blocks, by key.
@@ -137,12 +137,12 @@ class WholeBlocks:
 def check_room(
     access: WholeBlocks, name: str, units: Sequence[UnitPart], weights: Sequence[str], gradients: Sequence[str]
 ) -> None:
-    """Reserve the working set of a module, or raise an error if its blocks or its largest layer do not fit.
+    """Reserve the working set of a module. Raise an error if the blocks or the largest layer do not fit.
 
     Args:
         name: Name of the module in the store.
-        weights: Tiers for weights, preferred first.
-        gradients: Tiers for gradients, preferred first.
+        weights: Allowed home tiers of weights, preferred first.
+        gradients: Allowed home tiers of gradients, preferred first.
 
     Raises:
         CapacityError: The module does not fit. The error contains the tier and the needed bytes.

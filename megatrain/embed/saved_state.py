@@ -1,4 +1,4 @@
-"""Saving and loading of optimizer state, as a generation of the store or as tensors under torch's names."""
+"""Save and load optimizer state: as a generation of the store, or as tensors under torch's names."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _log = logging.getLogger(__name__)
 
 #: Version of the format of ``SavedState.record``.
 _FORMAT = 1
-#: Key of random text in a record, which distinguishes generations with the same number.
+#: Key of a record's random text, which distinguishes generations with the same number.
 _MARK = "mark"
-#: Name of the fp32 master in saved tensors. Only bf16 parameters need it, because they are only its high halves.
+#: Name of the fp32 master in saved tensors. Only bf16 parameters need it, because they are just its high half.
 _MASTER = "master"
 
 
 class _SavedOptimizer(Protocol):
-    """The members of an optimizer that saving uses.
+    """Interface of an optimizer whose state can be saved.
 
     Attributes:
-        groups: Parameters that have state, grouped by shared blocks.
-        steps: Number of updates of each parameter. Parameters without an update are missing.
+        groups: Groups of parameters that have state. The parameters of a group share blocks.
+        steps: Number of updates of each parameter. Parameters that were never updated are missing.
     """
 
     groups: list[StateGroup]
@@ -60,7 +60,7 @@ class _SavedOptimizer(Protocol):
 
 
 class SavedState:
-    """Saving and loading of one optimizer's state."""
+    """Saves and loads the state of one optimizer."""
 
     def __init__(self, optimizer: _SavedOptimizer) -> None:
         self._optimizer = optimizer
@@ -72,10 +72,10 @@ class SavedState:
     # -- as a generation of the store --------------------------------------------------------------------------
 
     def record(self) -> dict[str, Any]:
-        """Return a record that identifies a committed generation with weights and state, and verifies it on loading.
+        """Return a record of a committed generation with the weights and state. Loading verifies the record.
 
-        If anything has changed since the last commit, it commits a generation and returns when this generation survives
-        a power failure.
+        If anything has changed since the last commit, this commits a generation. On return, the generation survives a
+        power failure.
 
         Raises:
             GenerationError: The store has no folder.
@@ -94,7 +94,7 @@ class SavedState:
         }
 
     def load_generation(self, record: Mapping[str, Any]) -> None:
-        """Load the weights, state and steps of a generation that ``record`` returned."""
+        """Load weights, state and step counts from the generation that ``record`` describes."""
         if record["format"] > _FORMAT:
             raise ValueError(
                 f"this state was saved by a newer version (format {record['format']}): update megatrain-tier"
@@ -137,7 +137,7 @@ class SavedState:
 
     @property
     def _shards(self) -> list[int] | None:
-        """(rank, number of ranks) if blocks of the store hold shards of this rank."""
+        """Return [rank, number of ranks] if the store's blocks contain shards of this rank, otherwise None."""
         shared = next((group.ranks for group in self._optimizer.groups if isinstance(group, SharedGroup)), None)
         if shared is not None:
             return [shared.rank, shared.size]
@@ -149,10 +149,10 @@ class SavedState:
     # -- as tensors ---------------------------------------------------------------------------------------------
 
     def tensors_of(self, parameter: nn.Parameter, *, with_master: bool = False) -> dict[str, Any]:
-        """Return copies of the state of one parameter under torch's names. They are zeros before the first update.
+        """Return copies of a parameter's state under torch's names. Before the first update, they are zeros.
 
         Args:
-            with_master: Whether to include the fp32 master of a parameter that is only the high half of its master.
+            with_master: Whether to include the fp32 master if the parameter is only its high half.
         """
         group, name = self.group_of(parameter)
         _check_not_shared(group)
@@ -172,7 +172,7 @@ class SavedState:
         return found
 
     def load_tensors(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        """Load the state of torch's equivalent optimizer."""
+        """Load state that was saved by torch's equivalent optimizer."""
         parameters = self._optimizer.parameters()
         if state and not self._optimizer.torch_names:
             raise ValueError(f"{type(self._optimizer).__name__} cannot load the state of a different optimizer")
@@ -199,7 +199,7 @@ class SavedState:
                 self._set_master(group, entry, _flat_local(master))
             if group.has_averages:
                 average = values.get(EMA.name)
-                if average is None:  # the saved optimizer had no average, so it begins as the master
+                if average is None:  # saved without averages, so the average starts at the master
                     average = self.master_of(parameter, group, entry)
                 self._set_moment(group, EMA.name, entry, _flat_local(average))
             self._optimizer.steps.pop(parameter, None)
@@ -208,7 +208,7 @@ class SavedState:
         shared_state(self._store).num_changes += 1
 
     def group_of(self, parameter: nn.Parameter) -> tuple[StateGroup, str]:
-        """Return the group of a parameter, and the parameter's name in the group."""
+        """Return the group that contains a parameter, and the parameter's name in this group."""
         for group in self._optimizer.groups:
             for name, own in group.parameters.items():
                 if own is parameter:
@@ -216,14 +216,14 @@ class SavedState:
         raise KeyError("this parameter is frozen, or belongs to another optimizer")
 
     def _master(self, group: OrdinaryGroup, entry: TensorEntry) -> Tensor:
-        """Return a flat copy of the fp32 master of a bf16 parameter."""
+        """Return a bf16 parameter's fp32 master as a flat copy."""
         with self._store.acquire(group.keys["low"], "ram") as lease:
             upper = group.values(entry.name).detach().reshape(-1).cpu().view(torch.int16).to(torch.int32)
             joined = (upper << 16) + group.part("low", lease.tensor, entry)  # low is signed, as in the kernels
             return mapped_copy(joined.view(torch.float32), self._store)
 
     def master_of(self, parameter: nn.Parameter, group: StateGroup, entry: TensorEntry) -> Tensor:
-        """Return the flat fp32 master of a parameter."""
+        """Return a parameter's fp32 master as a flat tensor."""
         if isinstance(group, OffloadedGroup):
             master = torch.empty(entry.numel)
             keys = [group.weights.key, *([group.keys["low"]] if "low" in group.keys else [])]
@@ -235,7 +235,7 @@ class SavedState:
         return self._master(group, entry) if "low" in group.keys else local_of(parameter.detach())
 
     def _set_master(self, group: StateGroup, entry: TensorEntry, values: Tensor) -> None:
-        """Replace the low half of a master, and the high half if it is in the store. ``values`` is flat."""
+        """Replace a master's low half, and its high half if the store contains it. ``values`` is flat."""
         bits = values.view(torch.int32)
         with self._store.acquire(group.keys["low"], "ram", "rw") as lease:
             group.part("low", lease.tensor, entry).copy_(bits.to(torch.int16))  # to() keeps the lower 16 bits
@@ -245,7 +245,7 @@ class SavedState:
                 group.part("weight", lease.tensor, entry).copy_(upper)
 
     def _moment(self, group: StateGroup, kind: str, entry: TensorEntry) -> Tensor:
-        """Return a flat fp32 copy of one kind of state of a parameter."""
+        """Return a flat fp32 copy of a parameter's state of one kind."""
         with self._store.acquire(group.keys[kind], "ram") as lease:
             part = group.part(kind, lease.tensor, entry)
             if part.dtype != torch.uint8:
@@ -255,7 +255,7 @@ class SavedState:
                 return mapped_copy(decode_moments(part, own, is_signed(kind)), self._store)
 
     def _set_moment(self, group: StateGroup, kind: str, entry: TensorEntry, values: Tensor | None) -> None:
-        """Set one kind of state of a parameter, rounded to nearest. ``values`` is flat, or None for zeros."""
+        """Set a parameter's state of one kind, rounded to nearest. ``values`` is flat, or None for zeros."""
         with self._store.acquire(group.keys[kind], "ram", "rw") as lease:
             part = group.part(kind, lease.tensor, entry)
             if part.dtype != torch.uint8:
@@ -268,7 +268,7 @@ class SavedState:
 
 
 def _check_not_shared(group: StateGroup) -> None:
-    """Raise an error if this rank has only a shard of the state.
+    """Raise an error if this rank stores only a shard of the state.
 
     Raises:
         TypeError: The state is sharded.
@@ -281,7 +281,7 @@ def _check_not_shared(group: StateGroup) -> None:
 
 
 def _check_alike(what: str, values: Tensor, parameter: nn.Parameter) -> None:
-    """Raise an error if loaded state is not sharded like its parameter.
+    """Raise an error if loaded state and its parameter are sharded differently.
 
     Raises:
         ValueError: The sharding differs.
@@ -306,14 +306,15 @@ def _flat_local(values: Tensor) -> Tensor:
 
 
 def _owner_of(shards: Sequence[int] | None) -> str:
-    """Describe the owner of a generation in messages."""
+    """Return text that describes the owner of a generation, for messages."""
     return "one whole model" if shards is None else f"rank {shards[0]} of {shards[1]}"
 
 
 def _commit_changes(store: TieredStore) -> int | None:
-    """Return the generation with the current contents, after committing it if needed, or None before any change.
+    """Return the number of a generation with the current contents, or None if nothing was ever changed.
 
-    Due updates of all optimizers in the store are applied first. The returned generation survives a power failure.
+    Deferred updates of all optimizers in the store are applied first. If contents changed since the last commit, a
+    generation is committed. The returned generation survives a power failure.
 
     Raises:
         GenerationError: The store has no folder.
@@ -346,7 +347,7 @@ def _commit_changes(store: TieredStore) -> int | None:
 
 
 def _find_generation(store: TieredStore, record: Mapping[str, Any]) -> Path:
-    """Return the folder that contains the recorded generation: of this store, or of the store that saved it.
+    """Return the folder that contains the recorded generation: this store's folder, or that of the store that saved it.
 
     Raises:
         GenerationError: Neither folder contains the generation.
@@ -370,7 +371,7 @@ def _find_generation(store: TieredStore, record: Mapping[str, Any]) -> Path:
 
 
 def _read_foreign(store: TieredStore, path: Path, generation: int) -> None:
-    """Fill all durable blocks with the contents of another store's generation."""
+    """Fill all durable blocks of a store with the contents of another store's generation."""
     reader = GenerationReader(path, generation, [path])
     homes = {spec.key: spec.home for spec in store.blocks() if spec.durable}
     for key, home in homes.items():
@@ -381,16 +382,17 @@ def _read_foreign(store: TieredStore, path: Path, generation: int) -> None:
 
 
 def _fingerprint(store: TieredStore) -> str:
-    """Return a checksum of the keys, shapes and dtypes of a store's durable blocks."""
+    """Return a checksum of the keys, shapes and dtypes of all durable blocks."""
     specs = sorted((spec.key, tuple(spec.shape), str(spec.dtype)) for spec in store.blocks() if spec.durable)
     return hashlib.sha256(repr(specs).encode()).hexdigest()[:16]
 
 
 class StoredState(MutableMapping[nn.Parameter, dict[str, Any]]):
-    """``optimizer.state``, which appears empty so that trainers do not move it. ``state[parameter]`` returns copies.
+    """The ``state`` of an optimizer. It looks empty, so that trainers do not move it. Reading an item returns copies.
 
-    It cannot be set; load a ``state_dict`` instead. If its truth value is False, ``torch.distributed.checkpoint`` runs
-    a step with zero gradients to create state, which would change the existing moments.
+    Items cannot be set; load a ``state_dict`` instead. ``torch.distributed.checkpoint`` tests the truth value of
+    ``state`` and creates missing state by a step with zero gradients. This step would change moments, although they
+    already exist.
     """
 
     def __init__(self, optimizer: _SavedOptimizer) -> None:

@@ -1,4 +1,4 @@
-"""Placeholders in the graph for tensors that autograd saves."""
+"""Placeholders that the autograd graph stores instead of saved tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class SavedTensor(ABC):
-    """Placeholder in the graph for a tensor that autograd saved."""
+    """Placeholder that the graph stores instead of a saved tensor."""
 
     __slots__ = ()
 
@@ -22,7 +22,7 @@ class SavedTensor(ABC):
 
 
 def saving(pack: Callable[[Tensor], SavedTensor]) -> torch.autograd.graph.saved_tensors_hooks:
-    """Return hooks that save each tensor as the placeholder that ``pack`` returns."""
+    """Return saved-tensor hooks that replace each tensor with the placeholder that ``pack`` returns."""
     return torch.autograd.graph.saved_tensors_hooks(pack, methodcaller("unpack"))
 
 
@@ -30,13 +30,13 @@ OuterHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def outer_hooks() -> OuterHooks | None:
-    """Return the innermost installed saved-tensor hooks, which are the only ones that autograd calls."""
+    """Return the saved-tensor hooks that were installed last. Autograd calls only these hooks."""
     hooks: OuterHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
 class Delegated(SavedTensor):
-    """A saved tensor that the next outer hooks have packed."""
+    """A saved tensor that was packed by the outer hooks."""
 
     __slots__ = ("_packed", "_unpack")
 
@@ -48,7 +48,7 @@ class Delegated(SavedTensor):
 
 
 class Versioned(SavedTensor):
-    """A saved tensor with a version check, because autograd does not check tensors that a hook packs.
+    """A saved tensor with a version check. Autograd does not check tensors that a hook has packed.
 
     Args:
         probe: Tensor that shares the version counter of ``tensor``.
@@ -75,7 +75,7 @@ class Versioned(SavedTensor):
 
 
 class KeptInMemory(Versioned):
-    """A tensor that stays in memory, detached because a saved output must not reference the node that saves it."""
+    """A tensor that stays in memory, detached, because a saved output must not refer to the node that saves it."""
 
     __slots__ = ()
 

@@ -1,12 +1,11 @@
 """Offloaded modules that several ranks share. Each rank stores a shard of every block.
 
-The shards, the order of additions and the collectives are the same as in a run of several processes
-(``megatrain.ranks``), where a program defines the next collective. Here the user's code defines it, so every collective
-is first announced to all ranks. If the announcements differ, all ranks raise the same error instead of waiting for each
-other.
+Shards, order of additions and collectives are the same as in a multi-process run (``megatrain.ranks``). In such a run,
+the program defines the next collective. Here the user's code defines it, so each rank first announces its next
+collective to all ranks. If the announcements differ, all ranks raise the same error instead of waiting for each other.
 
-Collectives move bytes between host memories. If modules compute on a GPU, full copies are gathered in RAM and copied to
-the GPU. Gradients are summed on the GPU and fetched to RAM for their exchange.
+Collectives move bytes between host memories. If modules compute on a GPU, full copies are gathered in RAM and then
+copied to the GPU. Gradients are summed on the GPU and copied to RAM for their exchange.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ _FP32_BYTES = 4
 
 
 class ModuleRanks(WholeBlocks):
-    """Access of one rank to an offloaded module that several ranks share. Used by one thread at a time.
+    """One rank's access to an offloaded module that several ranks share. Used by one thread at a time.
 
-    Each rank stores a shard of every block. Shards are gathered in RAM for any compute device.
+    Each rank stores a shard of every block. Shards are gathered in RAM, even if modules compute on a GPU.
 
     Args:
         group: Process group of torch.distributed over host memory (gloo).
@@ -103,37 +102,37 @@ class ModuleRanks(WholeBlocks):
         )
 
     def gather_objects(self, item: object) -> list[Any]:
-        """Return the objects of all ranks, in order of ranks. It must follow an announcement."""
+        """Return the objects of all ranks, in rank order. Call ``announce`` first."""
         return self._collectives.gather_objects(item)
 
     # -- sizes and shards --------------------------------------------------------------------------------------
 
     def num_elements(self, layout: UnitLayout) -> int:
-        """Return the number of elements in a shard of a layout, which is equal on all ranks."""
+        """Return the number of elements in each rank's shard of a layout, which includes padding."""
         return self.shards.num_elements(range(layout.num_elements))
 
     def num_gathered(self, layout: UnitLayout) -> int:
-        """Return the total number of elements of all shards of a layout."""
+        """Return the number of elements in all shards of a layout together."""
         return self.size * self.num_elements(layout)
 
     def owned(self, layout: UnitLayout) -> range:
-        """Return the elements of a layout that this rank owns."""
+        """Return the range of a layout's elements that this rank owns."""
         return self.shards.owned(range(layout.num_elements))
 
     def put_shard(self, shard: Tensor, layout: UnitLayout, full: Tensor) -> None:
-        """Copy this rank's elements of a full copy to its shard, and fill the rest of the shard with zeros."""
+        """Copy this rank's elements from a full copy to the shard. Fill the rest of the shard with zeros."""
         owned = self.owned(layout)
         shard[: len(owned)].copy_(full[owned.start : owned.stop])
         shard[len(owned) :].zero_()
 
     def gathered_bytes(self, layout: UnitLayout, dtype: torch.dtype) -> int:
-        """Return the bytes of a full copy, or of a sum of gradients with this dtype."""
+        """Return the size in bytes of a full copy with this dtype. Sums of gradients have the same size."""
         return self.num_gathered(layout) * dtype.itemsize
 
     # -- memory outside of blocks ------------------------------------------------------------------------------
 
     def reserve(self, tier: str, nbytes: int) -> None:
-        """Increase the memory reserved for full copies and exchanged sums to ``nbytes``, if it is smaller.
+        """Ensure that at least ``nbytes`` are reserved in a tier for full copies and exchanged sums.
 
         Raises:
             CapacityError: The tier is full.
@@ -159,7 +158,7 @@ class ModuleRanks(WholeBlocks):
         self._in_use_bytes[tier] += nbytes
 
     def give(self, tier: str, nbytes: int) -> None:
-        """Undo a call of ``take``."""
+        """Undo a call to ``take``."""
         self._in_use_bytes[tier] -= nbytes
 
     @contextmanager
@@ -176,7 +175,7 @@ class ModuleRanks(WholeBlocks):
             self.give(tier, nbytes)
 
     def exchange_bytes(self, layout: UnitLayout) -> int:
-        """Return the bytes that a gradient exchange of a layout needs for received shards."""
+        """Return the bytes that a gradient exchange needs to receive shards of a layout."""
         return self.lanes.num_sums * self.num_elements(layout) * _FP32_BYTES
 
     # -- collectives -------------------------------------------------------------------------------------------
@@ -186,10 +185,10 @@ class ModuleRanks(WholeBlocks):
         self._collectives.gather(full, shard)
 
     def add_up(self, sums: Mapping[int, Tensor]) -> Tensor:
-        """Return this rank's shard of the sum over all lanes, which is bit-identical for any number of ranks.
+        """Return this rank's shard of the sum over all lanes. The sum is bit-identical for any number of ranks.
 
         Args:
-            sums: Concatenated shards of the sum of each lane of this rank, by lane. Overwritten.
+            sums: This rank's lane sums, by lane. Each contains the shards of all ranks, concatenated. Overwritten.
         """
         own = {(lane, lane + 1): tensor for lane, tensor in sums.items()}
         of_ranks = [self.lanes.sums_of_rank(rank) for rank in range(self.size)]
@@ -212,12 +211,12 @@ class ModuleRanks(WholeBlocks):
     # -- blocks ------------------------------------------------------------------------------------------------
 
     def lease(self, key: str, layout: UnitLayout, dtype: torch.dtype, mode: Mode) -> WeightLease:
-        """Return a full copy of a block, gathered from all ranks. A collective."""
+        """Return a full copy of a block, gathered from all ranks. This is a collective."""
         return UnshardedBlock(self, key, layout, dtype, mode)
 
     @contextmanager
     def filling(self, key: str, layout: UnitLayout, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yield a flat tensor of zeros. On exit, this rank's shard of it becomes the contents of the block."""
+        """Yield a flat tensor of zeros. On exit, this rank's shard of the tensor becomes the block's contents."""
         nbytes = layout.num_elements * dtype.itemsize
         with torch.no_grad(), self.store.acquire(key, "ram", "w") as lease, self.room("ram", nbytes):
             full = torch.zeros(layout.num_elements, dtype=dtype)
@@ -225,23 +224,23 @@ class ModuleRanks(WholeBlocks):
             self.put_shard(lease.tensor, layout, full)
 
     def is_copy(self, home: str) -> bool:
-        """Return True, because a full copy is never the home."""
+        """Return True, because a full copy is never stored in the home."""
         return True
 
     def drop(self, key: str) -> None:
         """Do nothing, because releasing the lease has already dropped the full copy."""
 
     def gradient_block(self, part: Part, homes: Sequence[str]) -> GradientBlock:
-        """Register the gradient blocks of a part, with a sum for each lane of this rank, and return them."""
+        """Register and return the gradient blocks of a part, with one sum per lane of this rank."""
         return SharedGradients(self.store, part.gradient_key, part.layout, part.parameters, homes, self)
 
     # -- room --------------------------------------------------------------------------------------------------
 
     def check_module(self, model: nn.Module, units: Sequence[UnitPart], check_room: Callable[[], None]) -> None:
-        """Raise an error on all ranks if the module does not fit on one of them, or differs between ranks.
+        """Raise an error on all ranks if the module differs between ranks, or does not fit on one of them.
 
         Raises:
-            OffloadError: A trained parameter is left out of the store.
+            OffloadError: A trained parameter is outside of the store.
             RanksDifferError: The module differs between ranks. The message contains the first difference.
         """
         parts = parts_of(units)
@@ -251,19 +250,19 @@ class ModuleRanks(WholeBlocks):
         try:
             self._collectives.all_or_none(check_room)
             check_same_module(self, model, [part.layout for part in parts])
-        except BaseException:  # the error may come from another rank, even if the module fits on this rank
+        except BaseException:  # another rank may have failed, although the module fits on this rank
             self.unreserve()
             shared.working_bytes = before
             raise
 
     def gradient_bytes(self, part: Part) -> Mapping[str, int]:
-        """Return the bytes of this rank's shard of the total sum, and of the full sum of each of its lanes, by key."""
+        """Return the bytes of the gradient blocks by key: this rank's shard of the total, and each lane's full sum."""
         nbytes = self.gathered_bytes(part.layout, torch.float32)
         lanes = {lane_key(part.gradient_key, lane): nbytes for lane in self.own_lanes}
         return {part.gradient_key: self.num_elements(part.layout) * _FP32_BYTES, **lanes}
 
     def working_bytes(self, units: Sequence[UnitPart]) -> int:
-        """Return the bytes of RAM for the update of the largest shard, or for the sums of one exchange if larger."""
+        """Return the RAM in bytes for updating the largest shard, or for the sums of one exchange if larger."""
         most = 0
         for part in parts_of(units):
             sums = len(self.own_lanes) * self.gathered_bytes(part.layout, torch.float32)
@@ -273,8 +272,8 @@ class ModuleRanks(WholeBlocks):
     def reserve_room(self, units: Sequence[UnitPart]) -> None:
         """Reserve memory outside of blocks.
 
-        The compute tier needs space for the full copies of a module and its enclosing modules. RAM needs space for the
-        received shards of an exchange and, if a GPU computes, for a gathered full copy.
+        The compute tier needs space for the full copies of a unit and its enclosing modules. RAM needs space for the
+        shards received in an exchange and, if a GPU computes, for gathering a full copy.
 
         Raises:
             CapacityError: A tier is too small.
@@ -294,10 +293,10 @@ class ModuleRanks(WholeBlocks):
     def check_working_set(
         self, units: Sequence[UnitPart], homes: Mapping[str, str], taken: Callable[[str], int]
     ) -> None:
-        """Raise an error if the largest sum of gradients does not fit in a GPU tier with the homes and full copies.
+        """Raise an error if a GPU tier cannot hold the largest gradient sum in addition to homes and full copies.
 
         Raises:
-            CapacityError: It does not fit. The error contains the tier and the needed bytes.
+            CapacityError: The tier is too small. The error contains the tier and the needed bytes.
         """
         where = self.compute_tier
         if where == "ram":
@@ -315,15 +314,15 @@ class ModuleRanks(WholeBlocks):
 
 
 def lane_key(gradient_key: str, lane: int) -> str:
-    """Return the key of the block with the sum of one lane."""
+    """Return the key of the block that contains the gradient sum of one lane."""
     return f"{gradient_key}.lane{lane}"
 
 
 class UnshardedBlock:
-    """A full copy of a weight block, gathered from the shards of all ranks, with the interface of a lease.
+    """A full copy of a weight block, gathered from the shards of all ranks. It has the interface of a lease.
 
     Attributes:
-        tensor: Flat full copy, with the number of elements of the layout.
+        tensor: Flat full copy, with as many elements as the layout.
         mode: "r", "rw", or "w" if the block has no contents yet.
     """
 
@@ -356,14 +355,14 @@ class UnshardedBlock:
         self.abandon()
 
     def abandon(self) -> None:
-        """Drop the copy and all changes."""
+        """Drop the copy without writing changes."""
         self._ranks.give(self._ranks.compute_tier, self._nbytes)
 
 
 class SharedGradients(GradientBlock):
-    """Gradients of parameters that several ranks share. Each lane of this rank has a sum until the exchange.
+    """Gradients of parameters that several ranks share. This rank keeps one sum per lane until the exchange.
 
-    After the exchange, the block ``key`` contains this rank's shard of the sum over all lanes of all ranks.
+    The exchange writes this rank's shard of the sum over all lanes of all ranks to the block ``key``.
     """
 
     def __init__(
@@ -388,7 +387,7 @@ class SharedGradients(GradientBlock):
             shared.register(key, self.ranks.num_gathered(self.layout), torch.float32, homes, durable=False)
 
     def exchange(self) -> None:
-        """Add the lanes of all ranks, and write this rank's shard of the sum to the block. A collective."""
+        """Add the lanes of all ranks, and write this rank's shard of the sum to the block. This is a collective."""
         self.ranks.announce(f"the gradients of {self.key}")
         if self.updater is not None:
             self.updater.finish_update()  # the previous step's update reads the block
@@ -405,7 +404,7 @@ class SharedGradients(GradientBlock):
         self.is_exchanged = True
 
     def _clear_others(self, sums: Tensor, filled: set[str]) -> None:
-        """Zero the sums of parameters that have no gradient in a lane."""
+        """Zero a lane's sums of parameters that have no gradient in this lane."""
         if not filled:
             sums.zero_()
         for entry in self.layout.entries if filled else ():
@@ -413,11 +412,11 @@ class SharedGradients(GradientBlock):
                 self.view(sums, entry).zero_()
 
     def agreed(self, names: frozenset[str]) -> None:
-        """Set the names of the parameters that have a gradient on any rank."""
+        """Set the names of the parameters that have a gradient on at least one rank."""
         self._filled = set(names)
 
     def partial_squares(self, threads: KernelThreads) -> list[float]:
-        """Return the sum of squares of every 65,536 elements of this rank's shard, in order."""
+        """Return the sum of squares of each 65,536 elements of this rank's shard, in order."""
         owned = len(self.ranks.owned(self.layout))
         with self._store.acquire(self.key, "ram") as lease:
             found: list[float] = partial_squares(lease.tensor[:owned], threads).tolist()
@@ -451,7 +450,7 @@ class SharedGradients(GradientBlock):
 
 
 class SharedGroup(OffloadedGroup):
-    """Parameters of a block that several ranks share. Each rank updates its shard without communication."""
+    """Parameters of a block that several ranks share. Each rank updates its own shard without communication."""
 
     def __init__(
         self, weights: WeightBlock, kinds: Sequence[StateKind], homes: Sequence[str], *, deferred: DeferredUpdates
@@ -469,11 +468,11 @@ class SharedGroup(OffloadedGroup):
 
     @property
     def gradient_factor(self) -> float:
-        """Factor that converts the sum over all lanes to their mean."""
+        """Factor that turns the sum over all lanes into their mean."""
         return 1.0 / self.ranks.lanes.count
 
     def part(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
-        """Return the flat state of one kind and parameter. It is empty if other ranks own the whole parameter."""
+        """Return a flat view of a parameter's state of one kind. It is empty if other ranks own the whole parameter."""
         shard, granularity = self._owned, self.kinds[kind].granularity
         start = min(max(entry.offset, shard.start), shard.stop) - shard.start
         stop = max(start, min(entry.offset + entry.numel, shard.stop) - shard.start)
@@ -490,13 +489,13 @@ class SharedGroup(OffloadedGroup):
 def exchange_gradients(
     groups: Sequence[StateGroup], threads: KernelThreads, *, with_norm: bool = True
 ) -> dict[nn.Parameter, float]:
-    """Add the gradients of parameters that ranks share, and return the squared norm of each shared group.
+    """Exchange the gradients of parameters that ranks share, and return each shared group's squared norm.
 
-    The norm is computed from the mean over all lanes. Its key is the group's first parameter. It is summed over blocks
-    of 65,536 elements of the layout, so it is bit-identical for any number of ranks. A collective.
+    The key of a norm is the group's first parameter. The norm is computed from the mean over all lanes. It is summed
+    over blocks of 65,536 elements of the layout, so it is bit-identical for any number of ranks. This is a collective.
 
     Args:
-        groups: Groups, of which only shared groups with gradients that are not exchanged yet are exchanged.
+        groups: Groups of the step. Only shared groups whose gradients are not exchanged yet are exchanged.
         with_norm: Whether to compute norms. Without norms, the result is empty.
     """
     found: dict[nn.Parameter, float] = {}
@@ -521,7 +520,7 @@ def exchange_gradients(
 
 
 def _refuse_left(model: nn.Module, parts: Sequence[Part]) -> None:
-    """Raise an error for trained parameters outside of the store, because each rank would train them separately."""
+    """Raise an error if a trained parameter is outside of the store, because each rank would train it separately."""
     shared = {id(parameter) for part in parts for parameter in part.parameters.values()}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in shared:
@@ -532,7 +531,7 @@ def _refuse_left(model: nn.Module, parts: Sequence[Part]) -> None:
 
 
 def check_same_module(ranks: ModuleRanks, model: nn.Module, layouts: Sequence[UnitLayout]) -> None:
-    """Raise an error if a module differs between ranks, because shards of different modules would be mixed.
+    """Raise an error if a module differs between ranks, because a block would mix shards of different modules.
 
     Raises:
         RanksDifferError: The module differs. The message contains the first difference.

@@ -1,8 +1,7 @@
-"""Stores for other trainers: opening with one call, and block homes by preference.
+"""Stores for other trainers: open a store with one call, and choose the home tier of each block.
 
-The engine's placement minimizes the traffic of a known program (``megatrain.plan.placement``). In other trainers,
-modules and optimizers are added one at a time and their use is unknown, so each block goes to the first tier with free
-space.
+The engine knows its program, so its placement minimizes traffic (``megatrain.plan.placement``). Other trainers add
+modules and optimizers one at a time, and their program is unknown, so each block goes to the first tier with space.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from tiered.units import GiB, KiB, MiB, format_size
 Size = int | str
 _log = logging.getLogger(__name__)
 _RAM_MARGIN = 0.05
-#: Smaller numbers raise an error, because they probably lack a unit. Text with a unit may be smaller.
+#: Smaller numbers raise an error, because they probably lack a unit. Smaller sizes are possible as text with a unit.
 _LEAST_NUMBER = 64 * KiB
 _FREE_DISK_SHARE = 0.9
 
@@ -48,27 +47,27 @@ def open_store(
     keep_generations: int = 2,
     on_full: Literal["pause", "error"] = "error",
 ) -> TieredStore:
-    """Open a store for ``offload``, ``TieredAdamW`` and ``offload_activations``. A context manager.
+    """Open a store for ``offload``, ``TieredAdamW`` and ``offload_activations``. The store is a context manager.
 
     Without ``with`` or ``close``, the store is closed when the program ends.
 
-    If ``torch.distributed`` is initialized, every rank uses separate folders (``.../rank0``) for its state. Percentages
-    and "auto" are then divided by the number of ranks on the machine.
+    If ``torch.distributed`` is initialized, each rank uses its own subfolders (``.../rank0``). Percentages and "auto"
+    are then divided by the number of ranks on the machine.
 
     Args:
         ram: Size of the RAM tier: bytes, "110GiB", "90%" of the machine, or "auto" for the free RAM minus a margin. The
             store never exceeds it. Gradients, activations and the user's code need additional memory.
-        nvme: Folders on drives. Several folders are striped.
-        nvme_size: Total size on drives; "auto" for nine tenths of the free space, which is also the default, with a
+        nvme: Folders on drives. Blocks are striped over several folders.
+        nvme_size: Total size on drives. "auto" is nine tenths of the free space, which is also the default, with a
             warning.
         gpu: Size of the tier on the current CUDA device, where modules then compute. None to compute on the CPU.
-        path: Folder of checkpoints; default: the first folder of ``nvme``. Without both, saving is impossible.
-        keep_generations: Number of generations to keep, in addition to generations that a trainer's checkpoints name.
-        on_full: Behavior when a drive fills up during a run.
+        path: Folder for checkpoints. Default: the first folder of ``nvme``. Without either, nothing can be saved.
+        keep_generations: Number of generations to keep, in addition to generations that trainers' checkpoints refer to.
+        on_full: Whether a run pauses or raises an error when a drive fills up.
 
     Raises:
-        ValueError: A size cannot be parsed, exceeds the machine, or is for drives without folders; or there is no CUDA
-            device.
+        ValueError: A size cannot be parsed or exceeds the machine, ``nvme_size`` is set without ``nvme``, or there is
+            no CUDA device.
         LockedError: Another process uses one of the folders.
     """
     if on_full not in ("pause", "error"):
@@ -109,7 +108,7 @@ def open_store(
             tiers,
             path=None if path is None else str(Path(path, rank).expanduser()),
             keep_generations=keep_generations,
-            overwrite=True,  # start empty, because load_state_dict can load an earlier generation later
+            overwrite=True,  # start empty, because load_state_dict can still load a generation
             on_full=on_full,
         )
     except BaseException:
@@ -123,19 +122,19 @@ def open_store(
 
 
 def _close(found: ref[TieredStore]) -> None:
-    """Close the store if the program ends without closing it, so that its files do not stay until the next run."""
+    """Close the store at the end of the program if it is still open, so that its files do not stay on the drive."""
     if (store := found()) is not None:
         store.give_up_waiting()
         store.close()
 
 
 def release(store: TieredStore, tier: str) -> int:
-    """Return a tier's memory to its device between two steps, and return the bytes that stay in use.
+    """Return a tier's memory to its device between two steps. Return the number of bytes that stay in use.
 
-    Copies are written back if they are dirty, and evicted, and free buffers are dropped. Another program, such as a
-    rollout engine on the same GPU, can then use the memory. Homes and reservations stay, so blocks should have no home
-    on the GPU. The next forward allocates memory again and fetches the blocks from slower tiers. Call this function
-    outside of forwards and backwards.
+    Dirty copies are written back, all copies are evicted, and free buffers are dropped. Another program can then use
+    the memory, such as a rollout engine on the same GPU. Homes and reservations stay, so place no homes on the GPU. The
+    next forward allocates memory again and fetches the blocks from slower tiers. Do not call this function during a
+    forward or backward.
 
     Raises:
         LeaseError: A copy is in use or pinned.
@@ -157,9 +156,9 @@ def release(store: TieredStore, tier: str) -> int:
 
 
 def mapped_copy(tensor: Tensor, store: TieredStore) -> Tensor:
-    """Return a CPU copy whose memory is an unlinked file, which is freed with the tensor.
+    """Return a CPU copy of a tensor in an unlinked memory-mapped file. The file is freed with the copy.
 
-    The file is in the store's folder if the folder exists, otherwise in the temporary folder.
+    The file is created in the store's folder if it has one, else in the temporary folder.
 
     Raises:
         OSError: The drive has no space.
@@ -169,8 +168,7 @@ def mapped_copy(tensor: Tensor, store: TieredStore) -> Tensor:
     folder = store.path if store.path is not None and os.path.isdir(store.path) else None
     descriptor, path = tempfile.mkstemp(prefix=".state-", dir=folder)
     try:
-        # Allocate the file first, because writing a mapped file on a full drive would kill the process (SIGBUS).
-        os.posix_fallocate(descriptor, 0, tensor.numel() * tensor.element_size())
+        os.posix_fallocate(descriptor, 0, tensor.numel() * tensor.element_size())  # a full drive would be a bus error
         copy = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
     finally:
         os.close(descriptor)
@@ -179,7 +177,7 @@ def mapped_copy(tensor: Tensor, store: TieredStore) -> Tensor:
 
 
 def check_store(store: object, call: str) -> None:
-    """Raise ``TypeError`` if the argument of the function ``call`` is not a store, but a size for example."""
+    """Raise ``TypeError`` if ``store`` is not a store, for example a size. ``call`` is the name of the caller."""
     if not isinstance(store, TieredStore):
         given = f'ram="{store}"' if isinstance(store, str) else 'ram="auto"'
         raise TypeError(f"{call} takes the store that megatrain.open_store({given}) returns, not {store!r:.60}")
@@ -199,7 +197,7 @@ def compute_device(store: TieredStore) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A block that needs a home in one of the tiers in ``homes``, preferred first."""
+    """A block that needs a home. ``homes`` lists the allowed tiers, preferred first."""
 
     key: str
     nbytes: int
@@ -208,17 +206,17 @@ class Wanted:
 
 
 class SharedState:
-    """State that the offloaded modules, optimizers and activations of one store share.
+    """State shared by the offloaded modules, optimizers and activations of one store.
 
     Attributes:
-        working_bytes: Bytes of RAM that are reserved for fetching blocks from other tiers, and contain no homes.
+        working_bytes: RAM in bytes that is reserved for fetching blocks from other tiers. It contains no homes.
         num_changes: Number of updates and other writes of weights and state so far.
         committed: (num_changes, generation) of the last commit or load.
-        mark: Random text that distinguishes the committed generation from others with the same number.
+        mark: Random text that distinguishes the committed generation from other generations with the same number.
     """
 
     def __init__(self, store: TieredStore) -> None:
-        self._of = ref(store)  # weak, because this object is a value of a dictionary with weak store keys
+        self._of = ref(store)  # weak, because this object is a value in a dictionary whose weak keys are stores
         self._last_tier = tuple(store.stats().tiers)[-1]
         self._undo: list[str] | None = None
         self.working_bytes = 0
@@ -235,17 +233,17 @@ class SharedState:
         return store
 
     def finish_updates(self) -> None:
-        """Apply the deferred updates of all optimizers of this store."""
+        """Apply the deferred updates of all optimizers that use this store."""
         for optimizer in list(self.optimizers):
             optimizer.finish_updates()
 
     def register(self, key: str, num_elements: int, dtype: torch.dtype, homes: Sequence[str], *, durable: bool) -> str:
-        """Register a block in the first tier of ``homes`` that has space for it, and return this tier.
+        """Register a block in the first tier of ``homes`` with enough space, and return this tier.
 
-        For a durable block on a drive, space for the copies in generations is also reserved.
+        If a durable block gets a home on a drive, space for its copies in generations is also reserved.
 
         Raises:
-            CapacityError: No tier has space.
+            CapacityError: No tier has enough space.
             ValueError: A block with this key exists.
         """
         store = self._store
@@ -263,7 +261,7 @@ class SharedState:
         """Return the homes that the blocks would get if they were registered in this order.
 
         Raises:
-            CapacityError: No tier has space for a block.
+            CapacityError: No tier has enough space for one of the blocks.
         """
         store = self._store
         taken: dict[str, int] = {}
@@ -277,7 +275,7 @@ class SharedState:
                 need = tier.slot_bytes(block.nbytes) + _kept_bytes(store, name, block)
                 other_bytes = open_bytes + taken.get(name, 0)
                 free = tier.usage().free_bytes
-                if need + other_bytes > free:  # count space of copies as free, because copies can be evicted
+                if need + other_bytes > free:  # count copies as free space, because they can be evicted
                     free = room_for_homes(store, name)
                 if need + other_bytes <= free:
                     taken[name] = taken.get(name, 0) + need
@@ -296,7 +294,7 @@ class SharedState:
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Unregister the blocks that were registered inside the context if it ends with an error."""
+        """If the context ends with an error, unregister all blocks that were registered inside it."""
         assert self._undo is None, self._undo
         registered: list[str] = []
         self._undo = registered
@@ -309,7 +307,7 @@ class SharedState:
             self._undo = None
 
     def unregister(self, *keys: str) -> None:
-        """Unregister blocks and release the space reserved for their generations."""
+        """Unregister blocks and release the space that was reserved for their generations."""
         store = self._store
         specs = {spec.key: spec for spec in store.blocks()}
         for key in keys:
@@ -331,7 +329,7 @@ def shared_state(store: TieredStore) -> SharedState:
 
 
 def room_for_homes(store: TieredStore, name: str) -> int:
-    """Return the bytes of a tier that are available for homes. Copies count as free."""
+    """Return a tier's free space for homes, in bytes. Space of copies counts as free, because copies can be evicted."""
     tier = store.tier(name)
     if tier.device is None:
         return tier.usage().free_bytes  # a drive has no copies, and its generations also use space
@@ -339,16 +337,16 @@ def room_for_homes(store: TieredStore, name: str) -> int:
 
 
 def _kept_bytes(store: TieredStore, name: str, block: Wanted) -> int:
-    """Return the bytes on a drive that generations of a block use in addition to its home."""
+    """Return the bytes that generations of a block use on a drive in addition to its home."""
     tier = store.tier(name)
     return tier.slot_bytes(block.nbytes) * store.keep_generations if block.durable and tier.durable else 0
 
 
 def home_order(store: TieredStore, homes: Sequence[str] | str) -> tuple[str, ...]:
-    """Return the allowed home tiers, preferred first. "auto" means RAM, then drives.
+    """Return the names of the allowed home tiers, preferred first. "auto" means RAM, then drives.
 
     Raises:
-        ValueError: The store has no tier with this name.
+        ValueError: The store does not have one of these tiers.
     """
     names = tuple(store.stats().tiers)
     if homes == "auto":
@@ -370,7 +368,7 @@ def _bytes(what: str, size: Size, total: int, auto: int) -> int:
 
 
 def _counted_bytes(what: str, size: object) -> int:
-    """Return a size given as a number of bytes. Raise an error for a small number, which probably lacks a unit."""
+    """Return a size that is a number of bytes. Raise an error if it is small, because it probably lacks a unit."""
     forms = f'{what}="4GiB", "90%" or "auto"'
     if isinstance(size, bool) or not hasattr(size, "__index__"):
         raise ValueError(
@@ -385,13 +383,13 @@ def _counted_bytes(what: str, size: object) -> int:
 
 
 def _example_of(nbytes: int) -> str:
-    """Return text with a round size of at most ``nbytes``, as an example."""
+    """Return a round size of at most ``nbytes`` as text, to show it as an example."""
     unit, name = (GiB, "GiB") if nbytes >= 2 * GiB else (MiB, "MiB")
     return f"{max(1, nbytes // 2 // unit)}{name}"
 
 
 def _free_bytes(folders: Sequence[Path]) -> int:
-    """Return the free bytes on the file systems of the folders, counting each file system once."""
+    """Return the free bytes on the folders' file systems. Folders on the same file system count once."""
     found: Mapping[int, int] = {}
     for folder in folders:
         existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
@@ -401,14 +399,14 @@ def _free_bytes(folders: Sequence[Path]) -> int:
 
 
 def num_ranks() -> int:
-    """Return the world size of ``torch.distributed``; 1 without it."""
+    """Return the world size of ``torch.distributed``, or 1 if it is not initialized."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 1
     return torch.distributed.get_world_size()
 
 
 def this_rank() -> int:
-    """Return the rank of this process in ``torch.distributed``; 0 without it."""
+    """Return the rank of this process in ``torch.distributed``, or 0 if it is not initialized."""
     return torch.distributed.get_rank() if num_ranks() > 1 else 0
 
 

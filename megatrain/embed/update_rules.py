@@ -92,7 +92,7 @@ class TieredSGD(TieredOptimizer):
         return SGD(float(settings["momentum"]), bool(settings["nesterov"]), **self._kernel_options())
 
     def widest(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return settings with momentum if any group may have it, because parameters of several groups share blocks."""
+        """Return settings with momentum if any group uses it, because groups can share a block."""
         return {**settings, "momentum": max(float(settings["momentum"]), float(self.defaults["momentum"]))}
 
 
@@ -132,25 +132,26 @@ class TieredAdafactor(TieredOptimizer):
 class TieredMuon(TieredOptimizer):
     """Muon for matrices and AdamW for all other parameters; see ``TieredOptimizer`` and ``megatrain.optim.muon``.
 
-    Arguments, defaults and arithmetic are the same as in ``torch.optim.Muon``, which accepts only two-dimensional
-    parameters. An offloaded layer has one optimizer but usually also contains other parameters. AdamW updates these in
-    groups with ``use_muon=False``, which should include embeddings and heads. Groups share ``lr`` and ``weight_decay``
-    unless they set them. With ``adjust_lr_fn="match_rms_adamw"``, one learning rate fits both. In addition to the
-    master, state needs 4 bytes per matrix element and 8 per other parameter. The iteration runs on the compute device
-    of the parameters. On a GPU, it needs ``megatrain.optim.matrices.device_bytes`` of memory outside of all tiers.
+    Arguments, defaults and arithmetic are the same as in ``torch.optim.Muon``. That class accepts only two-dimensional
+    parameters, but an offloaded layer has one optimizer and usually also contains other parameters. Put the latter in
+    groups with ``use_muon=False``, which AdamW updates; also put embeddings and heads there. Groups share ``lr`` and
+    ``weight_decay`` unless they set their own values. With ``adjust_lr_fn="match_rms_adamw"``, the same learning rate
+    suits both. In addition to the master, state needs 4 bytes per matrix element and 8 per element of other parameters.
+    The iteration runs on the parameters' compute device. On a GPU, it needs ``megatrain.optim.matrices.device_bytes``
+    of memory outside of all tiers.
 
     Args:
         params: Parameters or groups, as for other optimizers. Groups can set ``use_muon``.
         momentum: At least 0 and below 1.
         nesterov: Whether to use Nesterov momentum.
-        ns_coefficients: Three coefficients of each Newton-Schulz step.
-        eps: Minimum of the norm by which the iteration divides. In a group with ``use_muon=False``, eps of AdamW, by
+        ns_coefficients: Three coefficients that each Newton-Schulz step uses.
+        eps: Lower limit of the norm by which the iteration divides. In a group with ``use_muon=False``, AdamW's eps, by
             default 1e-8.
         ns_steps: Number of Newton-Schulz steps.
         adjust_lr_fn: "original" (also None) or "match_rms_adamw".
-        betas: Betas of AdamW, for groups with ``use_muon=False``.
+        betas: AdamW's betas, for groups with ``use_muon=False``.
         store: As in ``TieredOptimizer``.
-        options: As in ``TieredOptimizer``, without ``state_dtype``.
+        options: As in ``TieredOptimizer``, except ``state_dtype``.
 
     Raises:
         ValueError: As in ``TieredOptimizer``, or a parameter for Muon is not a matrix.
@@ -190,7 +191,7 @@ class TieredMuon(TieredOptimizer):
         if options.get("state_dtype", "float32") != "float32":
             raise ValueError("TieredMuon has no state_dtype, because it keeps its moments in fp32")
         groups = [{**one, "params": _as_list(one["params"])} if isinstance(one, dict) else one for one in params]
-        # Include all groups, because a block of an offloaded layer can contain parameters of several groups.
+        # Include all groups, because an offloaded layer's block can contain parameters of several groups.
         self._matrices = {id(parameter) for group in groups if _uses_muon(group) for parameter in _parameters_of(group)}
         self._shapes: set[Shape] = set()
         self._on_gpu: DeviceMatrices | None = None
@@ -263,7 +264,7 @@ class TieredMuon(TieredOptimizer):
     ) -> Sequence[StateKind]:
         matrices = frozenset(name for name, parameter in parameters.items() if id(parameter) in self._matrices)
         kinds = self._muon(settings, lambda name, shape: name in matrices).state_kinds(split_master)
-        # Sharded matrices are not gathered, so each rank needs whole matrices.
+        # A rank updates matrices without gathering shards, so each rank must have whole matrices.
         return [replace(kind, needs_whole=kind.name == "m" and bool(matrices)) for kind in kinds]
 
     def scratch_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
@@ -281,12 +282,12 @@ class TieredMuon(TieredOptimizer):
 
 
 def _as_list(params: Any) -> list[Any]:
-    """Return the parameters of a group as a list. They can be a single parameter, or a one-time iterator."""
+    """Return a group's parameters as a list. ``params`` can also be a single parameter or a one-time iterator."""
     return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _parameters_of(given: Any) -> list[Any]:
-    """Return the parameters in an item of ``params``: a group, a parameter, or a named parameter."""
+    """Return the parameters in one item of ``params``: a group, a parameter, or a named parameter."""
     found = given["params"] if isinstance(given, dict) else [given]
     return [each[1] if isinstance(each, tuple) else each for each in found]
 

@@ -1,4 +1,4 @@
-"""Updates and gradient norms of ordinary parameters in RAM: one kernel call for many small parameters."""
+"""Updates and gradient norms of ordinary parameters in RAM. One kernel call processes many small parameters."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class _Batch:
 
 @dataclass(slots=True)
 class _KernelTable:
-    """Address rows of a batch, which are valid while no tensor moves.
+    """Kernel arguments of a batch, one row of addresses per range. They are valid while no tensor moves.
 
     Attributes:
-        places: All values that the rows depend on.
-        rows: Kernel arguments; the addresses of gradients are filled in before each step.
+        places: All values on which the rows depend.
+        rows: Kernel arguments. Each step fills in the addresses of gradients.
         of: Index of each row's parameter.
         offsets: Index of each row's first element in its parameter.
         calls: Rows (first, stop) of each kernel call.
@@ -58,10 +58,10 @@ class _KernelTable:
 
 
 class UpdatesInRam:
-    """Batched updates of groups whose tensors are all in RAM.
+    """Applies batched updates of groups whose tensors are all in RAM.
 
     One kernel call updates many small parameters, which keeps all threads busy at little cost per parameter. Addresses
-    are looked up again only after a tensor has moved. Results are bit-identical to ``OrdinaryGroup.update``.
+    are collected again only after a tensor has moved. Results are bit-identical to ``OrdinaryGroup.update``.
     """
 
     def __init__(self, threads: KernelThreads) -> None:
@@ -69,7 +69,7 @@ class UpdatesInRam:
         self._tables: dict[int, _KernelTable] = {}
 
     def update(self, works: Mapping[StateGroup, DueUpdate]) -> dict[StateGroup, DueUpdate]:
-        """Apply the updates of groups that are in RAM, and return the updates of all other groups."""
+        """Apply the updates of groups that are in RAM, and return the remaining updates."""
         mine, alike = _sorted_by_kind(works)
         if mine:
             store, grad_scale = mine[0].store, works[mine[0]].grad_scale
@@ -110,9 +110,9 @@ class UpdatesInRam:
 
 
 def norms_in_ram(groups: list[OrdinaryGroup], threads: KernelThreads) -> dict[nn.Parameter, float]:
-    """Return the sums of squares of gradients that kernels can read in place, with a few kernel calls.
+    """Return sums of squares by parameter, for gradients that kernels can read in place. This takes few kernel calls.
 
-    Groups that contain a different gradient are skipped.
+    Groups are skipped if they contain a gradient that kernels cannot read in place.
     """
     found: dict[nn.Parameter, Tensor] = {}
     for group in groups:
@@ -126,7 +126,7 @@ def norms_in_ram(groups: list[OrdinaryGroup], threads: KernelThreads) -> dict[nn
 
 
 def _sorted_by_kind(works: Mapping[StateGroup, DueUpdate]) -> tuple[list[OrdinaryGroup], list[_Batch]]:
-    """Return the groups whose tensors the kernels can use in place, and batches of their parameters by kind."""
+    """Return the groups that kernels can update in place, and batches of their parameters, one batch per kind."""
     groups: list[OrdinaryGroup] = []
     alike: dict[tuple[object, ...], _Batch] = {}
     for group, work in works.items():
@@ -181,7 +181,7 @@ def _make_table(
 def _place(
     group: OrdinaryGroup, kind: str, name: str, parameter: Tensor, addresses: Mapping[str, int]
 ) -> tuple[int, int]:
-    """Return (address, element size) of one kind of state of a parameter, or zeros if the kind is not stored."""
+    """Return (address, element size) of a parameter's state of one kind, or zeros if this kind is not stored."""
     if kind == "weight":
         return parameter.data_ptr(), parameter.dtype.itemsize
     if kind not in group.keys:

@@ -1,4 +1,4 @@
-"""Prefetching of blocks in the order in which a host trainer uses them, which is learned at run time."""
+"""Prefetches blocks in the order in which another trainer uses them. The order is learned at run time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _EVENTS_AHEAD = 3
 
 
 class UseOrder:
-    """Learned access order, in which each event (a unit's forward or backward) is expected to have its last successor.
+    """Learned access order. It expects each event (a unit's forward or backward) to have its last successor again.
 
     The engine compiles its order into a tape, but a host trainer can add micro-batches, evaluate in between or skip
     modules. A wrong prediction costs a fetch and never causes an error. Used by one thread at a time.
@@ -23,7 +23,7 @@ class UseOrder:
         self._last: Hashable = None
 
     def note(self, event: Hashable, requests: Sequence[tuple[str, str]]) -> None:
-        """Record an event and the ``(key, tier)`` pairs that it uses, and prefetch for the next expected events."""
+        """Record an event and the ``(key, tier)`` pairs that it uses. Then prefetch for the events expected next."""
         self._requests[event] = tuple(requests)
         if self._last is not None:
             self._next[self._last] = event

@@ -1,9 +1,9 @@
-"""Weights of a layer in a block of a store. The forward and the backward lease the block while they use the weights.
+"""A layer's weights in one block of a store. Forward and backward lease the block while they use the weights.
 
-The engine runs each unit's forward, so it binds leased weights to a module for one visit
-(``megatrain.engine.bound_unit.BoundUnit``). In an offloaded module, the user's code runs and the user's optimizer has
-the parameters. The parameters therefore stay the same objects, and the graph saves a reference to the block instead of
-the weights.
+The engine runs each unit's forward, so it can bind leased weights to the module for one visit
+(``megatrain.engine.bound_unit.BoundUnit``). For an offloaded module, the user's code runs the forward and the user's
+optimizer refers to the parameters. The parameters must therefore stay the same objects, and the autograd graph saves a
+reference to the block instead of the weights.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tiered import Mode, TieredStore, checksum
 
 
 class WeightInUseError(RuntimeError):
-    """The weights of a module were used or changed at a time or in a way that the store does not support."""
+    """A module's weights were used or changed at a time or in a way that the store does not support."""
 
 
 class WeightOwner(Protocol):
-    """Interface of the module that owns a weight block. ``window`` contains the leases of the module's backward."""
+    """Owner of a weight block: an offloaded module. ``window`` contains the leases of the module's backward."""
 
     window: BackwardWindow
 
@@ -45,14 +45,14 @@ class WeightOwner(Protocol):
         """Release the leases of forwards that ended without running their hooks."""
 
 
-#: Held blocks by address of their leased memory.
+#: Held blocks by the address of their leased memory.
 _HELD: dict[int, WeightBlock] = {}
 
 
 class WeightBlock:
-    """Block with the parameters of one layout. While the block is held, each parameter is a view of its slot.
+    """Block that stores the parameters of one layout. While the block is held, each parameter is a view of its slot.
 
-    The forward of every module that uses the block holds it, and the backward leases it. Used by one thread at a time.
+    Each module that uses the block holds it during its forward. The backward leases it. Used by one thread at a time.
 
     Args:
         key: Key of the block, which the constructor registers.
@@ -62,7 +62,7 @@ class WeightBlock:
 
     Attributes:
         gradients: Gradients of the parameters; None if the parameters are frozen.
-        missing: Names of parameters without values, which were created on the meta device and are not loaded yet.
+        missing: Names of parameters that were created on the meta device and are not loaded yet.
         owner: Offloaded module; None until the module is complete.
         updater: Group of the optimizer; None without an optimizer.
         version: Number of changes of the weights, including deferred updates.
@@ -92,7 +92,7 @@ class WeightBlock:
         self._num_references = 0
         self._versions: dict[str, int] = {}
         self._addresses: dict[str, int] = {}
-        self._checksums: dict[str, str] = {}  # checksums of weights that may change without autograd's knowledge
+        self._checksums: dict[str, str] = {}  # checksums of weights that can change without autograd seeing it
         self.home = shared_state(store).register(key, access.num_elements(layout), dtype, homes, durable=True)
         self.missing = set(parameters)
 
@@ -101,9 +101,9 @@ class WeightBlock:
         return self._names[id(parameter)]
 
     def take_over(self) -> None:
-        """Move the parameters' values to the block, and free each parameter's memory after copying it.
+        """Copy the parameters' values to the block, and free each parameter's memory after its copy.
 
-        Parameters on the meta device have no values, so they are ``missing`` until the block is filled.
+        Parameters on the meta device have no values. They are listed in ``missing`` until the block is filled.
         """
         self.missing = {name for name, parameter in self.parameters.items() if parameter.device.type == "meta"}
         if len(self.missing) == len(self.parameters):
@@ -119,11 +119,11 @@ class WeightBlock:
         self._evict()
 
     def filling(self) -> AbstractContextManager[Tensor]:
-        """Return a context that yields a flat tensor of zeros. Its values on exit become the contents of the block."""
+        """Return a context that yields a flat tensor of zeros. On exit, its values become the block's contents."""
         return self.access.filling(self.key, self.layout, self.dtype)
 
     def filled(self) -> None:
-        """Record that all parameters have values, and evict the block from RAM unless RAM is its home."""
+        """Record that all parameters now have values. Evict the block from RAM unless RAM is its home."""
         self.missing.clear()
         self._evict()
 
@@ -138,12 +138,12 @@ class WeightBlock:
 
     @property
     def is_held(self) -> bool:
-        """Whether the parameters are present in memory."""
+        """Whether the parameters are currently in memory."""
         return self._lease is not None
 
     @past_modes
     def hold(self, mode: Literal["r", "rw"] = "r", *, is_watched: bool = False) -> None:
-        """Make the parameters present until the same number of ``release`` calls.
+        """Load the parameters into memory. They stay until ``release`` was called as often as ``hold``.
 
         Args:
             is_watched: Whether to detect changes that autograd does not see, such as changes through ``data`` or numpy.
@@ -173,13 +173,13 @@ class WeightBlock:
 
     @past_modes
     def release(self, *, is_failing: bool = False) -> None:
-        """Undo one ``hold`` call. After the last ``release``, the parameters are absent again.
+        """Undo one ``hold`` call. The last ``release`` removes the parameters from memory again.
 
         Args:
-            is_failing: Whether another error is being raised, so that this method must not raise.
+            is_failing: Whether another error is already being raised, so that this method must not raise.
 
         Raises:
-            WeightInUseError: Weights were changed while they were held for reading, or a view of a copy still exists.
+            WeightInUseError: Weights changed while they were held for reading, or a view of a copy still exists.
         """
         self._num_holders -= 1
         if self._num_holders:
@@ -198,7 +198,7 @@ class WeightBlock:
         else:
             lease.release()
         if changed and mode == "r" and is_copy:
-            self.access.drop(self.key)  # changes during a read-only lease are not written back
+            self.access.drop(self.key)  # a read-only lease does not write changes back
         elif changed:
             self.changed(changed)
         if changed and mode == "r" and not is_failing:
@@ -213,7 +213,7 @@ class WeightBlock:
             )
 
     def _changes(self, lease: WeightLease) -> frozenset[str]:
-        """Return the names of parameters that changed while the block was held."""
+        """Return the names of the parameters that changed while the block was held."""
         changed = set()
         with torch.no_grad():
             for name, place in views(lease.tensor, self.layout).items():
@@ -229,10 +229,10 @@ class WeightBlock:
         return frozenset(changed)
 
     def check_frozen(self) -> None:
-        """Raise an error for trained parameters that have no gradient block, because they were offloaded as frozen.
+        """Raise an error if a trained parameter has no gradient block because it was offloaded as frozen.
 
         Raises:
-            WeightInUseError: A trained parameter was frozen when it was offloaded.
+            WeightInUseError: A parameter requires a gradient now, but was frozen when it was offloaded.
         """
         if self.gradients is None:
             for name, parameter in self.parameters.items():
@@ -243,13 +243,13 @@ class WeightBlock:
                     )
 
     def note_data_taken(self, parameter: nn.Parameter) -> None:
-        """Watch a held parameter for changes after its ``data`` was accessed."""
+        """Watch a held parameter for changes, because its ``data`` was accessed."""
         name = self.name_of(parameter)
         if self._lease is not None and name not in self._checksums:
             self._checksums[name] = _checksum(views(self._lease.tensor, self.layout)[name])
 
     def prepare_update(self) -> None:
-        """Release remaining leases of the backward before an optimizer changes the weights.
+        """Release the backward's remaining leases before an optimizer changes the weights.
 
         Raises:
             WeightInUseError: The weights are held, or a graph still uses them.
@@ -265,11 +265,11 @@ class WeightBlock:
             self.owner.window.close(self)
 
     def is_unchanged(self, parameter: nn.Parameter) -> None:
-        """Record that a held parameter was overwritten with its previous values."""
+        """Record that a held parameter was overwritten with the values that it already had."""
         self._versions[self.name_of(parameter)] = parameter._version
 
     def changed(self, names: frozenset[str]) -> None:
-        """Record a change of these parameters by other code than the optimizer."""
+        """Record that code other than the optimizer changed these parameters."""
         self.version += 1
         self.missing -= set(names)
         shared_state(self.store).num_changes += 1
@@ -277,11 +277,11 @@ class WeightBlock:
             self.updater.weights_changed(names)
 
     def lease(self) -> WeightLease:
-        """Return a lease for the backward, which the caller releases. The parameters stay absent."""
+        """Return a lease for the backward. The caller must release it. The parameters are not loaded."""
         return self._acquire("r")
 
     def provide(self) -> bool:
-        """Hold the block for code that reads weights outside of their module; return whether that is possible."""
+        """Hold the block for code that reads weights outside of their module. Return False if that is impossible."""
         return self.owner is not None and self.owner.provide(self)
 
     @property
@@ -305,14 +305,14 @@ def block_of(parameter: Tensor) -> WeightBlock | None:
 
 
 def release_all(blocks: Iterable[WeightBlock], *, is_failing: bool) -> None:
-    """Release every block, even if one release raises an error."""
+    """Release every block, even if one of the releases raises an error."""
     with ExitStack() as stack:
         for block in blocks:
             stack.callback(block.release, is_failing=is_failing)
 
 
 def block_under(tensor: Tensor) -> WeightBlock | None:
-    """Return the held block whose memory a tensor views, or None."""
+    """Return the held block whose memory ``tensor`` views, or None."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return None
     block = _HELD.get(_address(tensor))
@@ -343,7 +343,7 @@ def _checksum(values: Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _SavedWeight(SavedTensor):
-    """A saved view of a weight block, without its memory. ``version`` is the block's version when it was saved."""
+    """Saved view of a weight block, without its memory. ``version`` is the block's version when the view was saved."""
 
     window: BackwardWindow
     block: WeightBlock
@@ -363,10 +363,10 @@ class _SavedWeight(SavedTensor):
 
 
 class BackwardWindow:
-    """Leases of the backward. A unit's weights stay leased until the backward needs the weights of another unit.
+    """Leases of the backward. A unit's weights stay leased until the backward needs another unit's weights.
 
-    A graph node drops its weights after it has run. The number of tensors that share the memory shows whether a node
-    still uses it, so leases in use never end. Used by the thread that runs autograd.
+    A graph node drops its weights after it ran. The number of tensors that share the memory shows whether a node still
+    uses the weights, so a lease in use never ends. Used by the thread that runs autograd.
     """
 
     def __init__(self, order: UseOrder) -> None:
@@ -374,7 +374,7 @@ class BackwardWindow:
         self._open: OrderedDict[WeightBlock, tuple[WeightLease, int]] = OrderedDict()
 
     def weights(self, block: WeightBlock) -> Tensor:
-        """Return the flat weights of a block, which stay valid while a view of them exists."""
+        """Return a block's flat weights, which stay valid while a view of them exists."""
         if block.held is not None:
             return block.held
         if block not in self._open:
@@ -387,14 +387,14 @@ class BackwardWindow:
         return self._open[block][0].tensor
 
     def close_unused(self) -> None:
-        """Release the leases of weights without remaining views."""
+        """Release the leases whose weights have no remaining views."""
         for block, (lease, num_references) in list(self._open.items()):
             if references(lease.tensor) <= num_references:
                 del self._open[block]
                 lease.release()
 
     def close(self, block: WeightBlock) -> None:
-        """Release the lease of a block before the block changes.
+        """Release a block's lease before the block changes.
 
         Raises:
             WeightInUseError: A graph still uses the weights.
@@ -414,11 +414,11 @@ class BackwardWindow:
         try:
             torch.autograd.Variable._execution_engine.queue_callback(self.close_unused)
         except RuntimeError:
-            return  # no backward is running, so the next use closes the lease
+            return  # no backward is running, so the next use releases the lease
 
 
 def weight_hooks(window: BackwardWindow) -> torch.autograd.graph.saved_tensors_hooks:
-    """Return saved-tensor hooks for a forward of a unit or of an offloaded module, which save weights by block.
+    """Return saved-tensor hooks for a forward of a unit or module. They save weights as block references.
 
     All other tensors are passed to the outer hooks, such as hooks of ``offload_activations``,
     ``torch.utils.checkpoint`` or the user.

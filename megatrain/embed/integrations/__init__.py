@@ -1,1 +1,1 @@
-"""Integrations of the embedded parts into other libraries' trainers."""
+"""Integrations with the trainers of other libraries."""
