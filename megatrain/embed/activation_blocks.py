@@ -183,7 +183,7 @@ class SourceStorage:
         return storage if storage is not None and storage.nbytes() == self._nbytes else None
 
     def to_store(self, place: Place) -> Elements:
-        """Return the elements to store for a tensor: those of the whole storage, or only those of the tensor."""
+        """Return the elements to store for a tensor: its whole storage, or only its own elements."""
         is_large = place.elements.nbytes * _WHOLE_SHARE >= self._nbytes
         return self._whole if is_large else place.elements
 

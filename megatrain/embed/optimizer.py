@@ -74,7 +74,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         defaults: Default settings of parameter groups.
         store: Store of the state. Default: the store of the parameters, if they are offloaded.
         max_grad_norm: Maximum global norm; 0 disables clipping. With clipping, ``grad_norm`` is the last step's norm.
-        nonfinite: What clipping does if the norm is NaN or infinite. "stop" raises an error and changes nothing, "skip"
+        nonfinite: Treatment of a NaN or infinite norm by clipping. "stop" raises an error and changes nothing, "skip"
             skips the update, and "ignore" uses the gradients, as torch does.
         offload_gradients: Whether gradients of ordinary parameters move to the store as soon as autograd computes them.
             The store sums them in fp32 over backward passes.
@@ -227,7 +227,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise
 
     def _make_state(self, param_group: Mapping[str, Any]) -> None:
-        """Create state for a group's trained parameters that have none. After an error, none is created."""
+        """Create state for a group's trained parameters that have none. After an error, no state is created."""
         new = [p for p in param_group["params"] if id(p) not in self._with_state and p.requires_grad]
         if not new:
             return

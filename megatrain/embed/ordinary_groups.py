@@ -1,4 +1,4 @@
-"""Groups of ordinary parameters. Only the state of these parameters is in the store, in blocks for several of them."""
+"""Groups of ordinary parameters. Their state is in the store, where several parameters share a block."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from tiered import TieredStore
 from tiered.errors import CapacityError
 from tiered.ext import HostSlab
 
-#: Ordinary parameters share a group up to the size of the largest parameter, which must fit in RAM in any case. The
-#: limit is at least 2 MiB and at most 64 MiB for each kind of fp32 state. It does not depend on tier sizes, so state
-#: can
+#: Ordinary parameters share a group up to the size of the largest parameter, which must fit in RAM anyway. The limit is
+#: at least 2 MiB of each kind of fp32 state and at most 64 MiB. It does not depend on tier sizes, so that a state can
 #: be loaded with other tiers.
 _GROUP_ELEMENTS = (1 << 19, 1 << 24)
 
@@ -34,9 +33,9 @@ _GROUP_ELEMENTS = (1 << 19, 1 << 24)
 class DeviceCopies:
     """Copies between RAM and parameters on CUDA devices. Used by one thread at a time.
 
-    Copies run on one stream per device, after all work that was queued before the last ``mark``. This work includes
-    backwards that compute gradients and kernels that still read parameters. Gradients are copied through one pinned
-    buffer with the size of the largest gradient. No device is used before the first call.
+    Copies run on one stream per device, after all work that was queued before the last ``mark``: backwards that compute
+    gradients, and kernels that still read parameters. Gradients are copied through one pinned buffer with the size of
+    the largest gradient. No device is used before the first call.
     """
 
     def __init__(self) -> None:
@@ -44,8 +43,7 @@ class DeviceCopies:
         self._streams: dict[torch.device, Any] = {}
 
     def mark(self, device: torch.device) -> None:
-        """Make later copies to or from a device wait for the work queued so far on the calling thread's current
-        stream."""
+        """Make later copies to or from a device wait for the work queued so far on the caller's current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         self._stream(device).wait_event(event)
@@ -88,14 +86,14 @@ class DeviceCopies:
 
 
 class OrdinaryGroup(StateGroup):
-    """Ordinary parameters in RAM or on a CUDA device. Their state is in the store.
+    """Ordinary parameters in RAM or on a CUDA device, whose state is in the store.
 
     A bf16 parameter in RAM is the high half of its master, so no value is stored twice. For a parameter on a device,
     the store contains the whole master, and the parameter is a copy. For a sharded parameter (``DTensor``), the layout
-    describes this rank's shard, which is updated without communication.
+    describes this rank's part, which is updated without communication.
 
     Args:
-        offload_gradients: Whether gradients move to the store as soon as autograd computes them.
+        offload_gradients: Whether gradients move to the store when autograd computes them.
         copies: Copies between devices and RAM.
 
     Attributes:
@@ -139,7 +137,7 @@ class OrdinaryGroup(StateGroup):
         return [None if gradient is None else (id(gradient), version_of(gradient)) for gradient in found]
 
     def values(self, name: str) -> Tensor:
-        """Return this process's shard of a sharded parameter, or the whole parameter if it is not sharded."""
+        """Return this process's shard of a parameter, or the whole parameter if it is not sharded."""
         parameter = self.parameters[name]
         return local_of(parameter) if name in self.dtensors else parameter
 
@@ -197,16 +195,16 @@ class OrdinaryGroup(StateGroup):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the parameters when their state was created."""
+        """Dtype that the parameters had when their state was created."""
         return next(iter(self._places.values()))[0]
 
     @property
     def is_in_ram(self) -> bool:
-        """Whether parameters, gradients and state are all in RAM, so that an update needs no fetches."""
+        """Whether parameters, gradients and state are all in RAM, so that an update fetches nothing."""
         return not self._on_device and self.gradients is None and not self._elsewhere
 
     def check_place(self, name: str) -> None:
-        """Raise an error if a parameter's dtype or device changed after its state was created.
+        """Raise an error if a parameter's dtype or device has changed since its state was created.
 
         Raises:
             RuntimeError: The parameter was moved or converted.
@@ -219,7 +217,7 @@ class OrdinaryGroup(StateGroup):
             )
 
     def begin_averages(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        """Initialize the averages of parameters in RAM before their first update. Do nothing without averages.
+        """Initialize the averages of parameters in RAM before their first update, if the group has averages.
 
         Args:
             tensors: Contents of all blocks, by key.
@@ -236,7 +234,7 @@ class OrdinaryGroup(StateGroup):
 
     def _swap(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
         for device in {device for _, device in self._places.values() if device.type == "cuda"}:
-            self._copies.mark(device)  # copies must wait for kernels that read the parameters
+            self._copies.mark(device)  # copies must wait for kernels that still read the parameters
         for entry in self.entries(names):
             with self._master(entry, tensors) as blocks:
                 swap_average(blocks["weight"], blocks.get("low"), blocks[EMA.name])
@@ -247,7 +245,7 @@ class OrdinaryGroup(StateGroup):
 
         Args:
             entry: Layout entry of the parameter.
-            tensors: Contents of all blocks, by key.
+            tensors: Contents of the blocks, by key.
         """
         parameter, values = self.parameters[entry.name], self.values(entry.name)
         own_length = {name for name, kind in self.kinds.items() if kind.elements_of is not None}
@@ -269,7 +267,7 @@ class OrdinaryGroup(StateGroup):
             values.copy_(blocks["weight"].view(entry.shape))
             self._note_equal(entry.name)
         else:
-            increment_version(values)  # the kernel wrote without autograd, but graphs that saved the tensor are stale
+            increment_version(values)  # graphs that saved the tensor are stale, but autograd did not see the kernel
         if values is not parameter:
             increment_version(parameter)  # a DTensor has a separate version counter
             self._note_equal(entry.name)
@@ -331,7 +329,7 @@ def ordinary_groups(
 
 
 def _packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Group ordinary parameters of the same dtype and device. A limit applies to this process's share of each group."""
+    """Yield groups of consecutive parameters with the same dtype and device, limited by this process's elements."""
     together: list[nn.Parameter] = []
     fewest, most = _GROUP_ELEMENTS
     values = [local_of(parameter) for parameter in parameters]
@@ -349,8 +347,7 @@ def _packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def check_update_room(store: TieredStore, groups: Iterable[StateGroup]) -> None:
-    """Raise an error if RAM cannot hold an update's blocks in addition to homes. Otherwise the first step would
-    fail."""
+    """Raise an error if RAM cannot hold the blocks of an update in addition to homes."""
     ram, room = store.tier("ram"), room_for_homes(store, "ram")
     known = {spec.key: spec for spec in store.blocks()}
     for group in groups:

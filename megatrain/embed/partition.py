@@ -31,7 +31,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class OffloadError(ValueError):
-    """A module or setting is incompatible with offloading. The message tells the user what to change."""
+    """A module or setting is incompatible with offloading. The message names the remedy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

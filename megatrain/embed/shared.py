@@ -112,7 +112,7 @@ class ModuleRanks(WholeBlocks):
         return self.shards.num_elements(range(layout.num_elements))
 
     def num_gathered(self, layout: UnitLayout) -> int:
-        """Return the number of elements in all shards of a layout together."""
+        """Return the total number of elements of all shards of a layout."""
         return self.size * self.num_elements(layout)
 
     def owned(self, layout: UnitLayout) -> range:
@@ -322,7 +322,7 @@ class UnshardedBlock:
     """A full copy of a weight block, gathered from the shards of all ranks. It has the interface of a lease.
 
     Attributes:
-        tensor: Flat full copy, with as many elements as the layout.
+        tensor: Flat full copy, one value per element of the layout.
         mode: "r", "rw", or "w" if the block has no contents yet.
     """
 

@@ -1,7 +1,7 @@
-"""A mixin and a callback for Hugging Face ``Trainer`` and trainers based on it (TRL's ``SFTTrainer``, ``DPOTrainer``).
+"""Mixin and callback for Hugging Face's ``Trainer`` and trainers based on it, such as TRL's ``SFTTrainer``.
 
-Written for transformers 5. Uses ``get_optimizer_cls_and_kwargs`` and the trainer's ``accelerator``. The only private
-method is ``_load_from_checkpoint``. If it disappears, resuming takes more memory, and nothing else changes.
+Written against transformers 5: ``get_optimizer_cls_and_kwargs`` and the trainer's ``accelerator``. The only private
+method is ``_load_from_checkpoint``. Without it, resuming needs more memory but works.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-#: File in a trainer's checkpoint. It contains the store and the generation that hold the optimizer's state.
+#: File in a trainer's checkpoint that names the store and generation of the optimizer's state.
 RECORD_NAME = "tiered.json"
 
 
@@ -42,26 +42,25 @@ def offloaded(trainer: type[Any]) -> type[Any]:
     """Return a trainer's class with ``TierTrainerMixin``: ``SFTTrainer = megatrain.hf.offloaded(SFTTrainer)``.
 
     Raises:
-        TransformersVersionError: The installed transformers lacks a required function.
+        TransformersVersionError: The installed transformers version lacks a required function.
     """
     check_internals(with_trainer=True)
     return type(f"Offloaded{trainer.__name__}", (TierTrainerMixin, trainer), {"__module__": trainer.__module__})
 
 
 class TierTrainerMixin:
-    """Mixin for a trainer's class, listed first: ``class MyTrainer(TierTrainerMixin, SFTTrainer): pass``.
+    """Mixin, listed before a trainer's class: ``class MyTrainer(TierTrainerMixin, SFTTrainer): pass``.
 
-    The training arguments (``optim``, ``learning_rate``, betas, decay, ``max_grad_norm``) select the corresponding
-    tiered optimizer, with the trainer's parameter groups and exact clipping by norm. A checkpoint refers to a
-    generation of the store. The generation is kept as long as the checkpoint's folder exists, and resuming restores
-    weights and state from it.
+    The arguments (``optim``, ``learning_rate``, betas, decay, ``max_grad_norm``) select the corresponding tiered
+    optimizer, with the trainer's parameter groups and clipping by the exact norm. Checkpoints name a generation of the
+    store, which is kept as long as the checkpoint's folder exists. Resuming restores weights and state from it.
 
-    With peft adapters, pass ``peft_config`` and ``store`` with an ordinary model. Alternatively, create the adapters
-    first (``get_peft_model``) and then offload the result.
+    For peft's adapters, either pass ``peft_config`` and ``store`` with an ordinary model, or create the adapters first
+    (``get_peft_model``) and offload the result.
 
     Args:
-        store: Store of the optimizer's state, for an ordinary model. An offloaded model already has a store.
-        optimizer_options: Further options of the optimizer, such as ``{"offload_gradients": True}``.
+        store: Store of the optimizer's state for an ordinary model. An offloaded model already has a store.
+        optimizer_options: Other options of the optimizer, such as ``{"offload_gradients": True}``.
     """
 
     optimizer: Any
@@ -94,10 +93,10 @@ class TierTrainerMixin:
     def get_optimizer_cls_and_kwargs(
         self, args: Any, model: Any = None
     ) -> tuple[type[TieredOptimizer], dict[str, Any]]:
-        """Return the tiered optimizer that corresponds to ``args.optim``.
+        """Return the class and arguments of the tiered optimizer for ``args.optim``.
 
         Raises:
-            ValueError: There is no corresponding tiered optimizer.
+            ValueError: No tiered optimizer corresponds to ``args.optim``.
         """
         options = {"store": self._store, "max_grad_norm": args.max_grad_norm or 0.0, **self._tier_options}
         adam = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
@@ -120,8 +119,8 @@ class TierTrainerMixin:
         )
 
     def _measure_norm(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Return the norm of the gradients. The optimizer clips by this norm in the next step."""
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
+        """Return the norm of the gradients, which the optimizer uses for clipping in the next step."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps the optimizer
         if not isinstance(optimizer, TieredOptimizer):
             return self._clip_elsewhere(parameters, max_norm, norm_type=norm_type)
         if norm_type != 2:
@@ -129,7 +128,7 @@ class TierTrainerMixin:
         return torch.tensor(optimizer.measure_grad_norm())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Skip loading weights that are in a generation, because the optimizer loads them with its state."""
+        """Load weights, except weights in a generation, which the optimizer loads together with its state."""
         has_state = os.path.isfile(os.path.join(resume_from_checkpoint, "optimizer.pt"))
         if model is None and has_state and _record(Path(resume_from_checkpoint)) and _store_of(self.model):
             return
@@ -137,7 +136,7 @@ class TierTrainerMixin:
 
 
 class TierCallback(TrainerCallback):  # type: ignore[misc]
-    """Keeps a generation of the store as long as a checkpoint folder in ``output_dir`` refers to it.
+    """Callback that keeps generations of a store as long as a checkpoint folder in ``output_dir`` names them.
 
     ``TierTrainerMixin`` adds this callback. Without the mixin, pass it to the ``Trainer``.
     """
@@ -146,7 +145,7 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
         self._store = store
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Start to keep the generations that checkpoints refer to."""
+        """Start keeping the generations that checkpoints name."""
         output_dir = Path(args.output_dir)
         self._store.keep_also(lambda: list(_named(output_dir, self._store.path)))
 
@@ -165,7 +164,7 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _check_adapters_come_first(model: Any) -> None:
-    """Raise an error for new adapters on an offloaded model, because peft's new layers would not be in the store."""
+    """Raise an error for new adapters of an offloaded model, because peft's new layers would not be in the store."""
     if offloaded_module(model) is not None:
         raise OffloadError(
             "peft_config with an offloaded model: create the adapters first. Use model = peft.get_peft_model(model, "
@@ -175,7 +174,7 @@ def _check_adapters_come_first(model: Any) -> None:
 
 
 def _named(output_dir: Path, store_path: str | None) -> Iterator[int]:
-    """Yield the store's generations that checkpoints in an output folder refer to."""
+    """Yield the generations of a store that the checkpoints in an output folder name."""
     for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         record = _record(folder)
         if record is not None and record.get("store") == store_path:

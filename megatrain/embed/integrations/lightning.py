@@ -1,7 +1,7 @@
-"""Lightning strategy that trains a ``LightningModule`` whose weights are in a store.
+"""Lightning strategy that trains a ``LightningModule`` from a store.
 
-Written for Lightning 2.6 (``import lightning``). Uses the ``Strategy`` interface, and ``_forward_redirection`` in the
-same way as other strategies.
+Written against Lightning 2.6 (``import lightning``): its ``Strategy`` interface, and ``_forward_redirection``, which
+other strategies use in the same way.
 """
 
 from __future__ import annotations
@@ -49,19 +49,18 @@ _LAST_OPTIMIZERS: WeakKeyDictionary[nn.Module, list[TieredOptimizer]] = WeakKeyD
 
 
 class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
-    """``Trainer(strategy=TierStrategy(store))``. ``configure_optimizers`` must return a tiered optimizer.
+    """Strategy that trains from a store: ``Trainer(strategy=TierStrategy(store))``. It needs a tiered optimizer.
 
-    When the trainer sets up, the module's parameters move into the store, as with ``megatrain.offload``. Parameters
-    that are already in a store and direct parameters of the ``LightningModule`` stay where they are.
-    ``gradient_clip_val`` clips by the exact norm in the optimizer's step. Checkpoints are ordinary ``.ckpt`` files with
-    the weights. A checkpoint also refers to a generation of the store that contains the state. The generation is kept
-    as long as the file exists.
+    During setup, the module's parameters move to the store, as with ``megatrain.offload``. Parameters that are already
+    in a store and direct parameters of the ``LightningModule`` stay in place. ``gradient_clip_val`` clips by the exact
+    norm in the optimizer's step. Checkpoints are ordinary ``.ckpt`` files with the weights. They name a generation of
+    the store with the state, which is kept as long as the file exists.
 
     Args:
-        store: None to open a store in free RAM and ``default_root_dir/tiers``, which stays open until the program ends.
-            ``strategy="megatrain"`` does the same.
-        offload_model: False to keep the module in memory and only optimizer state in the store.
-        options: Further arguments of ``megatrain.offload``.
+        store: Store for weights and state. None opens a store with the free RAM and ``default_root_dir/tiers``, which
+            stays open until the program ends; ``strategy="megatrain"`` does the same.
+        offload_model: False to keep the module in memory, so that the store contains only optimizer state.
+        options: Options of ``megatrain.offload``.
     """
 
     strategy_name = "megatrain"
@@ -89,16 +88,15 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     # -- setting up --------------------------------------------------------------------------------------------
 
     def connect(self, model: Any) -> None:
-        """Set the module to train."""
+        """Connect the strategy to a module."""
         super().connect(model)
         self._loads_late = self._strict = None
 
     def setup_environment(self) -> None:
-        """Check that the trainer and the store are compatible. Open a store if none was passed.
+        """Check that trainer and store are compatible. Open a store if the user passed none.
 
         Raises:
-            OffloadError: The devices differ, the precision has no master weights, or there is no folder for
-                checkpoints.
+            OffloadError: The devices differ, the precision has no master weights, or the store has no folder for state.
         """
         trainer = self.lightning_module.trainer
         if self._store is None:
@@ -108,12 +106,12 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @property
     def store(self) -> TieredStore:
-        """The store. If none was passed, it exists only after ``fit`` has started."""
+        """Store of weights and state. If the user passed no store, it is available after ``fit`` has started."""
         assert self._store is not None, "fit, validate, test or predict opens the store"
         return self._store
 
     def model_to_device(self) -> None:
-        """Move the module's parameters into the store, and its other tensors to the compute device."""
+        """Move the module's parameters to the store, and other tensors to the compute device."""
         model = self.lightning_module
         if self._tier_model:
             own = {id(parameter) for parameter in model.parameters(recurse=False)}
@@ -124,10 +122,10 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         super().model_to_device()
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Create the optimizers. Before this, remove the state of an earlier fit's optimizers from the store.
+        """Create the optimizers, after removing the state of an earlier fit's optimizers from the store.
 
         Raises:
-            OffloadError: An optimizer cannot see gradients in the store, or it belongs to an earlier fit.
+            OffloadError: An optimizer cannot use gradients in the store, or belongs to an earlier fit.
         """
         released = _LAST_OPTIMIZERS.pop(self.lightning_module, [])
         for optimizer in released:
@@ -137,7 +135,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         _check_optimizers(trainer, self.optimizers, released)
 
     def setup_precision_plugin(self) -> None:
-        """Replace the precision plugin's clipping, so that the optimizers clip."""
+        """Make the tiered optimizers clip gradients, and not the precision plugin."""
         super().setup_precision_plugin()
         plugin = self.precision_plugin
         if "clip_grad_by_norm" not in vars(plugin):
@@ -146,7 +144,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Create modules in RAM, because they may not fit on the compute device."""
+        """Create modules in RAM, because the compute device may be too small for them."""
         device, self._root_device = self._root_device, torch.device("cpu")
         try:
             with super().tensor_init_context(empty_init):
@@ -155,7 +153,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             self._root_device = device
 
     def teardown(self) -> None:
-        """Leave the module and optimizers in the store, where they can still be used and saved."""
+        """Tear down without moving the module or the optimizers out of the store, so that they stay usable."""
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
@@ -163,9 +161,9 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     # -- steps -------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step as its forward, so that weights can be used outside of their modules.
+        """Run the module's step as its forward, so that the step can use weights outside of their modules.
 
-        This is not done with manual optimization, where a step would change weights that are in use.
+        With manual optimization, the step is not run as a forward, because it would change weights in use.
         """
         if not self.lightning_module.automatic_optimization:
             return super().training_step(*args, **kwargs)
@@ -192,7 +190,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return self._forward_redirection(model, model, name, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Run an optimizer step that clips with the trainer's value. The value applies only to this step."""
+        """Step with the trainer's clipping, which applies only to this step."""
         try:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
@@ -216,7 +214,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @property
     def checkpoint_io(self) -> Any:
-        """The checkpoint IO that the user passed, or one that streams files."""
+        """Checkpoint IO that the user passed, or a ``MappedCheckpointIO``."""
         if self._checkpoint_io is None:
             self._checkpoint_io = MappedCheckpointIO()
         return super().checkpoint_io
@@ -226,17 +224,17 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._checkpoint_io = io
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Tensor]:
-        """Return the state of an optimizer. A tiered optimizer returns plain values that identify a generation."""
+        """Return the state of an optimizer. For a tiered optimizer, it is a small record that names a generation."""
         optimizer = _unwrapped(optimizer)
         if isinstance(optimizer, TieredOptimizer):
             shared = shared_state(optimizer.store)
-            # The file may be loaded after further steps, so state from before the first step also needs a generation.
+            # The file may be loaded after more steps, so even the state before the first step needs a generation.
             shared.num_changes = max(1, shared.num_changes)
             self._named_generations()
         return cast("dict[str, Tensor]", super().optimizer_state(optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint file. The generation that it refers to is kept until the file is deleted."""
+        """Write a checkpoint file, and keep the generation that it names until the file is deleted."""
         kept = self._named_generations()
         if kept is not None:
             local = local_path(filepath)
@@ -254,16 +252,15 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether weights stay on the meta device until they are loaded into the store."""
+        """Whether weights stay on the meta device until they are in the store."""
         if self._loads_late is None:
             self._loads_late = any(parameter.is_meta for parameter in self.lightning_module.parameters())
         return self._loads_late
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights. If the checkpoint also has optimizer state, this waits until that state is loaded.
+        """Load weights. If optimizer state will also be loaded, wait for it: its generation has the master weights.
 
-        The reason is that the state's generation contains the master weights. Weights that a hook changed in
-        ``checkpoint`` take precedence over the weights in the generation.
+        Weights that a hook changed in ``checkpoint`` take precedence over the weights of the generation.
         """
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint:
             self._strict = strict
@@ -271,7 +268,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the generation that a checkpoint refers to, or load the state of torch's equivalent optimizer."""
+        """Restore the generation that a checkpoint names, or the state of torch's equivalent optimizer."""
         self._named_generations()
         super().load_optimizer_state_dict(checkpoint)
         if self._strict is not None:

@@ -1,4 +1,4 @@
-"""Checkpoint files of Lightning, and the generations of the store that they refer to."""
+"""Lightning's checkpoint files, and the generations of the store that these files name."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _RECORD = "checkpoint_files.json"
 
 
 class KeptGenerations:
-    """Record of checkpoint files and the generations that they refer to, stored with the generations. Thread-safe.
+    """Record of checkpoint files and their generations, stored with the generations. Thread-safe.
 
-    After a restart, the record is read again, so it includes files of earlier processes. Pass ``numbers`` to
+    The record is read again after a restart, so that it includes files of earlier processes. Pass ``numbers`` to
     ``TieredStore.keep_also``.
 
     Args:
@@ -39,21 +39,21 @@ class KeptGenerations:
         self._path = Path(folder, _RECORD)
         self._exists = exists
         self._lock = threading.Lock()
-        self._unseen: set[str] = set()  # recorded files that may still be in the process of being written
+        self._unseen: set[str] = set()  # recorded files that may still be being written
         try:
             self._files = {str(file): int(number) for file, number in json.loads(self._path.read_text()).items()}
-        except (OSError, ValueError, AttributeError):  # missing or damaged, so the store keeps only its own generations
+        except (OSError, ValueError, AttributeError):  # the record is missing or damaged
             self._files = {}
 
     def note(self, file: str, generation: int) -> None:
-        """Record that a checkpoint file refers to a generation. Call this before or after the file is written."""
+        """Record that a checkpoint file names a generation, either before or after the file is written."""
         with self._lock:
             self._files[file] = generation
             self._unseen.add(file)
             self._write()
 
     def numbers(self) -> set[int]:
-        """Return the generations that existing files refer to. Remove deleted files from the record."""
+        """Return the generations that existing files name, and remove deleted files from the record."""
         with self._lock:
             present = {file for file in self._files if self._exists(file)}
             self._unseen -= present
@@ -71,10 +71,10 @@ class KeptGenerations:
 
 
 class MappedCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
-    """``TorchCheckpointIO`` that streams local files in the same format. The base class handles other locations."""
+    """``TorchCheckpointIO`` that streams local files. The file format is the same. Other files use the base class."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write a file atomically, so that it is complete or absent even after a power failure."""
+        """Write a file atomically, even if the power fails."""
         target = local_path(path)
         if storage_options is not None or target is None:
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -90,11 +90,7 @@ class MappedCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
             part.unlink(missing_ok=True)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return the contents of a file. Tensors are read when they are used.
-
-        Args:
-            weights_only: False to read everything immediately, as Lightning does.
-        """
+        """Return the contents of a file. Tensors are memory-mapped, unless ``weights_only`` is False."""
         source = local_path(path)
         loaded: dict[str, Any]
         if weights_only is False or source is None or not source.is_file():
@@ -105,18 +101,18 @@ class MappedCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
 
 
 def local_path(path: Any) -> Path | None:
-    """Return a checkpoint's path if it is a local file, otherwise None."""
+    """Return the path of a checkpoint if it is on a local file system, otherwise None."""
     system, inner = url_to_fs(str(path))
     return Path(inner) if isinstance(system, LocalFileSystem) else None
 
 
 def file_exists(path: str) -> bool:
-    """Return whether a checkpoint exists. If the file system cannot be reached, return True."""
+    """Return whether a checkpoint exists. Return True if the file system cannot be reached."""
     local = local_path(path)
     if local is not None:
         return local.exists()
     try:
         system, inner = url_to_fs(path)
         return bool(system.exists(inner))
-    except Exception:  # the service does not answer, and its client can raise any error
+    except Exception:  # a client can raise any error if its service does not answer
         return True

@@ -1,8 +1,8 @@
-"""Sends an offloaded policy's weights to TRL's vLLM engine, one at a time.
+"""TRL's vLLM engine for an offloaded policy, which receives the weights from the store, one at a time.
 
-Written for TRL 1.16. All TRL trainers with ``use_vllm`` have a ``VLLMGeneration``. This module uses its
-``_iter_named_params`` (weights to send, in order), ``_weight_metadata`` (names, dtypes and shapes, for which TRL would
-read all weights), ``sync_weights`` and ``generate``.
+Written against TRL 1.16, whose trainers with ``use_vllm`` all have a ``VLLMGeneration``. This module replaces its
+``_iter_named_params`` (weights to send, in order) and ``_weight_metadata`` (names, dtypes and shapes, for which TRL
+would read all weights), and wraps ``sync_weights`` and ``generate``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tiered import TieredStore
 
 
 def follow(generation: Any, model: nn.Module, store: TieredStore) -> None:
-    """Make TRL's engine read its weights from the store, and free GPU memory for a colocated engine.
+    """Make TRL's engine read weights from the store, and free GPU memory for a colocated engine.
 
-    The store frees GPU memory before the engine receives weights and before it generates.
+    The store frees the memory before the engine receives weights and before it generates.
 
     Raises:
-        OffloadError: The installed TRL version has an engine with a different interface.
+        OffloadError: The engine of the installed TRL version has a different interface.
     """
     if not hasattr(generation, "_iter_named_params") or not hasattr(generation, "_weight_metadata"):
         raise OffloadError(
@@ -49,10 +49,9 @@ def follow(generation: Any, model: nn.Module, store: TieredStore) -> None:
 
 
 def _releasing(method: Callable[..., Any], store: TieredStore) -> Callable[..., Any]:
-    """Return a method of the engine that empties the store's GPU tier before and after it runs.
+    """Return a method of the engine that releases the store's copies in GPU memory before and after the call.
 
-    A sleeping engine allocates its weights at the start of ``sync_weights``, and its cache right after
-    ``sync_weights``.
+    A sleeping engine allocates its weights at the start of ``sync_weights``, and its cache right afterwards.
     """
 
     @wraps(method)
