@@ -106,7 +106,7 @@ RECOMPUTED = "every layer is recomputed once in the backward"
 SPEED = "changes the speed, not the results"
 _CACHED = "the token cache is keyed by content, so it is never stale"
 _ALL_CORES = "rows are tokenized on all cores"
-QUANTIZED = "name a folder that is already quantized, such as a -bnb-4bit repository of the hub"
+QUANTIZED = "name a folder that is already quantized, such as a -bnb-4bit repository on the hub"
 OWN_TEMPLATE = (
     "the chat template in the model's folder is used; a different template changes every text, so check the texts with "
     "`megatrain-tier data preview`"

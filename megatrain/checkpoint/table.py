@@ -55,7 +55,7 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
     """``[checkpoint]``: when a run saves, how many checkpoints it keeps, and where it resumes from."""
 
     save_strategy: Literal["steps", "time", "epoch", "no"] = key(
-        "When to save; except with no, also at the end. Default: time if save_interval is set, else steps.",
+        'When to save. Every value but "no" also saves at the end. Default: time if save_interval is set, else steps.',
         "steps",
         same_name=HF_AXOLOTL,
     )

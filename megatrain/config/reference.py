@@ -38,7 +38,8 @@ are replaced. In `--set`, the last part of a key is enough if it is unique (`--s
 list have numbers (`--set data.train.0.max_samples=100`). Paths in a file are relative to that file, and paths in
 `--set` to the current directory. Sizes need a unit: `"120GiB"` (2^30) or `"120GB"` (10^9); some keys also accept a
 share such as `"90%"`. Durations need units too: `"45min"`, `"30s"`, `"1h30min"`. All problems are reported together,
-with their lines, and exit code 2. `output_dir/config.resolved.toml` contains all defaults and reproduces the run.
+each with its line, and the exit code is 2. `output_dir/config.resolved.toml` contains all defaults and reproduces the
+run.
 """
 
 

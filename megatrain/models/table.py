@@ -138,7 +138,7 @@ class LoraConfig(Table, json_schema_extra=all_alter("yes")):
         "auto",
     )
     target_parameters: Listed[str] = key(
-        "Parameters with adapters that are not the weight of a module, such as fused experts: "
+        "Parameters that get adapters although they are not a module's weight, such as fused experts, e.g. "
         '["mlp.experts.gate_up_proj"]. Cannot be combined with lora_dropout.',
         (),
     )

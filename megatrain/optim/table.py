@@ -145,9 +145,9 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
     )
     warmup_steps: float = key(">= 1: steps. < 1: fraction of all steps.", 0.03, ge=0, same_name=HF_AXOLOTL)
     layer_decay: float = key(
-        "Factor on the learning rate for each layer between a parameter and the head, as in timm: parameters after the"
-        " last layer have the full rate, the last layer has this factor, the layer before it its square, embeddings the"
-        " smallest rate.",
+        "Layer-wise decay of the learning rate, as in timm. Parameters after the last layer use the full rate. The rate"
+        " of the last layer is multiplied by this factor, the rate of the previous layer by the square of the factor,"
+        " and so on. Embeddings get the smallest rate.",
         1.0,
         gt=0,
         le=1,
