@@ -1,7 +1,7 @@
 """tiered: named blocks of tensors in GPU memory, RAM and files, moved by schedule. Does not depend on training code.
 
-These names are for users of a store. Authors of tiers, links and policies use ``tiered.ext``; ``tiered.testing`` tests
-their implementations.
+Programs that use a store import from here. Authors of tiers, links and policies import from ``tiered.ext`` and test
+their implementations with ``tiered.testing``.
 """
 
 from __future__ import annotations

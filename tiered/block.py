@@ -21,9 +21,8 @@ class BlockSpec:
     """The unit of placement and of transfer: one named tensor with a home.
 
     Attributes:
-        key: path-like name: segments of letters, digits, ``_ . -`` joined by ``/``.
-        home: name of the tier that owns the block's slot for the block's lifetime.
-        durable: whether commits include the block; False for scratch blocks (gradients, activations).
+        key: path-like name: segments joined by ``/``. A segment consists of letters, digits, ``_``, ``.`` and ``-``.
+        durable: whether commits include the block. False for scratch blocks such as gradients and activations.
     """
 
     key: str
@@ -35,7 +34,7 @@ class BlockSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.key, str):
             raise TypeError(f"the key of a block is text, not {type(self.key).__name__}: {self.key!r:.40}")
-        # Most keys are shorter than the limit for one segment, so they need no split.
+        # Most keys are shorter than the limit for one segment, so splitting them is unnecessary.
         is_long = len(self.key) > _MAX_SEGMENT and any(len(part) > _MAX_SEGMENT for part in self.key.split("/"))
         if is_long or len(self.key) > _MAX_KEY:
             raise ValueError(
@@ -59,15 +58,16 @@ class BlockSpec:
 class CopyState(enum.Enum):
     """State of one copy of one block in one tier.
 
-    ABSENT occurs only away from home, STALE only at home. Leases and pins are counted separately.
+    Only a copy outside the home can be ABSENT, and only a home copy can be STALE. Leases and pins are counted
+    separately.
     """
 
     ABSENT = "absent"  # The copy has no slot.
     FILLING = "filling"  # A transfer or the first write is filling the slot.
-    CLEAN = "clean"  # Equal to the home copy, or the home copy: the store may drop it without a write.
-    DIRTY = "dirty"  # Only this copy has the newest bytes: they are written back before the slot is reused.
+    CLEAN = "clean"  # Equal to the home copy (or the home copy itself), so the store can drop it without a write.
+    DIRTY = "dirty"  # Only this copy has the newest bytes, so it is written back before its slot is reused.
     DRAINING = "draining"  # A write-back is in progress, and the copy is readable.
-    STALE = "stale"  # A home slot that was never written, or whose newer version is in another tier.
+    STALE = "stale"  # A home slot that was never written, or a home copy that is older than a copy in another tier.
 
     @property
     def is_valid(self) -> bool:
@@ -75,7 +75,7 @@ class CopyState(enum.Enum):
         return self is CopyState.CLEAN or self is CopyState.DIRTY or self is CopyState.DRAINING
 
 
-#: Allowed state changes of a copy. Any other change is a bug in the store; every change asserts this.
+#: Allowed state changes of a copy. Every change is asserted, because any other change is a bug in the store.
 LEGAL_MOVES: frozenset[tuple[CopyState, CopyState]] = frozenset(
     {
         (CopyState.ABSENT, CopyState.FILLING),

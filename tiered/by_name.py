@@ -1,4 +1,4 @@
-"""Access to blocks by name: whole tensors and ranges of rows, for programs that want copies instead of leases."""
+"""Access to blocks by name, for programs that want copies of tensors or rows instead of leases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tiered.units import PAGE_BYTES, round_up
 
 
 class ByName:
-    """Copies of whole blocks and of rows, read and written through leases, or read straight from files."""
+    """Reads and writes copies of blocks and rows. Uses leases, or reads files directly."""
 
     def __init__(self, movement: Movement, leasing: Leasing) -> None:
         self._movement, self._leasing = movement, leasing
@@ -32,7 +32,7 @@ class ByName:
         return self._movement.slowest_writable
 
     def write(self, spec: BlockSpec, tensor: torch.Tensor, start: int | None) -> None:
-        """Write a whole block (``start`` None) or some of its rows, in the nearest addressable tier."""
+        """Write a whole block, or rows from ``start`` on, in the nearest addressable tier."""
         where = self._place(spec.key) or self._movement.nearest_addressable(spec.home)
         if start is None:
             with self._leasing.acquire(spec.key, where, "w") as lease:
@@ -48,7 +48,7 @@ class ByName:
             lease.tensor[start:stop].copy_(tensor)
 
     def read(self, spec: BlockSpec) -> torch.Tensor:
-        """Return a copy of a whole block. If the block fits the nearest tier, the store keeps a copy there as usual."""
+        """Return a copy of a whole block. If the block fits in the nearest tier, the store also keeps a copy there."""
         where = self._place(spec.key) or self._movement.nearest_addressable(spec.home)
         try:
             with self._leasing.acquire(spec.key, where, "r") as lease:
@@ -111,7 +111,7 @@ class ByName:
         return None
 
     def _from_files(self, spec: BlockSpec, start: int, stop: int) -> torch.Tensor | None:
-        """Return bytes of a block from its files, 1-D uint8, or None if the files do not have the newest bytes."""
+        """Read bytes of a block from its files as 1-D uint8. Return None if the files do not have the newest bytes."""
         movement = self._movement
         with movement.changed:
             block: Block = self._leasing.block(spec.key)

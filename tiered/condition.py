@@ -1,4 +1,4 @@
-"""The condition of a store, which only the process that made the store can enter."""
+"""The condition of a store. Only the process that created the store can enter it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 from tiered.errors import TieredError
 
-_num_forks = 0  # This process is separated from the first one by this number of forks.
+_num_forks = 0  # number of forks between the first process and this one
 
 
 def _count_fork() -> None:
@@ -19,7 +19,7 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 class StoreCondition(threading.Condition):
-    """A condition that raises ``TieredError`` in a forked child, where a vanished thread may hold the lock forever."""
+    """A condition that raises ``TieredError`` in a forked child, because no thread may be left to release the lock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class StoreCondition(threading.Condition):
 
     @property
     def is_of_parent(self) -> bool:
-        """Whether this process was forked from the one that made the store."""
+        """Whether this process is a forked child of the process that created the store."""
         return self._made_after != _num_forks
 
     def __enter__(self) -> bool:

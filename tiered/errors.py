@@ -1,4 +1,4 @@
-"""Errors of the store. Each error has the facts as attributes, and its message proposes a remedy."""
+"""Errors of the store. Attributes hold the facts of an error; the message proposes a remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tiered.units import format_size
 
 
 def shortened(text: object) -> str:
-    """Return a key as text for a message; the middle of a long key is omitted."""
+    """Return a key for use in a message. Long keys are shortened in the middle."""
     whole = str(text)
     return whole if len(whole) <= 200 else f"{whole[:100]}...{whole[-60:]}"
 
@@ -18,12 +18,9 @@ class TieredError(Exception):
 
 
 class CapacityError(TieredError):
-    """A tier lacks space. The store raises it at once if waiting could never help.
+    """A tier lacks space, and waiting cannot help.
 
     Attributes:
-        free_bytes: bytes not held by any slot.
-        pinned_bytes: bytes held by pinned copies.
-        leased_bytes: bytes held by leased copies.
         largest_holders: (key, bytes) of the largest slots, largest first.
     """
 
@@ -57,7 +54,7 @@ class CapacityError(TieredError):
 
 
 class BlockNotFoundError(TieredError, KeyError):
-    """No block of that name is registered."""
+    """No block with this name is registered."""
 
     def __init__(self, key: str, hint: str = "") -> None:
         self.key = key
@@ -77,7 +74,7 @@ class UninitializedBlockError(TieredError):
 
 
 class LeaseError(TieredError):
-    """The program broke a rule of leases."""
+    """The program broke a rule for leases."""
 
 
 class TransferError(TieredError, OSError):
@@ -116,7 +113,7 @@ class CorruptBlockError(TieredError):
     """The bytes on disk differ from the bytes that were written.
 
     Attributes:
-        generation: number of the damaged generation, or None for contents of a running process.
+        generation: number of the damaged generation, or None for uncommitted contents.
     """
 
     def __init__(self, key: str, expected: str, found: str, *, place: str, generation: int | None = None) -> None:
@@ -142,7 +139,7 @@ class UnusableDirectoryError(TieredError):
 
 
 class LockingError(TieredError, OSError):
-    """The file system of a file has no working locks, so two processes could use its folder at the same time."""
+    """The file system does not support locks, so two processes could use the same folder at the same time."""
 
     def __init__(self, path: str, cause: OSError, file_system: str) -> None:
         self.path = path

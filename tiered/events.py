@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tiered.links.base import LinkUsage
 
-#: Causes for which a caller of the store waits.
+#: Reasons why a caller of the store can wait.
 STALL_CAUSES = ("fill", "drain", "space", "lease", "commit")
 
 
@@ -21,9 +21,8 @@ class Event:
 
     Attributes:
         kind: ``fetch``, ``write_back``, ``evict``, ``stall`` or ``commit``.
-        tier: name of the destination tier.
         start_s: start in seconds of ``time.perf_counter``.
-        detail: path of the link for movements, cause for stalls.
+        detail: copy method of the link for movements; cause for stalls.
     """
 
     kind: str
@@ -40,7 +39,7 @@ EventSink = Callable[[Event], None]
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Current bytes of one tier; ``high_water_bytes`` is its peak usage."""
+    """Current byte counts of one tier. ``high_water_bytes`` is the tier's peak usage."""
 
     capacity_bytes: int
     used_bytes: int
@@ -52,19 +51,20 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Counters of a store. ``later - earlier`` is the counts between the two, with ``later.tiers``.
+    """Counters of a store. ``later - earlier`` returns the counts between the two, and the ``tiers`` of ``later``.
 
     Attributes:
         stall_s: seconds that callers waited, by cause.
-        prefetch_on_time: number of prefetched copies that had arrived before they were acquired.
+        prefetch_on_time: number of prefetched copies that arrived before they were acquired.
         prefetch_late: number of prefetched copies that were acquired while in flight.
         prefetch_wasted: number of prefetched copies that were dropped unused.
-        evictions_clean: number of evicted copies that needed no write-back.
-        evictions_dirty: number of evicted copies that were written back first.
-        written_bytes: bytes written, by durable path.
+        evictions_clean: number of copies evicted without a write-back.
+        evictions_dirty: number of copies evicted after a write-back.
+        written_bytes: bytes written to each durable path.
         schedule_misses: number of accesses that are not in the schedule.
-        due_bytes: bytes for all uses up to the current tick, by ``"src->dst"``. Fetches for later uses do not count
-            yet; write-backs count from their start. So the counts between two ticks do not depend on timing.
+        due_bytes: bytes moved for all uses up to the current tick, by ``"src->dst"``. A fetch for a later use does not
+            count yet; a write-back counts as soon as it starts. The counts between two ticks therefore do not depend on
+            timing.
     """
 
     tiers: Mapping[str, TierStats]
@@ -128,21 +128,21 @@ class Counters:
 
 
 class DueBytes:
-    """Bytes that links move, by the tick that needs them. Guarded by the store's lock."""
+    """Counts the bytes that links move, by the tick that needs the bytes. Guarded by the store's lock."""
 
     def __init__(self) -> None:
         self._asked = Counter[tuple[str, str]]()
         self._ahead: list[tuple[int, tuple[str, str], int]] = []  # (tick, link, bytes) of uses at later ticks
 
     def ask(self, link: tuple[str, str], nbytes: int, *, for_use: int, now: int) -> None:
-        """Count bytes on a link for a use at tick ``for_use``. Negative bytes cancel the count of a failed transfer."""
+        """Count bytes that a link moves for tick ``for_use``. A negative number cancels a failed transfer's count."""
         self._asked[link] += nbytes
         self._ahead = [each for each in self._ahead if each[0] > now]
         if for_use > now:
             self._ahead.append((for_use, link, nbytes))
 
     def up_to(self, now: int) -> Mapping[tuple[str, str], int]:
-        """Return the bytes for uses up to tick ``now``, by link."""
+        """Return the bytes that were needed up to tick ``now``, by link."""
         found = Counter(self._asked)
         for tick, link, nbytes in self._ahead:
             if tick > now:

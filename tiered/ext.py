@@ -1,6 +1,6 @@
 """Names for authors of tiers, links and policies, and for tools that maintain a tier's directories.
 
-``docs/extending.md`` states the contracts, and ``tiered.testing`` has the test suites.
+``docs/extending.md`` states the contracts; ``tiered.testing`` contains test suites for them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Files on drives: direct I/O, checksums, flushing, atomic replacement. Tiers, links and commits use this layer.
 
 O_DIRECT moves whole pages between page-aligned memory and page-aligned offsets, and bypasses the kernel's cache. Some
-file systems refuse it when a file is opened or at the first read or write; these functions then use the cache.
+file systems refuse O_DIRECT on opening a file or on the first access; these functions then use the cache.
 
-Every piece (16 MiB of a block's contents) has an xxh3-64 checksum, which detects damage and locates it.
+Every piece (16 MiB of a block's contents) has an xxh3-64 checksum, which detects and locates damage.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PIECE_BYTES = 16 * MiB
 #: Incremental checksum: call ``update`` with each part, then ``hexdigest``.
 Digest = xxhash.xxh3_64
 
-#: Generous limit: the manifest of a model with 600 B parameters has about 20 MB.
+#: Generous limit: a model with 600 B parameters has a manifest of about 20 MB.
 _MAX_DOCUMENT_BYTES = 1 << 30
 _NUM_SHARES = 8  # number of batches of paths per thread
 _NUM_SYNC_THREADS = 8  # A drive flushes several files concurrently in about the time of one.
@@ -49,13 +49,13 @@ def open_direct(path: str | os.PathLike[str], flags: int, on_buffered: Callable[
             raise
     if on_buffered is not None:
         on_buffered()
-    # The first attempt may have created the file, so O_EXCL would fail now.
+    # The first attempt may have created the file, so O_EXCL would make this attempt fail.
     return os.open(path, flags & ~os.O_EXCL | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
 
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """Yield the file descriptor of ``open_direct``. An ``OSError`` raised in the ``with`` block gets the file name."""
+    """Yield a descriptor from ``open_direct``. Adds the file name to an ``OSError`` raised in the ``with`` block."""
     try:
         fd = open_direct(path, flags)
         try:
@@ -65,7 +65,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
     except OSError as error:
         if isinstance(error, TieredError) or error.filename is not None:
             raise
-        # Errors of fallocate, pwritev and fsync do not name the file.
+        # Errors from fallocate, pwritev and fsync do not contain the file name.
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
@@ -81,7 +81,7 @@ def write_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], 
 
 
 def read_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], None] | None = None) -> int:
-    """Fill ``view`` from ``offset`` and return the number of bytes read; fewer at the end of the file."""
+    """Fill ``view`` from ``offset``. Return the number of bytes read, which is smaller at the end of the file."""
     done = 0
     while done < len(view):
         try:
@@ -97,7 +97,7 @@ def read_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], N
 
 
 def _stop_direct(fd: int, error: OSError, on_buffered: Callable[[], None] | None) -> None:
-    """Turn off O_DIRECT: some file systems accept it when a file is opened and refuse it later."""
+    """Turn off O_DIRECT, because some file systems accept it on opening a file but refuse it later."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
         raise error
@@ -107,7 +107,7 @@ def _stop_direct(fd: int, error: OSError, on_buffered: Callable[[], None] | None
 
 
 def drop_cached(fd: int, offset: int = 0, nbytes: int = 0) -> None:
-    """Drop a file's pages from the kernel's cache, because the RAM tier holds the contents. 0 bytes mean to the end."""
+    """Drop a file's pages from the kernel's cache, because the RAM tier has the contents. 0 means to the end."""
     os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
@@ -120,7 +120,7 @@ def pieces(nbytes: int) -> Iterator[tuple[int, int]]:
 def checksum(*buffers: Any) -> str:
     """Return the xxh3-64 of the concatenated buffers, as 16 hex digits. Releases the GIL while it runs.
 
-    It takes 0.09 CPU-seconds per GB, a third of crc32; bindings of crc32c hold the GIL
+    xxh3 takes 0.09 CPU-seconds per GB, a third of the time of crc32. The bindings of crc32c hold the GIL
     (docs/decisions/0006-checksums.md).
 
     Args:
@@ -156,7 +156,7 @@ def sync_path(path: Path) -> None:
 def sync_paths(paths: Iterable[Path], sync: Callable[[Path], None]) -> None:
     """Call ``sync`` for several paths concurrently. Raises the error of the first batch that failed."""
     todo = list(paths)
-    # Handing a task to a thread takes longer than a flush with nothing to write, so each thread gets a few batches.
+    # Handing a task to a thread takes longer than an empty flush, so each thread gets a few batches of paths.
     num_shares = max(1, min(len(todo), _NUM_SHARES * _NUM_SYNC_THREADS))
 
     def sync_share(number: int) -> None:
@@ -169,10 +169,10 @@ def sync_paths(paths: Iterable[Path], sync: Callable[[Path], None]) -> None:
 
 
 def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace a file atomically, by way of ``<path>.tmp``: readers get the old or the new contents, even after a crash.
+    """Replace a file atomically, through ``<path>.tmp``. Readers get the old or the new contents, even after a crash.
 
     Args:
-        durable: whether the new contents must survive a power cut when the function returns.
+        durable: whether the new contents must survive a power cut as soon as the function returns.
     """
     temporary = path.with_suffix(".tmp")
     try:
@@ -191,7 +191,7 @@ def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def create_text_file(path: Path) -> TextIO:
-    """Create a UTF-8 text file for writing. Removes an old file of this name; of a symbolic link, only the link.
+    """Create a UTF-8 text file for writing. Removes an old file or symbolic link of this name, but no link's target.
 
     Raises:
         OSError: the write failed, or another process creates the file at the same time.
@@ -201,7 +201,7 @@ def create_text_file(path: Path) -> TextIO:
 
 
 def read_document_file(path: Path, max_bytes: int = _MAX_DOCUMENT_BYTES) -> bytes:
-    """Return the contents of a small untrusted file. Never blocks on a named pipe.
+    """Return the contents of a small, untrusted file. Never blocks on a named pipe.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or has more than ``max_bytes``.
@@ -233,9 +233,9 @@ def make_folder(path: Path) -> None:
 
 
 def folder_clashes(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[int, int, str]]:
-    """Yield (index, index of an earlier path, relation) for folders that are equal or contain each other.
+    """Yield (index, index of an earlier path, relation) for two folders that are equal or contain each other.
 
-    Resolves symbolic links. The folders need not exist. A clash is an error because a tier empties its folder.
+    Resolves symbolic links. The folders need not exist. A clash is an error, because a tier empties its folder.
     """
     real = [Path(os.path.realpath(path)) for path in paths]
     for number, path in enumerate(real):

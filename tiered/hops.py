@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Routes:
-    """Graph of tiers and links that finds the shortest route between two tiers.
+    """Finds the shortest route between two tiers over the links.
 
     Attributes:
         links: (source, destination) pairs, one for each direction of a link. If several routes are equally short,
@@ -37,11 +37,11 @@ class Routes:
         return self._found[src, dst]
 
     def tiers_between(self, src: str, dst: str) -> tuple[str, ...]:
-        """Return the tiers that a copy passes between ``src`` and ``dst``."""
+        """Return the intermediate tiers of a copy from ``src`` to ``dst``."""
         return tuple(here for here, _ in self.between(src, dst)[1:])
 
     def is_far(self, src: str, dst: str) -> bool:
-        """Return whether a copy passes more than one tier between ``src`` and ``dst``; False if no route exists."""
+        """Return whether a route exists and has more than one intermediate tier."""
         try:
             return len(self.between(src, dst)) > 2
         except ValueError:
@@ -64,7 +64,7 @@ def stops(routes: Routes, block: Block, access: Access) -> Sequence[str]:
     """Return the tiers between a block's home and an access in which the block has or will have a copy."""
     between = routes.tiers_between(block.spec.home, access.tier)
     target = block.copies.get(access.tier)
-    # A valid copy that is only read will not move again, so only the existing copies remain.
+    # A valid copy that is only read does not move again, so only the existing copies count.
     if access.mode == "r" and target is not None and target.state.is_valid:
         return [name for name in between if name in block.copies and block.copies[name].slot is not None]
     return between

@@ -1,4 +1,4 @@
-"""Public names that are imported at first use, because most of them import torch, which takes seconds."""
+"""Imports public names at their first use, because importing torch takes seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 def lazy_names(
     module: str, *, distribution: str | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for the imports that a module makes for type checkers.
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for the names that a module imports for type checkers.
 
     ::
 
@@ -23,15 +23,15 @@ def lazy_names(
         else:
             __getattr__, __dir__, __all__ = lazy_names(__name__)
 
-    Each name is written only once, where type checkers and editors look for it: the function reads the list from the
-    module's source text, as transformers does for its models.
+    The function reads the names from the module's source text, as transformers does for its models. So each name is
+    written only once, where type checkers and editors look for it.
 
     Args:
         module: Dotted name of the module that calls this function while it is being imported.
-        distribution: Installed distribution whose version becomes the attribute ``__version__``.
+        distribution: Name of an installed distribution. Its version becomes the attribute ``__version__``.
 
     Raises:
-        ImportError: The installation has no source text of the module.
+        ImportError: The installation lacks the module's source text.
     """
     homes = _typed_imports(module)
     public = [*homes, *([] if distribution is None else ["__version__"])]

@@ -1,4 +1,4 @@
-"""Leases: granting and ending access to copies, waiting for them, pinning and evicting them."""
+"""Leases: grants and ends access to copies; also pins and evicts copies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MODES_TEXT = "use 'r' to read, 'rw' to change, 'w' to overwrite without reading
 
 
 def _streams_of(tiers: Mapping[str, StreamTier], names: Collection[str], stream: Any) -> Mapping[str, Sequence[Any]]:
-    """Return the streams whose kernels will use the leases, by tier: the tier's current stream and the caller's."""
+    """Return the streams that will use the leases, by tier: the tier's current stream and the caller's stream."""
     found = {name: (tiers[name].current_stream(), stream) for name in names if name in tiers}
     return {name: [each for each in streams if each is not None] for name, streams in found.items()}
 
@@ -61,7 +61,7 @@ class Leasing:
         return block
 
     def tier(self, name: str) -> Tier:
-        """Return a tier by name. Raises ``ValueError`` with the names of the store's tiers."""
+        """Return a tier by name. Raises ``ValueError`` if the store has no such tier."""
         if name not in self.movement.tiers:
             raise ValueError(f"no tier named '{name}'; this store has {', '.join(self.movement.tiers)}")
         return self.movement.tiers[name]
@@ -82,7 +82,8 @@ class Leasing:
         """Return leases on several blocks, all or nothing; see ``TieredStore.acquire_many``."""
         if len({key for key, _, _ in requests}) != len(requests):
             raise ValueError(f"acquire_many got the same block twice: {[key for key, _, _ in requests]}")
-        # Only one caller gathers copies at a time, because two callers that each hold part of the space could deadlock.
+        # Only one caller collects copies at a time. Otherwise, two callers that each hold part of the space could
+        # deadlock.
         with self._gathering:
             return LeaseGroup(self._acquire(requests, stream, timeout_s))
 
@@ -98,8 +99,8 @@ class Leasing:
                 if mode != "r" and block.spec.home in self.movement.read_only_tiers:
                     text = f"the home of block '{block.spec.key}' is the read-only tier '{block.spec.home}'"
                     raise LeaseError(f"{text}: a lease of mode '{mode}' is not possible")
-            # Mark all copies before the first wait: a wanted copy is never evicted, so copies that have arrived stay
-            # while others are fetched.
+            # Mark all copies as wanted before the first wait. Wanted copies are never evicted, so copies that have
+            # arrived stay while the remaining copies are fetched.
             for _, copy, _ in targets:
                 copy.wanted += 1
             try:
@@ -117,11 +118,11 @@ class Leasing:
                     copy.wanted -= 1
                     has_room_taken = mode == "w" and copy.state is CopyState.FILLING
                     if has_room_taken and block.writer is None and not block.num_transfers:
-                        self._invalidate(copy)  # Return the slot of a lease that was not granted.
+                        self._invalidate(copy)  # The lease was not granted, so return its slot.
                         self.movement.changed.notify_all()
 
     def _first_obstacle(self, targets: Sequence[tuple[Block, Copy, Mode]]) -> Waiting | None:
-        """Advance every target one step; return the first reason to wait, or None if all leases can be granted."""
+        """Advance every target by one step. Return the first reason to wait, or None if all leases can be granted."""
         first: Waiting | None = None
         for block, copy, mode in targets:
             waiting = self._prepare(block, copy, mode)
@@ -131,7 +132,7 @@ class Leasing:
     def _prepare(self, block: Block, copy: Copy, mode: Mode) -> Waiting | None:
         if block.writer is not None:
             return Waiting("lease")
-        # If home is CLEAN, no copy is newer, so nothing has to be fetched. Most blocks of a step are in this state.
+        # If the home copy is CLEAN, no copy is newer, so no fetch is needed. Most blocks of a step are in this state.
         is_at_home = copy.is_home and copy.state is CopyState.CLEAN
         if mode != "w" and not is_at_home:
             waiting = self.movement.bring(block, copy.tier, for_use=self.movement.prefetcher.now, demand=True)
@@ -152,10 +153,11 @@ class Leasing:
         return None
 
     def _wait(self, waiting: Waiting, block: Block, deadline: float | None, *, asks_again: bool) -> bool:
-        """Wait once. Return False without waiting if the space has become free, as no notification would come.
+        """Wait once. If the space has become free, return False at once, because no notification would come.
 
         Raises:
-            TieredError: the tier refuses space that it reports as free. Also ``TimeoutError``, or a transfer's error.
+            TieredError: the tier refuses space that it reports as free. Also raises ``TimeoutError``, or the error of a
+                transfer.
         """
         if waiting.cause == "space":
             free_bytes = self.movement.tiers[waiting.tier].usage().free_bytes
@@ -172,7 +174,7 @@ class Leasing:
         if left_s is not None and left_s <= 0:
             raise TimeoutError(f"block '{block.spec.key}' not granted in time (waiting for: {waiting.cause})")
         num_failures = len(self.movement.failed_write_backs)
-        # A transfer that failed before the wait began sends no further notification.
+        # A transfer that failed before this wait sends no further notification.
         if waiting.transfer is None or waiting.transfer.error is None:
             self.movement.changed.wait(left_s)
         end_s = self.movement.time_s()
@@ -220,11 +222,11 @@ class Leasing:
         return lease
 
     def _order(self, copy: Copy, streams: Sequence[Any]) -> None:
-        """Make streams wait for earlier kernels and transfers that use the copy. Host memory has no streams."""
+        """Make streams wait for earlier kernels and transfers that use the copy. Does nothing for host memory."""
         if not streams:
             return
         assert copy.slot is not None
-        # A write-back in progress only reads the copy, so readers need not wait for it.
+        # A write-back only reads the copy, so readers need not wait for it.
         filled_by = None if copy.state is CopyState.DRAINING else copy.transfer
         if filled_by is not None and filled_by.event is not None and filled_by.error is None:
             if filled_by.event.query():
@@ -233,18 +235,19 @@ class Leasing:
                 filled_by.wait_stream(streams[-1])
         tier = self.movement.stream_tiers[copy.tier]
         for stream in streams:
-            # The slot may have held another block before: wait for the kernels of all its earlier users.
+            # The slot may have held another block before, so wait for the kernels of all earlier users.
             tier.order_before(copy.slot, stream)
 
     def return_leases(self, leases: Sequence[Lease], *, abandoned: bool, stream: Any) -> None:
         """End leases together; see ``Lease.release`` and ``Lease.abandon``.
 
         Args:
-            abandoned: whether the contents written by ``w`` leases are dropped.
+            abandoned: whether to drop the contents that ``w`` leases wrote.
         """
         movement = self.movement
         with movement.changed:
-            # Record the use before the copies can be evicted: the slot's next user waits for the kernels queued now.
+            # Record the use before the copies can be evicted, because the slot's next user must wait for the kernels
+            # queued now.
             for name, tier in movement.stream_tiers.items():
                 copies = (lease._copy for lease in leases if lease.tier == name)
                 if slots := [copy.slot for copy in copies if copy.slot is not None]:
@@ -265,7 +268,7 @@ class Leasing:
             movement.changed.notify_all()
 
     def _written(self, block: Block, copy: Copy) -> None:
-        """Make a copy the newest version of its block, and drop or invalidate all other copies."""
+        """Make a copy the newest version of its block. Drop or invalidate all other copies."""
         block.version += 1
         self.movement.occupancy.note_valid()
         for other in block.copies.values():
@@ -291,7 +294,7 @@ class Leasing:
     # -- refusal -----------------------------------------------------------------------------------------------
 
     def _check_can_succeed(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: Waiting) -> None:
-        """Raise at once if waiting cannot help, because the tier is too small or the caller's own lease blocks it."""
+        """Raise an error if waiting cannot help, because the tier is too small or the caller's own lease blocks it."""
         if waiting.cause == "lease":
             own_threads = threads_of_caller()
             for block, _, mode in targets:
@@ -308,7 +311,7 @@ class Leasing:
                 raise self._capacity_error(waiting.tier, need, f"to acquire {keys}")
 
     def _cancel_evictions(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: Waiting) -> bool:
-        """Cancel evictions of targets that the caller's leases keep from finishing; return whether any was canceled."""
+        """Cancel evictions of targets that would wait for the caller's own leases. Return whether any was canceled."""
         if waiting.cause != "space" or waiting.need_bytes <= self._max_free_bytes(waiting.tier):
             return False
         newest = [copy for block, _, _ in targets if (copy := block.newest()) is not None]
@@ -336,7 +339,7 @@ class Leasing:
         return sum(lease._copy.slot_bytes for lease in self.leases if lease.tier == tier)
 
     def _capacity_error(self, tier: str, need_bytes: int, detail: str) -> CapacityError:
-        """Return an error with the tier's byte counts and its largest slots."""
+        """Return an error that lists the tier's byte counts and its largest slots."""
         blocks = self.movement.blocks.values()
         held = [(b.spec.key, c) for b in blocks if (c := b.copies.get(tier)) and c.slot is not None]
         largest = sorted(held, key=lambda item: -item[1].slot_bytes)[:3]
@@ -351,7 +354,7 @@ class Leasing:
         )
 
     def home_slot_locked(self, block: Block, tier: Tier) -> Slot:
-        """Return the home slot of a new block, evicting copies if needed."""
+        """Allocate the home slot of a new block. Evicts copies if needed."""
         nbytes, need = block.spec.nbytes, tier.slot_bytes(block.spec.nbytes)
         asks_again = False
         # Skip the scan of all blocks (up to 100,000) if enough bytes are free.
@@ -359,12 +362,12 @@ class Leasing:
             slot = self.movement.make_room(block, tier.name, for_use=-1, demand=True, home=True)
             if slot is not None:
                 return slot
-            # Wait for evictions in progress. A failed write-back raises TransferError.
+            # Wait for evictions in progress. If a write-back fails, this raises TransferError.
             asks_again = not self._wait(self.movement.no_room(block, tier.name), block, None, asks_again=asks_again)
         raise self._capacity_error(tier.name, need, f"to register '{block.spec.key}' ({nbytes} bytes)")
 
     def wait_quiet_locked(self, block: Block) -> None:
-        """Wait until all transfers of the block have ended and no commit holds it.
+        """Wait until all transfers of the block have ended and no commit holds the block.
 
         Raises:
             LeaseError: the block is leased.
@@ -375,10 +378,10 @@ class Leasing:
             self.movement.changed.wait()
 
     def wait_for_locked(self, waiting: Waiting, block: Block) -> None:
-        """Wait once for the cause that keeps the newest bytes of ``block`` from its home.
+        """Wait once for the reason why the newest bytes of ``block`` are not at home yet.
 
         Raises:
-            CapacityError: waiting could never help. Also ``LeaseError``.
+            CapacityError: waiting cannot help. Can also raise ``LeaseError``.
             TransferError: a write-back failed.
         """
         self._check_can_succeed([(block, block.home, "r")], waiting)
@@ -472,26 +475,27 @@ class Leasing:
             while nbytes > owner.usage().free_bytes and any(block.num_transfers for block in movement.blocks.values()):
                 movement.changed.wait()
             if nbytes > owner.usage().free_bytes:
-                movement.raise_unsaved()  # A failed write-back is the likely reason for the missing space.
+                movement.raise_unsaved()  # A failed write-back is the most likely reason why space is lacking.
             owner.reserve(nbytes)
             movement.occupancy.reserved_bytes[tier] += nbytes
             movement.changed.notify_all()
 
 
-#: In older versions, ``sys._current_frames`` deadlocks if a garbage collection inside the call frees a tensor.
+#: In older Python versions, ``sys._current_frames`` deadlocks if a garbage collection during the call frees a tensor.
 _CAN_SEE_FRAMES = sys.version_info >= (3, 12)
 
 
 def threads_of_caller() -> Sequence[int]:
-    """Return the ids of threads whose leases would deadlock the caller: its own id first, then callers of its backward.
+    """Return the threads whose leases the caller must not wait for: itself, then threads that wait for its backward.
 
-    On a CPU, a backward runs in the calling thread. On a device, it runs in a thread of autograd, which must not
-    wait for leases of the thread that waits for the backward. Python 3.11 cannot find this thread, so there the wait
-    does happen. If two threads run backwards, both ids are returned, because autograd has one thread per device.
+    On a CPU, a backward runs in the calling thread. On a device, it runs in a thread of autograd. This thread must not
+    wait for leases of the thread that called the backward. In Python 3.11 the calling thread cannot be found, so the
+    deadlock is not detected. If two threads run a backward, both ids are returned, because autograd has only one thread
+    per device.
     """
     own = threading.get_ident()
     if not _CAN_SEE_FRAMES or torch._C._current_graph_task_id() == -1:
         return (own,)
-    # The autograd engine is C++, so the innermost Python frame of a waiting thread is the function that called it.
+    # The autograd engine is C++, so the innermost Python frame of a waiting thread is the frame that called the engine.
     calls_engine = getattr(graph._engine_run_backward, "__code__", None)
     return (own, *(thread_id for thread_id, frame in sys._current_frames().items() if frame.f_code is calls_engine))

@@ -1,4 +1,4 @@
-"""Locks of files and directories, and who holds one. Imports no torch."""
+"""Locks of files and directories, and their holders. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tiered.errors import LockedError, LockingError
 LOCK_NAME = "LOCK"
 _OWNER = re.compile(r"process ([0-9]+) on ([^,\s]+)")
 _MOUNTS = Path("/proc/self/mountinfo")
-_ATTEMPTS = 100  # to lock a file that another process deletes as often
+_ATTEMPTS = 100  # tries to lock a file that other processes keep deleting
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class Mount:
     """A mounted file system.
 
     Attributes:
-        point: the folder that it is mounted at.
-        kind: its type, such as ``ext4`` or ``nfs4``.
-        source: the device or server.
+        point: folder at which the file system is mounted.
+        kind: type of the file system, such as ``ext4`` or ``nfs4``.
+        source: device or server.
     """
 
     point: str
@@ -37,9 +37,9 @@ class Mount:
 
 
 def mount_of(path: Path, mounts: Path = _MOUNTS) -> Mount:
-    """Return the mount that holds a resolved path; ``unknown`` without a readable table of mounts."""
+    """Return the mount that contains a resolved path, or ``unknown`` if the table of mounts is unreadable."""
     try:
-        # Not ``splitlines``: the kernel ends a line with "\n" alone, and a folder's name may contain any other sign.
+        # Do not use ``splitlines``: only "\n" ends a line, and a folder's name can contain other line separators.
         lines = mounts.read_bytes().decode(errors="surrogateescape").split("\n")
     except OSError:
         lines = []
@@ -49,24 +49,24 @@ def mount_of(path: Path, mounts: Path = _MOUNTS) -> Mount:
         if "-" not in fields[6:]:
             continue
         point, after = unescape(fields[4]), fields.index("-", 6) + 1
-        # The last of several mounts on one point is the one that is seen.
+        # If several file systems are mounted at one point, only the last one is visible.
         if path.is_relative_to(point) and len(point) >= len(best.point):
             best = Mount(point, fields[after], unescape(fields[after + 1]))
     return best
 
 
 def unescape(text: str) -> str:
-    """Return a field of a table of mounts with its octal escapes (of space, tab, newline, backslash) resolved."""
+    """Decode the octal escapes (space, tab, newline, backslash) in a field of a table of mounts."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def lock(fd: int, path: Path | str, *, shared: bool = False, waits: bool = False) -> None:
-    """Lock an open file with ``flock``. Closing the last descriptor of the file ends the lock.
+    """Lock an open file with ``flock``. The lock ends when the file's last descriptor is closed.
 
     Args:
         path: name of the file, for the message.
-        shared: several processes may hold the lock.
-        waits: wait until the lock is free.
+        shared: whether several processes can hold the lock at the same time.
+        waits: whether to wait until the lock is free.
 
     Raises:
         BlockingIOError: another process holds the lock.
@@ -77,7 +77,7 @@ def lock(fd: int, path: Path | str, *, shared: bool = False, waits: bool = False
     except BlockingIOError:
         raise
     except OSError as error:
-        if error.errno == errno.EACCES:  # some file systems report a held lock so
+        if error.errno == errno.EACCES:  # Some file systems report a held lock with EACCES.
             raise BlockingIOError(error.errno, error.strerror, str(path)) from None
         mount = mount_of(Path(os.path.realpath(path)))
         raise LockingError(str(path), error, f"{mount.kind} of {mount.source}, mounted at {mount.point}") from error
@@ -88,23 +88,23 @@ class DirectoryLock:
     """The lock of a directory, held by this process.
 
     Attributes:
-        dead_owner: the process that locked it last, if that died without unlocking.
+        dead_owner: process that last locked the directory, if it died without unlocking.
     """
 
     path: Path
     dead_owner: str | None
     _fd: int
-    _directory_fd: int  # locked too, so that the lock survives a deleted LOCK file; -1: not possible here
+    _directory_fd: int  # also locked, so that the lock survives if the LOCK file is deleted; -1 if unsupported
 
     def check(self) -> None:
-        """Raise ``LockedError`` if the LOCK file was deleted or replaced: another process may use the directory."""
+        """Raise ``LockedError`` if the LOCK file was deleted or replaced, so that others can lock the directory."""
         if not _is_named(self._fd, self.path / LOCK_NAME):
             text = f"an unknown process: the file '{self.path / LOCK_NAME}' was deleted or replaced while in use"
             raise LockedError(str(self.path), text)
 
     def release(self) -> None:
-        """Unlock the directory and remove the owner's name: a name that stays is the name of a dead process."""
-        with contextlib.suppress(OSError):  # a drive that died, or became read-only
+        """Unlock the directory and remove the owner's name, because a remaining name would mean that the owner died."""
+        with contextlib.suppress(OSError):  # the drive may have died or become read-only
             os.ftruncate(self._fd, 0)
         os.close(self._fd)
         if self._directory_fd >= 0:
@@ -115,7 +115,7 @@ def lock_directory(path: Path) -> DirectoryLock:
     """Lock a directory for this process.
 
     Raises:
-        LockedError: another user of the directory, here or in another process, holds the lock.
+        LockedError: this or another process already holds the lock.
         LockingError: the file system has no locks.
         OSError: the LOCK file cannot be opened or written.
     """
@@ -131,14 +131,14 @@ def lock_directory(path: Path) -> DirectoryLock:
                 holder = _text(fd)
                 if collected or not holder.startswith(_own_name()):
                     raise LockedError(str(path), holder or "another process") from None
-                # A tier of this process holds it. One that was dropped, as by a refused store, gives the lock up when
-                # Python collects it; a tier is part of a cycle of references.
+                # A tier of this process holds the lock. If the tier is garbage (for example because a store refused
+                # it), collecting it releases the lock. Tiers are in reference cycles, so they are not freed at once.
                 collected = True
                 gc.collect()
                 os.close(fd)
                 continue
             if not _is_named(fd, path / LOCK_NAME):
-                os.close(fd)  # deleted between the two calls: lock the file that has the name now
+                os.close(fd)  # The file was deleted between the two calls, so lock the file that has the name now.
                 if directory_fd >= 0:
                     os.close(directory_fd)
                 continue
@@ -154,9 +154,9 @@ def lock_directory(path: Path) -> DirectoryLock:
 
 
 def holder_text(path: Path | str) -> str | None:
-    """Return the LOCK file's text about its living holder, or None if no process holds the lock.
+    """Return the LOCK file's text, which describes the holder, or None if no process holds the lock.
 
-    If the file system has no locks, the process that the file names is looked up instead.
+    If the file system has no locks, check instead whether the process named in the file is running.
 
     Raises:
         OSError: the LOCK file cannot be read.
@@ -177,22 +177,22 @@ def holder_text(path: Path | str) -> str | None:
         else:
             return None
     finally:
-        os.close(fd)  # before this process may search the files that it has open itself
+        os.close(fd)  # Close it first, because the search below may cover this process's own open files.
     return text if text and _may_live(text, file) else None
 
 
 def owner_in(text: str) -> tuple[int | None, str | None]:
-    """Return process and host that a LOCK file names, or None for each."""
+    """Return the process id and the host from the text of a LOCK file; None for a missing value."""
     match = _OWNER.match(text)
     return (int(match[1]), match[2]) if match else (None, None)
 
 
 def has_open(pid: int, file: Path) -> bool:
-    """Return whether a process of this machine has a file open.
+    """Return whether a process on this machine has a file open.
 
     Raises:
         PermissionError: the process belongs to another user.
-        FileNotFoundError: there is no such process, or no such file.
+        FileNotFoundError: the process or the file does not exist.
     """
     status = os.stat(file)
     entries = Path(f"/proc/{pid}/fd").iterdir()
@@ -212,7 +212,7 @@ def _may_live(text: str, file: Path) -> bool:
 
 
 def _lock_folder_itself(path: Path) -> int:
-    """Also lock the folder if its file system can; else return -1. Raises ``BlockingIOError`` if it is held."""
+    """Also lock the folder; return -1 if its file system cannot. Raises ``BlockingIOError`` if it is locked."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -229,7 +229,7 @@ def _lock_folder_itself(path: Path) -> int:
 
 
 def _is_named(fd: int, path: Path) -> bool:
-    """Return whether a name leads to the file of a descriptor."""
+    """Return whether a path leads to the file of an open descriptor."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
     except OSError:
@@ -250,5 +250,5 @@ def _write_owner(fd: int) -> None:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{_own_name()} since {started}\n".encode(), 0)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # then the lock holds without its owner's name
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # On a full drive, the lock works without the owner's name.
             raise

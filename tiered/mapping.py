@@ -21,14 +21,15 @@ Writable = torch.Tensor | npt.NDArray[Any]
 
 
 class BlockMapping(MutableMapping[str, torch.Tensor]):
-    """Blocks by name, for programs that do not use leases: a ``MutableMapping`` with these rules:
+    """A ``MutableMapping`` from names to blocks, for programs that do not use leases. These rules apply:
 
     * Reading returns a **copy** in ordinary memory; ``values()`` and ``items()`` copy one block at a time.
     * ``store[key] = tensor`` writes like ``put``. A block keeps its shape, dtype and home for life, because its slot is
       fixed. Assigning another shape or dtype raises ``ValueError`` and changes nothing.
-    * ``del store[key]`` unregisters a block; committed generations keep the contents. It waits for a commit that still
-      writes the block. If the block is leased, it raises ``LeaseError`` and keeps the block.
-    * Iteration uses a snapshot of the names, so blocks can be added and removed during the loop.
+    * ``del store[key]`` unregisters a block, but committed generations keep its contents. If a commit is still writing
+      the block, ``del`` waits for that commit. If the block is leased, ``del`` raises ``LeaseError`` and keeps the
+      block.
+    * Iteration uses a snapshot of the names, so the loop can add and remove blocks.
     * A store equals only itself, and is truthy even if it is empty.
     """
 
@@ -65,13 +66,14 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
         """Write a tensor to a block without a lease, registering the block if it is new.
 
         Args:
-            tensor: tensor on any device, or NumPy array. A registered block requires its shape and dtype.
+            tensor: tensor on any device, or NumPy array. For a registered block, shape and dtype must match.
             home: home tier of a new block; default: the slowest tier.
             durable: whether commits include a new block.
 
         Raises:
-            ValueError: the block has another shape, dtype or home. Also the errors of ``register`` and ``acquire``.
-            TypeError: the value is neither a tensor nor an array, or an array whose dtype torch lacks.
+            ValueError: the block has a different shape, dtype or home. ``register`` and ``acquire`` can raise other
+                errors.
+            TypeError: the value is neither a tensor nor an array, or it is an array whose dtype torch does not have.
         """
         tensor = as_tensor(key, tensor)
         is_new = key not in self
@@ -100,7 +102,7 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
         return self._by_name.read(self.spec(key))
 
     def __setitem__(self, key: str, tensor: Writable) -> None:
-        """Write a block. A new block is durable, with its home in the slowest tier. Raises the errors of ``put``."""
+        """Write a block. A new block is durable, and its home is the slowest tier. Raises the errors of ``put``."""
         self.put(key, tensor)
 
     def __delitem__(self, key: str) -> None:
@@ -108,7 +110,7 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
         self.unregister(key)
 
     def __contains__(self, key: object) -> bool:
-        """Return whether a block of this name is registered, even if it was never written."""
+        """Return whether a block with this name is registered, even if the block was never written."""
         try:
             self.spec(key)  # type: ignore[arg-type]
         except BlockNotFoundError:
@@ -134,7 +136,7 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        """Describe the store by its number of blocks, and the used and total bytes of each tier."""
+        """Describe the store by its number of blocks and by each tier's used and total bytes."""
         count = f"{len(self)} block{'' if len(self) == 1 else 's'}"
         tiers = ", ".join(
             f"{name} {format_size(tier.used_bytes)} of {format_size(tier.capacity_bytes)}"
@@ -154,10 +156,11 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
 
 
 def as_tensor(key: str, value: object) -> torch.Tensor:
-    """Return a tensor unchanged, or a NumPy array as a tensor, with shared memory where torch allows it.
+    """Return a tensor unchanged, or convert a NumPy array. The result shares the array's memory if torch allows it.
 
     Raises:
-        TypeError: the value is neither, a tensor is not dense or has no contents, or torch lacks the array's dtype.
+        TypeError: the value is neither a tensor nor an array, the tensor is not dense or has no contents, or torch does
+            not have the array's dtype.
     """
     if isinstance(value, torch.Tensor):
         if value.is_meta:
@@ -172,7 +175,7 @@ def as_tensor(key: str, value: object) -> torch.Tensor:
     array = np.asarray(value)
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):
-        array = array.copy()  # torch warns of read-only arrays and rejects negative strides.
+        array = array.copy()  # torch warns about read-only arrays and rejects negative strides.
     try:
         return torch.from_numpy(array)
     except TypeError:

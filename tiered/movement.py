@@ -1,8 +1,8 @@
 """Transfers of blocks between tiers: fetch, write back, evict. Everything here runs under the store's lock.
 
-The functions are level-triggered: ``bring`` takes the next possible step towards a valid copy in a tier and returns
-the reason to wait. When the wait ends, the caller or the prefetcher calls ``bring`` again. No multi-step plan has to
-stay consistent while other threads change the state.
+The functions are level-triggered: ``bring`` takes the next possible step toward a valid copy in a tier and returns the
+reason to wait. After the wait, the caller or the prefetcher calls ``bring`` again. So there is no multi-step plan that
+other threads could invalidate by changing the state.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class Movement:
     """Moves the copies of a store. Callers hold ``changed``.
 
     Attributes:
-        changed: condition over the store's lock, notified after every change of any copy.
+        changed: condition with the store's lock, notified after every change of a copy.
         stream_tiers: tiers on a device with streams, by name.
-        describing_tiers: tiers that record the shape and dtype of a home slot, by name.
-        durable_tiers: tiers whose files commits preserve with hard links, by name.
+        describing_tiers: tiers that record the shapes and dtypes of home slots, by name.
+        durable_tiers: tiers with files that commits preserve by hard links, by name.
         pausing_tiers: tiers whose writes can wait for space.
-        read_only_tiers: names of tiers whose home slots have their contents from the start.
+        read_only_tiers: names of tiers with home slots that have their contents from the start.
         time_s: clock that measures stalls.
-        due: bytes per link, by the tick that needs them.
+        due: bytes per link, by the tick that needs the bytes.
         inflight_bytes: bytes of all fetches in progress.
-        failed_write_backs: errors of write-backs. A caller that waits for space raises an error that is added during
-            its wait.
-        unsaved: errors of blocks whose last write-back failed, so their newest bytes are not at home.
+        failed_write_backs: errors of write-backs. If an error is added while a caller waits for space, the caller
+            raises it.
+        unsaved: errors of failed write-backs, by block. The newest bytes of these blocks are not at home.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Movement:
         self.blocks: dict[str, Block] = {}
         self.tiers: Mapping[str, Tier] = {tier.name: tier for tier in tiers}
         self.order = [tier.name for tier in tiers]
-        # Check optional protocols only here, because isinstance with a protocol takes longer than most calls.
+        # Check optional protocols only here, because isinstance with a protocol is slow.
         self.stream_tiers = {tier.name: tier for tier in tiers if isinstance(tier, StreamTier)}
         self.describing_tiers = {tier.name: tier for tier in tiers if isinstance(tier, DescribingTier)}
         self.pausing_tiers = [tier for tier in tiers if isinstance(tier, PausingTier)]
@@ -76,7 +76,7 @@ class Movement:
         self.on_event = on_event
         self.occupancy = Occupancy(tiers, self.blocks)
         self.prefetcher = Prefetcher(self, max_inflight_bytes)
-        self._held_up: dict[Copy, Block] = {}  # evicted copies whose write-back lacks space in an intermediate tier
+        self._held_up: dict[Copy, Block] = {}  # evicted copies that wait for space in an intermediate tier
         self.failed_write_backs: list[BaseException] = []
         self.unsaved: dict[Block, BaseException] = {}
         self.inflight_bytes = 0
@@ -101,10 +101,10 @@ class Movement:
     # -- fetching ----------------------------------------------------------------------------------------------
 
     def bring(self, block: Block, tier: str, *, for_use: int, demand: bool) -> Waiting | None:
-        """Take the next step towards a valid copy of ``block`` in ``tier``. Return the reason to wait, None if valid.
+        """Take the next step toward a valid copy of ``block`` in ``tier``. Return the reason to wait, or None if valid.
 
         Args:
-            for_use: tick that needs the copy. Without ``demand``, only copies that are needed later are evicted.
+            for_use: tick that needs the copy. Unless ``demand`` is set, only copies that are needed later are evicted.
 
         Raises:
             UninitializedBlockError: the block has no contents.
@@ -112,7 +112,7 @@ class Movement:
         target = block.copy_in(tier)
         newest = block.newest()
         if newest is not None and newest.drop_when_clean:
-            # The copy is being evicted. Using it again would make the moved bytes depend on timing.
+            # The copy is being evicted. If it were used again, the number of moved bytes would depend on timing.
             waiting = self.write_back(block, newest) or self.waiting_for_transfer(newest, "drain")
             if waiting is not None:
                 return waiting
@@ -143,14 +143,14 @@ class Movement:
 
     @staticmethod
     def waiting_for_transfer(copy: Copy, cause: str) -> Waiting | None:
-        """Return the reason to wait for the transfer to or from ``copy``, or None if it has ended."""
+        """Return a reason to wait for the transfer to or from ``copy``, or None if the transfer has ended."""
         assert copy.transfer is not None
         is_over = copy.state is CopyState.CLEAN or (copy.state is CopyState.ABSENT and copy.transfer.error is None)
         return None if is_over else Waiting(cause, copy.transfer)
 
     def _nearest_source(self, block: Block, tier: str) -> Copy | None:
         def distance(copy: Copy) -> tuple[int, bool, int]:
-            is_slow = copy.tier in self.read_only_tiers  # Prefer any other copy at the same distance.
+            is_slow = copy.tier in self.read_only_tiers  # Prefer any other copy that is equally near.
             return len(self.routes.between(copy.tier, tier)), is_slow, abs(self._place[copy.tier] - self._place[tier])
 
         return min((copy for copy in block.copies.values() if copy.state.is_valid), key=distance, default=None)
@@ -166,7 +166,7 @@ class Movement:
         transfer = self.links[source.tier, target.tier].submit(source.slot, target.slot, nbytes)
         target.transfer = transfer
         self.mark_used(target)
-        source.prefetched = False  # The source was prefetched for this fetch, so it was not wasted.
+        source.prefetched = False  # The source was prefetched for this fetch, so do not count it as wasted.
         # Add the callback last: if the transfer has ended, it runs at once and needs the state set above.
         transfer.add_done_callback(lambda done: self._filled(block, source, target, for_use, done))
 
@@ -192,7 +192,7 @@ class Movement:
     # -- writing back ------------------------------------------------------------------------------------------
 
     def write_back(self, block: Block, copy: Copy) -> Waiting | None:
-        """Start writing a DIRTY copy to its home; return the reason to wait, or None if the write is in progress."""
+        """Start writing a DIRTY copy to its home. Return the reason to wait, or None if the write is in progress."""
         if copy.state is CopyState.DRAINING:
             return None
         assert copy.state is CopyState.DIRTY and copy.slot is not None and block.home.slot is not None
@@ -204,7 +204,7 @@ class Movement:
         if middle is not None and middle.state.is_valid:
             hops.pop(0)
         elif middle is not None:
-            if middle.state is CopyState.FILLING:  # A fetch is bringing the same bytes, so wait and write those.
+            if middle.state is CopyState.FILLING:  # Wait for a fetch of the same bytes, and write those.
                 return Waiting("fill", middle.transfer)
             slot = self.make_room(block, hop, for_use=self.prefetcher.now, demand=True, waits=False)
             if slot is None:
@@ -234,7 +234,7 @@ class Movement:
                 copy.move(CopyState.CLEAN)
                 block.home.move(CopyState.CLEAN)
                 self.unsaved.pop(block, None)
-            else:  # The copy keeps the only valid bytes. Callers that wait for space or for the home raise the error.
+            else:  # The copy keeps the only valid bytes. Callers that wait for space or the home raise the error.
                 _ask_for_write(self, block, hops, -1)
                 self.failed_write_backs.append(transfer.error)
                 self.unsaved[block] = transfer.error
@@ -249,14 +249,14 @@ class Movement:
             self.changed.notify_all()
 
     def is_moving(self) -> bool:
-        """Start the held-up write-backs that have space now, and return whether a transfer is in progress."""
+        """Start held-up write-backs if space is now free. Return whether a transfer is in progress."""
         while not any(block.num_transfers for block in self.blocks.values()):
             if not self.send_held_up():
                 return False
         return True
 
     def retry_unsaved(self) -> None:
-        """Retry every failed write-back; evict the unpinned copies when it succeeds."""
+        """Retry every failed write-back. After a success, evict the copy unless it is pinned."""
         for block in list(self.unsaved):
             newest = block.newest()
             if newest is not None and newest.state is CopyState.DIRTY:
@@ -271,7 +271,7 @@ class Movement:
             raise error
 
     def give_up_waiting(self) -> None:
-        """Make current and future writes fail instead of waiting for space on a full drive."""
+        """Make current and future writes fail if a drive is full, instead of waiting for space."""
         for tier in self.pausing_tiers:
             tier.give_up_waiting()
 
@@ -292,11 +292,12 @@ class Movement:
     def make_room(
         self, block: Block, tier: str, *, for_use: int, demand: bool, home: bool = False, waits: bool = True
     ) -> Slot | None:
-        """Return a slot in ``tier``, evicting copies in the policy's order, or None if there is not enough space yet.
+        """Return a slot in ``tier``, or None if space is still lacking. Evicts copies in the policy's order.
 
         Args:
             home: whether the slot is the block's home slot.
-            waits: whether the caller retries after a copy has left. If not, drops a buffer of another size at once.
+            waits: whether the caller retries after a copy has left. If not, a buffer of another size is dropped at
+                once.
         """
         owner = self.tiers[tier]
         name, nbytes = block.spec.key, block.spec.nbytes
@@ -325,7 +326,7 @@ class Movement:
         return owner.allocate(nbytes, name=name, home=home)
 
     def _make_buffer(self, block: Block, tier: str, *, for_use: int, demand: bool) -> bool:
-        """Evict a copy of the same size if no buffer is free; return whether a buffer is free now."""
+        """If no buffer is free, evict a copy of the same size. Return whether a buffer is free now."""
         owner, nbytes = self.occupancy.buffer_tiers[tier], block.spec.nbytes
         if owner.has_buffer(nbytes):
             return True
@@ -347,7 +348,7 @@ class Movement:
         return Waiting("space", tier=tier, need_bytes=self.tiers[tier].slot_bytes(block.spec.nbytes))
 
     def evict(self, block: Block, copy: Copy) -> None:
-        """Drop a copy. A DIRTY copy is written back first and dropped when the write has ended."""
+        """Drop a copy. A DIRTY copy is first written back and then dropped."""
         is_first = not copy.drop_when_clean
         copy.drop_when_clean = True
         if copy.state in (CopyState.DIRTY, CopyState.DRAINING):
@@ -357,11 +358,12 @@ class Movement:
         self.settle(block, copy)
 
     def settle(self, block: Block, copy: Copy) -> None:
-        """Take the next step of a requested eviction, unless a pin, lease or transfer still uses the copy."""
+        """Take the next step of a requested eviction. Does nothing while a pin, lease or transfer uses the copy."""
         if not copy.drop_when_clean or block.writer is not None:
             return
         if copy.pins:
-            # Pins cancel an eviction. A waiting acquire does not, because then timing would decide which bytes move.
+            # Pins cancel an eviction. Waiting ``acquire`` calls do not, because otherwise the moved bytes would depend
+            # on timing.
             copy.drop_when_clean = False
         elif copy.state is CopyState.DIRTY:
             if self.write_back(block, copy) is not None:
@@ -370,10 +372,10 @@ class Movement:
             self.drop(copy)
 
     def send_held_up(self) -> bool:
-        """Start held-up write-backs of evicted copies that have space now; return whether any started.
+        """Start held-up write-backs of evicted copies if space is now free. Return whether any started.
 
-        They start even if no caller needs the space. Otherwise timing would decide whether a copy is written before its
-        next use, and therefore how many bytes move.
+        They start even if no caller needs the space. Otherwise the number of moved bytes would depend on timing: a copy
+        may or may not be written before its next use.
         """
         num_before = len(self._held_up)
         for copy, block in list(self._held_up.items()):
@@ -396,7 +398,7 @@ class Movement:
         return slots
 
     def drop(self, copy: Copy) -> None:
-        """Free the slot of a copy outside its home, without writing it back."""
+        """Free the slot of a copy outside its home without writing the copy back."""
         assert not copy.is_home and not copy.readers, (copy.tier, copy.readers)
         if copy.prefetched:
             self.counters.prefetch_wasted += 1
@@ -415,7 +417,7 @@ class Movement:
         )
 
     def mark_used(self, copy: Copy) -> None:
-        """Make a copy the most recently used. A counter orders the uses, so callers need not advance a tick."""
+        """Make a copy the most recently used one. A counter orders the uses, so callers need not advance the tick."""
         self._num_uses += 1
         copy.last_use = self._num_uses
 
@@ -428,7 +430,7 @@ class Movement:
         key, next_use = block.spec.key, NEVER
         schedule, now = self.prefetcher.schedule, self.prefetcher.now
         if schedule is not None:
-            # A use at the current tick is still ahead until the copy has been leased in that tick.
+            # The use at the current tick is still to come if the copy has not been leased in this tick.
             is_past = copy.leased_at == now
             next_use = schedule.next_use(key, copy.tier, now if is_past else now - 1)
         return Candidate(key, copy.slot_bytes, copy.state is CopyState.DIRTY, copy.last_use, next_use)
@@ -450,17 +452,17 @@ def due_bytes(movement: Movement) -> Mapping[tuple[str, str], int]:
 
 
 def _ask_for_write(movement: Movement, block: Block, hops: Sequence[tuple[str, str]], count: int) -> None:
-    """Count the bytes of a write-back on its links. A ``count`` of -1 cancels a failed write-back."""
+    """Count a write-back's bytes on its links. A ``count`` of -1 cancels a failed write-back."""
     now = movement.prefetcher.now
     for hop in hops:
         movement.due.ask(hop, count * block.spec.nbytes, for_use=now, now=now)
 
 
 def submit_two_hops(links: Mapping[tuple[str, str], Link], block: Block, copy: Copy, middle: Copy) -> Transfer:
-    """Start writing ``copy`` to the block's home by way of ``middle``; the caller holds the store's lock.
+    """Start writing ``copy`` to the block's home through ``middle``. The caller holds the store's lock.
 
     Args:
-        middle: copy with a slot. If its state is valid, it has the newest bytes and the first hop is omitted.
+        middle: intermediate copy, which has a slot. If this copy is valid, the first hop is omitted.
 
     Returns:
         One transfer that ends with the second hop.

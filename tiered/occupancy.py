@@ -1,4 +1,4 @@
-"""Space that slots take in each tier, and space available to copies. Everything here runs under the store's lock."""
+"""Counts the space that slots take and copies can use in each tier. Callers hold the store's lock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiered.tiers.base import BufferTier, Slot, Tier
 
 
 class Occupancy:
-    """Bytes of each tier that homes, copies, pins, reservations and relayed write-backs take.
+    """Bytes that homes, copies, pins, reservations and relayed write-backs take in each tier.
 
     Attributes:
         buffer_tiers: tiers that keep buffers of exact sizes, by name.
@@ -19,20 +19,20 @@ class Occupancy:
         reserved_bytes: reserved bytes, by tier.
         pinned_bytes: bytes of pinned copies, including copies that have not arrived yet, by tier.
         copy_bytes: bytes of slots that are not home slots, by tier.
-        num_changes: number of changes that can enable fetches, such as released slots and pins. With more than two
-            tiers, also copies that became valid and need no more space in intermediate tiers.
-        copy_buffers: number of buffers kept for copies, by tier and slot bytes. In these tiers, a copy replaces buffers
-            of another size only as a last resort.
-        pinned_buffers: number of pinned copies, by (tier, slot bytes).
+        num_changes: number of changes that can make fetches possible, such as released slots and pins. With more than
+            two tiers, a copy that becomes valid also counts, because it needs no more space in intermediate tiers.
+        copy_buffers: number of buffers kept for copies, by tier and slot size. In these tiers, buffers of another size
+            are dropped for a copy only as a last resort.
+        pinned_buffers: number of pinned copies, by (tier, slot size).
     """
 
     def __init__(self, tiers: Sequence[Tier], blocks: Mapping[str, Block]) -> None:
         """
         Args:
-            blocks: the store's mapping of registered blocks, which changes later.
+            blocks: the store's registered blocks. The store changes this mapping later.
         """
         self._tiers, self._blocks = {tier.name: tier for tier in tiers}, blocks
-        # Check optional protocols only here, because isinstance with a protocol takes longer than most calls.
+        # Check optional protocols only here, because isinstance with a protocol is slow.
         self.buffer_tiers = {tier.name: tier for tier in tiers if isinstance(tier, BufferTier)}
         self.home_bytes = dict.fromkeys(self._tiers, 0)
         self.pinned_bytes = dict.fromkeys(self._tiers, 0)
@@ -41,7 +41,7 @@ class Occupancy:
         self.num_changes = 0
         self.copy_buffers: dict[str, Mapping[int, int]] = {}
         self.pinned_buffers = Counter[tuple[str, int]]()
-        self._relayed_bytes = dict.fromkeys(self._tiers, 0)  # bytes of write-backs that pass through each tier
+        self._relayed_bytes = dict.fromkeys(self._tiers, 0)  # bytes of write-backs in progress through each tier
         self._relayed_buffers = Counter[tuple[str, int]]()
 
     def take_slot(self, copy: Copy, slot: Slot) -> None:
@@ -50,7 +50,7 @@ class Occupancy:
         self.copy_bytes[copy.tier] += slot.slot_bytes
 
     def note_valid(self) -> None:
-        """Count a copy that became valid as a change, if it can leave more space for other copies."""
+        """Count a copy that became valid as a change if this can leave more space for other copies."""
         self.num_changes += len(self._tiers) > 2
 
     def release_slot(self, copy: Copy) -> None:
@@ -95,7 +95,7 @@ class Occupancy:
         return [(b, c) for b in self._blocks.values() if (c := b.copies.get(tier)) is not None and c.slot is not None]
 
     def leaving(self, block: Block, tier: str) -> Copy | None:
-        """Return a copy whose eviction is in progress and whose buffer fits ``block``, or None."""
+        """Return a copy that is being evicted and has a buffer of the right size for ``block``, or None."""
         slot_bytes = self._tiers[tier].slot_bytes(block.spec.nbytes)
         for _, copy in self.copies(tier):
             if copy.drop_when_clean and copy.state is CopyState.DRAINING and copy.slot_bytes == slot_bytes:
@@ -110,7 +110,7 @@ class Occupancy:
         """Return the bytes of each tier that are available to prefetched copies.
 
         Args:
-            held_up: number of slots that held-up write-backs need, by (tier, slot bytes).
+            held_up: number of slots that held-up write-backs need, by (tier, slot size).
         """
         taken = (self.home_bytes, self.reserved_bytes, self.pinned_bytes, self._relayed_bytes)
         free = {name: tier.capacity_bytes - sum(each[name] for each in taken) for name, tier in self._tiers.items()}
@@ -119,7 +119,7 @@ class Occupancy:
         return free
 
     def buffers(self, held_up: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], int]:
-        """Return the number of buffers that are available to prefetched copies, by (tier, slot bytes)."""
+        """Return the number of buffers that are available to prefetched copies, by (tier, slot size)."""
         taken = (self.pinned_buffers, self._relayed_buffers, held_up)
         return {
             (tier, size): count - sum(each.get((tier, size), 0) for each in taken)

@@ -1,4 +1,4 @@
-"""Tiers by name: built-in tiers, and tiers of installed packages with an entry point."""
+"""Looks up tiers by name: built-in tiers, and tiers that installed packages provide through an entry point."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tiered.tiers.gpu import GpuTier
 from tiered.tiers.nvme import NvmeTier
 from tiered.tiers.ram import RamTier
 
-#: Entry-point group under which packages list their tiers.
+#: Entry-point group for tiers.
 ENTRY_POINT_GROUP = "tiered.tiers"
-#: A tier class or a function that returns a tier; the arguments are up to the tier.
+#: A tier class, or a function that returns a tier. Each tier defines its own arguments.
 TierFactory = Callable[..., Tier]
 
 _OWN: dict[str, TierFactory] = {"gpu": GpuTier, "ram": RamTier, "nvme": NvmeTier}
 
 
 def available_tiers() -> tuple[str, ...]:
-    """Return the names that ``tier_class`` accepts: gpu, ram, nvme, then the sorted names from installed packages.
+    """Return the names that ``tier_class`` accepts: gpu, ram, nvme, then the sorted names of packages' tiers.
 
     Does not import these packages.
     """
@@ -28,12 +28,12 @@ def available_tiers() -> tuple[str, ...]:
 
 
 def tier_class(name: str) -> TierFactory:
-    """Import and return the tier class (or factory function) of a name.
+    """Import and return the tier class (or factory function) with this name.
 
     The names gpu, ram and nvme always mean the built-in tiers.
 
     Raises:
-        TieredError: no installed package provides the tier, several do, or the import fails.
+        TieredError: no installed package provides the tier, several packages provide it, or the import fails.
     """
     if name in _OWN:
         return _OWN[name]

@@ -14,8 +14,9 @@ class Candidate:
     """A copy that may be evicted now (not leased, not pinned, not in flight, not a home).
 
     Attributes:
-        nbytes: bytes that evicting the copy frees.
-        last_use: number that increases with every use or arrival in the store.
+        nbytes: bytes freed by evicting the copy.
+        last_use: counter value at the copy's last use or arrival. The store's counter increases with every use and
+            arrival.
         next_use: tick of the next scheduled use, or ``NEVER``.
     """
 
@@ -27,7 +28,7 @@ class Candidate:
 
 
 class EvictionPolicy(Protocol):
-    """Orders candidates for eviction. A pure function: the result depends only on the arguments; they do not change."""
+    """Orders candidates for eviction. ``rank`` is a pure function of its arguments."""
 
     def rank(self, candidates: Sequence[Candidate], now: int) -> Sequence[Candidate]:
         """Return the candidates in the order of eviction."""
@@ -42,10 +43,10 @@ class LRU:
 
 
 class Belady:
-    """Evicts the copy with the farthest next use first; among these clean before dirty, then large before small.
+    """Evicts the copy with the farthest next use first. Ties: clean before dirty, then large before small.
 
-    Copies outside the schedule have ``next_use == NEVER`` and are ordered by recency. For the cyclic scans of
-    training, this policy acts like pinning: a fetch never evicts a copy that is needed sooner than the fetched copy.
+    Copies outside the schedule have ``next_use == NEVER`` and are ordered by recency. A fetch never evicts a copy that
+    is needed sooner than the fetched copy, so cyclic scans (as in training) behave as if copies were pinned.
     """
 
     def rank(self, candidates: Sequence[Candidate], now: int) -> Sequence[Candidate]:

@@ -1,4 +1,4 @@
-"""Prefetching: walks the schedule in deadline order, as far ahead as space and a limit allow."""
+"""Prefetching: fetches copies in the order of their deadlines, as far ahead as space and a limit allow."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 class AwaySchedule:
-    """Scheduled accesses of blocks that are used away from home at least once. Other blocks need no fetch and no space.
+    """Scheduled accesses of the blocks that are used outside their home at least once. Other blocks need no fetch.
 
-    Every change walks the schedule. If most blocks stay at home, walking all of them would dominate a step.
+    Every change in the store walks the schedule. If most blocks stay at home, walking all accesses would dominate a
+    step.
     """
 
     def __init__(self, schedule: Schedule | None) -> None:
@@ -32,7 +33,7 @@ class AwaySchedule:
             self._part = None
 
     def among(self, blocks: Mapping[str, Block]) -> Schedule:
-        """Return the accesses of those registered ``blocks`` (by key) that are used away from home."""
+        """Return the accesses of the registered ``blocks`` (by key) that are used outside their home."""
         if self._part is None:
             accesses = [access for access in self._all.accesses if access.key in blocks]
             away = {access.key for access in accesses if blocks[access.key].spec.home != access.tier}
@@ -52,21 +53,21 @@ def next_fetches(
 ) -> Iterator[Access]:
     """Yield the accesses whose copies should be fetched now, nearest deadline first. Has no side effects.
 
-    Two rules keep fetches useful. First, a block that is written between now and the access is skipped, because a
-    copy fetched before the write would be stale. Second, the copies of all accesses from now up to the fetched one
-    must fit together, in their tiers and in the tiers that they pass. So no earlier use evicts the fetched copy, and
-    the moved bytes do not depend on the speed of transfers.
+    Two rules keep fetches useful. First, an access is skipped if its block is written before it, because a copy fetched
+    now would be stale. Second, a copy is fetched only if the copies of all accesses up to its own fit together, in
+    their tiers and in the tiers on their routes. So no earlier use evicts the fetched copy, and the number of moved
+    bytes does not depend on the speed of transfers.
 
     Args:
-        now: the trainer's tick; accesses of this tick are served on demand.
-        lookahead_bytes: maximum bytes of distinct future copies; None = limited only by space.
+        now: the trainer's tick. Copies for this tick are fetched on demand.
+        lookahead_bytes: maximum bytes of distinct future copies. If None, only space limits them.
         free_bytes: bytes of each tier that are available to copies (capacity minus home slots and reservations).
-        inspect: returns whether an access has a copy (arrived or in flight), and the bytes of the slot it needs
-            (0 if none). Like ``passing``, it gets accesses with the ticks of the first period.
-        passing: returns the bytes that an access needs in tiers between its tier and the block's home. None if there
-            are no such tiers.
-        buffers: number of buffers by (tier, size); sizes without an entry share the bytes.
-        skipped: (tick, key) of reads that will not happen.
+        inspect: returns whether an access has a copy (arrived or in flight), and the size of the slot that it needs (0
+            if none). ``inspect`` and ``passing`` get accesses with ticks of the first period.
+        passing: returns the bytes that an access needs in tiers between its tier and the block's home. None if no route
+            has such tiers.
+        buffers: number of buffers by (tier, size). Sizes without an entry share the remaining bytes.
+        skipped: (tick, key) pairs of reads that will not happen.
     """
     if lookahead_bytes == 0:
         return
@@ -77,7 +78,7 @@ def next_fetches(
         free.take(access, inspect(access)[1])
         if access.mode != "r":
             settled.add(access.key)
-    free.counted.clear()  # Copies that are used now leave, so their next use needs space again.
+    free.counted.clear()  # Copies in use now will have left by their next use, so the next use needs space again.
     for tick, access in schedule.walk(now):
         key = access.key
         if key in settled and (key, access.tier) in free.counted and not (passing is not None and passing(access)):
@@ -85,7 +86,7 @@ def next_fetches(
         is_present, nbytes = inspect(access)
         if not free.take(access, nbytes):
             return
-        # A write or a fetch settles the key: fetches for its later accesses start only after this access.
+        # A write or a fetch settles the key: fetches for later accesses to the block start only after this access.
         is_settled = key in settled
         settled.add(key)
         if is_settled or access.mode == "w":
@@ -93,7 +94,7 @@ def next_fetches(
         ahead_bytes += nbytes
         if lookahead_bytes is not None and ahead_bytes > lookahead_bytes:
             return
-        # A skipped access keeps its space and its place in the order, because it may happen after all.
+        # A skipped access still takes its space and its turn, because it may happen after all.
         if not is_present and (tick, key) not in skipped:
             yield Access(tick, key, access.tier, access.mode)
 
@@ -102,7 +103,7 @@ class _FreeBytes:
     """Remaining bytes of each tier while the copies of a schedule are counted.
 
     Attributes:
-        counted: (key, tier) of the copies that were counted.
+        counted: (key, tier) pairs of the counted copies.
     """
 
     def __init__(
@@ -115,9 +116,9 @@ class _FreeBytes:
         self.counted: set[tuple[str, str]] = set()
 
     def take(self, access: Access, nbytes: int) -> bool:
-        """Subtract the bytes of an access, once per copy; return False if a tier lacks space."""
+        """Subtract the bytes of an access, once per copy. Return False if a tier lacks space."""
         others = self._passing(access) if self._passing is not None else None
-        if not others:  # Inlined common case: a step calls this method about 10,000 times.
+        if not others:  # This common case is inlined, because a step calls this method about 10,000 times.
             tier, place = access.tier, (access.key, access.tier)
             if place not in self.counted:
                 self.counted.add(place)
@@ -160,23 +161,23 @@ class Mover(Protocol):
 
 
 class Prefetcher:
-    """Starts fetches by a schedule, as far ahead as space allows. Everything here runs under the store's lock.
+    """Starts the fetches of a schedule, as far ahead as space allows. The caller holds the store's lock.
 
     Attributes:
-        lookahead_bytes: maximum bytes of copies to fetch ahead; None = limited only by space.
-        settled: store state at which the last search started all fetches that it found, or None.
+        lookahead_bytes: maximum bytes of copies to fetch ahead. If None, only space limits them.
+        settled: state of the store in which nothing is left to fetch, or None if unknown.
     """
 
     def __init__(self, mover: Mover, max_inflight_bytes: int) -> None:
         """
         Args:
             mover: moves copies, and calls ``pump`` when a copy has arrived or left.
-            max_inflight_bytes: limit above which no further fetch starts.
+            max_inflight_bytes: no fetch starts while more bytes than this are in flight.
         """
         self._mover, self._max_inflight_bytes = mover, max_inflight_bytes
         self.schedule: Schedule | None = None
         self._away = AwaySchedule(None)
-        self._skipped: set[tuple[int, str]] = set()  # (tick, key) of accesses that will not happen
+        self._skipped: set[tuple[int, str]] = set()  # (tick, key) pairs of accesses that will not happen
         self.lookahead_bytes: int | None = 0
         self.now = 0
         self.settled: object = None
@@ -187,7 +188,7 @@ class Prefetcher:
         self._away.add_block(block)
 
     def follow(self, schedule: Schedule | None, lookahead_bytes: int | None) -> None:
-        """Prefetch by a new schedule."""
+        """Replace the schedule."""
         self._mover.occupancy.num_changes += 1
         self.schedule, self.lookahead_bytes, self._away = schedule, lookahead_bytes, AwaySchedule(schedule)
         self._skipped = set()
@@ -205,14 +206,14 @@ class Prefetcher:
         self._skipped.difference_update(but_not)
 
     def pump(self) -> None:
-        """Start the scheduled fetches that fit. Cheap if there is nothing to do."""
+        """Start the scheduled fetches that fit. Cheap if there is nothing to fetch."""
         if self._is_pumping:
             return
         if not self._away.among(self._mover.blocks).accesses and not self._mover.has_held_up:
             return
         self._is_pumping = True
         try:
-            # Start held-up write-backs first: fetches must not take the intermediate space that they need.
+            # Start held-up write-backs first, because fetches must not take their intermediate space.
             self._mover.send_held_up()
             state = self.fetch_state()
             if state == self.settled:
@@ -226,12 +227,12 @@ class Prefetcher:
                     return
                 has_begun_all &= waits_for == ""
             if has_begun_all:
-                self.settled = state  # The state from before: if a copy has left since, the next search runs again.
+                self.settled = state  # Use the earlier state: if a copy has left since, search again.
         finally:
             self._is_pumping = False
 
     def fetch_state(self) -> object:
-        """Return all values that decide what to fetch; equal states lead to equal fetches."""
+        """Return all values that determine what to fetch. Equal states lead to the same fetches."""
         occupancy, held_up = self._mover.occupancy, self._mover.held_up_slots()
         return self.now, occupancy.num_changes, occupancy.free_for_prefetch(held_up), occupancy.buffers(held_up)
 
@@ -244,7 +245,7 @@ class Prefetcher:
 
     @contextmanager
     def pumping_once(self) -> Iterator[None]:
-        """Defer fetches to one walk at the end of the ``with`` block. The caller holds the lock."""
+        """Defer all fetches to a single walk at the end of the ``with`` block. The caller holds the lock."""
         if self._is_pumping:
             yield
             return
@@ -273,7 +274,7 @@ class Prefetcher:
         return {name: self._mover.occupancy.slot_bytes(block, name) for name in names}
 
     def _prefetch(self, access: Access) -> str:
-        """Start one fetch; return the reason why it cannot start yet, or "" if the copy is in flight."""
+        """Start one fetch. Return the reason why it cannot start yet, or "" if the copy is in flight."""
         block = self._mover.blocks[access.key]
         if not block.has_contents or block.writer is not None:
             return "contents"
@@ -281,5 +282,5 @@ class Prefetcher:
         if waiting is not None and waiting.cause == "space":
             return "space"
         copy = block.copy_in(access.tier)
-        copy.prefetched = copy.state is CopyState.FILLING  # False if the bytes are still on an earlier hop.
+        copy.prefetched = copy.state is CopyState.FILLING  # False if the bytes are on an earlier hop
         return "" if copy.slot is not None else "another hop"

@@ -22,11 +22,11 @@ class Copy:
     """One copy of one block in one tier. The store's lock guards all fields.
 
     Attributes:
-        readers: number of read leases and of transfers that read this copy.
-        wanted: number of acquires that wait for this copy, which prevent its eviction.
+        readers: number of read leases and transfers that read this copy.
+        wanted: number of ``acquire`` calls that wait for this copy. A wanted copy is not evicted.
         last_use: counter value of the last use or arrival.
         leased_at: tick of the last lease.
-        transfer: transfer that fills or drains the copy; afterwards the last fill.
+        transfer: transfer that fills or drains the copy. After the transfer, the last fill.
         prefetched: whether the prefetcher fetched the copy and no lease has used it yet.
         drop_when_clean: whether the copy is evicted after its write-back.
     """
@@ -71,7 +71,7 @@ class Copy:
 
 
 class Block:
-    """A registered block: its spec, its copies by tier, its writer. The store's lock guards all fields."""
+    """A registered block, with its spec, its writer, and its copies by tier. The store's lock guards all fields."""
 
     __slots__ = ("copies", "num_transfers", "slot_bytes", "spec", "version", "writer")
 
@@ -112,7 +112,7 @@ class Block:
         return None
 
 
-#: ``thread_id`` of leases that a commit in progress holds and will release.
+#: ``thread_id`` of leases that belong to a commit in progress, which will release them.
 NO_THREAD = -1
 
 
@@ -123,14 +123,14 @@ class _Returner(Protocol):
 class Lease:
     """The right to use one copy of one block in place. Use it as a context manager, or call ``release`` once.
 
-    During the lease, the store does not evict the copy and no other lease changes it. A ``w`` or ``rw`` lease is
-    exclusive over all copies of the block. An exception inside the ``with`` block of a ``w`` lease abandons the lease.
+    During the lease, the store does not evict the copy and no other lease changes it. A ``w`` or ``rw`` lease excludes
+    all other leases on the block's copies. An exception inside the ``with`` block of a ``w`` lease abandons the lease.
     If torch writes to the tensor of an ``r`` lease, ``release`` raises ``LeaseError``.
 
     Attributes:
-        tensor: contiguous view of the slot with the block's shape and dtype, on the tier's device (no copy). Do not use
-            it after the release, because the slot may then hold another block.
-        version: number of writes that were released before this lease was granted.
+        tensor: contiguous view of the slot with the block's shape and dtype, on the tier's device. Do not use the view
+            after the release, because the slot may then hold another block.
+        version: number of write leases that were released before this lease was granted.
     """
 
     __slots__ = (
@@ -151,7 +151,8 @@ class Lease:
         self._leasing, self._block, self._copy = leasing, block, copy
         self._released = False
         self.key, self.tier, self.mode, self.version = block.spec.key, copy.tier, mode, block.version
-        # `data` has a separate counter of in-place writes; other views of the slot share one counter.
+        # ``data`` gives the view its own counter of in-place writes. Without it, all views of the slot share one
+        # counter.
         self.tensor = tensor.data if mode == "r" else tensor
         self._writes = _num_writes(self.tensor) if mode == "r" else 0
         self.thread_id = threading.get_ident()
@@ -162,11 +163,11 @@ class Lease:
         return self._released
 
     def release(self, stream: Any = None) -> None:
-        """End the lease; after a ``w`` or ``rw`` lease, the copy has the block's newest contents.
+        """End the lease. After a ``w`` or ``rw`` lease, the copy is the block's newest version.
 
         Args:
             stream: on a device tier, the stream whose queued kernels still use the tensor (default: the current one).
-                The slot is not reused before these kernels have finished; the host does not wait.
+                The store does not reuse the slot before these kernels have finished. The host does not wait.
 
         Raises:
             LeaseError: the lease was released before, or torch wrote to the tensor of an ``r`` lease.
@@ -193,7 +194,7 @@ class Lease:
             _end([self], abandoned=kind is not None, stream=None)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise an error that explains why a released lease has no tensor. Python calls this for missing attributes."""
+        """Explain in an error why a released lease has no tensor. Python calls this for missing attributes."""
         if name == "tensor":
             text = f"lease on '{self.key}' in tier '{self.tier}' was released: acquire the block again for its tensor"
             raise LeaseError(text)
@@ -204,7 +205,7 @@ class Lease:
 
 
 class LeaseGroup(Sequence[Lease]):
-    """Leases that are granted and released together. Index by position, or by key with ``group.of(key)``."""
+    """Leases that are granted and released together. Index the group by position, or call ``group.of(key)``."""
 
     def __init__(self, leases: Sequence[Lease]) -> None:
         self._leases = tuple(leases)
@@ -242,8 +243,8 @@ def _end(leases: Sequence[Lease], *, abandoned: bool, stream: Any) -> None:
     """End leases of one store together; see ``Lease.release`` and ``Lease.abandon``.
 
     Raises:
-        LeaseError: one lease was released before, and the others stay unchanged. Or torch wrote to the tensor of an
-            ``r`` lease; then all leases have ended.
+        LeaseError: a lease was already released; no lease has changed. Or torch wrote to the tensor of an ``r`` lease;
+            all leases have ended.
     """
     for lease in leases:
         if lease._released:
@@ -265,5 +266,5 @@ def _end(leases: Sequence[Lease], *, abandoned: bool, stream: Any) -> None:
 
 
 def _num_writes(tensor: torch.Tensor) -> int:
-    """Return torch's count of in-place writes to a tensor, or 0 for inference tensors, which have no count."""
+    """Return torch's count of in-place writes to a tensor. Inference tensors have no count, so return 0 for them."""
     return 0 if tensor.is_inference() else tensor._version

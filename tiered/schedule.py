@@ -9,7 +9,7 @@ from typing import Literal
 
 Mode = Literal["r", "w", "rw"]
 
-#: Tick that is later than every other: the copy is not used again.
+#: Tick that is later than all others. As a next use, it means that the copy is not used again.
 NEVER = 2**63 - 1
 
 
@@ -18,7 +18,7 @@ class Access:
     """One use of one block.
 
     Attributes:
-        tick: position in the trainer's count (``TieredStore.advance``). Several accesses can share a tick.
+        tick: position in the trainer's sequence of ticks (``TieredStore.advance``). Several accesses can share a tick.
         mode: ``r`` reads, ``rw`` changes, ``w`` overwrites without reading.
     """
 
@@ -32,13 +32,13 @@ class Schedule:
     """A known sequence of accesses, optionally repeating.
 
     Args:
-        accesses: accesses in any order; the constructor sorts them by tick (stable).
-        period: number of ticks after which the sequence repeats (one training step); all ticks must then be in
-            ``[0, period)``. None if the sequence does not repeat.
+        accesses: accesses in any order. The constructor sorts them by tick; the sort is stable.
+        period: number of ticks after which the sequence repeats (one training step), or None if it does not repeat.
+            With a period, all ticks must be in ``[0, period)``.
         end: first tick after the last access (the end of training), or None.
         start: first tick of the sequence, a multiple of the period.
-        deferred: ticks of a period that finish work of the previous period. The first period skips them, and the
-            period that starts at ``end`` consists only of them.
+        deferred: ticks that finish work of the previous period. The first period skips these ticks. The period that
+            starts at ``end`` consists only of these ticks.
 
     Raises:
         ValueError: a tick is outside the period.
@@ -69,11 +69,11 @@ class Schedule:
 
     @classmethod
     def from_trace(cls, trace: Trace, period: int | None = None) -> Schedule:
-        """Return a schedule with the accesses of a recorded trace (``with store.record() as trace``)."""
+        """Return a schedule from a recorded trace (``with store.record() as trace``)."""
         return cls(trace.accesses, period)
 
     def of(self, is_wanted: Callable[[Access], bool]) -> Schedule:
-        """Return a schedule of the accesses for which ``is_wanted`` is true, with the same period, start and end."""
+        """Return the same schedule with only the accesses for which ``is_wanted`` returns True."""
         wanted = filter(is_wanted, self.accesses)
         return Schedule(wanted, self.period, self.end, start=self.start, deferred=self.deferred)
 
@@ -100,7 +100,7 @@ class Schedule:
         return NEVER
 
     def used_at(self, tick: int) -> Sequence[Access]:
-        """Return the accesses at exactly this tick, as the objects of the first period."""
+        """Return the accesses at exactly this tick. The returned objects have ticks of the first period."""
         if not self._is_used(tick):
             return ()
         local = tick if self.period is None else tick % self.period
@@ -109,7 +109,7 @@ class Schedule:
     def walk(self, now: int) -> Iterator[tuple[int, Access]]:
         """Yield (tick, access) pairs later than ``now`` in deadline order, for at most one period.
 
-        The access is the object of the first period, so that the walk creates no objects.
+        The walk creates no objects: each access is the object of the first period.
         """
         now = max(now, self.start - 1)
         base, local = (0, now) if self.period is None else (now - now % self.period, now % self.period)
@@ -117,7 +117,7 @@ class Schedule:
         turns = [(base, range(start, len(self.accesses)))]
         if self.period is not None:
             turns.append((base + self.period, range(start)))
-        is_plain = not self.deferred and self.end is None  # Every tick is used; all are later than the start.
+        is_plain = not self.deferred and self.end is None  # Every tick is used, and all ticks are later than the start.
         for first, places in turns:
             for place in places:
                 access = self.accesses[place]

@@ -1,7 +1,7 @@
-"""Simulated tiers and links for a store in virtual time. The store decides as usual; transfers take nominal time.
+"""Simulated tiers and links in virtual time. The store makes its usual decisions; transfers take nominal time.
 
-No bytes move and no memory is allocated. A wait runs the next event, so everything happens on the caller's thread, in
-a deterministic order. The plan uses the simulation to predict the duration and the stalls of a step.
+No bytes move and no memory is allocated. Waiting runs the next event, so everything happens on the caller's thread in a
+deterministic order. The plan uses the simulation to predict the duration and the stalls of a step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tiered.tiers.pool import SlabPool
 from tiered.transfer import Transfer
 from tiered.units import MiB
 
-#: A simulated drive serves transfers in pieces of this size. A more urgent transfer waits for the current piece.
+#: A simulated drive serves transfers in pieces of this size. An urgent transfer waits only for the current piece.
 PART_BYTES = 16 * MiB
 
 
 class SimulatedClock(StoreCondition):
-    """Virtual clock and condition of a store: a wait runs the next event. For a single thread.
+    """Virtual clock and condition of a store. Waiting runs the next event. For use by a single thread.
 
     Attributes:
         now_s: seconds since the start.
@@ -36,7 +36,7 @@ class SimulatedClock(StoreCondition):
         self._num_events = 0
 
     def at(self, time_s: float, event: Callable[[], None]) -> None:
-        """Call ``event`` when the time reaches ``time_s``."""
+        """Schedule a call to ``event`` at ``time_s``."""
         heapq.heappush(self._events, (time_s, self._num_events, event))
         self._num_events += 1
 
@@ -48,7 +48,7 @@ class SimulatedClock(StoreCondition):
         self.now_s = end_s
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Run the next event. Without a pending event the wait would never end."""
+        """Run the next event. At least one event must be pending, because otherwise the wait would never end."""
         assert self._events, "the store waits although no event is pending"
         self._run_next()
         return True
@@ -63,12 +63,12 @@ class SimulatedTier:
     """A tier that only counts bytes and buffers.
 
     Args:
-        slot_bytes: function from the bytes of contents to the bytes of their slot.
-        addressable: whether leases can use the tier; a file tier is reached only through links.
+        slot_bytes: function that returns the slot size for a number of bytes of contents.
+        addressable: whether leases can use the tier. False for a file tier.
         is_read_only: whether home slots have their contents from the start.
 
     Attributes:
-        num_drops: number of buffers dropped for buffers of other sizes; 0 unless addressable.
+        num_drops: number of buffers dropped to make buffers of other sizes. 0 unless addressable.
     """
 
     alignment_bytes = 1
@@ -124,7 +124,7 @@ class SimulatedTier:
 
 
 class SimulatedChannel:
-    """Rate and queue that the links of a drive or bus share: urgent transfers first, then in order of submission.
+    """Rate and queue that the links of a drive or bus share. Urgent transfers go first; otherwise the order is FIFO.
 
     Attributes:
         busy_s: total seconds of all started pieces.
@@ -139,7 +139,7 @@ class SimulatedChannel:
         self.busy_s = 0.0
 
     def submit(self, link: SimulatedLink, transfer: Transfer) -> None:
-        """Add a transfer of a link to the queue."""
+        """Queue a link's transfer."""
         self._push(link, transfer, transfer.nbytes, self.num_submitted)
         self.num_submitted += 1
         self._begin()
@@ -172,7 +172,7 @@ class SimulatedLink:
     """One direction of transfers between two tiers.
 
     Args:
-        channel: rate and queue, shared with other links such as the opposite direction of a drive.
+        channel: rate and queue. Links can share a channel, for example both directions of a drive.
         priority: order in the queue; smaller values go first.
     """
 

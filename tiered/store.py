@@ -34,32 +34,34 @@ from tiered.units import GiB
 
 
 class TieredStore(BlockMapping):
-    """Named blocks in tiers of different speed. Thread-safe; a context manager (``close`` at the end).
+    """Stores named blocks in tiers of different speeds. Thread-safe, and a context manager that closes the store.
 
     Only the process that created the store can use it: in a forked child, ``close`` does nothing and every other use
-    raises ``TieredError``. A store is also a mapping from names to copies of tensors, see ``BlockMapping``.
+    raises ``TieredError``. A store is also a mapping from names to copies of tensors (see ``BlockMapping``).
 
-    Every block owns a slot in one **home** tier for life; faster tiers hold **copies**. So eviction never allocates,
-    and a tier or disk that is too small raises an error when a block is registered, not later.
+    Every block owns a slot in one **home** tier for its whole life; faster tiers hold **copies**. Eviction therefore
+    never allocates. If a tier or disk is too small, registering a block raises an error.
 
     Args:
         tiers: tiers from fast to slow. The store never exceeds a tier's ``capacity_bytes``.
-        policy: order of eviction; default ``LRU()``. ``Belady()`` uses the schedule.
-        links: links between the tiers. Default: ``default_links``, which links each tier with the next faster tier
-            that it can reach.
+        policy: eviction policy; default ``LRU()``. ``Belady()`` uses the schedule.
+        links: links between the tiers. By default, ``default_links`` links each tier with the next faster tier that it
+            can reach.
         path: directory of committed generations; default: the first path of a durable tier.
         keep_generations: number of newest generations that a commit keeps.
-        overwrite: whether to start empty although ``path`` has committed generations. Later commits prune these
-            according to ``keep_generations``, unless ``load`` continues one of them.
-        on_full: ``pause`` until there is space, or ``error``, if the drive of ``path`` is full and no tier uses it.
-        on_notice: called with a sentence for the user, from any thread; default: logs a warning.
+        overwrite: whether to start empty even if ``path`` has committed generations. Later commits prune the old
+            generations according to ``keep_generations``, unless ``load`` continues one of them.
+        on_full: what to do if the drive of ``path`` is full: ``pause`` until there is space, or ``error``. Ignored if a
+            tier uses this drive.
+        on_notice: called with a sentence for the user, on any thread. By default, the sentence is logged as a warning.
         max_inflight_bytes: maximum bytes that prefetches move at the same time.
-        on_event: called for every movement and stall under the store's lock: it must be quick and not call the store.
+        on_event: called for every movement and stall. The store's lock is held, so it must be quick and must not call
+            the store.
         clock: virtual time, for simulated tiers and links.
 
     Raises:
         ValueError: tiers have equal names, or paths that contain each other.
-        GenerationError: ``path`` has a committed generation, and ``overwrite`` is False. The tiers stay open.
+        GenerationError: ``path`` has a committed generation and ``overwrite`` is False. The tiers stay open.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class TieredStore(BlockMapping):
             try:
                 refuse_committed(path)
             except GenerationError:
-                del tiers  # The traceback keeps this frame alive, which would keep the locks of dropped tiers.
+                del tiers  # The traceback keeps this frame alive, so ``tiers`` would keep the tiers' locks.
                 raise
         self._links = list(default_links(tiers) if links is None else links)
         self._movement = Movement(
@@ -104,13 +106,13 @@ class TieredStore(BlockMapping):
     def open(cls, path: str, tiers: Sequence[Tier], generation: int | None = None, **options: Any) -> TieredStore:
         """Return a store with the verified blocks of a committed generation (default: the newest undamaged one).
 
-        ``on_notice`` reports newer damaged generations, and a top file that is older than the generations, as in a copy
-        of a live directory. If ``generation`` is set, it must be undamaged.
+        ``on_notice`` reports damaged generations that are newer. It also reports a top file that is older than the
+        generations, which happens if a live directory was copied. If ``generation`` is set, it must be undamaged.
 
-        A block keeps its recorded home if ``tiers`` has a tier of that name; otherwise its home is the slowest tier.
+        A block keeps its recorded home if ``tiers`` has a tier with that name; otherwise its home is the slowest tier.
 
         Raises:
-            GenerationError: there is no generation, a part of it is missing, or a newer format wrote it.
+            GenerationError: there is no generation, a part of it is missing, or its format is newer than this package.
             CorruptBlockError: a block is damaged.
         """
         if not os.path.isdir(path):  # Check before the new store creates the directory.
@@ -148,14 +150,14 @@ class TieredStore(BlockMapping):
         return self._generations.num_kept
 
     def keep_also(self, named: Callable[[], Collection[int]] | None) -> None:
-        """Make commits also keep the generations that ``named()`` returns, because other checkpoints refer to them.
+        """Make commits also keep the generations that ``named()`` returns, for example for other checkpoints.
 
-        Every commit calls ``named`` on its thread. The kept bytes are not part of the capacity of a file tier.
+        Every commit calls ``named`` on its thread. The kept bytes do not count toward a file tier's capacity.
         """
         self._generations.keep_also = named
 
     def keep_only(self, named: Callable[[], Collection[int]]) -> None:
-        """Make commits keep only the generations that ``named()`` returns and the new generation.
+        """Make commits keep only the new generation and the generations that ``named()`` returns.
 
         Use it for checkpoints across several stores, where only the caller knows which generations belong together.
         Every commit calls ``named`` on its thread.
@@ -176,11 +178,11 @@ class TieredStore(BlockMapping):
     def register(
         self, key: str, shape: Sequence[int], dtype: torch.dtype, *, home: str, durable: bool = True
     ) -> BlockSpec:
-        """Declare a block and reserve its home slot. In a ``ReadOnlyTier``, the block has its contents at once.
+        """Declare a block and reserve its home slot. In a ``ReadOnlyTier``, the block has its contents immediately.
 
         Raises:
             CapacityError: the home tier lacks space.
-            TransferError: the machine lacks space, such as on a full disk.
+            TransferError: the machine lacks space, for example because a disk is full.
             ValueError: the key is in use or malformed, the tier is unknown, a durable block is in a read-only tier, or
                 the home is more than two links away from an addressable tier.
         """
@@ -244,11 +246,11 @@ class TieredStore(BlockMapping):
     def acquire(
         self, key: str, tier: str, mode: Mode = "r", *, stream: Any = None, timeout_s: float | None = None
     ) -> Lease:
-        """Return a lease on the block's copy in ``tier``, fetching the copy first if needed.
+        """Return a lease on the block's copy in ``tier``. Fetches the copy first if needed.
 
-        The host waits for space and for file reads. It does not wait for the final copy to a device: the copy is
-        enqueued and only *ordered* before ``stream`` (default: the current stream). ``r`` leases are shared; ``w`` and
-        ``rw`` are exclusive and wait for all leases and transfers of the block. ``w`` does not fetch the old contents.
+        The host waits for space and for file reads, but not for the final copy to a device. That copy is only enqueued
+        and *ordered* before ``stream`` (default: the current stream). ``r`` leases are shared; ``w`` and ``rw`` are
+        exclusive and wait for all leases and transfers of the block. ``w`` does not fetch the old contents.
 
         Raises:
             CapacityError: the copy can never fit together with the homes, pins and the caller's own leases.
@@ -264,7 +266,7 @@ class TieredStore(BlockMapping):
     def acquire_many(
         self, requests: Sequence[Request], *, stream: Any = None, timeout_s: float | None = None
     ) -> LeaseGroup:
-        """Return leases on several blocks, all or nothing, so that two callers never wait for each other's share.
+        """Return leases on several blocks, all or nothing, so that two callers cannot deadlock on each other's leases.
 
         Do not call it while holding a lease that another ``acquire_many`` may wait for.
 
@@ -274,42 +276,43 @@ class TieredStore(BlockMapping):
         return self._leasing.acquire_many(requests, stream=stream, timeout_s=timeout_s)
 
     def prefetch(self, key: str, tier: str) -> Transfer:
-        """Start fetching a copy. This is a hint: it never blocks, and without space the result is ``skipped``."""
+        """Start fetching a copy. This is a hint: it never blocks, and without space the transfer is ``skipped``."""
         return self._leasing.prefetch(key, tier)
 
     # -- rows and streams (BlockMapping has whole blocks by name) ----------------------------------------------
 
     def read_rows(self, key: str, start: int, stop: int) -> torch.Tensor:
-        """Return a copy of rows ``start`` to ``stop`` of a block, in host memory that no tier counts.
+        """Return a copy of a block's rows ``start`` to ``stop``, in host memory that no tier counts.
 
-        If only files have the newest bytes, only the pages of these rows are read (with ``verify="always"``, the
-        16 MiB pieces that contain them). Such a read bypasses all tiers: it evicts nothing and ``stats`` omits it.
+        If only files have the newest bytes, the read covers only the pages of these rows (with ``verify="always"``, the
+        16 MiB pieces that contain the rows). It bypasses all tiers: it evicts nothing, and ``stats`` does not count it.
 
         Raises:
-            ValueError: the rows are out of range. Also the errors of ``acquire``.
+            ValueError: the rows are out of range. ``acquire`` can raise other errors.
         """
         return self._by_name.read_rows(self.spec(key), start, stop)
 
     def write_rows(self, key: str, start: int, tensor: Writable) -> None:
-        """Replace the rows of a block from ``start`` on.
+        """Replace rows of a block, beginning at row ``start``.
 
-        The whole block is fetched into the nearest tier and written back when it is evicted or committed. So several
-        calls can share one write.
+        The store fetches the whole block into the nearest tier and writes it back when it is evicted or committed, so
+        several calls can share one write.
 
         Raises:
-            ValueError: the rows are out of range, or their shape or dtype differs. Also the errors of ``acquire``.
+            ValueError: the rows are out of range, or their shape or dtype differs. ``acquire`` can raise other errors.
             TypeError: see ``put``.
         """
         self._by_name.write(self.spec(key), as_tensor(key, tensor), start)
 
     def stream(self, keys: Iterable[str], tier: str, mode: Mode = "r") -> Iterator[Lease]:
-        """Yield leases on blocks one at a time, and prefetch the following blocks as far as the tier has space.
+        """Yield leases on blocks one at a time, and prefetch the next blocks as far as space allows.
 
-        Each lease ends before the next begins, and the last with the loop. The look-ahead needs no setting: copies are
-        fetched in order while all of them fit next to the homes, so no fetch evicts another copy.
+        Each lease ends before the next one begins, and the last lease ends with the loop. The look-ahead needs no
+        setting: the store fetches copies in order while all of them fit next to the homes, so no fetch evicts another
+        copy.
 
         Raises:
-            ValueError: the caller has set a schedule. Also the errors of ``acquire``.
+            ValueError: the caller has set a schedule. ``acquire`` can raise other errors.
         """
         return self._by_name.stream(list(keys), tier, mode)
 
@@ -332,9 +335,9 @@ class TieredStore(BlockMapping):
         self._leasing.unpin(key, tier)
 
     def reserve(self, tier: str, nbytes: int) -> None:
-        """Charge bytes outside any block (workspace, staging) to a tier's ledger; a negative number returns them.
+        """Charge bytes outside any block (workspace, staging) to a tier's ledger. A negative number returns bytes.
 
-        Waits for transfers in progress, because copies that are being evicted still take space.
+        Waits for transfers in progress, because copies still take space while they are being evicted.
 
         Raises:
             CapacityError: the tier lacks space even after these transfers.
@@ -343,14 +346,15 @@ class TieredStore(BlockMapping):
         self._leasing.reserve(tier, nbytes)
 
     def keep_buffers(self, tier: str, counts: Mapping[int, int]) -> None:
-        """Allocate buffers for the copies of a tier now, so that later leases and fetches allocate nothing.
+        """Allocate buffers for a tier's copies now, so that later leases and fetches allocate nothing.
 
-        Copies then use only buffers of their size: the prefetcher skips a copy without a buffer, and a lease waits for
-        the eviction of a copy of this size. A buffer of another size is dropped only as a last resort, so a request
-        that fits the free bytes always succeeds. Call this method when all homes are registered. A tier may ignore it.
+        Afterwards, copies use only buffers of exactly their size. If there is none, the prefetcher skips the copy, and
+        a lease waits until a copy of this size is evicted. A request that fits the free bytes always succeeds: as a
+        last resort, a buffer of another size is dropped. Call this method after all homes are registered. Tiers can
+        ignore it.
 
         Args:
-            counts: number of simultaneous copies by slot bytes. If empty, no buffers are kept.
+            counts: number of simultaneous copies, by slot size in bytes. If empty, no buffers are kept.
 
         Raises:
             ValueError: the tier is unknown.
@@ -362,9 +366,9 @@ class TieredStore(BlockMapping):
             self._movement.occupancy.keep_buffers(tier, counts)
 
     def evict(self, key: str, tier: str) -> Transfer:
-        """Drop the copy in ``tier``, writing it back first if it is dirty. Return the write-back.
+        """Drop the copy in ``tier`` after writing it back if it is dirty. Return the write-back.
 
-        If the copy is leased or in flight, it is dropped as soon as that ends. The home copy always stays.
+        A copy that is leased or in flight is dropped as soon as the lease or transfer ends. The home copy always stays.
 
         Raises:
             LeaseError: the copy is pinned.
@@ -372,7 +376,7 @@ class TieredStore(BlockMapping):
         return self._leasing.evict(key, tier)
 
     def set_schedule(self, schedule: Schedule | None, *, lookahead_bytes: int | None = None) -> None:
-        """Set the access schedule and the look-ahead of the prefetcher (None = as far as space allows, 0 = none)."""
+        """Set the access schedule and the prefetcher's look-ahead (as far as space allows if None; 0 disables it)."""
         with self._changed:
             self._movement.prefetcher.follow(schedule, lookahead_bytes)
             self._movement.prefetcher.pump()
@@ -394,13 +398,13 @@ class TieredStore(BlockMapping):
             self._movement.prefetcher.pump()
 
     def pass_over(self, accesses: Iterable[tuple[int, str]], *, but_not: Iterable[tuple[int, str]] = ()) -> None:
-        """Do not prefetch for scheduled accesses that will not, or probably will not, happen.
+        """Do not prefetch for scheduled accesses that will probably not happen.
 
-        If such an access happens nevertheless, it is served on demand.
+        If one of them happens after all, its copy is fetched on demand.
 
         Args:
             accesses: (tick, key) pairs of reads.
-            but_not: accesses from earlier calls that will happen after all.
+            but_not: accesses from earlier calls that will happen, so prefetching resumes for them.
         """
         with self._changed:
             self._movement.prefetcher.skip(accesses, but_not)
@@ -415,16 +419,16 @@ class TieredStore(BlockMapping):
                 what_next()
 
     def verify(self, keys: Sequence[str] | None = None) -> int:
-        """Compare the files of blocks whose newest bytes are at home with their checksums; return the bytes compared.
+        """Compare the files of blocks with their checksums, and return the number of bytes compared.
 
-        Skips blocks with newer bytes in a faster tier, blocks whose home is memory, and blocks without checksums
-        (``verify="off"`` and no commit since the write). Writers of a block wait while it is read.
+        Skips a block if a faster tier has newer bytes, if its home is memory, or if it has no checksums
+        (``verify="off"`` and no commit since the write). Writers of a block wait while the block is read.
 
         Args:
             keys: blocks to verify; default: all.
 
         Raises:
-            CorruptBlockError: the first difference, with its file and range.
+            CorruptBlockError: a block is damaged. The error describes the first difference, with its file and range.
             BlockNotFoundError: a key is not registered.
             TransferError: a file cannot be read.
             GenerationError: a file is missing.
@@ -434,10 +438,10 @@ class TieredStore(BlockMapping):
     # -- generations -------------------------------------------------------------------------------------------
 
     def commit(self, meta: Mapping[str, JSON] | None = None) -> Commit:
-        """Make the current contents of all durable blocks a generation that survives a crash.
+        """Commit the current contents of all durable blocks as a generation that survives a crash.
 
-        Returns as soon as a hard link or a read lease protects every block. Blocks whose home is neither files nor
-        addressable are written first; a thread writes the rest.
+        Returns as soon as a hard link or a read lease protects every block. A background thread then writes the leased
+        blocks. If a block's home is neither files nor addressable, the block is written before the call returns.
 
         Raises:
             GenerationError: the store has no directory for commits.
@@ -450,16 +454,17 @@ class TieredStore(BlockMapping):
     def load(self, generation: int | None = None, *, on_bytes: Callable[[int], None] = lambda nbytes: None) -> Manifest:
         """Fill the registered durable blocks from a committed generation and return its manifest. Verifies contents.
 
-        Homes may differ from the homes at the commit. Files on the paths of a block's home tier are adopted by hard
-        links; all other contents are read into the home. After an error, the caller can try again with an older
-        generation. Commits prune generations newer than the loaded one when they need the space.
+        Homes can differ from the homes at the commit. If a block's files are on the paths of its home tier, the tier
+        adopts them by hard links; otherwise the contents are read into the home. After an error, the caller can load an
+        older generation. Later commits prune generations that are newer than the loaded one when they need the space.
 
         Args:
             generation: number of the generation; default: the current one.
             on_bytes: called with the size of each block after it is filled.
 
         Raises:
-            GenerationError: there is no generation, a part is missing, or its blocks differ from the registered blocks.
+            GenerationError: there is no generation, a part of it is missing, or its blocks differ from the registered
+                blocks.
             CorruptBlockError: a block is damaged.
             TransferError: a drive returned an error.
             LeaseError: a block is leased.
@@ -471,7 +476,7 @@ class TieredStore(BlockMapping):
     # -- inspection --------------------------------------------------------------------------------------------
 
     def where(self, key: str) -> dict[str, CopyState]:
-        """Return the state of every copy of the block that has a slot, by tier."""
+        """Return the states of the block's copies by tier. Includes only copies that have a slot."""
         with self._changed:
             return {c.tier: c.state for c in self._leasing.block(key).copies.values() if c.slot is not None}
 
@@ -491,11 +496,11 @@ class TieredStore(BlockMapping):
         return list(self._movement.order)
 
     def tier(self, name: str) -> Tier:
-        """Return a tier by name, for its ``reserve`` and ``usage``."""
+        """Return a tier by name, for example to call its ``reserve`` or ``usage``."""
         return self._leasing.tier(name)
 
     def stats(self) -> StoreStats:
-        """Return the store's counters. The difference of two results is the counts between the calls."""
+        """Return the store's counters. Subtract an earlier result to get the counts since then."""
         with self._changed:
             counters, tiers, due = self._movement.counters, self._movement.tiers, due_bytes(self._movement)
             written: dict[str, int] = {}
@@ -529,9 +534,10 @@ class TieredStore(BlockMapping):
         )
 
     def close(self) -> None:
-        """Finish transfers and a commit in progress, and free everything. Uncommitted contents are lost. Idempotent.
+        """Finish all transfers and any commit, then free everything. Uncommitted contents are lost. Idempotent.
 
-        Emits a ``RuntimeWarning`` if a commit failed and no caller waited for it. Does nothing in a forked child.
+        Emits a ``RuntimeWarning`` if a commit failed and no caller waited for the commit. Does nothing in a forked
+        child.
         """
         if self._changed.is_of_parent:
             return
@@ -544,7 +550,7 @@ class TieredStore(BlockMapping):
             while any(block.num_transfers for block in self._blocks.values()):
                 self._changed.wait()
             self._changed.notify_all()
-        with ExitStack() as ends:  # Every callback runs, even if an earlier one raises because of a device error.
+        with ExitStack() as ends:  # Every callback runs, even if an earlier callback raises a device error.
             ends.callback(self._generations.close)
             for tier in reversed(list(self._movement.tiers.values())):
                 ends.callback(tier.close)
@@ -552,7 +558,7 @@ class TieredStore(BlockMapping):
                 ends.callback(link.close)
 
     def give_up_waiting(self) -> None:
-        """Make current and future writes fail instead of waiting for space on a full drive. No-op in a forked child."""
+        """Make current and future writes fail if a drive is full, instead of waiting. No-op in a forked child."""
         if self._changed.is_of_parent:
             return
         self._movement.give_up_waiting()
@@ -565,5 +571,5 @@ class TieredStore(BlockMapping):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self.give_up_waiting()  # After an error, the bytes are not needed, so do not wait for a full drive.
+            self.give_up_waiting()  # After an error, the bytes are useless, so do not wait for a full drive.
         self.close()

@@ -1,4 +1,4 @@
-"""Transfer: a copy of bytes in flight that the host or a stream can wait for."""
+"""Transfer: bytes in flight. The host or a stream can wait for their arrival."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from typing import Any
 
 
 class Transfer:
-    """One copy of bytes between two tiers, completed by a link's thread.
+    """One copy of bytes from a tier to another tier. A link's thread completes the transfer.
 
-    The link keeps the transfer alive; callers can drop it. ``done`` and ``wait`` can be called from any thread. After
-    ``wait`` returns, the host can use the bytes. On a device, the bytes are ordered before later work of the stream
-    passed to ``wait_stream``; the host does not wait for the device.
+    The link keeps the transfer alive, so callers need not hold a reference. ``done`` and ``wait`` can be called from
+    any thread. After ``wait`` returns, the host can use the bytes. After ``wait_stream(stream)`` returns, later work of
+    ``stream`` can use the bytes; the host does not wait for the device.
 
     Attributes:
-        src: name of the source tier.
-        dst: name of the destination tier.
-        path: method of the copy, e.g. ``posix-direct``.
-        skipped: whether a prefetch had no space or nothing to do; it is done and moved nothing.
-        event: device event recorded after the copy, or None. Its ``query()`` returns whether the copy has ended.
+        skipped: whether a prefetch had no space or nothing to do. A skipped transfer is done and has moved nothing.
+        event: device event recorded after the copy, or None. ``event.query()`` returns whether the copy has ended.
     """
 
     __slots__ = (
@@ -59,7 +56,7 @@ class Transfer:
         return self._done.is_set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the end, including the store's callbacks. After a write-back, the evicted copy is gone.
+        """Wait for the end, including the store's callbacks. After a write-back for an eviction, the copy is gone.
 
         Raises:
             TimeoutError: the transfer did not end within ``timeout_s`` seconds.
@@ -71,9 +68,9 @@ class Transfer:
             raise self.error
 
     def wait_stream(self, stream: Any) -> None:
-        """Order the bytes before later work of ``stream``. The host waits until the copy is enqueued.
+        """Make later work of ``stream`` wait for the bytes. The host waits until the copy is enqueued.
 
-        The host must wait because a stream silently ignores an event that is not recorded yet.
+        The host must wait, because a stream silently ignores an event that is not yet recorded.
         """
         self._arrived.wait()
         if self.error is not None:
@@ -82,7 +79,7 @@ class Transfer:
             stream.wait_event(self.event)
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
-        """Call ``callback(self)`` at the end, on the link's thread, or at once if the transfer has already ended."""
+        """Call ``callback(self)`` on the link's thread when the transfer ends, or at once if it has already ended."""
         with self._lock:
             if not self._arrived.is_set():
                 self._callbacks.append(callback)
@@ -112,7 +109,7 @@ class Waiting:
         cause: one of ``STALL_CAUSES``.
         transfer: transfer whose error the waiting caller raises, or None.
         tier: for cause ``space``, the tier that lacks space.
-        need_bytes: for cause ``space``, the bytes of the slot.
+        need_bytes: for cause ``space``, the size of the slot.
     """
 
     cause: str

@@ -1,6 +1,6 @@
 """Sizes, rates and durations: constants, parsing and printing.
 
-Inside the package, all sizes are ``int`` bytes. Only input and output use text.
+Inside the package, all sizes are ``int`` bytes. Text is only for input and output.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _NUMBER_AND_UNIT = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*"
 
 
 def is_number(text: str) -> bool:
-    """Return whether a text consists of the digits 0 to 9, so that ``int`` accepts it.
+    """Return whether a text consists only of the digits 0 to 9, so that ``int`` accepts the text.
 
-    ``str.isdigit`` is not enough: it accepts a superscript two, for which ``int`` raises ``ValueError``.
+    ``str.isdigit`` is not enough: it accepts a superscript two, but ``int`` raises ``ValueError`` for this character.
     """
     return text.isascii() and text.isdecimal()
 
@@ -58,7 +58,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(nbytes: float) -> str:
-    """Format ``nbytes`` in the largest binary unit of which there is at least 1, e.g. ``"1.50 GiB"``."""
+    """Format ``nbytes`` in the largest binary unit that gives at least 1, e.g. ``"1.50 GiB"``."""
     for unit, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
         if abs(nbytes) >= unit:
             return f"{nbytes / unit:.2f} {name}"
@@ -74,7 +74,7 @@ def format_decimal_size(nbytes: float) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Format a rate in decimal GB/s, the unit in which drives and links are sold."""
+    """Format a rate in decimal GB/s, the unit in data sheets of drives and links."""
     return f"{bytes_per_s / GB:.2f} GB/s"
 
 

@@ -1,4 +1,4 @@
-"""ZarrStore: a zarr v3 Store whose values are blocks of a TieredStore, so that arrays use RAM, NVMe and GPU tiers."""
+"""ZarrStore: a zarr v3 Store that keeps its values as blocks of a TieredStore, in RAM, NVMe and GPU tiers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiered.errors import BlockNotFoundError, TieredError
 from tiered.store import TieredStore
 from tiered.zarr_views import range_of
 
-#: Number of locks that all keys share: enough that fetches of different chunks rarely wait for each other.
+#: Number of locks that all keys share. With this number, fetches of different chunks rarely wait for each other.
 _NUM_LOCKS = 64
 _ESCAPED = re.compile(r"[^A-Za-z0-9.\-]")
 
@@ -29,7 +29,7 @@ class _Shared:
     """State that all ZarrStores over one TieredStore share, so that two of them never replace a value concurrently.
 
     Attributes:
-        token: identifier of the TieredStore for ``pickle`` inside this process.
+        token: identifies the TieredStore when a ZarrStore is pickled and unpickled in this process.
     """
 
     def __init__(self) -> None:
@@ -57,23 +57,23 @@ def _shared(store: TieredStore) -> _Shared:
 class ZarrStore(Store):
     """A zarr v3 store over a ``TieredStore``: ``zarr.create_array(tiered.ZarrStore(store), ...)``.
 
-    Each value (a chunk or a metadata document) is one block of bytes. Its home is one tier for life. ``get`` reads it
-    through ``tier``, where a copy stays until the store's policy evicts it. ``store.commit()`` makes all values a
-    generation that survives a crash; a ZarrStore over ``TieredStore.open(...)`` reads them again.
+    Each value (a chunk or a metadata document) is one block of bytes with one home tier. ``get`` reads a value through
+    ``tier``, where a copy stays until the store's policy evicts the copy. ``store.commit()`` commits all values as a
+    generation that survives a crash. To read the values again, make a ZarrStore over ``TieredStore.open(...)``.
 
     Slots are multiples of 4096 bytes, and each value on a drive has separate files, so choose chunks of megabytes.
-    ``set`` replaces a value of the same size in place. A value of another size needs a second block next to the first:
-    if it does not fit, ``set`` raises ``CapacityError`` and keeps the old value. Readers and commits get the old value
+    ``set`` replaces a value of the same size in place. For a value of a different size, the old and the new block must
+    both fit; otherwise ``set`` raises ``CapacityError`` and keeps the old value. Readers and commits get the old value
     or the new value, never a mixture.
 
-    Thread-safe. ``close`` does not close the TieredStore, which belongs to the caller and must live longer.
+    Thread-safe. ``close`` does not close the TieredStore. The caller owns the TieredStore and must keep it open longer.
 
     Args:
-        store: store of the blocks. Its other blocks are not touched.
-        prefix: prefix of the blocks' keys. Two ZarrStores with different prefixes share no values.
+        store: store that holds the blocks. Its other blocks are not touched.
+        prefix: prefix of the blocks' keys. ZarrStores with different prefixes share no values.
         home: home tier of the values; default: the slowest tier.
-        tier: addressable tier for reads and writes; default: the slowest tier in host memory. A GPU tier serves
-            ``zarr.config.enable_gpu()`` without a copy through the host.
+        tier: addressable tier for reads and writes; default: the slowest tier in host memory. With
+            ``zarr.config.enable_gpu()``, a GPU tier avoids a copy through the host.
         durable: whether commits include the values.
         timeout_s: maximum time that one access waits for space or for a drive before it raises ``TimeoutError``.
 
@@ -124,7 +124,7 @@ class ZarrStore(Store):
         }
 
     def with_read_only(self, read_only: bool = False) -> ZarrStore:
-        """Return a store of the same values, read-only or writable."""
+        """Return a store with the same values that is read-only or writable."""
         return type(self)(self._store, **self._arguments(), read_only=read_only)
 
     def __eq__(self, other: object) -> bool:
@@ -150,16 +150,16 @@ class ZarrStore(Store):
     def block_keys(self, key: str) -> tuple[str, str]:
         """Return the keys of the two blocks that can hold a value. A value of a new size goes to the unused block.
 
-        Every folder segment ends in ``_d`` and the last segment in ``_v`` or ``_w``. So no block's key is a folder of
-        another key, as a file tier requires, although zarr allows the keys ``a`` and ``a/b``. Characters that are not
-        allowed in block keys become ``_`` and two hex digits per UTF-8 byte.
+        Every folder segment ends in ``_d``, and the last segment in ``_v`` or ``_w``. A file tier requires that no key
+        is a folder of another key, but zarr allows both ``a`` and ``a/b``; the endings keep such keys apart. Characters
+        that are not allowed in block keys become ``_`` and two hex digits per UTF-8 byte.
         """
         *folders, name = key.split("/")
         stem = "/".join([self._prefix, *(f"{_escape(folder)}_d" for folder in folders), _escape(name)])
         return f"{stem}_v", f"{stem}_w"
 
     def _zarr_key(self, block_key: str) -> str | None:
-        """Return the zarr key of a block, or None if the block's key lacks this store's prefix."""
+        """Return a block's zarr key, or None if the block's key does not have this store's prefix."""
         if not block_key.startswith(f"{self._prefix}/"):
             return None
         segments = block_key.removeprefix(f"{self._prefix}/").split("/")
@@ -170,7 +170,7 @@ class ZarrStore(Store):
         return list(dict.fromkeys(key for key, block in found if key is not None and self._has_value(block)))
 
     def _has_value(self, block_key: str) -> bool:
-        """Return whether the block exists and has contents. Between ``register`` and the first write it has none."""
+        """Return whether the block exists and has contents. It has none between ``register`` and the first write."""
         try:
             return any(state.is_valid for state in self._store.where(block_key).values())
         except BlockNotFoundError:
@@ -181,8 +181,8 @@ class ZarrStore(Store):
         holders = [block_key for block_key in self.block_keys(key) if self._has_value(block_key)]
         if len(holders) < 2:
             return holders[0] if holders else None
-        # The opened generation was committed while this value was being replaced. Return the block registered later: it
-        # has the newer value, which is complete, because a block enters a commit only after it was written.
+        # The opened generation was committed while this value was being replaced. Return the block that was registered
+        # later. Its value is newer, and complete because only written blocks enter a commit.
         return [spec.key for spec in self._store.blocks() if spec.key in holders][-1]
 
     # -- values ------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class ZarrStore(Store):
     def get_sync(
         self, key: str, *, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """Return a copy of a value or of a byte range, or None if the value does not exist. Blocks the caller."""
+        """Return a copy of a value or of a range of its bytes. Return None if it does not exist. Blocks the caller."""
         prototype = prototype or default_buffer_prototype()
         self._is_open = True
         with self._locked(key):
@@ -218,7 +218,7 @@ class ZarrStore(Store):
         return prototype.buffer.from_buffer(cpu.Buffer.from_array_like(copied.numpy()))
 
     def set_sync(self, key: str, value: Buffer) -> None:
-        """Store a value, replacing the old value. Blocks the caller."""
+        """Store a value, replacing any old value. Blocks the caller."""
         self._check_writable()
         self._is_open = True
         if not isinstance(value, Buffer):
@@ -232,7 +232,7 @@ class ZarrStore(Store):
             self._write(current, value)
             return
         new = next(block_key for block_key in self.block_keys(key) if block_key != current)
-        self._forget(new)  # It may exist if an earlier replacement was interrupted by a commit.
+        self._forget(new)  # The block exists if a commit interrupted an earlier replacement.
         self._store.register(new, (len(value),), torch.uint8, home=self._home, durable=self._durable)
         try:
             self._write(new, value)
@@ -266,7 +266,7 @@ class ZarrStore(Store):
     async def get(
         self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """See ``zarr.abc.store.Store``. A thread waits for drives, so that chunks are fetched concurrently."""
+        """See ``zarr.abc.store.Store``. Waits for drives in a thread, so that chunks are fetched concurrently."""
         return await asyncio.to_thread(self.get_sync, key, prototype=prototype, byte_range=byte_range)
 
     async def get_partial_values(
@@ -299,7 +299,7 @@ class ZarrStore(Store):
         await asyncio.to_thread(self.delete_sync, key)
 
     async def getsize(self, key: str) -> int:
-        """Return the bytes of a value without reading it; see ``zarr.abc.store.Store``."""
+        """Return the size of a value in bytes without reading the value; see ``zarr.abc.store.Store``."""
         block_key = self._block_of(key)
         if block_key is None:
             raise FileNotFoundError(key)
@@ -335,7 +335,7 @@ def _from_living(kind: type[ZarrStore], token: str, arguments: dict[str, Any], r
 
 
 def _escape(segment: str) -> str:
-    """Encode a segment with the characters allowed in block keys; ``_unescape`` decodes it."""
+    """Encode a segment with characters that block keys allow. ``_unescape`` reverses this."""
     return _ESCAPED.sub(lambda found: "".join(f"_{byte:02X}" for byte in found[0].encode()), segment)
 
 

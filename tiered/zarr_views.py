@@ -1,4 +1,4 @@
-"""A committed generation as a read-only zarr group: every block is an array, verified when it is read."""
+"""Shows a committed generation as a read-only zarr group with one array per block. Reads are verified."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tiered.block import BlockSpec
 from tiered.tiers.layout import DOCUMENT_NAME, array_view_document, group_document
 from tiered.units import MiB
 
-#: Maximum bytes of a chunk, which consists of whole rows. A chunk has at least one row, even if it is longer.
+#: Maximum size of a chunk in bytes. A chunk consists of whole rows, and has at least one row even if that row is
+#: larger.
 _CHUNK_BYTES = 64 * MiB
 
 
@@ -27,8 +28,8 @@ class BlockView:
     """One block of a generation as an array.
 
     Attributes:
-        read: returns bytes ``start`` to ``stop`` of the contents, 1-D uint8 in host memory; raises an error if they
-            are damaged or missing.
+        read: returns bytes ``start`` to ``stop`` of the contents as 1-D uint8 in host memory. Raises an error if the
+            bytes are damaged or missing.
     """
 
     spec: BlockSpec
@@ -36,7 +37,7 @@ class BlockView:
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:
-        """Shape of all chunks: some rows, and the full size of every other axis. No size is 0, as zarr requires."""
+        """Shape of all chunks: some rows, and all of every other axis. zarr requires sizes of at least 1."""
         shape = self.spec.shape
         if not shape:
             return ()
@@ -45,7 +46,7 @@ class BlockView:
         return tuple(max(1, size) for size in (rows, *shape[1:]))
 
     def chunk(self, indices: tuple[int, ...]) -> torch.Tensor:
-        """Return the bytes of one chunk. The last chunk is padded with zeros, as zarr stores edge chunks."""
+        """Return the bytes of one chunk. The last chunk is padded with zeros, because zarr stores full edge chunks."""
         chunk_bytes = math.prod(self.chunk_shape) * self.spec.dtype.itemsize
         start = indices[0] * chunk_bytes if indices else 0
         found = self.read(start, min(start + chunk_bytes, self.spec.nbytes))
@@ -53,7 +54,7 @@ class BlockView:
 
 
 class _GenerationStore(Store):
-    """Keys of a read-only hierarchy: generated documents, and chunks that are read from the blocks on request."""
+    """Read-only zarr store. Generates the documents, and reads chunks from the blocks on request."""
 
     supports_writes: bool = False
     supports_deletes: bool = False
@@ -145,7 +146,7 @@ class _GenerationStore(Store):
 
 
 def group_of(views: Iterable[BlockView], attributes: Mapping[str, Any]) -> zarr.Group:
-    """Return a read-only group with an array for each block; ``attributes`` are stored as ``attributes.megatrain``."""
+    """Return a read-only group with one array per block. ``attributes`` appear under ``attributes.megatrain``."""
     return zarr.open_group(_GenerationStore(views, attributes), mode="r")
 
 

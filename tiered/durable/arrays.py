@@ -1,7 +1,7 @@
-"""Arrays of committed generations: writes, reads and compares a block's chunk files, 16 MiB at a time.
+"""Arrays of committed generations: writes, reads and verifies a block's chunk files, 16 MiB at a time.
 
-An array is a folder with a zarr document and the files ``c/0``, ``c/1``, ... of equal size. A piece (16 MiB of
-contents, one checksum) never spans two files of ``write_array``; it may span two files of a tier.
+An array is a folder with a zarr document and the files ``c/0``, ``c/1``, ... of equal size. A piece is 16 MiB of
+contents with one checksum. It can span two files of a tier, but never two files of ``write_array``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from tiered.units import PAGE_BYTES, MiB, round_up
 
 #: Maximum size of a chunk file of a block whose home is not a file tier.
 _CHUNK_BYTES = 512 * MiB
-#: Maximum number of files of one block. Tiers create files of many MiB, but an untrusted document may claim any number.
+#: Maximum number of files of one block. Tiers create files of many MiB, but an untrusted document can claim any number
+#: of files.
 _MAX_FILES = 1 << 20
 #: Number of pieces in flight, enough for a fast drive.
 _NUM_THREADS = 4
@@ -47,7 +48,7 @@ _SCRATCH_BYTES = 4 * MiB
 SMALL_BYTES = 1 * MiB
 _of_thread = threading.local()
 
-#: Remedy in messages about a misplaced part of a generation.
+#: Advice in messages about a part of a generation that is not in its place.
 ADVICE = "Name the paths of the run that wrote it, or open another generation"
 
 
@@ -69,7 +70,7 @@ def array_bytes(spec: BlockSpec) -> int:
 
 
 def array_chunk_bytes(folder: Path) -> int | None:
-    """Return the size of each chunk file of an array, or None if the folder has no document with this size."""
+    """Return the size of an array's chunk files, or None if the folder has no document that states the size."""
     return document_chunk_bytes(read_document(folder))
 
 
@@ -80,13 +81,13 @@ def chunk_files(
     chunk_bytes: int | None = None,
     moved: Mapping[Path, Path] | None = None,
 ) -> list[ChunkFile]:
-    """Return all chunk files of an array in order, including missing files.
+    """Return all chunk files of an array in order, including files that do not exist.
 
     Args:
-        elsewhere: folders of the same array on other paths, for files that ``folder`` lacks.
+        elsewhere: folders of the same array on other paths, where files missing in ``folder`` are looked up.
         chunk_bytes: size of each file, if already known.
-        moved: current path of each moved drive by its recorded path. Links to the recorded path resolve to the
-            current path.
+        moved: current paths of moved drives, by recorded path. Links to a recorded path are followed to the current
+            path.
 
     Raises:
         GenerationError: the folder has no array.
@@ -100,13 +101,13 @@ def chunk_files(
         raise GenerationError(f"the document of block '{spec.key}' in '{folder}' claims {len(starts)} files. {ADVICE}")
     for number, start in enumerate(starts):
         paths = [_target(place / "c" / str(number), moved) for place in (folder, *elsewhere)]
-        path = next((path for path in paths if path.exists()), paths[0])  # ``exists`` is False for a dangling link.
+        path = next((path for path in paths if path.exists()), paths[0])  # A dangling link does not "exist".
         files.append(ChunkFile(path, start, chunk_bytes))
     return files
 
 
 def _target(file: Path, moved: Mapping[Path, Path] | None) -> Path:
-    """Return a chunk file. Resolve a link to a moved drive to the file's current path."""
+    """Return the path of a chunk file. Follow a link to a moved drive to the file's current path."""
     if not moved or not file.is_symlink():
         return file
     target = Path(os.readlink(file))
@@ -115,12 +116,12 @@ def _target(file: Path, moved: Mapping[Path, Path] | None) -> Path:
 
 
 def snapshot_of(file: Path, key: str) -> Path:
-    """Return the folder ``snap/<generation>`` that contains a block's chunk file, on the drive of the file."""
+    """Return the folder ``snap/<generation>`` that contains a block's chunk file."""
     return Path(os.path.realpath(file)).parents[key.count("/") + 2]
 
 
 def link_text(path: Path) -> str:
-    """Return the name of a chunk file for a message, with its target if it is a link."""
+    """Describe a chunk file for a message: its name, and its target if it is a link."""
     return f"'{path}', a link to '{os.readlink(path)}'," if path.is_symlink() else f"'{path}'"
 
 
@@ -130,7 +131,7 @@ def missing_text(path: Path) -> str:
 
 
 def no_array_text(key: str, folder: Path) -> str:
-    """Return the message about a missing array, or an array with a damaged document."""
+    """Return the message about an array that is missing or has a damaged document."""
     return f"block '{key}' has no array in '{folder}': '{folder / DOCUMENT_NAME}' is missing or damaged. {ADVICE}"
 
 
@@ -151,8 +152,8 @@ def write_array(root: Path, spec: BlockSpec, contents: Contents, *, num_threads:
 
     Args:
         root: folder of a generation.
-        contents: called once per piece by ``num_threads`` threads. If ``num_threads`` is 1, the caller's thread calls
-            it in order.
+        contents: called once per piece on ``num_threads`` threads. If ``num_threads`` is 1, called in order on the
+            caller's thread.
         num_threads: number of pieces in progress at the same time.
 
     Raises:
@@ -171,11 +172,11 @@ def write_array(root: Path, spec: BlockSpec, contents: Contents, *, num_threads:
                 def write(piece: tuple[int, int], fd: int = fd, start: int = start) -> str:
                     return write_range(fd, piece[0], contents(start + piece[0], start + piece[1]))
 
-                os.posix_fallocate(fd, 0, chunk_bytes)  # A full drive fails here, before the first write.
+                os.posix_fallocate(fd, 0, chunk_bytes)  # If the drive is full, this fails before the first write.
                 found += _in_parallel(write, pieces(min(chunk_bytes, spec.nbytes - start)), num_threads)
                 os.fsync(fd)
-                drop_cached(fd)  # Drop pages only after the flush, so that later reads come from the drive.
-    except TransferError:  # ``contents`` raised it; it is also an OSError.
+                drop_cached(fd)  # Only flushed pages can be dropped. Later reads then come from the drive.
+    except TransferError:  # ``contents`` raised this error, which is also an OSError.
         raise
     except OSError as error:
         path = str(error.filename or folder)
@@ -227,7 +228,7 @@ def flush_arrays(arrays: Sequence[tuple[Path, BlockSpec]]) -> None:
 
 
 def sync_tree(root: Path, top: Path) -> None:
-    """Flush all documents and folders below ``root``, and in its parent folders up to ``top``."""
+    """Flush all documents and folders below ``root``, and the parent folders of ``root`` up to ``top``."""
     above = [folder for folder in root.parents if folder == top or top in folder.parents]
     documents = [path for folder in above if (path := folder / DOCUMENT_NAME).exists()]
     sync_paths([*documents_and_folders(root), *documents, *above], sync_path)
@@ -237,12 +238,12 @@ def sync_tree(root: Path, top: Path) -> None:
 
 
 def read_array(files: Sequence[ChunkFile], spec: BlockSpec, into: torch.Tensor | None = None) -> tuple[str, ...]:
-    """Read the chunk files of a block with several threads and return one checksum per piece.
+    """Read a block's chunk files with several threads, and return one checksum per piece.
 
     The checksum of a piece in a truncated file covers only the existing bytes.
 
     Args:
-        into: destination of the contents: contiguous 1-D uint8 on any device, or None.
+        into: destination, contiguous 1-D uint8 on any device. None if only the checksums are needed.
 
     Raises:
         GenerationError: a file is missing.
@@ -259,10 +260,11 @@ def read_small(path: str, into: torch.Tensor) -> str | None:
     """Read the first bytes of a file with as few system calls as possible, and return their checksum.
 
     Args:
-        into: destination: 1-D uint8 of at most ``SMALL_BYTES``, on any device. Undefined if the result is None.
+        into: destination, 1-D uint8 of at most ``SMALL_BYTES`` on any device. Its contents are undefined if the result
+            is None.
 
     Returns:
-        None if the file is missing, too short or unreadable; ``read_array`` then reports the cause.
+        None if the file is missing, too short or unreadable. ``read_array`` then reports the cause.
     """
     nbytes = into.numel()
     scratch = _scratch()[: round_up(nbytes, PAGE_BYTES)]
@@ -290,7 +292,7 @@ def read_piece(
     """Read one piece of a block and return its checksum; see ``read_array``.
 
     Args:
-        piece: start and stop byte.
+        piece: first byte and end of the piece.
         into: destination with the size of the piece, or None.
     """
     digest, nbytes = Digest(), 0
@@ -309,7 +311,7 @@ def read_piece(
 
 
 def read_range(fd: int, offset: int, nbytes: int, into: torch.Tensor | None, digest: Digest) -> int:
-    """Read up to ``nbytes`` bytes of a file, add them to ``digest``, and return their number.
+    """Read at most ``nbytes`` bytes of a file and add them to ``digest``. Return the number of bytes read.
 
     Args:
         offset: offset in the file, a multiple of 4096.
@@ -341,10 +343,10 @@ def check_pieces(
     found: Sequence[str],
     generation: int | None = None,
 ) -> None:
-    """Raise ``CorruptBlockError`` for the first piece of a block whose checksum differs.
+    """Raise ``CorruptBlockError`` if a piece's checksum differs. The error describes the first damaged piece.
 
     Args:
-        generation: number of the block's generation for the message, or None.
+        generation: number of the generation, for the message.
     """
     for number, piece in enumerate(pieces(nbytes)):
         wanted = expected[number] if number < len(expected) else "none"
@@ -374,7 +376,7 @@ def _num_bytes_in_place(data: torch.Tensor) -> int:
 
 
 def _scratch() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Return page-aligned scratch memory that belongs to the calling thread and is freed with it."""
+    """Return page-aligned scratch memory of the calling thread. The memory is freed when the thread ends."""
     found: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = getattr(_of_thread, "scratch", None)
     if found is None:
         found = _of_thread.scratch = page_aligned(_SCRATCH_BYTES).numpy()

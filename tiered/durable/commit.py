@@ -1,7 +1,7 @@
-"""One commit: freezes blocks by links and leases, then writes and checks them.
+"""One commit: freezes blocks with hard links and leases, then writes and checks the blocks.
 
-Hard links freeze the blocks of a file tier. Read leases freeze other blocks; a thread writes these blocks and releases
-the leases one by one. The caller continues, and waits only if it changes a block that is not written yet.
+Hard links freeze the blocks of a file tier. Read leases freeze other blocks. A thread writes the leased blocks and
+releases the leases one by one. The caller continues, and waits only if it changes a block that is not written yet.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class CommitFigures:
     Attributes:
         written_bytes: size of the files that the commit wrote.
         linked_bytes: size of the files that the commit only linked.
-        freeze_s: seconds of the call of ``TieredStore.commit``.
-        seconds: seconds from this call to the end of the commit.
+        freeze_s: seconds spent in the call to ``TieredStore.commit``.
+        seconds: seconds from the start of that call to the end of the commit.
     """
 
     nbytes: int
@@ -59,9 +59,9 @@ class Commit:
     """A commit in progress. Thread-safe.
 
     Attributes:
-        generation: number of the new generation, one more than the highest existing one.
-        num_bytes: bytes of all blocks; 0 until they are frozen.
-        done_bytes: bytes of blocks that are written, or linked and checked.
+        generation: number of the new generation, higher than all existing numbers.
+        num_bytes: bytes of all blocks. 0 until all blocks are frozen.
+        done_bytes: bytes of the blocks that are already written, or linked and checked.
     """
 
     def __init__(self, movement: Movement, generation: int) -> None:
@@ -75,7 +75,7 @@ class Commit:
 
     @property
     def is_done(self) -> bool:
-        """Whether the commit succeeded or failed, so that ``wait`` returns at once."""
+        """Whether the commit has succeeded or failed, so that ``wait`` does not block."""
         return self._ended.is_set()
 
     @property
@@ -85,12 +85,12 @@ class Commit:
         return self._figures
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the generation is the current one and survives a power cut.
+        """Wait until the new generation is current and survives a power cut.
 
         Raises:
-            TimeoutError: the commit takes more than ``timeout_s`` seconds.
-            TransferError: the drive returned an error. Either the previous generation is still the newest, or this
-                generation is complete.
+            TimeoutError: the commit did not end within ``timeout_s`` seconds.
+            TransferError: the drive returned an error. Afterwards, either the previous generation is still the newest,
+                or the new generation is complete.
         """
         self._wait_for_end(timeout_s)
         if self.error is not None:
@@ -98,12 +98,12 @@ class Commit:
             raise self.error
 
     def wait_before_next(self) -> None:
-        """Wait for the end. Raises the commit's error unless ``wait`` has already raised it."""
+        """Wait for the end. Raises the commit's error if ``wait`` has not raised it."""
         if not self._error_was_raised:
             self.wait()
 
     def join(self) -> None:
-        """Wait for the end without raising; warn if the commit failed and no call has raised the error."""
+        """Wait for the end without raising an error. Warn if the commit failed and no call has raised its error."""
         self._wait_for_end(None)
         if self.error is not None and not self._error_was_raised:
             self._error_was_raised = True
@@ -131,11 +131,11 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class _Frozen:
-    """One block of a commit: protected by a lease, or linked into ``folder``.
+    """One block of a commit. A lease protects it, or its files are linked into ``folder``.
 
     Attributes:
-        version: version of the block when it was frozen, to detect later changes.
-        is_fetched: whether the lease had to fetch the copy into its tier.
+        version: version of the frozen block, to detect later changes.
+        is_fetched: whether the lease had to fetch the copy.
     """
 
     block: Block
@@ -149,13 +149,13 @@ class _Frozen:
 
 
 class FrozenBlocks:
-    """The frozen contents of all durable blocks, which are written or linked into the folders of a generation.
+    """Freezes the contents of all durable blocks, and writes or links them into a generation's folders.
 
-    ``freeze`` runs in the caller's thread, the rest in the commit's thread.
+    ``freeze`` runs in the caller's thread, and the other methods run in the commit's thread.
 
     Args:
-        full: waits for space on the drive of the store's directory.
-        counted: tier that has this directory as a path and counts the bytes written there, or None.
+        full: waits for space if the drive of the store's directory is full.
+        counted: tier that owns this directory and counts the bytes written there, or None.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class FrozenBlocks:
     # -- in the caller's thread --------------------------------------------------------------------------------
 
     def writes_before_return(self) -> bool:
-        """Return whether ``freeze`` will write blocks, because their home tier cannot be leased."""
+        """Return whether ``freeze`` will write blocks because their home tier does not support leases."""
         movement = self._movement
         with movement.changed:
             homes = {block.spec.home for block in movement.blocks.values() if block.spec.durable}
@@ -189,14 +189,16 @@ class FrozenBlocks:
     def freeze(self) -> None:
         """Freeze the current contents of all durable blocks.
 
-        Blocks that must pass through a faster tier are written here one by one, because together they may exceed it.
+        Blocks that must pass through a faster tier are written here one at a time, because all may not fit there at
+        once.
         """
         with self._movement.changed:
             blocks = [block for block in self._movement.blocks.values() if block.spec.durable]
             _check_keys(blocks)
             for block in blocks:
-                self._settle_home(block)  # Start all write-backs together, so that the drive gets a queue.
-                # Write the notes of ownership before any link: they identify files that a crash leaves as this store's.
+                self._settle_home(block)  # Start all write-backs first, so that the drive has a queue.
+                # Write the notes of ownership before any link. If this process crashes, the notes show that this store
+                # owns the files.
         for tier in self._movement.durable_tiers.values():
             tier.full.retry(tier.paths[0], PAGE_BYTES, partial(tier.snapshots.mark, self._name, self._identity))
         written = [block.spec for block in blocks if block.spec.home not in self._movement.durable_tiers]
@@ -212,7 +214,7 @@ class FrozenBlocks:
                     with lease:
                         frozen = replace(frozen, checksums=self._write(frozen, held_bytes))
                     held_bytes -= array_bytes(block.spec)
-                    with self._movement.changed:  # Another thread may have unregistered or pinned it by now.
+                    with self._movement.changed:  # Another thread may have unregistered or pinned the block.
                         is_here = self._movement.blocks.get(block.spec.key) is block and frozen.is_fetched
                         if is_here and not block.copy_in(lease.tier).pins:
                             self._leasing.evict(block.spec.key, lease.tier)
@@ -225,7 +227,7 @@ class FrozenBlocks:
         write_document(self.folder, group_document())
 
     def _settle_home(self, block: Block) -> Waiting | None:
-        """Take the next step to write the newest bytes home; return the reason to wait, or None if they are home."""
+        """Take the next step to write the newest bytes home. Return the reason to wait, or None if they are home."""
         if block.writer is not None:
             return Waiting("lease")
         newest = block.newest()
@@ -248,7 +250,7 @@ class FrozenBlocks:
             return _Frozen(block, self.folder / spec.key, block.version, None, False, lease, is_fetched=is_fetched)
 
     def _link(self, block: Block, tier: DurableTier) -> _Frozen | None:
-        with self._movement.changed:  # Hold the lock, so that no write comes between the wait and the link.
+        with self._movement.changed:  # Hold the lock, so that no write happens between the wait and the link.
             if not self._is_at_home_locked(block):
                 return None
             assert block.home.slot is not None
@@ -258,7 +260,7 @@ class FrozenBlocks:
             return _Frozen(block, folder, block.version, home.checksums, home.is_flushed, None, home.nbytes)
 
     def _is_at_home_locked(self, block: Block) -> bool:
-        """Wait until the newest bytes of a block are home. Return False if it is empty or no longer registered."""
+        """Wait until the newest bytes of a block are home. Return False if the block is empty or unregistered."""
         while (waiting := self._settle_home(block)) is not None:
             self._leasing.wait_for_locked(waiting, block)
         return self._movement.blocks.get(block.spec.key) is block and block.home.state is CopyState.CLEAN
@@ -266,10 +268,10 @@ class FrozenBlocks:
     # -- in the commit's thread --------------------------------------------------------------------------------
 
     def write(self, on_bytes: Callable[[int], None] = lambda nbytes: None) -> tuple[BlockRecord, ...]:
-        """Write the leased blocks, flush and check the linked blocks, and return all records in order.
+        """Write the leased blocks, and flush and check the linked blocks. Return all records in order.
 
         Args:
-            on_bytes: called with the bytes completed since the last call.
+            on_bytes: called with the number of bytes completed since the last call.
         """
         found: dict[str, tuple[str, ...]] = {}
         held = [each for each in self._frozen if each.lease is not None and not each.lease.is_released]
@@ -321,7 +323,7 @@ class FrozenBlocks:
                 )
 
     def _write(self, frozen: _Frozen, need_bytes: int) -> tuple[str, ...]:
-        """Write a leased block. On a full drive, wait until ``need_bytes`` (all leased blocks) fit."""
+        """Write a leased block. If the drive is full, wait until ``need_bytes`` (all leased blocks) fit."""
         spec, path, counted = frozen.block.spec, str(self._identity.path), self._counted
         if counted is not None:
             counted.count_wear({counted.paths.index(path): array_bytes(spec)})
@@ -330,7 +332,7 @@ class FrozenBlocks:
     def _write_once(self, spec: BlockSpec, tensor: torch.Tensor) -> tuple[str, ...]:
         counted = self._counted
         if counted is not None:
-            counted.snapshots.count(array_bytes(spec))  # Count first: this deletes kept files if space is short.
+            counted.snapshots.count(array_bytes(spec))  # Count first: this can delete kept files to free space.
         try:
             return write_array(self.folder, spec, contents_of(tensor))
         except BaseException as error:
@@ -343,7 +345,7 @@ class FrozenBlocks:
             raise
 
     def _tensor_of(self, frozen: _Frozen) -> torch.Tensor:
-        """Return a leased block's tensor. The calling thread's stream waits for the streams that wrote it."""
+        """Return a leased block's tensor. The calling thread's stream waits for the streams that wrote the tensor."""
         spec, lease = frozen.block.spec, frozen.lease
         assert lease is not None, spec
         slot = frozen.block.copies[lease.tier].slot
@@ -353,13 +355,13 @@ class FrozenBlocks:
         return self._movement.tiers[lease.tier].tensor(slot, spec.shape, spec.dtype)
 
     def _checksums_of_linked(self, frozen: _Frozen) -> tuple[str, ...]:
-        """Return the checksums of linked and flushed files, known from their writes or computed by reading back."""
+        """Return the checksums of linked, flushed files. If writes have not computed them, read the files."""
         spec, checksums = frozen.block.spec, frozen.checksums
         if checksums is None:
             checksums = read_array(chunk_files(frozen.folder, spec), spec)
         with self._movement.changed:
             home = frozen.block.home
-            # If the block was written again meanwhile, its home files are no longer the linked files.
+            # If the block has been written again, its home files are no longer the linked files.
             is_unchanged = frozen.block.version == frozen.version and home.state is CopyState.CLEAN
             if is_unchanged and home.slot is not None:
                 files = files_of(home.slot)
@@ -373,7 +375,7 @@ class FrozenBlocks:
 
 
 def check_meta(meta: Mapping[str, JSON]) -> None:
-    """Raise ``GenerationError`` for a ``meta`` that JSON cannot hold."""
+    """Raise ``GenerationError`` if ``meta`` cannot be stored as JSON."""
     try:
         json.dumps(meta)
     except (TypeError, ValueError) as error:

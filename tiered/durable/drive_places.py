@@ -1,7 +1,7 @@
-"""Current locations of a generation's drives: one rule for every reader of committed generations.
+"""Finds the current locations of a generation's drives. All readers of committed generations use this rule.
 
-The drives of a copied or moved folder may be elsewhere. So a reader looks for each drive first in the same place
-relative to the directory of generations, and then at its recorded path.
+If a folder was copied or moved, its drives may have moved with it. A reader therefore looks for each drive first at the
+same place relative to the directory of generations, and then at the recorded path.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ OWNER_NAME = "OWNER.json"
 
 @dataclass(frozen=True, slots=True)
 class DrivePlace:
-    """A path of a file tier as a generation recorded it, and its current location.
+    """A file tier's path that a generation recorded, and the path's current location.
 
     Attributes:
-        recorded: absolute path at the commit.
-        nearby: same place relative to the current directory of generations.
-        path: path to read: ``recorded`` if only ``recorded`` has a part of the generation, or if ``nearby`` belongs to
-            another store; otherwise ``nearby``.
+        recorded: absolute path at the time of the commit.
+        nearby: path with the same position relative to the current directory of generations.
+        path: path to read. This is ``recorded`` if only ``recorded`` has a part of the generation or if ``nearby``
+            belongs to another store, otherwise ``nearby``.
     """
 
     recorded: Path
@@ -35,7 +35,7 @@ class DrivePlace:
 
     @property
     def is_outside(self) -> bool:
-        """Whether the recorded path is read although the directory was copied or moved."""
+        """Whether the recorded path is read even though the directory was copied or moved."""
         return self.path != self.nearby
 
 
@@ -46,14 +46,14 @@ def drive_places(manifest: Manifest, directory: Path) -> tuple[DrivePlace, ...]:
     for tier, paths in ((tier, paths) for tier, paths in manifest.paths.items() if paths):
         block = next((block for block in manifest.blocks if block.home == tier), None)
         inside = "" if block is None else f"{SNAPSHOT_FOLDER}/{name}/{block.key}"
-        # Arrays are on the first path, so their location reveals the common folder of this path and the directory.
+        # Arrays are on the first path, so their location reveals the folder that contains this path and the directory.
         location = "." if block is None else os.path.normpath(block.location.removesuffix(inside) or ".")
         num_up = Path(location).parts.count("..")
         common = os.path.normpath(Path(paths[0], *[".."] * (len(Path(location).parts) - num_up)))
         here = Path(os.path.abspath(directory), *[".."] * num_up)
         for path in map(Path, paths):
             nearby = path if block is None else Path(os.path.normpath(here / os.path.relpath(path, common)))
-            is_moved = nearby != path  # If the directory was not moved, no note has to be read.
+            is_moved = nearby != path  # If the directory was not moved, skip reading the note.
             is_left = is_moved and not holds_part(nearby, manifest)
             is_left = is_left and (holds_part(path, manifest) or _belongs_to_other_store(nearby, manifest.store))
             places[path] = DrivePlace(path, nearby, path if is_left else nearby)
@@ -61,13 +61,13 @@ def drive_places(manifest: Manifest, directory: Path) -> tuple[DrivePlace, ...]:
 
 
 def holds_part(path: Path | str, manifest: Manifest) -> bool:
-    """Return whether a path has a part of a generation: a folder with its number that no other store owns."""
+    """Return whether a path has a part of a generation: a folder with its number that belongs to no other store."""
     folder = Path(path, SNAPSHOT_FOLDER, generation_name(manifest.generation))
     return os.path.isdir(folder) and read_note(folder / OWNER_NAME).get("id", manifest.store) == manifest.store
 
 
 def _belongs_to_other_store(path: Path, store: str) -> bool:
-    """Return whether a path has snapshots that all belong to another store, such as a run next to the copy."""
+    """Return whether a path has only snapshots of another store, for example of a run next to the copy."""
     owners = {read_note(note).get("id", store) for note in path.glob(f"{SNAPSHOT_FOLDER}/*/{OWNER_NAME}")}
     return bool(owners) and store not in owners
 

@@ -1,4 +1,4 @@
-"""Generations of one store: their directory and numbers, sequential commits, pruning, and loading."""
+"""Generations of one store: commits them sequentially, prunes them, loads them, and owns their directory."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from tiered.tiers.layout import HomeFiles, dtype_name, files_of
 from tiered.tiers.snapshots import DurableTier
 from tiered.units import PAGE_BYTES
 
-#: Number of threads that read small blocks, and of blocks per task of a thread.
+#: Number of threads that read small blocks, and number of blocks per task.
 _NUM_THREADS = 4
 _NUM_AT_A_TIME = 64
 
@@ -72,9 +72,9 @@ class Generations:
 
     Args:
         path: directory of the generations, or None if the store cannot commit.
-        keep: number of newest generations that a commit keeps, at least 1.
-        full: waits for space on the drive of ``path`` if no tier owns the directory.
-        notice: reports a sentence to the user.
+        keep: number of newest generations that commits keep, at least 1.
+        full: waits if the drive of ``path`` is full and no tier owns the directory.
+        notice: called with sentences for the user.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class Generations:
     def commit(self, meta: Mapping[str, JSON]) -> Commit:
         """Freeze the current contents of all durable blocks, and start a thread that commits them as a new generation.
 
-        Waits for the previous commit first. Omits blocks without contents.
+        First waits for the previous commit. Omits blocks without contents.
 
         Raises:
             GenerationError: the store has no directory, or ``meta`` is not JSON.
             LeaseError: the caller holds a write lease.
-            TransferError: a write-back failed, or the previous commit failed and no call has raised its error yet.
+            TransferError: a write-back failed, or the previous commit failed and no other call has raised its error.
         """
         check_meta(meta)
         with self._committing:
@@ -128,7 +128,7 @@ class Generations:
                 make_room = partial(self._forget_old, store, max(min(1, self.num_kept), self.num_kept - 1))
                 doomed = full.retry(str(store.path), PAGE_BYTES, make_room)
                 if frozen.writes_before_return():
-                    self._delete(store, doomed)  # The new generation may need their space.
+                    self._delete(store, doomed)  # The new generation may need the space of the old generations.
                     doomed = []
                 frozen.freeze()
             except BaseException as failure:
@@ -150,7 +150,7 @@ class Generations:
         full: FullDrives,
         doomed: list[int],
     ) -> None:
-        """Write leased blocks, check and flush all files, make the generation current, and prune. Runs in a thread."""
+        """Finish a commit: write leased blocks, check and flush all files, make the generation current, and prune."""
         is_committed = False
         error: BaseException | None = None
         figures: CommitFigures | None = None
@@ -176,15 +176,16 @@ class Generations:
             commit.end(error, figures)
 
     def _undo(self, store: StoreIdentity, frozen: FrozenBlocks, generation: int) -> None:
-        """Remove the files of a failed commit, unless the top file names its generation, which is then complete."""
+        """Remove a failed commit's files, unless the top file names its generation, which is then complete."""
         frozen.release()
-        # The next commit removes files that cannot be deleted now. An unreadable top file may name this generation.
+        # The next commit deletes files that cannot be deleted now. If the top file is unreadable, it may name this
+        # generation.
         with contextlib.suppress(OSError, GenerationError):
             if current_generation(store.path) != generation:
                 self._remove(store, generation)
 
     def join(self) -> None:
-        """Wait for the commit in progress; warn if it failed and no call has raised the error."""
+        """Wait for the commit in progress. Warn if it failed and no call has raised its error."""
         with self._committing:
             if self._last is not None:
                 self._last.join()
@@ -197,7 +198,7 @@ class Generations:
     # -- the directory -----------------------------------------------------------------------------------------
 
     def _own_directory(self) -> StoreIdentity:
-        """Return the identity of this store. Lock its directory if no file tier owns it."""
+        """Return the store's identity. If no file tier owns the store's directory, lock the directory."""
         if self._identity is not None:
             return self._identity
         if self.path is None:
@@ -206,16 +207,16 @@ class Generations:
         if self._directory is None and not any(str(path) in tier.paths for tier in self._file_tiers):
             self._directory = TierDirectory(path)
             while self._directory.drop_largest():
-                pass  # Delete files that a file tier kept for reuse, because no tier will reuse them.
+                pass  # An earlier file tier kept files for reuse. Delete them, because no tier will reuse them.
         self._identity = StoreIdentity.of(path, store_id_in_manifests(path) if read_store_id(path) is None else None)
         for _, folder in self._snapshot_folders(self._identity):
             owner = read_owner(folder)
             if owner is not None and owner.path != str(path) and self._identity.owns(folder):
-                self._identity.mark(folder)  # The directory was moved, so update its path in the note.
+                self._identity.mark(folder)  # The directory was moved, so update the path in the note.
         return self._identity
 
     def _ready_directory(self) -> tuple[StoreIdentity, FullDrives]:
-        """Remove unfinished generations; return this store's identity and the ``FullDrives`` of its directory."""
+        """Remove unfinished generations. Return the store's identity and the ``FullDrives`` of its directory."""
         path = Path(os.path.abspath(self.path or ""))
         owner = next((tier for tier in self._file_tiers if str(path) in tier.paths), None)
         full = self.full if owner is None else owner.full
@@ -231,27 +232,27 @@ class Generations:
         return next((tier for tier in self._file_tiers if str(store.path) in tier.paths), None)
 
     def _snapshot_folders(self, store: StoreIdentity) -> list[tuple[int, Path]]:
-        """Return all (generation, folder) pairs of any store under ``snap/`` of the directory and of file tiers."""
+        """Return (generation, folder) for all snapshots, of any store, in the directory and on file tiers."""
         return list(snapshot_folders(self._paths(store)))
 
     def _paths(self, store: StoreIdentity) -> list[str]:
         return list(dict.fromkeys([str(store.path), *(path for tier in self._file_tiers for path in tier.paths)]))
 
     def _next_number(self, store: StoreIdentity) -> int:
-        """Return a number that no generation of any store uses on these paths."""
+        """Return a number that no store has used for a generation on these paths."""
         return 1 + max([*newest_first(store.path), *numbers_taken(self._paths(store))], default=0)
 
     # -- removal -----------------------------------------------------------------------------------------------
 
     def _forget_old(self, store: StoreIdentity, keep: int) -> list[int]:
-        """Invalidate all but ``keep`` generations, and return the invalid numbers for ``_delete``.
+        """Invalidate all generations except ``keep`` of them, and return the invalid numbers for ``_delete``.
 
-        Selects abandoned newer generations first, then the oldest. This step is fast: it only renames files on file
-        tiers.
+        Invalidates abandoned newer generations first, then the oldest. This is fast, because it only renames files on
+        file tiers.
         """
         known = sorted(newest_first(store.path))
         self._abandoned &= set(known)
-        # A damaged generation may only lack a mounted drive, so keep it until newer generations replace it.
+        # A damaged generation may only lack a drive that is not mounted, so keep it until newer generations replace it.
         num_newer = sum(number > max(self._skipped, default=0) for number in known)
         protected = self._skipped if num_newer < max(1, self.num_kept) else set()
         order = sorted(self._abandoned) + [number for number in known if number not in self._abandoned]
@@ -266,14 +267,14 @@ class Generations:
                 else:
                     forget_current(store.path)
         for number in doomed:
-            # Delete the manifest before files are reused: after a crash, no manifest may name reused files.
+            # Delete the manifest before its files are reused, because after a crash no manifest may name reused files.
             forget_generation(store.path, number)
             for tier in self._file_tiers:
                 tier.snapshots.release(generation_name(number), store)
         return doomed
 
     def _delete(self, store: StoreIdentity, doomed: list[int]) -> None:
-        """Delete the folders of invalid generations, including the files in the store's directory."""
+        """Delete the folders of invalid generations, including their files in the store's directory."""
         for number in doomed:
             for tier in self._file_tiers:
                 tier.snapshots.drop(generation_name(number), store)
@@ -284,11 +285,11 @@ class Generations:
     def _prune(self, store: StoreIdentity) -> None:
         try:
             self._delete(store, self._forget_old(store, max(1, self.num_kept)))
-        except OSError as error:  # The new generation is committed; the next commit retries the removal.
+        except OSError as error:  # The new generation is committed, so let the next commit retry the removal.
             self._notice(f"old generations in '{store.path}' could not be removed: {error}")
 
     def _remove_unfinished(self, store: StoreIdentity) -> None:
-        """Remove partly written or removed generations after a crash, on all paths."""
+        """Remove generations that a crash left partly written or partly removed, on all paths."""
         known = set(newest_first(store.path))
         found = {number for number, folder in self._snapshot_folders(store) if store.owns(folder)}
         for number in sorted(found - known):
@@ -319,11 +320,12 @@ class Generations:
         """Register the blocks of a committed generation in an empty store, with verified contents.
 
         Args:
-            generation: number of the generation. Default: the newest complete one, with a report of newer damaged ones.
+            generation: number of the generation. By default, opens the newest complete generation and reports damaged
+                newer ones.
 
         Raises:
-            GenerationError: the generation does not exist, or a part of it is missing.
-            CorruptBlockError: a block is damaged. Without a number, no generation is intact.
+            GenerationError: the generation does not exist or is incomplete.
+            CorruptBlockError: a block is damaged. If ``generation`` is not set, no generation is intact.
             CapacityError: the tiers are too small.
         """
         with self._committing:
@@ -341,12 +343,12 @@ class Generations:
                 spec = reader.spec(key)
                 home = spec.home if spec.home in self._movement.tiers else self._movement.slowest_writable
                 register(key, spec.shape, spec.dtype, home=home)
-                yield key  # The caller fills this block before the next one is registered, which may reuse freed files.
+                yield key  # The caller fills this block before registering the next block, which may reuse freed files.
 
         self._loader(reader).fill_all(registered())
 
     def _fill_newest_whole(self, register: Register, unregister: Callable[..., None]) -> GenerationReader:
-        """Fill the store from the newest complete generation, and report newer generations that are damaged."""
+        """Fill the store from the newest complete generation, and report damaged newer generations."""
         path, reader = self._known_path(), None
         try:
             reader = self._open_reader(None)
@@ -354,7 +356,8 @@ class Generations:
         except NewerFormatError:
             raise
         except (CorruptBlockError, GenerationError) as error:
-            # The reader chose this generation. If its manifest is damaged, there is no reader: take the newest one.
+            # The reader chose this generation. If there is no reader because a manifest is damaged, take the newest
+            # generation.
             newest = max(newest_first(path), default=0) if reader is None else reader.generation
             problems = [f"generation {newest} cannot be used: {error}"]
             older = self._fill_older(newest, problems, register, unregister)
@@ -372,7 +375,7 @@ class Generations:
         """Fill the store from the newest complete generation older than ``newest``; return None if there is none.
 
         Args:
-            problems: list to which this method appends a text for each unusable generation and for the used one.
+            problems: this method appends a sentence about each unusable generation and about the used generation.
         """
         for number in newest_first(self._known_path()):
             unregister(*self._movement.blocks)
@@ -407,7 +410,7 @@ class Generations:
         )
 
     def _loader(self, reader: GenerationReader) -> _Loader:
-        store, _ = self._ready_directory()  # Only after a generation was found, so that a wrong path stays unchanged.
+        store, _ = self._ready_directory()  # Called after a generation was found, so a wrong path stays unchanged
         return _Loader(self._movement, self._leasing, reader, store)
 
     def _loaded(self, reader: GenerationReader) -> None:
@@ -416,7 +419,7 @@ class Generations:
     # -- verification ------------------------------------------------------------------------------------------
 
     def verify_at_rest(self, keys: Sequence[str] | None = None) -> int:
-        """Compare the files of home slots with their checksums; see ``TieredStore.verify``."""
+        """Compare files of home slots with their checksums; see ``TieredStore.verify``."""
         with self._movement.changed:
             self._leasing.check_open()
             blocks = self._movement.blocks.values()
@@ -432,7 +435,7 @@ class Generations:
             home, expected = slot.resource, slot.resource.checksums
             if expected is None:
                 return 0
-            block.home.readers += 1  # A reader keeps other threads from changing or freeing the block.
+            block.home.readers += 1  # While it has a reader, other threads cannot change or free the block.
         try:
             found = read_array(home.files, block.spec)
         finally:
@@ -449,10 +452,10 @@ def default_path(tiers: Iterable[Tier]) -> str | None:
 
 
 def refuse_clashes(tiers: Iterable[Tier], path: str | None) -> None:
-    """Raise ``ValueError`` if folders of tiers and generations contain each other, because a tier empties its folder.
+    """Raise ``ValueError`` if folders of tiers or generations overlap, because a tier empties its folder.
 
     Args:
-        path: directory of the generations, which can equal one of the folders of a tier.
+        path: directory of the generations. It can be equal to a tier's folder.
     """
     folders = [folder for tier in tiers if isinstance(tier, DurableTier) for folder in tier.paths]
     if path is not None and os.path.abspath(path) not in folders:
@@ -462,7 +465,7 @@ def refuse_clashes(tiers: Iterable[Tier], path: str | None) -> None:
 
 
 def refuse_committed(path: str) -> None:
-    """Raise ``GenerationError`` if a directory has committed generations, which a new store's commits would prune."""
+    """Raise ``GenerationError`` if a directory has generations, because a new store's commits would prune them."""
     known = list_generations(path)
     if known:
         raise GenerationError(
@@ -473,14 +476,14 @@ def refuse_committed(path: str) -> None:
 
 
 def _publish_generation(folder: Path, path: Path, manifest: Manifest) -> None:
-    """Make the generation the current one. The files that its manifest names are already on disk."""
+    """Make a generation current. All files that its manifest names are already on disk."""
     write_members(folder, [record.key for record in manifest.blocks])
     sync_tree(folder, path)
     write_manifest(path, manifest)
 
 
 def _as_transfer_error(failure: BaseException, path: Path, generation: int | None = None) -> BaseException:
-    """Convert an ``OSError`` of a commit to ``TransferError``; return other errors unchanged."""
+    """Convert a commit's ``OSError`` to ``TransferError``. Return other errors unchanged."""
     if not isinstance(failure, OSError) or isinstance(failure, TransferError):
         return failure
     what = "generations" if generation is None else f"generation {generation}"
@@ -490,10 +493,10 @@ def _as_transfer_error(failure: BaseException, path: Path, generation: int | Non
 
 @dataclass(frozen=True, slots=True)
 class _Loader:
-    """Fills blocks of a store from a generation: by links if the files are in place, otherwise by reading.
+    """Fills a store's blocks from a generation: by hard links where possible, otherwise by reading.
 
     Attributes:
-        identity: id of the store; files are adopted only from snapshots with this id.
+        identity: identity of the store. Files are adopted only from this store's snapshots.
     """
 
     movement: Movement
@@ -522,15 +525,15 @@ class _Loader:
                 )
 
     def fill_all(self, keys: Iterable[str], on_bytes: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Fill registered blocks with the generation's verified contents, dropping their old contents.
+        """Replace the contents of registered blocks with the generation's verified contents.
 
-        Reads small blocks with a home in RAM in batches, other blocks one by one.
+        Reads small blocks in batches if their home is RAM. Fills all other blocks one at a time.
 
         Args:
             on_bytes: called with the size of each block after it is filled.
 
         Raises:
-            GenerationError: a part is missing.
+            GenerationError: a part of the generation is missing.
             CorruptBlockError: a block is damaged.
             TransferError: a drive returned an error.
             LeaseError: a block is leased.
@@ -545,7 +548,7 @@ class _Loader:
                 small.clear()
 
             for key in keys:
-                self.reader.spec(key)  # Raises an error if the record is invalid.
+                self.reader.spec(key)  # This raises an error if the record is invalid.
                 block = self.movement.blocks[key]
                 spec = block.spec
                 home_device = self.movement.tiers[spec.home].device
@@ -561,7 +564,7 @@ class _Loader:
             read_small_ones()
 
     def _read_small(self, specs: Sequence[BlockSpec], threads: ThreadPoolExecutor) -> None:
-        """Read blocks into their home slots in RAM with several threads; RAM needs no order of streams."""
+        """Read blocks into their home slots in RAM with several threads. No stream uses these slots."""
         keys = [spec.key for spec in specs]
         self.leasing.discard(keys)
         requests: list[Request] = [(spec.key, spec.home, "w") for spec in specs]
@@ -574,12 +577,12 @@ class _Loader:
             with self.leasing.acquire_many(requests, stream=None, timeout_s=None) as leases:
                 starts = range(0, len(leases), _NUM_AT_A_TIME)
                 reads = [threads.submit(read, leases[start : start + _NUM_AT_A_TIME]) for start in starts]
-                wait(reads)  # No thread may write to a slot after its lease has ended.
+                wait(reads)  # Wait for all reads, because no thread may write to a slot after the lease has ended.
                 for each in reads:
                     each.result()
 
     def _adopt(self, block: Block) -> bool:
-        """Make the snapshot's files the home slot without moving bytes; return False if the tier lacks the files."""
+        """Adopt the snapshot's files as the home slot, without moving bytes. Return False if the tier lacks them."""
         movement, slot = self.movement, block.home.slot
         tier = movement.durable_tiers.get(block.spec.home)
         if tier is None:
@@ -588,17 +591,17 @@ class _Loader:
         with movement.changed:
             old_bytes = slot.slot_bytes
             block.home.move(CopyState.FILLING)
-            block.num_transfers += 1  # A transfer in progress keeps other threads from changing the block.
+            block.num_transfers += 1  # While a transfer is in progress, other threads cannot change the block.
         is_adopted = False
         try:
             name = generation_name(self.reader.generation)
             tier.snapshots.adopt(slot, name, self.identity, lambda home: self._check(block.spec, home))
-            # Write the document again, because the snapshot's document may be damaged.
+            # Rewrite the document, because the snapshot's document may be damaged.
             tier.describe(slot, block.spec.shape, block.spec.dtype)
             home = files_of(slot)
             home.checksums, home.is_flushed = self.reader.blocks[block.spec.key].xxh3_64, True
             is_adopted = True
-        except (GenerationError, CapacityError):  # Files are elsewhere or have another size, so read the block instead.
+        except (GenerationError, CapacityError):  # The files are elsewhere or have another size, so read the block.
             pass
         finally:
             with movement.changed:
@@ -618,15 +621,15 @@ class _Loader:
         with self.leasing.acquire(key, tier, "w") as lease:
             self.reader.read(key, lease.tensor)
         if tier != home and not block.copy_in(tier).pins:
-            self.leasing.evict(key, tier)  # All blocks pass through this tier, which may have space for only a few.
+            self.leasing.evict(key, tier)  # All blocks pass through this tier, which may hold only a few of them.
 
 
 def remove_generation(
     path: str | os.PathLike[str], generation: int, search: Sequence[str | os.PathLike[str]] = ()
 ) -> None:
-    """Remove a committed generation and its parts on the paths of file tiers. No store may have the directory open.
+    """Remove a committed generation and its parts on file tiers. The directory must not be open in a store.
 
-    If the generation is the current one, the newest other generation becomes current first.
+    If the generation is current, the newest other generation becomes current before the removal.
 
     Args:
         search: paths of file tiers, in addition to the paths in the manifests.
@@ -634,11 +637,11 @@ def remove_generation(
     Raises:
         GenerationError: the generation does not exist.
         LockedError: a running process uses the directory.
-        OSError: a file cannot be removed; another call resumes the removal.
+        OSError: a file cannot be removed. Another call resumes the removal.
     """
     directory = Path(os.path.abspath(path))
     if generation not in list_generations(directory):
-        read_manifest(directory, generation)  # Raises an error that lists the existing generations.
+        read_manifest(directory, generation)  # This raises an error that lists the existing generations.
     lock = lock_directory(directory)
     try:
         paths = [Path(os.path.abspath(path)) for path in search]
@@ -651,7 +654,7 @@ def remove_generation(
                 identity = StoreIdentity(identity.id or reader.manifest.store, directory)
         _flip_away(directory, generation)
         forget_generation(directory, generation)
-        # Remove the generation's folder last: after a crash, it identifies the remaining files on other drives.
+        # Remove the generation's folder last. After a crash, it identifies the remaining files on other drives.
         for number, folder in snapshot_folders([*dict.fromkeys(paths), directory]):
             if number == generation and identity.owns(folder):
                 remove_snapshot_folder(folder)
@@ -660,7 +663,7 @@ def remove_generation(
 
 
 def _flip_away(directory: Path, generation: int) -> None:
-    """Make the newest other generation current, unless the top file already names another generation."""
+    """Make the newest other generation current if the top file names this generation."""
     others = [number for number in newest_first(directory) if number != generation]
     try:
         current = current_generation(directory)

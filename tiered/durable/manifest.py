@@ -1,9 +1,9 @@
-"""Manifests of generations: the parts of a committed state, their checksums, and the atomic switch to it.
+"""Manifests of generations. A manifest lists the parts and checksums of a committed state.
 
 ``snap/<generation>/MANIFEST.json`` describes a generation. It is written after all files that it names, so every
-generation with a manifest is complete. Then a rename replaces ``MANIFEST.json`` at the top, which names the current
-generation for other programs. After a crash, or in a copy of a live directory, the top file may be older. So readers
-take the newest complete generation, and report a top file that names another one.
+generation with a manifest is complete. Then a rename atomically replaces ``MANIFEST.json`` at the top, which names the
+current generation for other programs. After a crash, or in a copy of a live directory, the top file may name an older
+generation. Readers therefore take the newest complete generation, and report such a top file.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tiered.units import is_number
 
 MANIFEST_NAME = "MANIFEST.json"
 SNAPSHOT_FOLDER = "snap"
-#: Format version of manifests. A reader accepts all older versions and refuses newer ones.
+#: Format version of manifests. Readers accept older versions and refuse newer versions.
 MANIFEST_VERSION = 1
 
-#: Maximum bytes of a block (a part of a layer). A larger size is invalid, and would make a reader list its pieces.
+#: Maximum size of a block in bytes. Larger sizes are refused, because a reader would list very many pieces.
 _MAX_BYTES = 1 << 44
 
 _BEFORE_BODY = '{"body": '
@@ -38,9 +38,9 @@ class BlockRecord:
     """One block of a generation.
 
     Attributes:
-        home: name of the home tier at the commit.
-        xxh3_64: checksum of every 16 MiB of contents, 16 hex digits each.
-        location: folder of its zarr array, relative to the directory of the manifest.
+        home: name of the home tier at the time of the commit.
+        xxh3_64: checksums of all pieces (16 MiB of contents), 16 hex digits each.
+        location: folder of the block's zarr array, relative to the manifest's directory.
     """
 
     key: str
@@ -57,8 +57,8 @@ class Manifest:
     """A generation.
 
     Attributes:
-        generation: number of the generation, at least 1, increasing.
-        paths: absolute paths of each file tier at the commit.
+        generation: number of the generation. Numbers start at 1 and increase.
+        paths: absolute paths of each file tier at the time of the commit.
         store: id of the store that wrote the generation.
     """
 
@@ -81,13 +81,13 @@ def generation_folder(directory: str | os.PathLike[str], generation: int) -> Pat
 
 
 def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Commit a generation: write its manifest, then make the generation current. Both survive a power cut.
+    """Commit a generation: write its manifest, then make the generation current. Both steps survive a power cut.
 
     The caller has flushed all files that the manifest names (``flush_contents``, ``Snapshots.sync``).
 
     Raises:
-        OSError: the drive returned an error. The previous generation is still current, or this one if only the last
-            flush failed.
+        OSError: the drive returned an error. The previous generation is still current. If only the last flush failed,
+            the new generation is current.
     """
     folder = generation_folder(directory, manifest.generation)
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,8 +98,8 @@ def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> Non
         "store": manifest.store,
         "blocks": [{name: getattr(block, name) for name in BlockRecord.__slots__} for block in manifest.blocks],
     }
-    # Flush the manifest and its parent folders before the top file names them: a power cut in between leaves the
-    # previous generation current.
+    # Flush the manifest and its parent folders before the top file names the generation. If the power fails in between,
+    # the previous generation stays current.
     _write_sealed(folder / MANIFEST_NAME, body)
     sync_path(folder.parent)
     sync_path(Path(directory))
@@ -152,7 +152,7 @@ def _newest_manifest(directory: str | os.PathLike[str]) -> Manifest:
         current = current_generation(directory)
         if current is None:
             raise GenerationError(f"nothing was committed in '{os.fspath(directory)}'")
-        return read_manifest(directory, current)  # Raises an error with the missing manifest.
+        return read_manifest(directory, current)  # This raises an error that names the missing manifest.
     if top_problem(directory) is None:
         return read_manifest(directory, known[0])
     problems = []
@@ -167,7 +167,7 @@ def _newest_manifest(directory: str | os.PathLike[str]) -> Manifest:
 
 
 def top_problem(directory: str | os.PathLike[str]) -> str | None:
-    """Return a sentence that explains why the top file does not name the newest generation, or None if it does.
+    """Explain in a sentence why the top file does not name the newest generation. Return None if it does.
 
     Raises:
         NewerFormatError: a newer version of this package wrote the file.
@@ -190,7 +190,7 @@ def top_problem(directory: str | os.PathLike[str]) -> str | None:
 def _block_record(fields: Mapping[str, Any]) -> BlockRecord:
     """Validate and return a record. Raises ``ValueError``, ``TypeError`` or ``KeyError``.
 
-    The checksum of a manifest proves that the file is intact, not who wrote it, so its contents are validated.
+    The manifest's checksum proves only that the file is undamaged, not who wrote it, so the contents are validated.
     """
     record = BlockRecord(**{**fields, "shape": tuple(fields["shape"]), "xxh3_64": tuple(fields["xxh3_64"])})
     texts = (record.key, record.dtype, record.home, record.location, *record.xxh3_64)
@@ -203,7 +203,7 @@ def _block_record(fields: Mapping[str, Any]) -> BlockRecord:
 
 
 def current_generation(directory: str | os.PathLike[str]) -> int | None:
-    """Return the number in the top file, or None without this file. The number may be older than the newest generation.
+    """Return the generation that the top file names, or None without a top file. It need not be the newest one.
 
     Raises:
         GenerationError: the file is damaged or newer than this package.
@@ -227,15 +227,15 @@ def list_generations(directory: str | os.PathLike[str]) -> list[int]:
 
 
 def newest_first(directory: str | os.PathLike[str]) -> list[int]:
-    """Return the numbers of all generations with a manifest, newest first: the order in which a reader tries them.
+    """Return the numbers of all generations with a manifest, newest first. Readers try them in this order.
 
-    The top file does not matter: the manifest is a generation's last file, so every generation with one is complete.
+    The top file does not matter: a manifest is written last, so every generation with a manifest is complete.
     """
     return list_generations(directory)[::-1]
 
 
 def store_id_in_manifests(directory: str | os.PathLike[str]) -> str | None:
-    """Return the store id in the newest readable manifest, for a directory that lost its ``STORE.json``."""
+    """Return the store id from the newest readable manifest, for a directory that has lost its ``STORE.json``."""
     for number in newest_first(directory):
         with contextlib.suppress(GenerationError):
             return read_manifest(directory, number).store or None
@@ -243,9 +243,9 @@ def store_id_in_manifests(directory: str | os.PathLike[str]) -> str | None:
 
 
 def forget_generation(directory: str | os.PathLike[str], generation: int) -> None:
-    """Delete a generation's manifest, so that the generation no longer exists, even after a power cut.
+    """Delete a generation's manifest. The generation then no longer exists, even after a power cut.
 
-    Delete or reuse its files only afterwards. Another generation must already be current.
+    Another generation must already be current. Delete or reuse the generation's files only after this call.
     """
     folder = generation_folder(directory, generation)
     if (folder / MANIFEST_NAME).exists():
@@ -254,7 +254,7 @@ def forget_generation(directory: str | os.PathLike[str], generation: int) -> Non
 
 
 def _show_latest(directory: Path, generation: Path | None) -> None:
-    # Import here, because only writers need this module, and it imports torch, which would slow down readers.
+    # Import here, because only writers need this module. It imports torch, which would slow down readers.
     from tiered.durable.zarr_folder import show_latest
 
     show_latest(directory, generation)
@@ -286,7 +286,7 @@ def _read_sealed(path: Path) -> dict[str, Any]:
 
 
 def _seals_of(content: bytes, body: Mapping[str, Any], after: str) -> Iterator[str]:
-    """Yield the valid checksums of a document: of its body as stored in the file, and as serialized now."""
+    """Yield the checksums that a document can have: of the stored body, and of the body serialized again."""
     before, end = _BEFORE_BODY.encode(), after.encode()
     if content.startswith(before) and content.endswith(end):
         yield checksum(memoryview(content)[len(before) : -len(end)])

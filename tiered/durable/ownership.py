@@ -1,6 +1,6 @@
-"""Ownership of snapshots: a store's identity, and the note of it in every folder that it creates on a shared path.
+"""Ownership of snapshots. A store puts a note with its identity into every folder that it creates on a shared path.
 
-Several stores may use the same path of a file tier, one at a time. ``STORE.json`` in the directory of generations has
+Several stores can use the same path of a file tier, one at a time. ``STORE.json`` in the directory of generations has
 the store's id; ``OWNER.json`` in ``snap/<generation>/`` has the owner's id. A store removes only folders that it owns.
 """
 
@@ -27,7 +27,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Owner of a folder: the store's id and its directory of generations at that time; both "" if unreadable."""
+    """Owner of a folder: the store's id, and its directory of generations at that time. Both are "" if unreadable."""
 
     id: str
     path: str
@@ -42,10 +42,10 @@ class StoreIdentity:
 
     @classmethod
     def of(cls, path: Path, known_id: str | None = None) -> StoreIdentity:
-        """Return the identity of the store in a directory that the caller has locked; create one for a new store.
+        """Return the identity of the store in a directory, or create an identity. The caller has locked the directory.
 
         Args:
-            known_id: id for a directory that lost its ``STORE.json``.
+            known_id: id to use if the directory has lost its ``STORE.json``.
         """
         found = read_store_id(path)
         if found is None:
@@ -54,7 +54,7 @@ class StoreIdentity:
         return cls(found, path)
 
     def mark(self, folder: Path) -> None:
-        """Create a folder with a note that this store owns it. The note is not flushed."""
+        """Create a folder with a note that this store owns the folder. Does not flush the note."""
         folder.mkdir(parents=True, exist_ok=True)
         path = str(self.path)
         write_json(folder / OWNER_NAME, {"id": self.id, "path": path, "xxh3_64": _seal(self.id, path)})
@@ -62,11 +62,12 @@ class StoreIdentity:
     def owns(self, folder: Path) -> bool:
         """Return whether this store owns a folder ``<path>/snap/<generation>``.
 
-        In the store's own directory, it does unless the note names another store. Elsewhere the note must have this
-        store's id. If the note names another directory, that directory must have been moved here, not copied.
+        In its own directory, the store owns every folder except those with another store's note. Elsewhere, the note
+        must have this store's id. If it names a different directory, that directory must have been moved here, not
+        copied.
         """
         owner = read_owner(folder)
-        # Resolve links, because a link to another user's files does not make them this store's.
+        # Resolve links, because this store does not own another user's files behind a link.
         is_here = _is_same(Path(os.path.realpath(folder)).parent.parent, self.path)
         if owner is None or is_here:
             return is_here and (owner is None or owner.id == self.id)
@@ -82,7 +83,7 @@ def read_store_id(directory: Path) -> str | None:
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """Return the owner of a folder, or None without a note. If the note is damaged, the owner has no id."""
+    """Return the owner of a folder, or None if the folder has no note. If the note is damaged, the owner has no id."""
     if not (folder / OWNER_NAME).exists():
         return None
     found = read_note(folder / OWNER_NAME)
@@ -106,7 +107,7 @@ def numbers_taken(paths: Sequence[str | os.PathLike[str]]) -> set[int]:
 
 
 def remove_snapshot_folder(folder: Path) -> None:
-    """Delete a folder of ``snap/``. The note of ownership is deleted last, so a crash leaves no unowned folder."""
+    """Delete a folder of ``snap/``. The note of ownership goes last, so that a crash leaves no unowned folder."""
     with contextlib.suppress(FileNotFoundError):
         for entry in list(folder.iterdir()):
             if entry.is_dir() and not entry.is_symlink():
@@ -118,7 +119,7 @@ def remove_snapshot_folder(folder: Path) -> None:
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Delete a folder of ``snap/`` that a crash left empty, without a finished note of ownership."""
+    """Delete a folder of ``snap/`` if a crash left it empty or with an unfinished note of ownership."""
     if {entry.name for entry in folder.iterdir()} <= {_UNFINISHED_NOTE}:
         (folder / _UNFINISHED_NOTE).unlink(missing_ok=True)
         folder.rmdir()

@@ -65,17 +65,17 @@ _NUM_THREADS = 4
 
 
 class GenerationReader:
-    """One committed generation, read-only. It takes no lock, so a running process may remove the generation.
+    """One committed generation, read-only. The reader takes no lock, so a running process can remove the generation.
 
     Args:
-        generation: number of the generation. Default: the generation of the top file if it is the newest; otherwise
-            the newest generation whose files all exist.
-        search: paths of file tiers, for parts that were moved.
+        generation: number of the generation. Default: the generation that the top file names if it is the newest,
+            otherwise the newest generation with all its files.
+        search: paths of file tiers where moved parts are looked up.
 
     Attributes:
         blocks: records by key, in order of registration.
-        piece_bytes: bytes of contents per checksum, the minimum that ``read_range`` reads.
-        notice: sentence that explains why the top file's generation was not chosen, or None.
+        piece_bytes: bytes of contents per checksum. ``read_range`` reads at least this much.
+        notice: sentence that explains why the generation of the top file was not chosen, or None.
 
     Raises:
         GenerationError: the generation does not exist, or its manifest is damaged or newer than this package.
@@ -102,7 +102,7 @@ class GenerationReader:
         places = drive_places(self.manifest, self.path)
         self._moved = {place.recorded: place.path for place in places if place.path != place.recorded}
         self._specs: dict[str, BlockSpec] = {}  # specs of valid records, by key
-        self._owners: dict[Path, str] = {}  # kind of the owner ("foreign", "unknown" ...), by folder of a generation
+        self._owners: dict[Path, str] = {}  # kind of owner ("foreign", "unknown" ...), by folder
         near, far = ([each.path for each in places if each.is_outside == is_outside] for is_outside in (False, True))
         self._search = list(dict.fromkeys(Path(os.path.abspath(path)) for path in [*near, *search, *far]))
 
@@ -115,7 +115,7 @@ class GenerationReader:
         """Return the spec of a block.
 
         Raises:
-            BlockNotFoundError: the generation has no block of this name.
+            BlockNotFoundError: the generation has no block with this name.
             GenerationError: the record is invalid.
         """
         if key in self._specs:
@@ -125,7 +125,7 @@ class GenerationReader:
         record = self.blocks[key]
         try:
             dtype = dtype_from_name(record.dtype)
-        except ValueError as error:  # A newer torch wrote an intact generation, so do not fall back to an older one.
+        except ValueError as error:  # The generation is intact, so do not fall back to an older one.
             raise NewerFormatError(f"block '{key}' of generation {self.generation}: {error}") from error
         try:
             spec = BlockSpec(key, record.shape, dtype, record.home)
@@ -146,10 +146,11 @@ class GenerationReader:
         """Read a block's contents into ``out`` and verify them.
 
         Args:
-            out: contiguous tensor with the block's dtype and number of elements, on any device; undefined on error.
+            out: contiguous tensor with the block's dtype and number of elements, on any device. Undefined after an
+                error.
 
         Raises:
-            ValueError: ``out`` has another dtype or size, or is not contiguous.
+            ValueError: ``out`` has the wrong dtype or size, or is not contiguous.
             CorruptBlockError: the block is damaged.
             GenerationError: a part is missing.
             TransferError: the drive returned an error.
@@ -162,29 +163,29 @@ class GenerationReader:
             self.check(key, files, read_array(files, spec, byte_view(out)))
 
     def _read_small(self, spec: BlockSpec, into: torch.Tensor) -> bool:
-        """Read a block that is one small file in the generation's folder, and return whether its checksum matches.
+        """Read a block that is one small file in the generation's folder. Return whether the checksum matches.
 
-        This saves reading the array's document, which has the sizes of the files, because the checksum is sufficient.
+        The array's document with the file sizes is not read, because the checksum is sufficient.
         """
         record = self.blocks[spec.key]
         if not 0 < spec.nbytes <= SMALL_BYTES or not self._is_here(record) or self._owner(self._folder) == "foreign":
             return False
         file = f"{self._folder}/{spec.key}/c/0"
-        if self._moved and os.path.islink(file):  # The link leads to a drive of the original directory.
+        if self._moved and os.path.islink(file):  # The link may lead to a drive of the original directory.
             return False
         return (read_small(file, into),) == record.xxh3_64
 
     def _is_here(self, record: BlockRecord) -> bool:
-        """Return whether an array is in the generation's folder, next to its manifest."""
+        """Return whether an array is in the generation's folder, next to the manifest."""
         return record.location == f"{SNAPSHOT_FOLDER}/{self._name}/{record.key}"
 
     def read_range(self, key: str, start: int, stop: int) -> torch.Tensor:
-        """Read and verify bytes ``start`` to ``stop`` of a block; return them as 1-D uint8 in host memory.
+        """Read and verify bytes ``start`` to ``stop`` of a block. Return them as 1-D uint8 in host memory.
 
-        Reads only the 16 MiB pieces that contain these bytes, because each piece has a checksum.
+        Reads only the pieces that contain these bytes, because every piece of 16 MiB has its own checksum.
 
         Raises:
-            ValueError: the range is invalid. Also the errors of ``read``.
+            ValueError: the range is invalid. ``read`` can raise other errors.
         """
         spec = self.spec(key)
         if not 0 <= start <= stop <= spec.nbytes:
@@ -194,7 +195,7 @@ class GenerationReader:
         for first, last in pieces(spec.nbytes):
             if last <= start or first >= stop:
                 continue
-            # Read into the result if the whole piece is requested, otherwise through a buffer.
+            # Read a whole piece directly into the result, and parts of a piece through a buffer.
             is_inside = start <= first and last <= stop
             piece = found[first - start : last - start] if is_inside else torch.empty(last - first, dtype=torch.uint8)
             self.read_piece(key, files, (first, last), piece)
@@ -209,8 +210,8 @@ class GenerationReader:
         """Read one piece of a block and verify it.
 
         Args:
-            files: all files of the block, in this generation or in a copy of it.
-            piece: start and stop byte, as ``tiered.file_io.pieces`` yields them.
+            files: all files of the block, in this generation or in a copy of this generation.
+            piece: byte range that ``tiered.file_io.pieces`` yields.
             into: destination with the size of the piece, or None.
 
         Raises:
@@ -228,10 +229,10 @@ class GenerationReader:
         return recorded[number] if number < len(recorded) else "none"
 
     def to_zarr(self) -> zarr.Group:
-        """Return the generation as a read-only ``zarr.Group`` with one array per block, read when indexed.
+        """Return the generation as a read-only ``zarr.Group`` with one array per block. Indexing an array reads it.
 
-        Reads are verified. The data can be on any drives. bfloat16 and float8 appear as arrays of unsigned integers of
-        the same size, with the true name in ``attrs["megatrain"]["logical_dtype"]``.
+        Reads are verified. The data can be on several drives. bfloat16 and float8 appear as unsigned integers of the
+        same size; ``attrs["megatrain"]["logical_dtype"]`` is the true dtype.
         """
         from tiered.zarr_views import BlockView, group_of  # Import here, because importing zarr takes half a second.
 
@@ -241,11 +242,11 @@ class GenerationReader:
     def problems(
         self, on_block: Callable[[BlockRecord], None] | None = None, *, with_top: bool = True
     ) -> Iterator[str]:
-        """Read the whole generation and yield a sentence about every problem, with the file.
+        """Read the whole generation, and yield a sentence about every problem and its file.
 
         Args:
-            on_block: called with every block's record after it is checked.
-            with_top: whether a damaged or missing top file counts as a problem, although no reader needs it.
+            on_block: called with each block's record after the block is checked.
+            with_top: whether a damaged or missing top file counts as a problem. No reader needs the top file.
         """
         inspection = _Inspection(self)
         if with_top:
@@ -268,7 +269,7 @@ class GenerationReader:
         return chunk_files(place, self.spec(key), elsewhere, chunk_bytes, self._moved)
 
     def place(self, key: str) -> Path:
-        """Return the folder with the document of a block's array.
+        """Return the folder that has the document of a block's array.
 
         Raises:
             GenerationError: the block's array was not found.
@@ -276,7 +277,7 @@ class GenerationReader:
         return self._array(key)[0]
 
     def _array(self, key: str) -> tuple[Path, int, list[Path]]:
-        """Return the folder with the document of a block's array, the file size, and all candidate folders."""
+        """Return the folder that has a block's array document, the size of its files, and all candidate folders."""
         self.spec(key)
         folders = self.folders(key)
         for folder in folders:
@@ -286,16 +287,16 @@ class GenerationReader:
         raise GenerationError(no_array_text(key, named))
 
     def folders(self, key: str) -> list[Path]:
-        """Return the candidate folders of a block's array, starting with the folder that the manifest names."""
+        """Return the folders that may have a block's array, starting with the folder that the manifest names."""
         name, depth = self._name, key.count("/")
         named = Path(os.path.normpath(self.path / self.blocks[key].location))
         others = dict.fromkeys(path / SNAPSHOT_FOLDER / name / key for path in self._search)
-        # A folder with this number may belong to another store, because several stores can use a path one at a time.
+        # A folder with this number may belong to another store, because several stores can use the same path in turn.
         ours = [folder for folder in others if folder != named and self._owner(folder.parents[depth]) == "ours"]
         return ours if self._owner(named.parents[depth]) == "foreign" else [named, *ours]
 
     def paths(self) -> list[Path]:
-        """Return the paths of file tiers that have, or may have, a part of the generation."""
+        """Return the paths of file tiers that may have a part of the generation."""
         found = dict.fromkeys([*self._search, *self._moved])
         for key in self.blocks:
             with contextlib.suppress(GenerationError):
@@ -311,13 +312,13 @@ class GenerationReader:
         return self._owners[folder]
 
     def check(self, key: str, files: Sequence[ChunkFile], found: Sequence[str]) -> None:
-        """Raise ``CorruptBlockError`` for the first piece whose checksum differs from the recorded one."""
+        """Raise ``CorruptBlockError`` for the first piece with a checksum that differs from the recorded checksum."""
         record = self.blocks[key]
         check_pieces(key, files, record.nbytes, record.xxh3_64, found, self.generation)
 
 
 def _newest_whole(path: Path, search: Sequence[str | os.PathLike[str]]) -> tuple[int, list[str]]:
-    """Return the newest generation with a readable manifest and all files, and why newer generations were skipped.
+    """Return the newest generation with a readable manifest and all files, and reasons for skipping newer ones.
 
     Raises:
         GenerationError: no generation is complete.
@@ -346,7 +347,7 @@ class _Inspection:
         self._seen: set[Path] = set()
 
     def top_problems(self) -> Iterator[str]:
-        """Check the file that names the current generation."""
+        """Check the top file, which names the current generation."""
         reader = self._reader
         try:
             if current_generation(reader.path) is None:
@@ -367,7 +368,7 @@ class _Inspection:
             return
         self._seen.add(root)
         directory, own = root.parent.parent, group_document({"page_bytes": PAGE_BYTES})
-        # After a crash between a commit and this document, it lists the previous generation until the next commit.
+        # If a crash follows a commit, the document lists the previous generation until the next commit.
         yield from self._document_problems(directory, own, lambda: directory_document(directory, own), may_lag=True)
         yield from self._document_problems(root.parent, group_document())
         keys = [record.key for record in self._reader.manifest.blocks]
@@ -389,7 +390,7 @@ class _Inspection:
             spec = self._reader.spec(record.key)
             folders = self._reader.folders(record.key)
             if not folders:
-                self._reader.files(record.key)  # Raises an error with the expected folder.
+                self._reader.files(record.key)  # This raises an error that names the expected folder.
         except GenerationError as error:
             yield str(error)
             return
@@ -415,11 +416,11 @@ class _Inspection:
         *,
         may_lag: bool = False,
     ) -> Iterator[str]:
-        """Check a document. Its list of members is optional, and a running process may be changing it.
+        """Check a document. Its list of members is optional, and a running process may be changing the list.
 
         Args:
-            with_members: returns the document with the current list of members.
-            may_lag: whether any list of members is valid, because only viewers read it.
+            with_members: returns the expected document, with the current list of members.
+            may_lag: whether an outdated list of members is valid. Only viewers read this list.
         """
         path = folder / DOCUMENT_NAME
         if path in self._seen:

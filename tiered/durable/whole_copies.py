@@ -1,7 +1,7 @@
-"""Whole copies of committed generations: all bytes of a generation, from all its drives, in one directory.
+"""Whole copies of committed generations. A copy has all bytes of a generation, from all drives, in one directory.
 
-This directory is also a directory of generations, so ``GenerationReader`` reads and checks the copies. A copy's
-manifest is written last: a copy without a manifest is incomplete, and the next copy removes it.
+The directory has the format of a directory of generations, so ``GenerationReader`` reads and checks the copies. A
+copy's manifest is written last. A copy without a manifest is incomplete, so the next copy removes it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CopyFigures:
 
     Attributes:
         copied_bytes: size of the written files.
-        linked_bytes: size of the hard-linked files, which are in the source's directory on the same drive.
+        linked_bytes: size of the files that were hard-linked, because the source is on the same drive.
     """
 
     generation: int
@@ -59,10 +59,10 @@ class CopyFigures:
 
 
 class WholeCopies:
-    """The copies in one directory, which this object locks until ``close``. Not thread-safe. Uses 20 MiB of memory.
+    """The copies in one directory. The directory is locked until ``close``. Not thread-safe. Uses 20 MiB of memory.
 
     Args:
-        path: directory of the copies, created if missing. Incomplete copies in it are removed.
+        path: directory of the copies, created if missing. Incomplete copies are removed.
 
     Raises:
         LockedError: another process uses the directory.
@@ -83,7 +83,7 @@ class WholeCopies:
         self._buffer = page_aligned(PIECE_BYTES)
 
     def close(self) -> None:
-        """Release the directory; the copies stay. Idempotent."""
+        """Release the directory and keep the copies. Idempotent."""
         self._directory.close()
 
     @property
@@ -92,7 +92,7 @@ class WholeCopies:
         return next(iter(newest_first(self.path)), None)
 
     def prune(self, keep: int) -> None:
-        """Remove all but the newest ``keep`` copies (at least one). After an ``OSError``, another call resumes."""
+        """Remove all copies except the newest ``keep`` (at least one). After an ``OSError``, another call resumes."""
         self.keep_only(sorted(newest_first(self.path))[-max(1, keep) :])
 
     def keep_only(self, numbers: Collection[int]) -> None:
@@ -101,17 +101,17 @@ class WholeCopies:
             self._remove(number)
 
     def copy(self, source: GenerationReader, on_piece: Callable[[], None] = lambda: None) -> CopyFigures:
-        """Copy a generation and make the copy the current one. The copy survives a power cut when the method returns.
+        """Copy a generation and make the copy current. When the method returns, the copy survives a power cut.
 
-        Every byte is compared with its checksum when it is read, and again after it is written to the drive. The caller
-        must keep the generation from being removed. After an error, nothing of the copy remains.
+        Verifies checksums on reading, and again after writing to the drive. During the call, the caller must prevent
+        the removal of the generation. After an error, no part of the copy remains.
 
         Args:
-            on_piece: called after each piece of at most 16 MiB is read, written or compared. If it raises an error, the
+            on_piece: called after each piece (at most 16 MiB) is read, written or compared. If it raises an error, the
                 copy ends.
 
         Returns:
-            Figures of the copy. The copy has the generation's number, or a larger one if this number is taken.
+            Figures of the copy. The copy has the generation's number, or a larger number if the former is taken.
 
         Raises:
             CorruptBlockError: the generation or the copy is damaged.
@@ -142,13 +142,14 @@ class WholeCopies:
                 location = os.path.relpath(folder / record.key, self.path)
                 records.append(replace(record, location=location))
             # This order makes the copy atomic: first the contents (flushed above, file by file), then all documents and
-            # folders, then the manifest, and last the top file. A power cut before the manifest leaves a folder without
-            # a manifest, which the next start removes. A power cut after it leaves a complete copy.
+            # folders, then the manifest, and last the top file. If the power fails before the manifest is written, the
+            # next start removes the folder. If the power fails later, the copy is complete.
             write_members(folder, [record.key for record in records])
             sync_tree(folder, self.path)
             write_manifest(self.path, Manifest(number, tuple(records), source.manifest.meta, store=self._identity.id))
         except BaseException as failure:
-            # The next start removes files that cannot be deleted now. A copy that the top file names is complete.
+            # The next start removes files that cannot be deleted now. If the top file names the copy, the copy is
+            # complete.
             with contextlib.suppress(OSError, GenerationError):
                 if current_generation(self.path) != number:
                     self._remove(number)
@@ -160,9 +161,9 @@ class WholeCopies:
         return CopyFigures(number, copied, linked)
 
     def _link(self, source: GenerationReader, record: BlockRecord, folder: Path) -> bool:
-        """Hard-link a block from the source's directory; return False if the block is elsewhere or linking fails.
+        """Hard-link a block from the source's directory. Return False if the block is elsewhere or linking fails.
 
-        No program writes these files again. Files of a file tier are not linked, because the tier reuses them.
+        No program writes these files again, so linking is safe. A file tier reuses its files, so they are not linked.
         """
         if record.home in source.manifest.paths:
             return False
@@ -174,7 +175,7 @@ class WholeCopies:
         try:
             for file in source.files(record.key):
                 os.link(file.path, target / "c" / file.path.name)
-        except OSError:  # The source is on another file system, or the file system has no hard links.
+        except OSError:  # The source is on another file system, or the file system does not support hard links.
             shutil.rmtree(target)
             return False
         write_document(target, array_document(spec.key, spec.shape, spec.dtype, chunk_bytes))
@@ -185,7 +186,7 @@ class WholeCopies:
         files = source.files(spec.key)
 
         def read(start: int, stop: int) -> torch.Tensor:
-            piece = self._buffer[: stop - start]  # One buffer is enough: each piece is written before the next is read.
+            piece = self._buffer[: stop - start]  # One buffer is enough: pieces are processed one at a time.
             source.read_piece(spec.key, files, (start, stop), piece)
             on_piece()
             return piece
@@ -195,7 +196,7 @@ class WholeCopies:
     def _remove_unfinished(self) -> None:
         known = set(newest_first(self.path))
         for number, folder in list(snapshot_folders([self.path])):
-            owner = read_owner(folder)  # The note may be damaged if the power failed before its flush.
+            owner = read_owner(folder)  # If the power failed before the note was flushed, the note may be damaged.
             if number not in known and (owner is None or owner.id in (self._identity.id, "")):
                 self._remove(number)
         for _, folder in snapshot_folders([self.path]):

@@ -1,8 +1,8 @@
-"""zarr documents of a store's folder: ``latest`` is the current generation, and documents list their members.
+"""zarr documents of a store's folder. ``latest`` leads to the current generation, and documents list their members.
 
-zarr lists a folder to find the members of a group, and warns of every other file: manifests, locks, notes of
-ownership. If the group's document has the metadata of the members (consolidated metadata), zarr does not list the
-folder. These documents are only for viewers: the store never reads them, and ignores errors when writing them.
+To find the members of a group, zarr lists its folder and warns about every other file (manifests, locks, notes of
+ownership). If the group's document contains the members' metadata (consolidated metadata), zarr does not list the
+folder. These documents are only for viewers: the store never reads them, and ignores errors in writing them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ LATEST_NAME = "latest"
 
 
 def write_members(folder: Path, keys: Iterable[str]) -> None:
-    """Write the list of a generation's arrays to the document of its folder. Raises ``OSError``."""
+    """Write the list of a generation's arrays to the document of the generation's folder. Raises ``OSError``."""
     write_document(folder, generation_document(folder, keys), replace=True)
 
 
 def generation_document(folder: Path, keys: Iterable[str]) -> dict[str, Any]:
-    """Return the document of a generation's folder, with the list of the arrays in this folder.
+    """Return the document of a generation's folder, including a list of the arrays in this folder.
 
     Args:
-        keys: keys of all blocks; blocks whose arrays are elsewhere are omitted.
+        keys: keys of all blocks. Blocks with arrays elsewhere are omitted.
     """
     members: dict[str, Any] = {}
     for key in keys:
@@ -44,9 +44,9 @@ def generation_document(folder: Path, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def show_latest(directory: Path, generation: Path | None) -> None:
-    """Point ``latest`` and the document of a store's folder at a generation, or remove them if None.
+    """Make ``latest`` and the document of a store's folder refer to a generation. Remove both if None.
 
-    This happens after the generation became current. After a crash in between, the next commit updates them.
+    Called after the generation has become current. After a crash in between, the next commit updates both.
     """
     link = directory / LATEST_NAME
     try:
@@ -56,15 +56,15 @@ def show_latest(directory: Path, generation: Path | None) -> None:
             _replace_link(link, os.path.relpath(generation, directory))
         if read_own_attributes(directory) is not None:
             own = group_document({"page_bytes": PAGE_BYTES})
-            # Flush this document, because it also marks the folder as a store's folder.
+            # Flush this document, because it also marks the folder as belonging to a store.
             write_document(directory, directory_document(directory, own), replace=True, durable=True)
-    except OSError:  # The drive is full or has no links. Remove the link, because a stale link is worse than none.
+    except OSError:  # The drive is full or does not support links. Remove the link rather than leave it stale.
         with contextlib.suppress(OSError):
             link.unlink(missing_ok=True)
 
 
 def directory_document(directory: Path, own: dict[str, Any]) -> dict[str, Any]:
-    """Return the document of a store's folder: ``own`` with the target of ``latest`` as a member."""
+    """Return the document of a store's folder: ``own``, plus the target of ``latest`` as a member."""
     found = read_document(directory / LATEST_NAME)
     if found is None:
         return _with_members(own, {})

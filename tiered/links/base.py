@@ -1,4 +1,4 @@
-"""Protocol and base classes of links, which move bytes between the slots of two tiers in the background."""
+"""Protocol and base classes of links. A link moves bytes between the slots of two tiers in the background."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LinkUsage:
     """Counters of one direction of a link since its creation.
 
     Attributes:
-        num_bytes: bytes of contents moved, without padding.
+        num_bytes: bytes of contents that were moved, without padding.
         busy_s: wall-clock seconds with at least one transfer in progress.
     """
 
@@ -47,34 +47,34 @@ class Link(Protocol):
 
     @property
     def path(self) -> str:
-        """Current method of the copies: "host", "cuda", "posix-direct", "kvikio-gds" ..."""
+        """Current copy method: "host", "cuda", "posix-direct", "kvikio-gds" ..."""
         ...
 
     def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
         """Start copying the first ``nbytes`` and return at once; the transfer finishes on a link thread.
 
-        The caller leaves both slots unchanged until the transfer is done. ``submit`` raises no errors: the
-        transfer gets them as ``TransferError``.
+        The caller must not change either slot until the transfer is done. ``submit`` raises no errors: they become the
+        transfer's ``TransferError``.
         """
         ...
 
     def usage(self) -> LinkUsage: ...
 
     def close(self) -> None:
-        """Finish transfers and stop the threads. Threads that links share stop with the last link. Idempotent."""
+        """Finish transfers and stop the threads. Shared threads stop with the last of their links. Idempotent."""
         ...
 
 
 @runtime_checkable
 class LinkedTier(Protocol):
-    """A tier that provides its links. ``default_links`` calls this method of any tier that has it."""
+    """A tier that creates its own links. ``default_links`` calls ``links_with`` of every tier that has this method."""
 
     def links_with(self, neighbour: Tier) -> Sequence[Link] | None:
-        """Return two links, one each way between this tier and ``neighbour``, or None if they cannot be linked.
+        """Return two links, to and from ``neighbour``, or None if the tiers cannot be linked.
 
-        A ``ReadOnlyTier`` returns one link, which leads to the neighbour.
+        A ``ReadOnlyTier`` returns one link, to the neighbour.
 
-        The method starts no thread and uses no device; links do so at their first transfer.
+        The method must start no threads and use no device. Links do this at their first transfer.
         """
         ...
 
@@ -111,20 +111,20 @@ class Meter:
                 self._busy_s += time.perf_counter() - self._busy_since_s
 
     def usage(self, path: str) -> LinkUsage:
-        """Return the current counters, including the busy time in progress."""
+        """Return the current counters, including the current busy period."""
         with self._lock:
             busy_s = self._busy_s + (time.perf_counter() - self._busy_since_s if self._num_active else 0.0)
             return LinkUsage(self._num_bytes, busy_s, self._inflight_bytes, self._num_transfers, path)
 
 
 class Workers:
-    """Runs jobs on ``num_threads`` daemon threads: urgent jobs first, otherwise in order of submission.
+    """Runs jobs on ``num_threads`` daemon threads. Urgent jobs go first; otherwise the order is FIFO.
 
-    An exception in a job is reported through ``threading.excepthook``; the thread continues with other jobs.
+    If a job raises an exception, ``threading.excepthook`` reports it, and the thread continues with other jobs.
 
     Args:
-        num_patient: number of threads that urgent jobs leave to waiting ordinary jobs. A drive can read and write at
-            the same time: if all threads read, half of the drive's bandwidth is unused.
+        num_patient: number of threads that urgent jobs leave free for ordinary jobs. A drive can read and write at the
+            same time, so if all threads read, half of the bandwidth is unused.
     """
 
     def __init__(self, num_threads: int, name: str, *, num_patient: int = 0) -> None:
@@ -169,7 +169,7 @@ class Workers:
                 self._num_urgent_running -= is_urgent
 
     def close(self) -> None:
-        """Run the queued jobs, then stop the threads. Idempotent. A job must not call it."""
+        """Run the queued jobs, then stop the threads. Idempotent. Jobs must not call this method."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -182,14 +182,11 @@ Move = Callable[[Slot, Slot, int], None]
 
 
 class ThreadedLink:
-    """One direction between two tiers, with a few threads that start at the first transfer. Thread-safe.
+    """One direction of a link, with a few threads that start at the first transfer. Thread-safe.
 
-    An exception of ``move`` ends the transfer: a ``TieredError`` unchanged, any other as a ``TransferError``.
+    If ``move`` raises a ``TieredError``, the transfer fails with it. Other exceptions become a ``TransferError``.
 
     Args:
-        src: name of the source tier.
-        dst: name of the destination tier.
-        path: name of the copy method for statistics.
         move: called on the link's threads as ``move(src_slot, dst_slot, nbytes)``, concurrently for different slots.
     """
 

@@ -18,7 +18,7 @@ from tiered.transfer import Transfer
 
 @dataclass(eq=False, slots=True)
 class _Lane:
-    """A stream that runs copies in order, and the thread that waits for them in this order."""
+    """A stream that runs copies in order, and the thread that waits for these copies in the same order."""
 
     waiter: Workers
     stream: Any = None
@@ -78,11 +78,11 @@ class CudaLink:
         return transfer
 
     def _enqueue(self, src_slot: Slot, dst_slot: Slot, nbytes: int, transfer: Transfer) -> None:
-        """Queue the copy and the wait for its end. Only the enqueuing thread calls this, so lanes need no lock."""
+        """Queue the copy and a wait for its end. Only the enqueuing thread calls this, so lanes need no lock."""
         buffer = buffer_of(src_slot if isinstance(self._src_tier, GpuTier) else dst_slot)
         lane = self._free
         try:
-            # Check only once: if the kernel ends a moment later, the copy uses the slower lane, which is harmless.
+            # One check is enough: if the kernel ends a moment later, the copy only takes the slower lane.
             lane = self._free if buffer.is_idle() else self._waiting
             event = self._copy(lane, buffer, src_slot, dst_slot, nbytes)
             transfer.event = event
@@ -106,7 +106,7 @@ class CudaLink:
 
     @staticmethod
     def _bytes(tier: GpuTier | RamTier, slot: Slot) -> torch.Tensor:
-        if isinstance(tier, GpuTier):  # The caller has ordered the copy stream, so no view for kernels is needed.
+        if isinstance(tier, GpuTier):  # The caller has ordered the copy stream, so skip ``GpuTier.tensor``.
             return buffer_of(slot).tensor
         return tier.tensor(slot, (slot.slot_bytes,), torch.uint8)
 
@@ -120,8 +120,8 @@ class CudaLink:
 
     def _fail(self, lane: _Lane, transfer: Transfer, cause: Exception) -> None:
         if lane.stream is not None:
-            # The copy may have been queued before the error, and no slot may be freed while bytes move. A broken device
-            # raises here again; then no bytes move.
+            # The copy may have been queued before the error, and no slot may be freed while bytes move. If the device
+            # is broken, this raises again, and no bytes move.
             with contextlib.suppress(Exception):
                 lane.stream.synchronize()
         self._finish(transfer, cause)

@@ -1,4 +1,4 @@
-"""File I/O of a tier with kvikio, NVIDIA's I/O library, after a check of its capabilities."""
+"""File I/O of a tier with kvikio, NVIDIA's I/O library."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ _ADVICE = "or choose the engine 'posix'"
 _tuning = threading.Lock()  # kvikio's settings are global.
 _Identity = tuple[int, int, bool]  # (device, inode, whether opened for writing)
 
-#: Error numbers by message, because kvikio reports system errors only as text.
+#: Error numbers by error message, because kvikio reports system errors only as text.
 _ERRNO_OF = {os.strerror(number): number for number in errno.errorcode}
 
 
 @dataclass(slots=True)
 class _Handle:
-    """An open file of kvikio and the number of threads that use it."""
+    """An open kvikio file, and the number of threads that use the file."""
 
     file: Any
     num_users: int
 
 
 class KvikioMover:
-    """``PartMover`` with kvikio. Thread-safe. Raises an error after a fork, where kvikio would hang.
+    """``PartMover`` with kvikio. Thread-safe. Raises an error in a forked child, where kvikio would hang.
 
-    Files stay open between parts and are identified by inode, so a snapshot's file is never confused with the new file
-    of the same name. At most 128 files stay open; deleted files are closed soon.
+    Files stay open between parts. They are identified by inode, so a snapshot's file is never confused with the new
+    file of the same name. At most 128 files stay open, and deleted files are closed soon.
 
-    All movers of a process share kvikio's settings. The default settings (one thread, the kernel's cache) reach a
-    third of the speed.
+    All movers of a process share kvikio's settings. With kvikio's default settings (one thread, the kernel's cache),
+    I/O would be three times slower.
 
     Args:
         has_gds: whether a probe has shown that GPUDirect Storage works here. If False, kvikio does not open libcufile's
-            driver, because the call may never return.
+            driver, because this call may never return.
 
     Raises:
         TieredError: kvikio or the NVIDIA driver is missing. There is no silent fallback.
@@ -72,7 +72,7 @@ class KvikioMover:
 
     @property
     def path(self) -> str:
-        """``kvikio-gds`` if kvikio's counters show that GPUDirect Storage moved bytes, otherwise ``kvikio-posix``."""
+        """``kvikio-gds`` if kvikio has counted bytes moved by GPUDirect Storage, otherwise ``kvikio-posix``."""
         by_backend = self._monitor.get().by_backend
         return "kvikio-gds" if by_backend["GDS"]["bytes_transferred"] else "kvikio-posix"
 
@@ -119,7 +119,7 @@ class KvikioMover:
         with self._handle(identity, file, offset) as handle:
             try:
                 start = handle.pwrite if is_write else handle.pread
-                # kvikio's future does not keep the memory alive, so wait for it while ``view`` exists.
+                # kvikio's future does not keep the memory alive, so wait for the future while ``view`` exists.
                 count = start(view, len(view), offset, _TASK_BYTES).get()
             except RuntimeError as cause:
                 raise self._translate(cause, file, offset) from cause
@@ -129,7 +129,7 @@ class KvikioMover:
                 os.posix_fadvise(handle.fileno(), offset, len(view), os.POSIX_FADV_DONTNEED)
 
     def _identity_to_write(self, file: ChunkFile) -> _Identity:
-        fd = self._tier.open_for_write(file)  # If a snapshot links the file, this replaces it with another file.
+        fd = self._tier.open_for_write(file)  # Replaces the file if a snapshot links it.
         try:
             status = os.fstat(fd)
         finally:
@@ -148,7 +148,7 @@ class KvikioMover:
 
     @contextmanager
     def _handle(self, identity: _Identity, file: ChunkFile, offset: int) -> Iterator[Any]:
-        """Yield kvikio's file, which stays open during the ``with`` block."""
+        """Yield a kvikio file that stays open during the ``with`` block."""
         with self._lock:
             handle = self._handles.get(identity)
             if handle is None:
@@ -177,7 +177,7 @@ class KvikioMover:
         return opened
 
     def _close_surplus(self) -> None:
-        """Close deleted files, and above the limit the least recently used files. The caller holds the lock."""
+        """Close deleted files. Above the limit, also close the least recently used files. The caller holds the lock."""
         num_surplus = len(self._handles) - _MAX_HANDLES
         for identity, handle in list(self._handles.items()):
             if handle.num_users == 0 and (num_surplus > 0 or os.fstat(handle.file.fileno()).st_nlink == 0):
@@ -203,7 +203,7 @@ class KvikioMover:
         return TransferError(text, tier=self._tier.name, path=str(file.path), offset=offset)
 
     def _translate(self, cause: RuntimeError, file: ChunkFile, offset: int) -> OSError:
-        """Return the system's error if kvikio's message ends with one; otherwise an error with kvikio's message."""
+        """Return the system error at the end of kvikio's message, or else an error with the whole message."""
         last = str(cause).rsplit(": ", 1)[-1]
         if last in _ERRNO_OF:
             return OSError(_ERRNO_OF[last], last, str(file.path))
@@ -243,6 +243,6 @@ def _tune(kvikio: Any, *, num_threads: int, has_gds: bool, is_direct: bool) -> N
             "auto_direct_io_read": is_direct,
             "auto_direct_io_write": is_direct,
         }
-        if num_threads > kvikio.defaults.get("num_threads"):  # Never shrink the thread pool of another mover.
+        if num_threads > kvikio.defaults.get("num_threads"):  # Never shrink another mover's pool.
             settings["num_threads"] = num_threads
         kvikio.defaults.set(settings)

@@ -1,6 +1,6 @@
-"""Probe of kvikio's capabilities on this machine, in a subprocess because cuFile can hang.
+"""Tests what kvikio can do on this machine. Runs in a subprocess, because cuFile can hang.
 
-The subprocess runs this file as a script. The file imports no other module of this package, so that it starts quickly.
+The subprocess runs this file as a script. To start quickly, the file imports no other module of this package.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from pathlib import Path
 from typing import Any
 
 _PROBE_BYTES = 1 << 20
-#: Paths that libcufile reads when its driver is opened. Without the first one, the call never returns.
+#: Paths that libcufile reads when its driver is opened. If the first path is missing, the call never returns.
 _DRIVER_NEEDS = ("/proc/modules", "/run/udev")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KvikioProbe:
-    """Result of a probe. Each fact requires the facts before it.
+    """Result of a probe. Each fact holds only if the facts before it hold.
 
     Attributes:
         libcuda: whether the NVIDIA driver's library can be loaded.
-        host_bytes: bytes correctly moved between the file and host memory.
-        gpu_bytes: bytes correctly moved from the file to GPU memory and back, by any method.
-        gds_bytes: bytes that GPUDirect Storage moved between the file and GPU memory, by kvikio's counters. 0 if
-            ``gpu_bytes`` is 0, because wrong bytes prove nothing.
-        reason: why the probe stopped, as half a sentence; empty if ``gds_bytes`` > 0.
+        host_bytes: bytes moved correctly between the file and host memory.
+        gpu_bytes: bytes moved correctly from the file to GPU memory and back, by any method.
+        gds_bytes: bytes that GPUDirect Storage moved between the file and GPU memory, from kvikio's counters. 0 if
+            ``gpu_bytes`` is 0, because incorrect bytes prove nothing.
+        reason: why the probe stopped, as a clause. Empty if ``gds_bytes`` > 0.
     """
 
     installed: bool = False
@@ -50,7 +50,7 @@ class KvikioProbe:
 
 
 def may_open_driver() -> bool:
-    """Return whether libcufile's driver can be opened. If not, kvikio's compat mode must be on."""
+    """Return whether it is safe to open libcufile's driver. If not, kvikio's compat mode must be on."""
     return all(os.path.exists(path) for path in _DRIVER_NEEDS)
 
 
@@ -59,7 +59,7 @@ def probe_kvikio(folder: str | os.PathLike[str], timeout_s: float = 20.0) -> Kvi
 
     Args:
         folder: directory on the drive to probe.
-        timeout_s: seconds after which the subprocess is killed; the result then has the facts found so far.
+        timeout_s: seconds after which the subprocess is killed. The result then has the facts found so far.
     """
     try:
         fd, name = tempfile.mkstemp(prefix=".kvikio-probe-", dir=folder)
@@ -74,7 +74,7 @@ def probe_kvikio(folder: str | os.PathLike[str], timeout_s: float = 20.0) -> Kvi
 
 
 def _run_probe(file: str, timeout_s: float, log: str) -> KvikioProbe:
-    # Option -P excludes the folder of this script from the search path, because it has a module named kvikio.
+    # Option -P removes this script's folder from the search path, because the folder has a module named kvikio.
     command = [sys.executable, "-P", __file__, file, str(timeout_s)]
     process = subprocess.Popen(
         command,
@@ -93,7 +93,7 @@ def _run_probe(file: str, timeout_s: float, log: str) -> KvikioProbe:
             output, errors = process.communicate()
             end = f"it did not answer within {timeout_s:g} s"
     facts: dict[str, Any] = {}
-    for line in output.splitlines():  # Each step prints one line with all facts found so far.
+    for line in output.splitlines():  # Each step has printed a line with all facts found so far.
         if line.startswith("{") and line.endswith("}"):
             facts = json.loads(line)
     step = facts.pop("step", "start")
@@ -107,7 +107,7 @@ def _run_probe(file: str, timeout_s: float, log: str) -> KvikioProbe:
 
 
 class _Findings:
-    """Facts found so far. Each step prints them at once, because the next step may never return."""
+    """Facts found so far. Each step prints all facts, because the next step may never return."""
 
     def __init__(self) -> None:
         self._facts: dict[str, Any] = {}
@@ -118,7 +118,7 @@ class _Findings:
 
 
 class _DeviceMemory:
-    """Memory of the first GPU in a form that kvikio accepts. The end of the process frees it."""
+    """Memory of the first GPU in a form that kvikio accepts. It is freed when the process ends."""
 
     def __init__(self, cuda: ctypes.CDLL, nbytes: int) -> None:
         self._cuda, self._nbytes = cuda, nbytes
@@ -157,7 +157,7 @@ class _DeviceMemory:
 
 
 def _gpu_round_trip(handle: Any, cuda: ctypes.CDLL, pattern: bytes) -> str:
-    """Read a file into GPU memory, then write other bytes from GPU memory to it. Return the problem, or "".
+    """Read a file into GPU memory, then write different bytes from there to the file. Return the problem, or "".
 
     Raises:
         OSError: GPU memory cannot be allocated.
@@ -226,7 +226,7 @@ def _probe(file: str, findings: _Findings) -> None:
 
 
 if __name__ == "__main__":
-    # If the parent dies, the default action of SIGALRM ends this process, even inside a C loop.
+    # If the parent has died, SIGALRM ends this process by default, even inside a C loop.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, float(sys.argv[2]) + 1.0)
     _probe(sys.argv[1], _Findings())

@@ -18,18 +18,19 @@ from tiered.units import PAGE_BYTES
 
 
 def default_links(tiers: Sequence[Tier]) -> list[Link]:
-    """Link each tier with the next faster tier that it can be linked with, and return the links.
+    """Link each tier with the next faster tier that it can reach, and return the links.
 
-    Also link each ``NvmeTier`` that has ``past_ram`` with each ``GpuTier``. Two tiers have one link each way; a
-    ``ReadOnlyTier`` has only one outgoing link. The methods ``links_with`` have precedence, the slower tier's method
-    first. The function starts no threads and uses no device, except for an ``NvmeTier`` that uses kvikio.
+    Also links each ``NvmeTier`` that has ``past_ram`` with each ``GpuTier``. Two tiers have one link per direction; a
+    ``ReadOnlyTier`` has only an outgoing link. If a tier has a method ``links_with``, that method creates the links;
+    the slower tier's method goes first. This function starts no threads and uses no device, except for an ``NvmeTier``
+    that uses kvikio.
 
     Args:
         tiers: tiers from fast to slow.
 
     Raises:
         ValueError: a tier cannot be linked with a faster tier, or a ``links_with`` returns wrong links.
-        TieredError: an ``NvmeTier`` needs kvikio or GPUDirect Storage, which is missing or does not work here.
+        TieredError: an ``NvmeTier`` needs kvikio or GPUDirect Storage, but it is missing or does not work here.
     """
     has_device = any(isinstance(tier, GpuTier) and not _is_host_memory(tier) for tier in tiers)
     links = [link for number in range(1, len(tiers)) for link in _links_to_faster(tiers[: number + 1], has_device)]
@@ -47,10 +48,10 @@ def direct_links(gpu: GpuTier, nvme: NvmeTier, engine: FileEngine) -> list[Link]
     """Return both links between files and a GpuTier, bypassing RAM.
 
     Args:
-        engine: threads that move files, shared with the tier's other links.
+        engine: threads that move files. The tier's other links use the same threads.
 
     Raises:
-        ValueError: the slots of the GPU tier are not multiples of 4096 bytes, as file reads require.
+        ValueError: the GPU tier's alignment is not a multiple of 4096 bytes, which file reads require.
     """
     if gpu.alignment_bytes % PAGE_BYTES:
         raise ValueError(
@@ -61,7 +62,7 @@ def direct_links(gpu: GpuTier, nvme: NvmeTier, engine: FileEngine) -> list[Link]
 
 
 def _links_to_faster(tiers: Sequence[Tier], has_device: bool) -> Sequence[Link]:
-    """Return the links of the last tier with the nearest faster tier that it can be linked with."""
+    """Return the links between the last tier and the nearest faster tier that it can reach."""
     *faster, slow = tiers
     for fast in reversed(faster):
         if links := links_between(fast, slow, has_device=has_device):
@@ -73,10 +74,10 @@ def _links_to_faster(tiers: Sequence[Tier], has_device: bool) -> Sequence[Link]:
 
 
 def links_between(fast: Tier, slow: Tier, *, has_device: bool = False) -> Sequence[Link]:
-    """Return the links between two tiers; empty if they cannot be linked.
+    """Return the links between two tiers, or an empty sequence if they cannot be linked.
 
     Args:
-        has_device: whether files of a tier with ``past_ram`` need a library that can access device memory.
+        has_device: whether a tier with ``past_ram`` needs a library that can access device memory.
 
     Raises:
         ValueError: a ``links_with`` returns wrong links.
@@ -111,10 +112,10 @@ def _check_directions(tier: Tier, neighbour: Tier, slow: Tier, links: Sequence[L
 
 
 def make_mover(tier: NvmeTier, *, needs_gds: bool = False) -> PartMover:
-    """Return the file mover for a tier's ``engine``; for GPU memory always kvikio.
+    """Return the file mover that a tier's ``engine`` selects. For GPU memory, this is always kvikio.
 
     Raises:
-        TieredError: ``engine`` is ``kvikio`` and kvikio is missing or does not work, or GPUDirect Storage fails.
+        TieredError: ``engine`` is ``kvikio`` but kvikio is missing or does not work, or GPUDirect Storage fails.
     """
     if needs_gds:
         for path in tier.paths:

@@ -1,4 +1,4 @@
-"""SourceTier: blocks with initial contents, read from files that are never written."""
+"""SourceTier: blocks with contents from files that are never written."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tiered.tiers.base import Ledger, Slot, Tier, TierUsage
 from tiered.tiers.ram import RamTier
 from tiered.transfer import Transfer
 
-#: Function that fills its part of a block. Gets the whole block (1-D uint8, CPU); raises an error on failure.
+#: Function that fills one part of a block. It gets the whole block (1-D uint8, CPU), and raises an error on failure.
 ReadPart = Callable[[torch.Tensor], None]
 
 
 class BlockSource(Protocol):
-    """Source of the contents of blocks."""
+    """Provides the contents of blocks."""
 
     @property
     def block_bytes(self) -> Mapping[str, int]:
@@ -27,14 +27,14 @@ class BlockSource(Protocol):
         ...
 
     def parts(self, key: str) -> Sequence[ReadPart]:
-        """Return functions that together fill all bytes of a block. They run concurrently on several threads."""
+        """Return functions that together fill a block. Several threads call the functions concurrently."""
         ...
 
 
 class SourceTier:
-    """A read-only tier: its slots are homes that have their contents from the start. Thread-safe.
+    """A read-only tier. Its slots are homes that have their contents from the start. Thread-safe.
 
-    It takes no space, because the bytes stay in the source. Its blocks are never written and commits exclude them:
+    It takes no space, because the bytes stay in the source. Its blocks are never written and cannot be committed, so
     register them with ``durable=False``. Copies are read into a RamTier.
 
     Args:
@@ -122,7 +122,7 @@ class SourceLink:
 
     def _run(self, job: _SourceRead, part: ReadPart, into: torch.Tensor, transfer: Transfer, key: str) -> None:
         error: BaseException | None = None
-        if job.error is None:  # After an error, the other parts need not be read.
+        if job.error is None:  # After an error, skip the remaining parts.
             try:
                 part(into)
             except TieredError as cause:
@@ -145,7 +145,7 @@ class SourceLink:
 
 
 class _SourceRead:
-    """A transfer in progress: the number of remaining parts, and the first error."""
+    """State of a transfer in progress: the number of remaining parts and the first error."""
 
     def __init__(self, num_parts: int) -> None:
         self.error: BaseException | None = None
@@ -153,7 +153,7 @@ class _SourceRead:
         self._lock = threading.Lock()
 
     def part_done(self, error: BaseException | None) -> bool:
-        """Count a part as ended, and return whether it was the last one."""
+        """Count an ended part. Return whether it was the last one."""
         with self._lock:
             self.error = self.error or error
             self._num_left -= 1

@@ -1,4 +1,4 @@
-"""UnifiedTier and its links: host memory that a GPU computes in, for machines whose GPU and RAM are one memory."""
+"""UnifiedTier and its links, for machines where GPU and RAM are one memory: the GPU computes in host memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _USES_HOST_PAGE_TABLES = 100
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class UnifiedBuffer(DeviceBuffer):
-    """The resource of a UnifiedTier's slot: ``tensor`` is the device's view of the bytes of ``slab``."""
+    """The resource of a UnifiedTier's slot. ``tensor`` is the device's view of ``slab``."""
 
     slab: HostSlab
 
@@ -39,12 +39,12 @@ class UnifiedBuffer(DeviceBuffer):
 
 
 class UnifiedTier(GpuTier):
-    """Memory that host and GPU share, of at most ``capacity_bytes``: the device computes in slabs of the host.
+    """At most ``capacity_bytes`` of memory that host and GPU share. The device computes in host slabs.
 
-    Use it for a GPU that shares the host's memory, where a copy from RAM would only double the bytes. It also works on
-    a GPU with separate memory; then every access crosses the bus. The slabs are pinned, unless the GPU uses the host's
-    page tables and can therefore access all host memory. A slot's tensor is on the device. File I/O uses the slot's
-    slab, after the device has finished its recorded work.
+    Use this tier for a GPU that shares the host's memory, where a separate copy would only double the bytes. It also
+    works with a GPU that has its own memory, but then every access crosses the bus. The slabs are pinned, unless the
+    GPU uses the host's page tables and can therefore access all host memory. A slot's tensor is on the device. File I/O
+    uses the slot's slab after the device has finished the recorded work.
 
     Args:
         capacity_bytes: limit of all slots and reservations together.
@@ -67,13 +67,13 @@ class UnifiedTier(GpuTier):
         buffer.wait()  # The host must wait, because streams do not order the unmapping of memory.
         buffer.tensor = torch.empty(0, dtype=torch.uint8)
         buffer.slab.close()
-        self.num_drops += 1  # The pool's lock guards the counter.
+        self.num_drops += 1  # The pool's lock guards this counter.
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
         """Return a slot (resource: a ``UnifiedBuffer``), or None if space is lacking.
 
         Raises:
-            TransferError: the machine has less free memory than the ledger, or CUDA cannot pin it.
+            TransferError: the machine has less free memory than the ledger, or CUDA cannot pin the memory.
         """
         slot_bytes = self.slot_bytes(nbytes)
         try:
@@ -87,9 +87,9 @@ class UnifiedTier(GpuTier):
         return round_up(nbytes, PAGE_BYTES)
 
     def links_with(self, neighbour: Tier) -> Sequence[Link] | None:
-        """Return the links that a RamTier would have, each wrapped so that it waits for the device's queued work.
+        """Return the links that a RamTier would have, wrapped so that they wait for the device's queued work.
 
-        None if the neighbour is memory, or the tiers cannot be linked.
+        Returns None if the neighbour is memory, or if the tiers cannot be linked.
         """
         if neighbour.device is not None:
             return None
@@ -99,10 +99,10 @@ class UnifiedTier(GpuTier):
 
 
 class LinkBehindDevice:
-    """A link of a RamTier for the slots of a UnifiedTier: bytes move after the device has finished using them.
+    """Wraps a RamTier's link for the slots of a UnifiedTier. Bytes move after the device has finished using them.
 
-    Streams do not order file I/O. A thread of the link waits for slots that the device still uses; other slots move at
-    once. After a read has ended, kernels that are queued later see the bytes without further order.
+    Streams do not order file I/O. If the device still uses a slot, a thread of the link waits for the device; other
+    slots move at once. After a read has ended, kernels that are queued later see the bytes.
     """
 
     def __init__(self, inner: Link, tier: UnifiedTier) -> None:
@@ -174,16 +174,16 @@ def uses_host_page_tables(device: int) -> bool:
         driver = ctypes.CDLL("libcuda.so.1")
         found = ctypes.c_int()
         failed = driver.cuDeviceGetAttribute(ctypes.byref(found), _USES_HOST_PAGE_TABLES, device)
-    except (OSError, AttributeError):  # There is no CUDA driver, as with ROCm.
+    except (OSError, AttributeError):  # There is no CUDA driver, for example with ROCm.
         return False
     return not failed and bool(found.value)
 
 
 def device_view(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return host memory as a tensor of a CUDA device without a copy. Its address is the same on the device.
+    """Return host memory as a CUDA tensor without a copy. The address is the same on the device.
 
     Args:
-        memory: 1-D uint8. It must stay mapped (and pinned if the device requires that) while the device uses the view.
+        memory: 1-D uint8. Keep the memory mapped (and pinned, if the device requires that) while the view is in use.
     """
     if not memory.numel():
         return torch.empty(0, dtype=torch.uint8, device=device)
@@ -197,10 +197,10 @@ def device_view(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def host_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a host view of a UnifiedTier's tensor without a copy. The caller has waited for the device's work on it.
+    """Return a host view of a UnifiedTier's tensor without a copy. First wait for the device's work on it.
 
     Args:
-        tensor: contiguous tensor of a lease, or a part of it. Keep it alive while the view is used.
+        tensor: contiguous tensor of a lease, or a part of this tensor. Keep it alive while the view is used.
     """
     if not tensor.is_cuda or not tensor.numel():
         return tensor.cpu()

@@ -1,4 +1,4 @@
-"""Test tools for users: suites for tiers, links and policies, fault injection, and manually controlled links."""
+"""Test tools for users: suites for tiers, links and policies, fault injection, and links that tests control."""
 
 from tiered.testing.link_suite import LinkSuite
 from tiered.testing.policy_suite import PolicySuite

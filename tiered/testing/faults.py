@@ -1,4 +1,4 @@
-"""Fault injection for drives: a ``PartMover`` around a real one that fails, corrupts or delays on demand."""
+"""Fault injection for drives. A wrapper around a ``PartMover`` fails, corrupts or delays operations on demand."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tiered.units import PAGE_BYTES
 
 @dataclass(eq=False)
 class Fault:
-    """A fault in some of the moved parts.
+    """A fault that affects some of the moved parts.
 
     Attributes:
         kind: ``error`` fails with ``errno`` and moves nothing; ``short`` moves only the first half and reports success;
             ``flip`` changes one bit; ``late`` delays the call by ``latency_s``.
-        path: text that the path of an affected file contains.
+        path: text that must occur in the path of an affected file.
         skip: number of matching calls that succeed first.
-        times: number of affected calls after these, or None for all.
-        bit: index of the bit that ``flip`` changes in the part.
+        times: number of affected calls after the skipped calls, or None for all.
+        bit: index of the bit in the part that ``flip`` changes.
     """
 
     kind: Literal["error", "short", "flip", "late"]
@@ -39,7 +39,7 @@ class Fault:
     num_calls: int = 0
 
     def strikes(self, on: str, file: ChunkFile) -> bool:
-        """Count a call, and return whether the fault affects it."""
+        """Count a call, and return whether the fault affects this call."""
         if on != self.on or self.path not in str(file.path):
             return False
         self.num_calls += 1
@@ -114,7 +114,7 @@ def flip_bit(file: ChunkFile, bit: int) -> None:
 
 
 def make_faulty(links: Iterable[Link], *faults: Fault) -> FaultyMover:
-    """Add faults to the engine of the file links among ``links``; return its mover, whose faults can be changed."""
+    """Add faults to the engine of the file links in ``links``. Return the new mover, to which faults can be added."""
     engines = {link.engine for link in links if isinstance(link, FileReadLink | FileWriteLink)}
     (engine,) = engines
     engine.mover = FaultyMover(engine.mover, faults)
@@ -122,5 +122,5 @@ def make_faulty(links: Iterable[Link], *faults: Fault) -> FaultyMover:
 
 
 def _half(nbytes: int) -> int:
-    """Return about half of ``nbytes`` in whole pages, as O_DIRECT requires."""
+    """Return about half of ``nbytes``, rounded to whole pages for O_DIRECT."""
     return nbytes // 2 // PAGE_BYTES * PAGE_BYTES

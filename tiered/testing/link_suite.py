@@ -1,4 +1,4 @@
-"""LinkSuite: inheritable tests of the links between a tier and its neighbour."""
+"""LinkSuite: tests to inherit, for the links between a tier and its neighbour."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class LinkSuite(PairSubject):
             def failing(self, fast: Tier, slow: Tier) -> AbstractContextManager[object]:
                 return ...  # a context in which the tier's transfers fail
 
-    The links come from ``default_links``. Override ``make_links`` for other links, and ``make_neighbour`` for a
-    neighbour that is not a ``RamTier``. Set ``is_faster`` if the tier is faster than its neighbour. The faster tier
-    must be addressable.
+    ``default_links`` creates the links. Override ``make_links`` to test other links, and ``make_neighbour`` if the
+    neighbour is not a ``RamTier``. Set ``is_faster`` if the tier is faster than its neighbour. The faster tier must be
+    addressable.
     """
 
     def _sizes(self) -> list[int]:
@@ -117,7 +117,7 @@ class LinkSuite(PairSubject):
                 assert usage.busy_s > 0, usage
 
     def test_submit_and_usage_wait_for_no_callback(self) -> None:
-        """The store submits with its lock held, and a transfer's callback takes that lock."""
+        """The store submits with its lock held, and callbacks of transfers take the same lock."""
         with self.rig() as rig:
             homes = self._stored(rig, 6)
             targets = [rig.fast_slot(home.nbytes, f"copy.{number}") for number, home in enumerate(homes)]
@@ -133,7 +133,7 @@ class LinkSuite(PairSubject):
                 with lock:
                     for number, (home, target) in enumerate(zip(homes, targets, strict=True)):
                         if number == len(homes) // 2:
-                            entered.wait(TIMEOUT_S)  # Wait until a callback waits for the lock.
+                            entered.wait(TIMEOUT_S)  # Wait until a callback is waiting for the lock.
                         transfer = rig.up.submit(home, target, home.nbytes)
                         transfer.add_done_callback(ended)
                         transfers.append(transfer)
@@ -180,7 +180,7 @@ class LinkSuite(PairSubject):
             homes = self._stored(rig, 8)
             targets = [rig.fast_slot(home.nbytes, f"copy.{number}") for number, home in enumerate(homes)]
             transfers = [rig.up.submit(home, target, home.nbytes) for home, target in zip(homes, targets, strict=True)]
-            for link in (rig.up, rig.down, rig.up):  # Both links may share threads, which end with the last link.
+            for link in (rig.up, rig.down, rig.up):  # Both links may share threads that end with the last link.
                 link.close()
             for number, (transfer, target) in enumerate(zip(transfers, targets, strict=True)):
                 assert transfer.done(), "all links are closed, but a transfer has not ended"
@@ -199,7 +199,7 @@ class LinkSuite(PairSubject):
         return slot
 
     def _stored(self, rig: Rig, count: int) -> list[Slot]:
-        """Return slots of the slower tier with the contents ``_data(0)``, ``_data(1)`` ..."""
+        """Return slots of the slower tier that contain ``_data(0)``, ``_data(1)`` ..."""
         homes = []
         for number in range(count):
             slot = self._filled(rig, number)

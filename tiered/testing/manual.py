@@ -1,4 +1,4 @@
-"""Tiers and links for deterministic tests: tiers in memory, and links that move bytes on demand."""
+"""Tiers and links for deterministic tests. Tiers are in memory, and links move bytes on demand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MemoryTier:
     """A tier of plain tensors with an alignment of 1 byte.
 
     Args:
-        addressable: whether leases can use the tier; False makes it behave like a file tier.
+        addressable: whether leases can use the tier. If False, the tier behaves like a file tier.
     """
 
     alignment_bytes = 1
@@ -63,7 +63,7 @@ class MemoryTier:
 
 @dataclass(eq=False)
 class PendingCopy:
-    """A submitted copy that has not moved yet."""
+    """A submitted copy that has not yet been made."""
 
     src_slot: Slot
     dst_slot: Slot
@@ -72,7 +72,7 @@ class PendingCopy:
 
 
 class ManualLink:
-    """A link whose copies wait in ``pending`` until ``complete`` or ``fail`` is called, in any order."""
+    """A link that keeps copies in ``pending`` until the test calls ``complete`` or ``fail``, in any order."""
 
     path = "manual"
 

@@ -1,4 +1,4 @@
-"""PolicySuite: inheritable tests of an eviction policy."""
+"""PolicySuite: tests to inherit, for an eviction policy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PolicySuite(ABC):
             self.make_policy().rank(tuple(candidates), now)  # A policy must accept any sequence.
 
     def test_rank_is_repeatable(self) -> None:
-        """Without this, the moved bytes would depend on the number of waits."""
+        """Otherwise the number of moved bytes would depend on the number of waits."""
         policy, cases = self.make_policy(), _cases()
         first = [list(policy.rank(candidates, now)) for candidates, now in cases]
         for (candidates, now), answer in zip(cases, first, strict=True):
@@ -50,7 +50,7 @@ class PolicySuite(ABC):
             assert list(self.make_policy().rank(candidates, now)) == answer, "two policies rank differently"
 
     def test_the_order_of_the_question_does_not_matter(self) -> None:
-        """The store passes candidates in the order of its dict, so ties need a rule such as the key."""
+        """The store passes candidates in the order of its dict, so a policy needs a rule for ties, such as the key."""
         policy, chance = self.make_policy(), random.Random(1)
         for candidates, now in _cases():
             answer = list(policy.rank(candidates, now))
@@ -59,7 +59,7 @@ class PolicySuite(ABC):
 
 
 def _cases() -> Sequence[tuple[list[Candidate], int]]:
-    """Return cases of (candidates with many ties, current tick)."""
+    """Return test cases: (candidates with many ties, current tick)."""
     chance = random.Random(0)
     cases = []
     for _ in range(_NUM_CASES):

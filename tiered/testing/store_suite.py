@@ -1,4 +1,4 @@
-"""StoreSuite: inheritable tests of a store on a tier, which compare random operations with a dict."""
+"""StoreSuite: tests to inherit, for a store on a tier. They compare random operations with a dict."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StoreSuite(PairSubject):
     See ``LinkSuite`` for other methods to override. After a store is closed, the tests open it again with new tiers.
 
     Attributes:
-        seeds: random seeds, one run for each.
+        seeds: random seeds. Each seed is a separate run.
     """
 
     num_operations = 150
@@ -121,7 +121,7 @@ class StoreSuite(PairSubject):
             work.run(self.num_operations)
             committed = dict(work.contents)
             store.commit({"step": 1}).wait(TIMEOUT_S)
-            work.run(self.num_operations // 3, commits=False)  # Closing the store discards these operations.
+            work.run(self.num_operations // 3, commits=False)  # Closing the store discards these changes.
             work.check_at_rest()
         fast, slow = self._tiers()
         with TieredStore.open(folder, [fast, slow], links=self.make_links(fast, slow)) as store:
@@ -273,6 +273,6 @@ class RandomOperations:
         self.store.commit()  # The commit continues during later operations.
 
     def _tier_for(self, key: str) -> str:
-        """Return the tier for a lease: usually the fast tier, sometimes an addressable home."""
+        """Return a tier for a lease: usually the fast tier, sometimes an addressable home."""
         home = next(spec.home for spec in self.store.blocks() if spec.key == key)
         return home if home in self._in and self.chance.random() < 0.3 else self.fast

@@ -1,4 +1,4 @@
-"""Base classes of the suites: they create the tier under test, its neighbour, the links and slots."""
+"""Base classes of the suites. They create the tier under test, its neighbour, links and slots."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from tiered.tiers.ram import RamTier
 from tiered.transfer import Transfer
 from tiered.units import KiB
 
-#: Time after which a step of a suite counts as hanging.
+#: Seconds after which a step of a test counts as hanging.
 TIMEOUT_S = 60.0
 
 
 class TierSubject(ABC):
-    """Base class of the suites, whose subclasses create the tier under test.
+    """Base class of the suites. Subclasses create the tier under test.
 
     Attributes:
         unit_bytes: approximate size of the blocks in the tests, at least four times the tier's alignment.
-        takes_copies: whether the tier accepts copies; False for a tier that can only be a home.
+        takes_copies: whether the tier accepts copies. False for a tier that can only be a home.
     """
 
     unit_bytes = 64 * KiB
@@ -37,12 +37,12 @@ class TierSubject(ABC):
 
     @abstractmethod
     def make_tier(self, capacity_bytes: int) -> Tier:
-        """Return a new, empty tier, which the suites close."""
+        """Return a new, empty tier. The suites close it."""
 
     def refusing(self, tier: Tier) -> AbstractContextManager[object]:
-        """Return a context in which the machine lacks space that the ledger has (disk full, no memory).
+        """Return a context in which the machine has less space than the ledger (disk full, out of memory).
 
-        Override it if ``allocate`` requests space from the machine; otherwise the test is skipped.
+        Override this if ``allocate`` requests space from the machine. Without an override, the test is skipped.
         """
         raise unittest.SkipTest(f"{type(self).__name__} does not define refusing(), in which the machine lacks space")
 
@@ -54,7 +54,7 @@ class TierSubject(ABC):
 
 
 class PairSubject(TierSubject):
-    """Base class of suites that need a neighbour of the tier and links between them.
+    """Base class of suites that need a neighbour of the tier, and links to it.
 
     Attributes:
         is_faster: whether the tier is faster than its neighbour, such as GPU memory next to RAM.
@@ -63,17 +63,17 @@ class PairSubject(TierSubject):
     is_faster = False
 
     def make_neighbour(self, capacity_bytes: int) -> Tier:
-        """Return the tier at the other end of the links, which the suites close."""
+        """Return the tier at the other end of the links. The suites close it."""
         return RamTier(capacity_bytes, pin_memory=False)
 
     def make_links(self, fast: Tier, slow: Tier) -> Sequence[Link]:
-        """Return a link each way, which the suites close. Default: the default links of a store."""
+        """Return a link for each direction. The suites close them. Default: ``default_links``."""
         return default_links([fast, slow])
 
     def failing(self, fast: Tier, slow: Tier) -> AbstractContextManager[object]:
         """Return a context in which new transfers fail in both directions.
 
-        By default, ``tensor`` of the faster tier fails. Override it for links that do not call this method.
+        By default, ``tensor`` of the faster tier fails. Override this if the links do not call ``tensor``.
         """
         return mock.patch.object(fast, "tensor", side_effect=OSError(errno.EIO, "Input/output error"))
 
@@ -85,7 +85,7 @@ class PairSubject(TierSubject):
 
     @contextmanager
     def rig(self, num_units: int = 64) -> Iterator[Rig]:
-        """Yield both tiers, each with space for ``num_units`` blocks, and their links; close everything at the end."""
+        """Yield both tiers, each with space for ``num_units`` blocks, and their links. Close everything at the end."""
         fast, slow = self.make_pair(num_units * self.unit_bytes, num_units * self.unit_bytes)
         links = self.make_links(fast, slow)
 
@@ -102,7 +102,7 @@ class PairSubject(TierSubject):
             assert (slow.name, fast.name) in by_direction, found
             yield Rig(fast, slow, by_direction[fast.name, slow.name], by_direction[slow.name, fast.name])
         except BaseException:
-            closer = threading.Thread(target=close, daemon=True)  # A hanging link must not hide the error.
+            closer = threading.Thread(target=close, daemon=True)  # A link that hangs must not hide the error.
             closer.start()
             closer.join(TIMEOUT_S)
             raise
@@ -131,7 +131,7 @@ class Rig:
         return slot
 
     def write(self, slot: Slot, data: torch.Tensor) -> None:
-        """Write bytes to a slot of the faster tier, like the holder of a lease."""
+        """Write bytes to a slot of the faster tier, as the holder of a lease would."""
         self.fast.tensor(slot, data.shape, data.dtype).copy_(data)
         if isinstance(self.fast, StreamTier):
             self.fast.record_use([slot])
@@ -147,14 +147,14 @@ class Rig:
         return transfer
 
     def fetch(self, slow_slot: Slot, fast_slot: Slot) -> torch.Tensor:
-        """Overwrite a slot of the faster tier with garbage, fetch into it, and return its contents."""
+        """Overwrite a slot of the faster tier with garbage, fetch into this slot, and return the contents."""
         self.write(fast_slot, torch.full((fast_slot.nbytes,), 0xEE, dtype=torch.uint8))
         self.up.submit(slow_slot, fast_slot, slow_slot.nbytes).wait(TIMEOUT_S)
         return self.read(fast_slot)
 
 
 def random_bytes(nbytes: int, seed: int) -> torch.Tensor:
-    """Return random bytes without repeated sections, so that tests detect misplaced bytes."""
+    """Return random bytes without repeated sections, so that tests can detect misplaced bytes."""
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 

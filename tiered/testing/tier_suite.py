@@ -1,4 +1,4 @@
-"""TierSuite: inheritable tests of a tier."""
+"""TierSuite: tests to inherit, for a tier."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TierSuite(TierSubject):
         return contextlib.closing(self.make_tier(_NUM_UNITS * self.unit_bytes))
 
     def _sizes(self, tier: Tier) -> list[int]:
-        """Return edge-case sizes: empty, odd, and close to the alignment."""
+        """Return sizes that are edge cases: empty, odd, and close to the alignment."""
         align, unit = tier.alignment_bytes, self.unit_bytes
         return sorted({0, 1, 3, max(0, align - 1), align, align + 1, unit - 1, unit, unit + 1, 2 * unit + 5})
 
@@ -85,7 +85,7 @@ class TierSuite(TierSubject):
             self.allocate(tier, self.unit_bytes, "more")
 
     def test_requests_within_the_free_bytes_are_granted(self) -> None:
-        """The store evicts until enough bytes are free, and then relies on the allocation (no fragmentation)."""
+        """The store evicts until enough bytes are free, and then relies on the allocation to succeed."""
         chance = random.Random(0)
         with self._tier() as tier:
             held: list[Slot] = []
@@ -211,11 +211,11 @@ class TierSuite(TierSubject):
         slot = self.allocate(tier, self.unit_bytes, "block")
         tier.close()
         if self.takes_copies:
-            tier.free(slot)  # A lease can outlive its store.
+            tier.free(slot)  # A lease can outlive the store.
         tier.close()
 
     def test_threads_share_it(self) -> None:
-        """Threads never exceed the capacity or change each other's slots, and leave the ledger empty."""
+        """Threads do not exceed the capacity or change each other's slots. At the end, the ledger is empty."""
         problems: list[str] = []
         with self._tier() as tier:
             threads = [

@@ -1,4 +1,4 @@
-"""Protocols of tiers and of their optional abilities, and the ledger that counts a tier's bytes."""
+"""Protocols of tiers and their optional abilities, and the ledger that counts a tier's bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiered.errors import CapacityError
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """Bytes of one tier. ``used_bytes`` counts slots including their alignment."""
+    """Byte counts of one tier. ``used_bytes`` includes the padding of slots."""
 
     capacity_bytes: int
     used_bytes: int
@@ -33,7 +33,7 @@ class Slot:
     Attributes:
         tier: name of the tier.
         slot_bytes: bytes charged to the tier's ledger (``nbytes`` rounded up to the tier's alignment).
-        resource: object with which the tier's links access the bytes (a host slab, a device buffer, a set of files).
+        resource: object that the tier's links use to access the bytes (a host slab, a device buffer, a set of files).
     """
 
     tier: str
@@ -46,14 +46,14 @@ class Slot:
 class Tier(Protocol):
     """A place that holds bytes. Thread-safe: the store and its links call it from several threads.
 
-    A tier counts bytes and allocates slots. It copies nothing and does not know the states of blocks.
+    A tier counts bytes and allocates slots. It does not copy bytes and does not know the states of copies.
     """
 
     name: str
     capacity_bytes: int
     alignment_bytes: int
-    device: torch.device | None  # None if the tier is not addressable and only links can access it.
-    durable: bool  # Whether contents can survive the process.
+    device: torch.device | None  # None if only links can access the tier (not addressable).
+    durable: bool  # Whether contents can outlive the process.
 
     def slot_bytes(self, nbytes: int) -> int:
         """Return the bytes that a slot for ``nbytes`` of contents would add to ``used_bytes``."""
@@ -63,11 +63,11 @@ class Tier(Protocol):
         """Return a slot, or None if the tier lacks space.
 
         Args:
-            name: key of the block; a file tier names its files after it.
-            home: whether the slot lives as long as its block. Files are preallocated, so a full disk fails here.
+            name: key of the block. A file tier derives file names from the key.
+            home: whether the slot lives as long as its block. Files are preallocated, so this fails on a full disk.
 
         Raises:
-            TransferError: the ledger has space, but the machine lacks it (disk full, no memory).
+            TransferError: the ledger has space, but the machine does not (disk full, out of memory).
         """
         ...
 
@@ -76,11 +76,11 @@ class Tier(Protocol):
         ...
 
     def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous view of the slot (no copy). Only for addressable tiers."""
+        """Return a contiguous view of the slot without a copy. Only for addressable tiers."""
         ...
 
     def reserve(self, nbytes: int) -> None:
-        """Charge bytes outside any slot (workspace, staging) to the ledger; a negative number returns them.
+        """Charge bytes outside any slot (workspace, staging) to the ledger. A negative number returns bytes.
 
         Raises:
             CapacityError: the tier lacks space.
@@ -88,7 +88,7 @@ class Tier(Protocol):
         ...
 
     def sync(self) -> None:
-        """Flush all bytes written so far, so that they survive a power cut. A no-op if ``durable`` is False."""
+        """Flush all bytes written so far, so that they survive a power cut. No-op if ``durable`` is False."""
         ...
 
     def usage(self) -> TierUsage: ...
@@ -98,7 +98,7 @@ class Tier(Protocol):
 
 @runtime_checkable
 class StreamTier(Tier, Protocol):
-    """A tier on a device with streams. The store orders kernels that use a slot after the work they depend on."""
+    """A tier on a device with streams. The store orders kernels after earlier work on the same slot."""
 
     def current_stream(self) -> Any:
         """Return the calling thread's current stream, or None if the tier's device has no streams."""
@@ -115,16 +115,16 @@ class StreamTier(Tier, Protocol):
 
 @runtime_checkable
 class BufferTier(Tier, Protocol):
-    """A tier whose slots are buffers of exact size. It keeps a freed buffer for the next slot of the same size."""
+    """A tier that uses buffers of exact size as slots, and keeps a freed buffer for the next slot of that size."""
 
     def keep_buffers(self, counts: Mapping[int, int]) -> None:
-        """Allocate missing buffers as far as space allows, and drop buffers of these sizes last.
+        """Allocate missing buffers as far as space allows. Buffers of these sizes are dropped last.
 
         Args:
-            counts: number of buffers by slot bytes, including buffers in use.
+            counts: number of buffers by slot size, including buffers in use.
 
         Raises:
-            TransferError: the ledger has space, but the machine lacks it.
+            TransferError: the ledger has space, but the machine does not.
         """
         ...
 
@@ -135,7 +135,7 @@ class BufferTier(Tier, Protocol):
 
 @runtime_checkable
 class DescribingTier(Tier, Protocol):
-    """A tier that describes the contents of its home slots."""
+    """A tier that stores a description of each home slot."""
 
     def describe(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Record the shape and dtype of a home slot. The store calls this once, after the allocation."""
@@ -153,7 +153,7 @@ class WriteCountingTier(Tier, Protocol):
 
 @runtime_checkable
 class PausingTier(Tier, Protocol):
-    """A tier whose writes can wait for space, such as on a full drive."""
+    """A tier that can make writes wait for space, for example on a full drive."""
 
     @property
     def is_waiting(self) -> bool:
@@ -167,13 +167,13 @@ class PausingTier(Tier, Protocol):
 
 @runtime_checkable
 class ReadOnlyTier(Tier, Protocol):
-    """A tier whose home slots have their contents from the start and are never written."""
+    """A tier with home slots that have their contents from the start and are never written."""
 
     is_read_only: bool
 
 
 class Ledger:
-    """Counter of the bytes that slots and reservations take from a tier's capacity. Thread-safe."""
+    """Counts the bytes that slots and reservations take from a tier's capacity. Thread-safe."""
 
     def __init__(self, tier: str, capacity_bytes: int) -> None:
         try:
@@ -204,7 +204,7 @@ class Ledger:
             self._slot_bytes -= slot_bytes
 
     def reserve(self, nbytes: int) -> None:
-        """Charge bytes outside any slot; a negative number returns them.
+        """Charge bytes outside any slot. A negative number returns bytes.
 
         Raises:
             CapacityError: the tier lacks space; nothing is charged.

@@ -1,4 +1,4 @@
-"""Leftovers of dead processes in a tier's folders: finding, measuring and removing them."""
+"""Finds, measures and removes the leftovers of dead processes in a tier's folders."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Leftovers:
     """Scratch files of dead processes in one directory.
 
     Attributes:
-        nbytes: drive space that removing the files frees.
-        num_foreign: number of files of other programs in the same folders, which stay.
-        owner: running process that uses the directory, so nothing can be removed; None if there is none.
+        nbytes: drive space freed by removing the files.
+        num_foreign: number of files of other programs in the same folders. These files stay.
+        owner: running process that uses the directory, or None. While there is one, nothing can be removed.
     """
 
     path: Path
@@ -37,7 +37,7 @@ class Leftovers:
 
 
 def find_directories(root: Path) -> Iterator[Path]:
-    """Yield ``root`` and the folders below it that are directories of a file tier. Follows no symbolic links."""
+    """Yield all directories of file tiers at or below ``root``. Does not follow symbolic links."""
     for folder, names, files in os.walk(root):
         names.sort()
         if LOCK_NAME in files and _is_ours(Path(folder)):
@@ -47,11 +47,11 @@ def find_directories(root: Path) -> Iterator[Path]:
 
 def _is_ours(folder: Path) -> bool:
     own = read_own_attributes(folder)
-    return own is not None and "page_bytes" in own  # Only the document of a whole directory has this attribute.
+    return own is not None and "page_bytes" in own  # Only the document of a tier's directory has this attribute.
 
 
 def measure_leftovers(path: Path) -> Leftovers:
-    """Measure the removable files of a file tier's directory without changing them."""
+    """Measure the removable files in a file tier's directory. Changes nothing."""
     return replace(_measure(path), owner=holder_text(path))
 
 
@@ -62,16 +62,16 @@ def _measure(path: Path) -> Leftovers:
         num_foreign += not is_ours
         if is_ours and stat.S_ISREG(status.st_mode) and file.name not in _DOCUMENT_NAMES:
             num_files += 1
-            if status.st_nlink == 1:  # Removing a file that a generation also links frees no space.
+            if status.st_nlink == 1:  # Removing a file frees no space if a generation links the same file.
                 nbytes += status.st_blocks * 512
     return Leftovers(path, num_files, nbytes, num_foreign)
 
 
 def remove_leftovers(path: Path) -> Leftovers:
-    """Remove the scratch files of a directory and return their figures. Locks the directory during the removal.
+    """Remove a directory's scratch files and return their figures. Locks the directory during the removal.
 
     Raises:
-        LockedError: a running process uses the directory; nothing was removed.
+        LockedError: a running process uses the directory. Nothing was removed.
         OSError: a file cannot be removed.
     """
     lock = lock_directory(path)
@@ -94,7 +94,7 @@ def _has_foreign_below(folder: Path) -> bool:
 
 
 def _files(path: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield (file, whether a tier created it) for all files and symbolic links in the scratch folders."""
+    """Yield (file, whether a tier created the file) for all files and symbolic links in the scratch folders."""
     for root, is_ours in ((path / "live", _is_live_file), (path / ".pool", _is_pool_file)):
         if root.is_symlink():
             continue
@@ -116,12 +116,12 @@ def _is_pool_file(file: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """A generation on one path that its store no longer lists.
+    """Files of a generation on one path whose store no longer lists the generation.
 
     Attributes:
-        nbytes: this orphan's share of the space that removing all orphans of this path frees.
-        is_store_gone: whether ``store_path`` no longer has this store. The store may have been moved, or its drive may
-            be missing, so ask before removing. If False, the store exists and does not list the generation.
+        nbytes: space that removing this orphan frees, if all orphans on the path are removed.
+        is_store_gone: whether the store is no longer at ``store_path``. It may have been moved, or its drive may be
+            missing, so ask before removing the orphan. If False, the store exists but does not list the generation.
     """
 
     path: Path
@@ -132,15 +132,15 @@ class Orphan:
 
 
 def find_orphans(path: Path) -> list[Orphan]:
-    """Return the orphans on one path of a file tier; empty while a running process uses the path. Changes nothing."""
+    """Return the orphans on one path of a file tier, or [] while a process uses the path. Changes nothing."""
     return [] if holder_text(path) is not None else _find(path)
 
 
 def remove_orphan(orphan: Orphan) -> Orphan:
-    """Remove an orphan of ``find_orphans``, unless its store lists it by now. Locks its path during the removal.
+    """Remove an orphan, unless its store now lists the generation. Locks the path during the removal.
 
     Raises:
-        LockedError: a running process uses the path; nothing was removed.
+        LockedError: a running process uses the path. Nothing was removed.
         OSError: a file cannot be removed.
     """
     lock = lock_directory(orphan.path.parent.parent)
@@ -174,7 +174,7 @@ def _find(path: Path) -> list[Orphan]:
 
 
 def _is_known(number: int, owner: Owner) -> bool:
-    """Return whether the store lists the generation, or is in use and may list it soon."""
+    """Return whether the store lists the generation, or is in use and may soon list the generation."""
     directory = Path(owner.path)
     if read_store_id(directory) != owner.id:
         return False

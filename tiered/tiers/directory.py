@@ -1,4 +1,4 @@
-"""TierDirectory: an NvmeTier's directory on one drive, with its ownership, lock, and files kept for reuse."""
+"""TierDirectory: an NvmeTier's directory on one drive. Handles its ownership, its lock, and files kept for reuse."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tiered.units import PAGE_BYTES, format_size, is_number
 
 #: File with the store's id in a directory of generations (``durable/ownership.py``).
 STORE_NAME = "STORE.json"
-_LATEST_NAME = "latest"  # equals LATEST_NAME of tiered.durable.zarr_folder
+_LATEST_NAME = "latest"  # same as LATEST_NAME in tiered.durable.zarr_folder
 _OWN_FOLDERS = ("live", "snap", ".pool")
 _BEFORE_MEMBERS = b', "consolidated_metadata": '
-_UNFINISHED_DOCUMENT = Path(DOCUMENT_NAME).with_suffix(".tmp").name  # A crash during the first write leaves it.
+_UNFINISHED_DOCUMENT = Path(DOCUMENT_NAME).with_suffix(".tmp").name  # A crash during the first write leaves this file.
 
 
 def check_claimable(path: Path) -> None:
-    """Refuse a directory with files of other programs or of a newer format. Writes nothing."""
+    """Refuse a directory that has files of other programs or of a newer format. Writes nothing."""
     refuse_links(path)
     own = read_own_attributes(path)
     if own is None:
@@ -47,14 +47,14 @@ def check_claimable(path: Path) -> None:
 
 
 def refuse_links(path: Path, patterns: Sequence[str] = ("*",)) -> None:
-    """Refuse a directory with symbolic links under names that this program uses, because writes would follow them.
+    """Refuse a directory that has symbolic links with names of our files, because writes would follow the links.
 
-    An untrusted folder may contain such links. Links to folders are allowed, because people use them to keep
-    checkpoints on other drives, except under the names of a tier's folders.
+    An untrusted folder can contain such links. Users keep checkpoints on other drives through links to folders, so
+    links to folders are allowed, except with the names of a tier's folders.
 
     Args:
-        path: directory to check. It may be a link itself, and need not exist.
-        patterns: names to check, as shell patterns.
+        path: directory to check. It can be a link, and need not exist.
+        patterns: shell patterns of the names to check.
 
     Raises:
         UnusableDirectoryError: the directory contains such a link.
@@ -65,7 +65,7 @@ def refuse_links(path: Path, patterns: Sequence[str] = ("*",)) -> None:
                 continue
             if not any(fnmatch(entry.name, pattern) for pattern in patterns):
                 continue
-            if entry.name in _OWN_FOLDERS or not os.path.isdir(entry.path):  # A circular link is not a folder.
+            if entry.name in _OWN_FOLDERS or not os.path.isdir(entry.path):  # A circular link is no folder.
                 raise UnusableDirectoryError(
                     f"'{path / entry.name}' is a symbolic link under a name that this program uses, so nothing in "
                     f"'{path}' was changed. Remove the link, or name another directory"
@@ -73,7 +73,7 @@ def refuse_links(path: Path, patterns: Sequence[str] = ("*",)) -> None:
 
 
 def claim_directory(path: str | os.PathLike[str]) -> None:
-    """Claim a directory that will contain claimed directories, and delete its files kept for reuse.
+    """Claim a directory that will contain claimed directories. Deletes its files kept for reuse.
 
     Raises:
         LockedError: another tier, in this or another process, uses the directory.
@@ -88,19 +88,19 @@ def claim_directory(path: str | os.PathLike[str]) -> None:
 
 
 class TierDirectory:
-    """A directory that this process owns until ``close``. Not thread-safe: the tier's lock guards it.
+    """A directory that this process owns until ``close``. Not thread-safe; the caller holds the tier's lock.
 
-    ``live/`` has the files of home slots, and ``snap/<generation>/`` hard links to committed files. ``.pool/<size>/``
+    ``live/`` has the files of home slots. ``snap/<generation>/`` has hard links to committed files. ``.pool/<size>/``
     keeps unused files, because overwriting a file is much cheaper than deleting it and creating a new one.
 
     Args:
-        path: directory, created if missing. It must be empty or claimed; files of a dead process under ``live/`` go to
+        path: directory, created if missing. It must be empty or claimed. A dead process's files under ``live/`` go to
             the pool.
-        max_written_bytes: maximum bytes written to the directory in its lifetime, or None for no limit.
+        max_written_bytes: limit of the bytes written to the directory in its lifetime, or None.
 
     Attributes:
         wear: counter of the bytes written to the directory in its lifetime.
-        dead_owner: last process that used the directory, if it died without unlocking it.
+        dead_owner: last process that used the directory, if it died without unlocking the directory.
 
     Raises:
         LockedError: another tier, in this or another process, uses the directory.
@@ -133,7 +133,7 @@ class TierDirectory:
         self._lock: DirectoryLock | None = lock
         self._process = os.getpid()
         try:
-            check_claimable(self.path)  # Check again under the lock, which excludes other processes.
+            check_claimable(self.path)  # Check again, because other processes are excluded only under the lock.
             self._write_own_document()
             self._check_link_counts()
             self._recover_pool()
@@ -145,7 +145,7 @@ class TierDirectory:
     # -- ownership ---------------------------------------------------------------------------------------------
 
     def _write_own_document(self) -> None:
-        """Write and flush the document that claims the directory. Without it, tiers refuse the directory."""
+        """Write and flush the document that claims the directory. Tiers refuse a directory without this document."""
         document = group_document({"page_bytes": PAGE_BYTES})
         if read_own_attributes(self.path) != own_attributes(document):  # The document may also list members.
             write_document(self.path, document, replace=True, durable=True)
@@ -158,24 +158,24 @@ class TierDirectory:
             lock.release()
 
     def __del__(self) -> None:
-        """Release the lock of a tier that was dropped without ``close``, as after an error in a store's constructor.
+        """Release the lock of a tier that was dropped without ``close``, e.g. after an error in a store's constructor.
 
-        A forked child leaves the lock to its parent. At the end of the process, the owner's name stays in the file.
+        A forked child does not release its parent's lock. When the process ends, the owner's name stays in the file.
         """
         if getattr(self, "_process", None) == os.getpid() and not sys.is_finalizing():
             self.close()
 
     def check_lock(self) -> None:
-        """Raise ``LockedError`` if the LOCK file was deleted or replaced: another process may use the directory."""
+        """Raise ``LockedError`` if the LOCK file was deleted or replaced, so that others can lock the directory."""
         assert self._lock is not None, "directory used after close"
         self._lock.check()
 
     def _check_link_counts(self) -> None:
-        """Refuse a file system that does not count links: a commit links files, and linked files are never written.
+        """Refuse a file system without link counts, because they show which files commits have linked.
 
-        A file system without links is accepted here; the first commit fails with an error.
+        A file system without hard links is accepted here, but the first commit fails.
         """
-        probe = self._pool / "1" / "1"  # If this process dies here, the next one deletes the file.
+        probe = self._pool / "1" / "1"  # If this process dies here, the next process deletes the file.
         try:
             probe.parent.mkdir(parents=True, exist_ok=True)
             probe.unlink(missing_ok=True)
@@ -194,7 +194,7 @@ class TierDirectory:
             )
 
     def leftovers(self) -> str | None:
-        """Return a sentence about files that this process took over from a dead one, or None."""
+        """Return a sentence about files that this process took over from a dead process, or None."""
         if self.dead_owner is None or not self.pool_bytes:
             return None
         return f"'{self.path}': took over {format_size(self.pool_bytes)} that a dead run left ({self.dead_owner})"
@@ -202,7 +202,7 @@ class TierDirectory:
     # -- pooled files ------------------------------------------------------------------------------------------
 
     def take_pooled(self, nbytes: int, target: Path) -> bool:
-        """Rename a pooled file of this exact size to ``target``, replacing it; return False if there is none."""
+        """Replace ``target`` with a pooled file of exactly this size. Return False if there is no such file."""
         same_size = self._pooled.get(nbytes)
         if not same_size:
             return False
@@ -212,10 +212,10 @@ class TierDirectory:
         return True
 
     def create(self, nbytes: int, target: Path) -> None:
-        """Create a preallocated file and rename it to ``target``, replacing it.
+        """Create a preallocated file, and replace ``target`` with it.
 
         Raises:
-            OSError: the drive returned an error (such as ENOSPC, after all pooled files were deleted). No file is left.
+            OSError: the drive returned an error (ENOSPC only after deleting all pooled files). No new file remains.
         """
         folder = self._pool / str(nbytes)
         folder.mkdir(parents=True, exist_ok=True)
@@ -235,7 +235,7 @@ class TierDirectory:
             raise
 
     def put_pooled(self, path: Path, nbytes: int) -> None:
-        """Move a file with no other links to the pool."""
+        """Move a file to the pool. The file must have no other links."""
         folder = self._pool / str(nbytes)
         folder.mkdir(parents=True, exist_ok=True)
         pooled = folder / str(self._new_id())
@@ -264,7 +264,7 @@ class TierDirectory:
 
     def _recover_pool(self) -> None:
         for folder in self._pool.iterdir() if self._pool.is_dir() else ():
-            if folder.is_symlink() or not folder.is_dir():  # No tier creates links here, so remove the link itself.
+            if folder.is_symlink() or not folder.is_dir():  # No tier creates links here: remove the link itself.
                 folder.unlink()
                 continue
             for path in folder.iterdir():
@@ -280,7 +280,7 @@ class TierDirectory:
                     path.unlink()
 
     def _recycle_live(self) -> None:
-        """Empty ``live/``, which an earlier process left: its contents were never committed."""
+        """Empty the ``live/`` folder of an earlier process, because its contents were never committed."""
         for path in files_below(self.live):
             status = path.lstat()
             if _is_reusable(status):
@@ -289,7 +289,7 @@ class TierDirectory:
             shutil.rmtree(self.live)
 
     def frozen_bytes(self) -> int:
-        """Return the bytes of all files under ``snap/``. A file that several generations link counts once."""
+        """Return the bytes of all files under ``snap/``. A file with several links counts once."""
         return _bytes_of_files(self.snap)
 
     def held_bytes(self) -> int:
@@ -300,7 +300,7 @@ class TierDirectory:
 def open_directories(
     paths: Sequence[str | os.PathLike[str]], max_written_bytes: Sequence[int | None] | None = None
 ) -> list[TierDirectory]:
-    """Open the directories of a tier, all or none. Raises the errors of ``TierDirectory``."""
+    """Open all directories of a tier, or none after an error. Raises the errors of ``TierDirectory``."""
     opened: list[TierDirectory] = []
     try:
         for path, limit in zip(paths, max_written_bytes or [None] * len(paths), strict=True):
@@ -313,7 +313,7 @@ def open_directories(
 
 
 def reusable_bytes(path: Path) -> int:
-    """Return the bytes of existing files on this path that a new tier reuses instead of allocating space."""
+    """Return the bytes of files on this path that a new tier would reuse instead of allocating space."""
     if read_own_attributes(path) is None:
         return 0
     pooled = sum(status.st_size for status in _statuses((path / ".pool").glob("*/*")))
@@ -336,7 +336,7 @@ def statuses_below(root: Path) -> Iterator[os.stat_result]:
 
 
 def _bytes_of_files(*roots: Path) -> int:
-    """Return the bytes of the chunk files below all roots. A file with several links counts once."""
+    """Return the total bytes of the chunk files below all roots. A file with several links counts once."""
     return sum({status.st_ino: status.st_size for root in roots for status in statuses_below(root)}.values())
 
 
@@ -358,9 +358,9 @@ def read_document(folder: Path) -> Any:
 
 
 def read_own_attributes(folder: Path) -> dict[str, Any] | None:
-    """Return the attributes under ``attributes.megatrain`` of a folder's document, or None if no tier wrote it.
+    """Return a folder's ``attributes.megatrain``, or None if no tier wrote the folder's document.
 
-    This skips the list of members, the last entry of the documents, because it may have 100,000 entries.
+    Skips the list of members at the end of the document, because the list may have 100,000 entries.
     """
     try:
         content = read_document_file(folder / DOCUMENT_NAME)
@@ -372,10 +372,10 @@ def read_own_attributes(folder: Path) -> dict[str, Any] | None:
 
 
 def write_document(folder: Path, document: dict[str, Any], *, replace: bool = False, durable: bool = False) -> None:
-    """Create a folder and write its zarr document. An existing document stays unless ``replace`` is True.
+    """Create a folder and its zarr document. Keeps an existing document unless ``replace`` is True.
 
     Args:
-        durable: whether the document must survive a power cut when the function returns.
+        durable: whether the document must survive a power cut as soon as the function returns.
     """
     path = folder / DOCUMENT_NAME
     if path.exists() and not replace:
@@ -385,7 +385,7 @@ def write_document(folder: Path, document: dict[str, Any], *, replace: bool = Fa
 
 
 def make_groups(root: Path, key: str) -> None:
-    """Write a group document to ``root`` and every folder between it and the array ``key``, as zarr v3 requires."""
+    """Write group documents for ``root`` and all folders down to the array ``key``, because zarr v3 requires them."""
     folder = root
     write_document(folder, group_document())
     for segment in key.split("/")[:-1]:
@@ -406,7 +406,7 @@ def remove_array(root: Path, key: str) -> None:
 
 
 def _has_our_notes(path: Path) -> bool:
-    """Return whether a directory without a readable document has another file that proves a tier owned it."""
+    """Return whether a directory without a readable document has other files that only a tier creates."""
     for name, field, kind in ((STORE_NAME, "id", str), (WEAR_NAME, "written_bytes", int)):
         try:
             found = json.loads(read_document_file(path / name))
@@ -418,7 +418,7 @@ def _has_our_notes(path: Path) -> bool:
 
 
 def _holds_more_than(folder: Path, *names: str) -> bool:
-    """Return whether a folder has an entry with any other name. Reads as few entries as possible."""
+    """Return whether a folder has entries with other names. Reads as few entries as possible."""
     with os.scandir(folder) as entries:
         return any(entry.name not in names for entry in entries)
 
@@ -436,7 +436,7 @@ def _preallocate(path: Path, nbytes: int) -> None:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
         path.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from None  # Errors of fallocate do not name the file.
+        raise OSError(error.errno, error.strerror, str(path)) from None  # Errors from fallocate lack the path.
     finally:
         os.close(fd)
 

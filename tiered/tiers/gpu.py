@@ -23,14 +23,14 @@ _ALIGNMENT_BYTES = 512  # alignment of the device's copy engines and of torch's 
 class DeviceBuffer:
     """The resource of a GpuTier's slot.
 
-    A buffer outlives its slots: the pool passes it to the next slot of its size while kernels of the last slot may
-    still be queued. So events belong to the buffer, not to the slot.
+    A buffer outlives its slots: the pool passes it to the next slot of the same size, even while kernels of the last
+    slot are still queued. Events therefore belong to the buffer, not to the slot.
 
     Attributes:
         tensor: all bytes, 1-D uint8 on the device.
-        pending_events: last event recorded on each stream, after work that still uses the bytes. One event per stream
-            is enough, because a stream runs in order. The next user of the buffer waits for the events on the device.
-        lock: guards ``pending_events``, because links, trainer and prefetcher run on different threads.
+        pending_events: for each stream, the event after the last work that uses the bytes. One event per stream is
+            enough, because a stream runs in order. The next user's stream waits for these events.
+        lock: guards ``pending_events`` against concurrent access by links, trainer and prefetcher.
     """
 
     tensor: torch.Tensor
@@ -38,14 +38,14 @@ class DeviceBuffer:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_event(self, event: Any, stream: Any) -> None:
-        """Add an event of recorded work, and remove events that the device has reached."""
+        """Add the event of recorded work, and remove events that the device has already reached."""
         with self.lock:
-            self.pending_events.pop(stream, None)  # This is usually the only event, so no query is needed.
+            self.pending_events.pop(stream, None)  # Usually this was the only event, so no query is needed.
             self._forget_what_is_done()
             self.pending_events[stream] = event
 
     def is_idle(self) -> bool:
-        """Return whether the device has finished all recorded work, without waiting."""
+        """Return whether the device has finished all recorded work. Does not wait."""
         with self.lock:
             self._forget_what_is_done()
             return not self.pending_events
@@ -62,7 +62,7 @@ class DeviceBuffer:
                     stream.wait_event(event)
 
     def wait(self) -> None:
-        """Make the host wait for the work recorded so far. Other threads can record more work meanwhile."""
+        """Make the host wait for the work recorded so far. Meanwhile, other threads can record more work."""
         with self.lock:
             waited_for = dict(self.pending_events)
         for event in waited_for.values():
@@ -80,28 +80,27 @@ class DeviceBuffer:
 
 
 class GpuTier:
-    """Device memory of at most ``capacity_bytes``. Every slot is a separate buffer of exact (rounded) size.
+    """At most ``capacity_bytes`` of device memory. Every slot is a separate buffer of its exact (rounded) size.
 
-    Uses no device before the first slot. torch's allocator rounds buffers above 1 MiB up to 2 MiB inside its segments,
-    so leave a few percent of the device outside the tier.
+    Uses no device before the first slot. Inside its segments, torch's allocator rounds buffers above 1 MiB up to 2 MiB.
+    So leave a few percent of the device's memory outside the tier.
 
-    The tier allocates buffers on a separate stream, so torch never gives it bytes that queued kernels of another
-    stream still use, nor the reverse. A new buffer is free at once, and a copy into it need not wait.
+    The tier allocates buffers on a separate stream. So torch never passes memory that queued kernels still use from
+    another stream to the tier, or from the tier to another stream. A copy into a new buffer need not wait.
 
-    A slot reuses a buffer of its size, an idle buffer first, so that no step allocates or waits. ``keep_buffers``
-    allocates buffers before the first step. A buffer of another size is dropped only if the homes and the buffers in
-    use together exceed the capacity. Then the host waits for the buffer's last users, and returning the bytes to the
-    device briefly stops all streams. ``num_drops`` counts these events.
+    A slot reuses a buffer of its size, preferably an idle one, so that steps neither allocate nor wait.
+    ``keep_buffers`` allocates buffers before the first step. A buffer is dropped for another size only if there is no
+    other space. Then the host waits for the buffer's last users, and returning the memory briefly stops all streams.
+    ``num_drops`` counts drops.
 
     Args:
         capacity_bytes: limit of all slots and reservations together.
-        alignment_bytes: power of two, at least 512, to which slots are rounded up. Use 4096 if files are read directly
-            into the slots.
-        device: CUDA device, by default the current one. With ``"cpu"``, the tier is in host memory, to test a
-            three-tier setup without a device.
+        alignment_bytes: slots are rounded up to this power of two, at least 512. Use 4096 to read files directly into
+            slots.
+        device: CUDA device (default: the current one), or ``"cpu"`` to test a three-tier setup in host memory.
 
     Attributes:
-        num_drops: number of buffers whose bytes were returned to the device, for another size or at the end.
+        num_drops: number of buffers returned to the device, to make space or at the end.
     """
 
     def __init__(
@@ -132,22 +131,22 @@ class GpuTier:
             whole = torch.empty(nbytes + self.alignment_bytes, dtype=torch.uint8, device=self._device)
             start = -whole.data_ptr() % self.alignment_bytes
             return DeviceBuffer(whole[start : start + nbytes])
-        # torch reuses memory in the order of the stream on which it was freed. No kernels run on the tier's stream, and
-        # _drop frees only idle buffers, so the next user of the buffer need not wait.
+        # torch orders the reuse of memory on the stream that freed the memory. No kernels run on the tier's stream, and
+        # _drop frees only idle buffers, so the next user need not wait.
         with torch.cuda.stream(self._allocating_stream()):
             return DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 
     def _drop(self, buffer: DeviceBuffer) -> None:
-        # The host must wait, because streams do not order the return of memory to the device.
+        # The host must wait, because the return of memory to the device is not ordered by streams.
         buffer.wait()
         buffer.tensor = torch.empty(0, dtype=torch.uint8)
         self.num_drops += 1  # The pool's lock guards the counter.
         if self._is_cuda:
-            # Without this call, torch would cache the bytes, and a buffer of another size would need additional memory.
+            # Otherwise torch would cache the memory, and a buffer of another size would need additional memory.
             torch.cuda.empty_cache()
 
     def _allocating_stream(self) -> Any:
-        with self._streams:  # Any thread can allocate buffers, without the pool's lock.
+        with self._streams:  # Any thread can allocate, without the pool's lock.
             if self._own_stream is None:
                 self._own_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             return self._own_stream
@@ -160,7 +159,7 @@ class GpuTier:
 
     def current_stream(self) -> Any:
         """Return the calling thread's current stream on the tier's device, or None for host memory."""
-        # Pass the device's index, because looking up the index takes torch longer than finding the stream.
+        # Pass the index, because torch needs more time to look up the index than to find the stream.
         return torch.cuda.current_stream(self._device.index) if self._is_cuda else None
 
     def record_use(self, slots: Sequence[Slot], stream: Any = None) -> None:
@@ -181,7 +180,7 @@ class GpuTier:
         return round_up(nbytes, self.alignment_bytes)
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
-        """Return a slot (resource: a ``DeviceBuffer``), or None if space is lacking.
+        """Return a slot with a ``DeviceBuffer`` as its resource, or None if space is lacking.
 
         Raises:
             TransferError: the device has less free memory than the ledger.
@@ -225,11 +224,11 @@ class GpuTier:
         return self._pool.has(self.slot_bytes(nbytes))
 
     def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous view of the slot. Before using it on a stream, call ``order_before`` for this stream."""
+        """Return a contiguous view of the slot. Call ``order_before`` for a stream before using the view there."""
         return view_as(buffer_of(slot).tensor, shape, dtype)
 
     def reserve(self, nbytes: int) -> None:
-        """Charge bytes outside any slot; a negative number returns them. Raises ``CapacityError``."""
+        """Charge bytes outside any slot. A negative number returns bytes. Raises ``CapacityError``."""
         self._pool.reserve(nbytes)
 
     def sync(self) -> None:
@@ -245,7 +244,7 @@ class GpuTier:
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """Return a device with its index. "cuda" without an index means the calling thread's current device.
+    """Add the index to a device. "cuda" without an index means the calling thread's current device.
 
     Before CUDA is initialized, the current device is always the first one.
     """

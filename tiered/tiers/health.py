@@ -1,4 +1,4 @@
-"""Health of drives: full, slow or worn."""
+"""Detects and handles drives that are full, slow or worn."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Result = TypeVar("Result")
 
 
 class FullDrives:
-    """Handles full drives of a tier or of a store's generations. Thread-safe.
+    """Makes writes of a tier or store wait while a drive is full. Thread-safe.
 
     Args:
         on_full: ``pause`` until there is space, or ``error``.
-        outstanding_bytes: returns the bytes that the owner may still write to a path; called when a pause begins.
+        outstanding_bytes: returns the bytes that the owner may still write to a path. Called when a pause begins.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class FullDrives:
         return bool(self._full_paths)
 
     def wait(self, path: str, need_bytes: int, cause: OSError) -> None:
-        """Wait a moment after a failed write, so that the caller can retry it. The first call of a pause reports it.
+        """Wait a moment after a failed write; the caller then retries. The first call of a pause notifies the user.
 
         Raises:
-            OSError: ``cause``, if the drive is not full, or waiting is disabled.
+            OSError: the drive is not full or waiting is disabled. Raises ``cause``.
         """
         if cause.errno not in _NO_SPACE or self._on_full != "pause":
             raise cause
@@ -65,7 +65,8 @@ class FullDrives:
             is_news = path not in self._full_paths
             self._full_paths.add(path)
         if is_news:
-            # The failed write may be one file of many: space for only this file would lead to the next pause.
+            # The failed write may be one file of many. If only this file fitted, the next file would cause another
+            # pause.
             need_bytes = max(need_bytes, self._outstanding_bytes(path))
             self._notice(
                 f"the drive of '{path}' is full ({os.strerror(cause.errno)}): paused, nothing is lost. Free at least "
@@ -75,10 +76,10 @@ class FullDrives:
             raise cause
 
     def retry(self, path: str, need_bytes: int, act: Callable[[], Result]) -> Result:
-        """Call ``act`` and return its result. While it fails because the drive is full, wait and call it again.
+        """Call ``act`` and return its result. While the drive is full, wait and call ``act`` again.
 
         Args:
-            act: function that leaves nothing behind if it fails.
+            act: function that leaves no files behind when it fails.
 
         Raises:
             OSError: the function failed for another reason, or waiting is disabled.
@@ -93,7 +94,7 @@ class FullDrives:
                 return result
 
     def wrote(self, path: str) -> None:
-        """Record that a write succeeded, and report it if the path was full."""
+        """Note that a write succeeded. If the path was full, notify the user."""
         if path not in self._full_paths:
             return
         with self._lock:
@@ -107,9 +108,9 @@ class FullDrives:
         self._is_giving_up.set()
 
 
-#: Bytes between checks of a path's rate: 32 parts of a large transfer.
+#: A path's rate is checked after this many bytes: 32 parts of a large transfer.
 WINDOW_BYTES = 512 * MiB
-#: Number of windows required before a window can count as slow, and of consecutive slow windows before a report.
+#: Number of windows before one can count as slow, and number of consecutive slow windows before a report.
 _NUM_USUAL, _NUM_SLOW = 4, 2
 _SLOW_SHARE = 1 / 3
 _NUM_REMEMBERED = 64
@@ -122,7 +123,7 @@ class PathRates:
     Attributes:
         read_bytes_per_s: mean rate of all reads.
         write_bytes_per_s: mean rate of all writes.
-        recent_bytes_per_s: mean rate of reads and writes together in the last window of ``WINDOW_BYTES``.
+        recent_bytes_per_s: mean rate of reads and writes together in the last window.
         usual_bytes_per_s: median rate of reads and writes together in earlier windows that were not slow.
     """
 
@@ -133,7 +134,7 @@ class PathRates:
 
 
 class _Busy:
-    """Bytes moved, and the time during which at least one part was in progress."""
+    """Bytes moved, and the time with at least one part in progress."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -164,8 +165,8 @@ class _Busy:
 class PathMeter:
     """Measures the rates of one path. Thread-safe.
 
-    It does not time individual parts, because their time depends on the number of parts in progress. Reads and writes
-    share a drive, so only their sum shows whether the drive has slowed down.
+    Individual parts are not timed, because their time depends on the number of parts in progress. Reads and writes
+    share a drive, so only their total rate shows whether the drive has slowed down.
 
     Args:
         window_bytes: bytes between two checks.
@@ -187,7 +188,7 @@ class PathMeter:
         """Measure the ``with`` block, which moves ``nbytes`` unless it raises an error.
 
         Args:
-            on_slow: called with a text of the rates after the second consecutive slow window.
+            on_slow: called with a description of the rates after the second consecutive slow window.
         """
         direction = self._writes if is_write else self._reads
         with self._lock:
@@ -208,7 +209,7 @@ class PathMeter:
                 on_slow(news)
 
     def _close_window(self) -> str | None:
-        """End the window if it is full; return a text of the rates if the path has slowed down."""
+        """End the window if it is full. Return a description of the rates if the path has slowed down."""
         start_bytes, start_s = self._window_start
         nbytes, busy_s = self._both.nbytes - start_bytes, self._both.busy_s - start_s
         if nbytes < self._window_bytes or busy_s <= 0:
@@ -237,15 +238,15 @@ class PathMeter:
 
 
 WEAR_NAME = "WEAR.json"
-#: Bytes by which the count on disk exceeds the real count, so that it is never too low after a crash.
+#: The count on disk is ahead by this many bytes, so that it is never too low after a crash.
 AHEAD_BYTES = GiB
 
 
 class WearLimitError(TieredError):
-    """A write would exceed the limit of a path. Nothing was written.
+    """A write would exceed a path's limit. Nothing was written.
 
     Attributes:
-        limit_bytes: maximum bytes written to the path in its lifetime.
+        limit_bytes: limit of the bytes written to the path in its lifetime.
         need_bytes: size of the refused write.
     """
 
@@ -261,14 +262,14 @@ class WearLimitError(TieredError):
 
 
 class WearCounter:
-    """Counts the bytes written to one directory in its ``WEAR.json``. The lock of its owner guards it.
+    """Counts the bytes written to a directory, in ``WEAR.json``. The caller holds the owner's lock.
 
-    Before bytes are written, the count in the file is raised in advance, in large steps; ``close`` corrects it. So the
-    count in the file is never too low, and after a crash it is at most ``ahead_bytes`` too high.
+    The count in the file is raised before bytes are written, in large steps. So it is never too low, and after a crash
+    it is at most ``ahead_bytes`` too high. ``close`` writes the exact count.
 
     Args:
-        directory: folder of the file. The caller holds its lock.
-        limit_bytes: maximum bytes in the lifetime of the directory, or None for no limit.
+        directory: folder of the file. The caller holds the folder's lock.
+        limit_bytes: limit for the lifetime of the directory, or None.
 
     Raises:
         TieredError: the file cannot be read.
@@ -295,12 +296,12 @@ class WearCounter:
         return written
 
     def check(self, nbytes: int) -> None:
-        """Raise ``WearLimitError`` if ``nbytes`` more would exceed the limit."""
+        """Raise ``WearLimitError`` if writing ``nbytes`` would exceed the limit."""
         if self.limit_bytes is not None and self.written_bytes + nbytes > self.limit_bytes:
             raise WearLimitError(str(self._path.parent), self.limit_bytes, self.written_bytes, nbytes)
 
     def add(self, nbytes: int) -> None:
-        """Count bytes before they are written. If the drive returns an ``OSError``, nothing is counted."""
+        """Count bytes before they are written. If the drive returns an ``OSError``, no bytes are counted."""
         needed_bytes = self.written_bytes + nbytes
         if needed_bytes > self._on_disk_bytes:
             self._save(needed_bytes + self._ahead_bytes)
@@ -320,10 +321,10 @@ class WearCounter:
 
 
 def count_writes(counters: Sequence[WearCounter], nbytes_by_path: Mapping[int, int]) -> None:
-    """Count a write to several paths, after checking all limits. The caller holds their owner's lock.
+    """Check all limits, then count a write to several paths. The caller holds the owner's lock.
 
     Raises:
-        WearLimitError: the write would exceed a limit; nothing is counted.
+        WearLimitError: the write would exceed a limit. Nothing is counted.
         OSError: a drive returned an error.
     """
     for index, nbytes in nbytes_by_path.items():

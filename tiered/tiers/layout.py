@@ -1,4 +1,4 @@
-"""The zarr v3 layout of blocks on a drive: documents, keys, and the files of home slots."""
+"""The zarr v3 layout of blocks on a drive: documents, keys, and files of home slots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiered.errors import TransferError
 from tiered.tiers.base import Slot
 from tiered.units import PAGE_BYTES, format_size
 
-#: Version of the attributes under ``attributes.megatrain``; readers refuse newer versions.
+#: Version of ``attributes.megatrain``. Readers refuse newer versions.
 FORMAT_VERSION = 1
 ATTRIBUTES_KEY = "megatrain"
 DOCUMENT_NAME = "zarr.json"
@@ -42,15 +42,15 @@ _RAW_NAMES = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, e.g. ``"bfloat16"``; ``dtype_from_name`` is the inverse."""
+    """Return the name of a dtype, e.g. ``"bfloat16"``. ``dtype_from_name`` is the inverse."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """Return the dtype of a name from ``dtype_name``.
+    """Return the dtype for a name that ``dtype_name`` returned.
 
     Raises:
-        ValueError: this version of torch lacks the dtype.
+        ValueError: this version of torch does not have the dtype.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -59,10 +59,10 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def zarr_data_type(dtype: torch.dtype) -> str:
-    """Return the zarr data type that stores ``dtype``: the same type, or an unsigned integer of equal size.
+    """Return the zarr data type that stores ``dtype``: the same type, or an unsigned integer of the same size.
 
-    zarr has no built-in bfloat16 or float8. They are stored as ``uint16`` and ``uint8``, with the true name in the
-    attributes.
+    zarr has no built-in bfloat16 or float8, so they are stored as ``uint16`` and ``uint8``. The attributes have the
+    true name.
     """
     return _ZARR_NAMES.get(dtype) or _RAW_NAMES[dtype.itemsize]
 
@@ -79,7 +79,7 @@ def array_document(key: str, shape: Sequence[int], dtype: torch.dtype, chunk_byt
 
 
 def array_view_document(spec: BlockSpec, chunk_shape: Sequence[int]) -> dict[str, Any]:
-    """Return the document of an array with the block's shape, in chunks of ``chunk_shape``."""
+    """Return the document of an array that has the block's shape and chunks of ``chunk_shape``."""
     return _array_document(spec.key, spec.shape, spec.dtype, spec.shape, chunk_shape)
 
 
@@ -87,7 +87,7 @@ def _array_document(
     key: str, shape: Sequence[int], dtype: torch.dtype, array_shape: Sequence[int], chunk_shape: Sequence[int]
 ) -> dict[str, Any]:
     data_type = zarr_data_type(dtype)
-    # zarr refuses a byte order for one-byte types.
+    # zarr does not allow a byte order for one-byte types.
     codec: dict[str, Any] = {"name": "bytes"}
     if dtype.itemsize > 1:
         codec["configuration"] = {"endian": "little"}
@@ -112,13 +112,13 @@ def _array_document(
 
 
 def group_document(attributes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the document of a group; ``attributes`` are stored under ``attributes.megatrain``."""
+    """Return the document of a group, with ``attributes`` stored under ``attributes.megatrain``."""
     own = {} if attributes is None else {ATTRIBUTES_KEY: {"format": FORMAT_VERSION, **attributes}}
     return {"zarr_format": 3, "node_type": "group", "attributes": own}
 
 
 def own_attributes(document: object) -> dict[str, Any] | None:
-    """Return the attributes under ``attributes.megatrain`` of a document, or None if no tier wrote it."""
+    """Return the ``attributes.megatrain`` of a document, or None if no tier wrote the document."""
     if not isinstance(document, dict) or not isinstance(document.get("attributes"), dict):
         return None
     own = document["attributes"].get(ATTRIBUTES_KEY)
@@ -126,7 +126,7 @@ def own_attributes(document: object) -> dict[str, Any] | None:
 
 
 def document_chunk_bytes(document: object) -> int | None:
-    """Return the chunk file size in an ``array_document``, or None if it is damaged or another program's document."""
+    """Return the chunk file size in an ``array_document``. Return None for other or damaged documents."""
     own = own_attributes(document)
     if own is None or not isinstance(document, dict):
         return None
@@ -147,7 +147,7 @@ def _fill_value(data_type: str) -> bool | int | float | list[float]:
 
 
 class ArrayKeys:
-    """The keys that one tier uses. The tier's lock guards it."""
+    """The keys in use in one tier. The caller holds the tier's lock."""
 
     def __init__(self, tier: str) -> None:
         self._tier = tier
@@ -155,7 +155,7 @@ class ArrayKeys:
         self._groups: Counter[str] = Counter()
 
     def check(self, key: str) -> None:
-        """Raise ``ValueError`` if ``key`` is in use, is not a valid path, or contains or is inside another block."""
+        """Raise ``ValueError`` if ``key`` is in use, is not a valid path, or is a parent or child of another key."""
         segments = key.split("/")
         if any(segment in ("", ".", "..", DOCUMENT_NAME) for segment in segments):
             raise ValueError(f"'{key}' cannot name files: no segment may be empty, '.', '..' or '{DOCUMENT_NAME}'")
@@ -185,9 +185,9 @@ class ChunkFile:
     """One chunk file of an array.
 
     Attributes:
-        path: path of the file; for a tier's slot never a symbolic link.
+        path: path of the file. For a tier's slot, this is never a symbolic link.
         offset: byte offset of the file's contents in the block.
-        path_index: index of the tier's path that has the file.
+        path_index: index of the path that has the file.
     """
 
     path: Path
@@ -198,12 +198,12 @@ class ChunkFile:
 
 @dataclass(slots=True)
 class HomeFiles:
-    """The resource of an NvmeTier's slot: the block's key, and its files in order of their offsets.
+    """The resource of an NvmeTier's slot: the block's key, and its files ordered by offset.
 
-    Only the transfer that writes the files, commits, and the adoption of a snapshot change the attributes.
+    Only commits, adoptions of snapshots, and transfers that write the files change the attributes.
 
     Attributes:
-        checksums: one checksum per piece of the contents (``tiered.file_io``), or None if unknown.
+        checksums: one checksum per piece (see ``tiered.file_io``), or None if unknown.
         is_flushed: whether the contents survive a power cut.
     """
 
@@ -225,7 +225,7 @@ def files_of(slot: Slot) -> HomeFiles:
 
 
 def parts_of(files: Sequence[ChunkFile], start: int, stop: int) -> Iterator[tuple[Path, int, int, int]]:
-    """Split bytes ``start`` to ``stop`` of a block by file: yield (path, file start, file stop, block start)."""
+    """Split bytes ``start`` to ``stop`` of a block by file. Yield (path, file start, file stop, block start)."""
     for file in files:
         first, last = max(start, file.offset), min(stop, file.offset + file.nbytes)
         if first < last:
@@ -233,13 +233,13 @@ def parts_of(files: Sequence[ChunkFile], start: int, stop: int) -> Iterator[tupl
 
 
 def place_of(files: Sequence[ChunkFile], start: int, stop: int) -> str:
-    """Return the files and byte ranges of bytes ``start`` to ``stop`` of a block as text for a message."""
+    """Describe the files and byte ranges that hold bytes ``start`` to ``stop`` of a block, for a message."""
     parts = parts_of(files, start, stop)
     return ", ".join(f"'{os.path.realpath(path)}' bytes {first} to {last}" for path, first, last, _ in parts)
 
 
 def no_files_error(error: OSError, tier: str, path: str, key: str, nbytes: int) -> TransferError:
-    """Return the error for a new block whose files cannot be created. ``path`` is used if ``error`` names no file."""
+    """Return the error for failing to create a new block's files. ``path`` is used if ``error`` names no file."""
     return TransferError(
         f"no files for {format_size(nbytes)} of block '{key}': {error.strerror}. Free space on the drive, "
         f"or give tier '{tier}' fewer bytes",

@@ -21,42 +21,42 @@ from tiered.tiers.snapshots import Snapshots
 from tiered.tiers.stripe import check_rates, plan_chunks
 from tiered.units import PAGE_BYTES
 
-#: When contents are compared with their checksums; with ``off``, writes compute none.
+#: When to compare contents with their checksums. With ``off``, writes do not compute checksums.
 Verify = Literal["off", "resume", "always"]
-#: Library that moves the bytes; ``auto`` uses kvikio if GPUDirect Storage works, otherwise system calls.
+#: Library that moves the bytes. ``auto`` uses kvikio if GPUDirect Storage works, otherwise system calls.
 Engine = Literal["posix", "auto", "kvikio"]
-#: Space of a snapshot in addition to contents: for each block two folders and a document with their entries; for the
-#: snapshot folders, notes and a manifest.
+#: Space of a snapshot in addition to the contents. Each block needs two folders and a document, and the snapshot needs
+#: folders, notes and a manifest.
 _DOCUMENT_BYTES, _NOTES_BYTES = 4 * PAGE_BYTES, 16 * PAGE_BYTES
 
 
 class NvmeTier:
-    """Files on one or more drives, ``capacity_bytes`` in total. Slots are only homes, not addressable. Thread-safe.
+    """Files of at most ``capacity_bytes`` on one or more drives. Slots are homes, not addressable. Thread-safe.
 
-    ``<path>/live/<key>/`` on the first path is a zarr v3 array with the block's contents. Symbolic links in it lead to
-    files on other paths. Contents survive the process only in a snapshot: the next process recycles files that an
-    ended process left under ``live/``. Files of freed slots are kept for reuse and count as free. They are deleted when
-    space is needed, so that slots, reservations and kept files never exceed the capacity. Bytes that only snapshots
-    hold (``snapshots.nbytes``) are not part of the capacity, unless they are reserved.
+    ``<path>/live/<key>/`` on the first path is a zarr v3 array with the block's contents, with symbolic links to files
+    on other paths. Only snapshots outlive the process: the next process recycles the files under ``live/``. Files of
+    freed slots are kept for reuse and count as free. They are deleted when space is needed, so that slots, reservations
+    and kept files never exceed the capacity. Bytes that only snapshots hold (``snapshots.nbytes``) do not count toward
+    the capacity, unless they are reserved.
 
-    A file that a snapshot links is never written: the first write after a snapshot replaces it with another file of the
-    same name.
+    A file that a snapshot links is never written. The first write after a snapshot replaces the file with a new one.
 
     Args:
-        paths: directories, created if missing. Each must be empty or from an earlier run. The first has the arrays.
+        paths: directories, created if missing. Each must be empty or from an earlier run. The first directory has the
+            arrays.
         capacity_bytes: limit over all paths together.
         rates: relative speed of each path (default: equal). Blocks are striped in this proportion.
         chunk_bytes: maximum file size (a multiple of 4096). Default: 512 MiB for one path, 16 MiB for several.
-        engine: library that moves the bytes. ``kvikio`` needs the extra ``gds`` and an NVIDIA driver.
+        engine: library that moves the bytes. ``kvikio`` needs the optional dependency ``gds`` and an NVIDIA driver.
         past_ram: whether blocks move directly between the files and a GpuTier, bypassing RAM. On a CUDA device, kvikio
             moves all bytes and GPUDirect Storage must work. For a GpuTier in host memory, ``engine`` applies. Blocks
             written from device memory get their checksums at a commit, which reads them back.
         direct_io: whether to use O_DIRECT if the file system supports it; see ``io_path``.
-        verify: ``resume`` computes checksums at each write and compares them when a generation is opened; ``always``
-            also compares them at every read; ``off`` computes them only at a commit, by reading the files back.
-        on_full: reaction to a full drive during a write: ``pause`` until there is space, or ``error``.
-        on_notice: called with a sentence for the user, from any thread; default: logs a warning.
-        max_written_bytes: for each path, maximum bytes written in the lifetime of the directory, or None.
+        verify: ``resume`` computes checksums at each write and compares them when a generation is opened. ``always``
+            also compares them at every read. ``off`` computes them only at a commit, by reading the files back.
+        on_full: what a write does if a drive is full: ``pause`` until there is space, or ``error``.
+        on_notice: called with a sentence for the user, on any thread. By default, the sentence is logged as a warning.
+        max_written_bytes: for each path, limit of the bytes written in the lifetime of the directory, or None.
 
     Raises:
         LockedError: another process uses one of the paths.
@@ -120,7 +120,7 @@ class NvmeTier:
 
     @property
     def paths(self) -> list[str]:
-        """Absolute paths; the first one has the arrays."""
+        """Absolute paths. The first path has the arrays."""
         return [str(directory.path) for directory in self.directories]
 
     @property
@@ -129,7 +129,7 @@ class NvmeTier:
         return "posix-direct" if self._is_direct else "posix-buffered"
 
     def notice(self, text: str, *, once: str | None = None) -> None:
-        """Report a sentence to the user, but only the first one of each ``once`` text. Thread-safe."""
+        """Report a sentence to the user, unless one with the same ``once`` was reported before. Thread-safe."""
         with self._noticing:
             if once is not None and once in self._noticed:
                 return
@@ -139,14 +139,14 @@ class NvmeTier:
     # -- slots -------------------------------------------------------------------------------------------------
 
     def slot_bytes(self, nbytes: int) -> int:
-        """Return the size of all files of a slot. Each file has less than 4096 bytes of padding."""
+        """Return the total size of a slot's files. Each file has less than 4096 bytes of padding."""
         return plan_chunks(nbytes, self._rates, self._chunk_bytes).slot_bytes
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
-        """Return a slot (resource: ``HomeFiles``) with preallocated files, or None if space is lacking.
+        """Return a slot with preallocated ``HomeFiles``, or None if space is lacking.
 
         Raises:
-            TransferError: a drive returned an error (full, read-only, ...); no file is left behind.
+            TransferError: a drive returned an error (full, read-only, ...). No file is left behind.
             ValueError: ``name`` is in use, or an array would be inside another array.
         """
         assert home, f"tier '{self.name}' can only be a home, not hold a copy of '{name}'"
@@ -179,7 +179,7 @@ class NvmeTier:
         write_document(self.directories[0].live / home.key, document, replace=True)
 
     def free(self, slot: Slot) -> None:
-        """Free a slot. Its files are kept for reuse, except files that a snapshot links."""
+        """Free a slot. Keeps its files for reuse, except files that a snapshot links."""
         assert slot.tier == self.name and isinstance(slot.resource, HomeFiles), slot
         home = slot.resource
         with self._lock:
@@ -195,13 +195,13 @@ class NvmeTier:
         raise TieredError(f"tier '{self.name}' is not addressable: fetch the block into a faster tier first")
 
     def reserve(self, nbytes: int) -> None:
-        """Charge bytes outside any slot, e.g. of future snapshots; a negative number returns them."""
+        """Charge bytes outside any slot, e.g. for future snapshots. A negative number returns bytes."""
         with self._lock:
             self._ledger.reserve(nbytes)
             self.snapshots.trim_pools()
 
     def usage(self) -> TierUsage:
-        """Return the current ledger: files of slots, and reservations. Files kept for reuse count as free."""
+        """Return the current ledger of slots and reservations. Files kept for reuse count as free."""
         return self._ledger.usage()
 
     @property
@@ -221,8 +221,8 @@ class NvmeTier:
         return self._open(file.path, os.O_RDONLY)
 
     def open_for_write(self, file: ChunkFile) -> int:
-        """Return a new file descriptor of a file that no snapshot links; the caller closes it. Raises ``OSError``."""
-        # Hold the lock, because while another thread replaces the file, the snapshot's file can have only one link.
+        """Replace a file that a snapshot links. Return a new descriptor; the caller closes it. Raises ``OSError``."""
+        # Hold the lock: while another thread replaces the file, the snapshot's file can have only one link.
         with self._lock:
             fd = self._open(file.path, os.O_RDWR)
             if os.fstat(fd).st_nlink == 1:
@@ -232,7 +232,7 @@ class NvmeTier:
             return self._open(file.path, os.O_RDWR)
 
     def stop_direct_io(self) -> None:
-        """Switch to the kernel's cache, because a file system does not support O_DIRECT."""
+        """Stop using O_DIRECT, because a file system does not support it."""
         self._is_direct = False
         text = f"a file system of tier '{self.name}' ({', '.join(self.paths)}) does not support O_DIRECT, so files use "
         self.notice(text + "the kernel's cache, which is slower and takes memory", once="buffered")
@@ -248,11 +248,11 @@ class NvmeTier:
             self._written_bytes[path_index] += nbytes
 
     def count_wear(self, nbytes_by_path: Mapping[int, int]) -> None:
-        """Count bytes before they are written, by index of the path.
+        """Count bytes, by index of the path, before they are written.
 
         Raises:
             WearLimitError: the write would exceed a limit. Nothing is counted, and the caller must not write.
-            OSError: the count cannot be saved on a drive.
+            OSError: a drive cannot save the count.
         """
         with self._lock:
             count_writes([directory.wear for directory in self.directories], nbytes_by_path)
@@ -278,7 +278,7 @@ class NvmeTier:
         sync_paths([file.path for file in files], self._flush)
 
     def _outstanding_bytes(self, path: str) -> int:
-        """Return the bytes that snapshots may still add to a path: its share of the reservation minus its files."""
+        """Return the bytes that snapshots can still add to a path: its share of the reservation minus its files."""
         index = self.paths.index(path)
         with self._lock:
             homes = [files_of(slot) for slot in self._slots.values()]
@@ -287,7 +287,7 @@ class NvmeTier:
             if not all_bytes or not reserved_bytes:
                 return 0
             needed_bytes = here_bytes + reserved_bytes * here_bytes // all_bytes
-            num_snapshots = -(-reserved_bytes // all_bytes) + 1  # One more, for the folders of a snapshot in removal.
+            num_snapshots = -(-reserved_bytes // all_bytes) + 1  # One more, because one may be in removal.
             needed_bytes += num_snapshots * (len(homes) * _DOCUMENT_BYTES + _NOTES_BYTES)
             return needed_bytes - self.directories[index].held_bytes()
 

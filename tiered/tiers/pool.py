@@ -1,4 +1,4 @@
-"""Pool of exact-size buffers for slots in RAM and on GPUs. A freed buffer is kept for the next slot of its size."""
+"""Pool of exact-size buffers for slots in RAM and on GPUs. A freed buffer is kept for the next slot of that size."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Buffer = TypeVar("Buffer")
 class SlabPool(Generic[Buffer]):
     """Allocates exact-size buffers and keeps freed buffers for the next request of the same size. Thread-safe.
 
-    ``used + pooled <= capacity`` always holds, and a buffer is dropped *before* its replacement is allocated, so the
-    memory in use has the same limit. There is no arena and therefore no fragmentation: any request that fits the free
+    ``used + pooled <= capacity`` always holds. A buffer is dropped *before* its replacement is allocated, so memory
+    usage never exceeds the capacity. There is no arena and therefore no fragmentation: any request that fits the free
     bytes succeeds.
 
     Args:
-        ledger: ledger of the tier, to which the pool charges slots and reservations.
-        make: returns a new buffer of the given size. Any thread may call it; ``take`` calls it without the pool's lock.
-        drop: frees a buffer's memory before it returns. Called with the pool's lock held.
-        is_idle: returns whether a freed buffer is unused, for devices whose queued work may still use it. The pool then
-            prefers idle buffers, then the buffer freed longest ago. Without it, the pool prefers the newest buffer,
-            which is in a CPU cache.
+        ledger: ledger of the tier. The pool charges slots and reservations to it.
+        make: returns a new buffer of a given size. Called on any thread. ``take`` calls it without the pool's lock.
+        drop: frees a buffer's memory synchronously. Called with the pool's lock held.
+        is_idle: returns whether queued device work no longer uses a freed buffer. The pool then prefers idle buffers,
+            then the buffer freed longest ago. Without ``is_idle``, it prefers the last freed buffer, which is in a CPU
+            cache.
 
     Attributes:
         pooled_bytes: bytes of freed buffers kept for reuse.
@@ -43,14 +43,14 @@ class SlabPool(Generic[Buffer]):
         self._make = make
         self._drop = drop
         self._is_idle = is_idle
-        self._lock = threading.RLock()  # Reentrant, because `make` may read `free_bytes`.
+        self._lock = threading.RLock()  # Reentrant, because ``make`` may read ``free_bytes``.
         self._pooled: dict[int, list[Buffer]] = {}  # by size, oldest first
         self._num_made = Counter[int]()  # number of existing buffers, by size
         self._kept: Mapping[int, int] = {}
         self._is_closed = False
 
     def keep(self, counts: Mapping[int, int]) -> None:
-        """Allocate the missing buffers of each size, and drop buffers of these sizes last.
+        """Allocate the missing buffers of each size. Buffers of these sizes are dropped last.
 
         Stops without an error if space is lacking. Raises the errors of ``make``.
 
@@ -63,7 +63,7 @@ class SlabPool(Generic[Buffer]):
             for nbytes, count in counts.items():
                 while self._num_made[nbytes] < count and self._available_bytes() >= nbytes:
                     self._drop_pooled(nbytes)
-                    self.pooled_bytes += nbytes  # Count the buffer before it is allocated, as `take` does.
+                    self.pooled_bytes += nbytes  # Count the buffer before allocating it, as ``take`` does.
                     try:
                         buffer = self._make(nbytes)
                     except BaseException:
@@ -73,10 +73,10 @@ class SlabPool(Generic[Buffer]):
                     self._num_made[nbytes] += 1
 
     def has(self, nbytes: int) -> bool:
-        """Return whether ``take(nbytes)`` would return a buffer without dropping a kept one.
+        """Return whether ``take(nbytes)`` would return a buffer without dropping a kept buffer.
 
-        A size gets no more buffers than ``keep`` requested, and other sizes get only free bytes. Otherwise two sizes
-        would endlessly take the remaining space from each other.
+        Sizes in ``keep`` get at most the requested number of buffers, and other sizes get only free bytes. Otherwise
+        two sizes would endlessly take space from each other.
         """
         with self._lock:
             if self._pooled.get(nbytes):
@@ -89,13 +89,13 @@ class SlabPool(Generic[Buffer]):
     def take(self, nbytes: int) -> Buffer | None:
         """Return a buffer of exactly ``nbytes`` with undefined contents, or None if space is lacking.
 
-        Raises the errors of ``make``, and then leaves the ledger unchanged.
+        If ``make`` raises an error, the ledger stays unchanged.
         """
         with self._lock:
             assert not self._is_closed, "pool used after close"
             same_size = self._pooled.get(nbytes)
-            position = self._next_of(same_size) if same_size else 0  # May raise, so call it before charging the ledger.
-            if not self._ledger.take(nbytes):  # Charge under the lock, so that no other caller gets this space.
+            position = self._next_of(same_size) if same_size else 0  # Can raise, so call it before charging
+            if not self._ledger.take(nbytes):  # Charge under the lock, so that no other caller takes the space.
                 return None
             if same_size:
                 self.pooled_bytes -= nbytes
@@ -122,10 +122,10 @@ class SlabPool(Generic[Buffer]):
             self.pooled_bytes += nbytes
 
     def reserve(self, nbytes: int) -> None:
-        """Charge bytes outside the pool, dropping pooled buffers if needed. A negative number returns bytes.
+        """Charge bytes outside the pool. Drops pooled buffers if needed. A negative number returns bytes.
 
         Raises:
-            CapacityError: space is lacking; nothing is charged.
+            CapacityError: space is lacking. Nothing is charged.
         """
         with self._lock:
             self._ledger.reserve(nbytes)
@@ -144,12 +144,12 @@ class SlabPool(Generic[Buffer]):
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are neither reserved nor in an existing or upcoming buffer."""
+        """Bytes that are not reserved and not in a buffer, including buffers about to be allocated."""
         with self._lock:
             return self._ledger.capacity_bytes - self._ledger.used_bytes - self.pooled_bytes
 
     def _num_surplus(self, nbytes: int) -> int:
-        """Return the number of pooled buffers of a size in excess of the number that ``keep`` requested."""
+        """Return the number of pooled buffers of a size that exceed the request of ``keep``."""
         return min(len(self._pooled[nbytes]), max(0, self._num_made[nbytes] - self._kept.get(nbytes, 0)))
 
     def _available_bytes(self) -> int:

@@ -36,20 +36,20 @@ _POPULATE_BYTES = 256 * MiB  # bytes that one task of a thread makes resident
 _MOST_POPULATING_THREADS = 8
 _THP_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MEMORY = Path("/proc/meminfo")
-_GROWTH_S = 2.0  # A virtual machine that does not grow for this long has no more memory.
+_GROWTH_S = 2.0  # If a virtual machine does not grow for this long, it has no more memory.
 _NODES_WITH_MEMORY = Path("/sys/devices/system/node/has_memory")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers of mbind, which the C library does not wrap
 _MPOL_PREFERRED = 1
 _PROT_NONE = 0
 _MAP_FIXED_NOREPLACE = 0x100000
-_MREMAP_FLAGS = 1 | 2 | 4  # MAYMOVE, FIXED, DONTUNMAP (Linux 5.7); the source addresses stay reserved.
-_MOST_UNITS = 1 << 13  # Each unit of pages may become a mapping, and a process may have 65,530 mappings.
+_MREMAP_FLAGS = 1 | 2 | 4  # MAYMOVE, FIXED, DONTUNMAP (Linux 5.7). The source addresses stay reserved.
+_MOST_UNITS = 1 << 13  # Each unit of pages can become a mapping, and a process can have 65,530 mappings.
 
 
 @functools.cache
 def huge_pages_allowed() -> bool:
-    """Return whether the kernel provides transparent huge pages on request."""
+    """Return whether the kernel grants transparent huge pages on request."""
     try:
         return "[never]" not in _THP_SETTING.read_text()
     except OSError:
@@ -57,7 +57,7 @@ def huge_pages_allowed() -> bool:
 
 
 def cuda_is_available() -> bool:
-    """Return whether the machine has a CUDA device, which is the reason to pin memory."""
+    """Return whether the machine has a CUDA device. Memory is pinned only then."""
     return torch.cuda.is_available()
 
 
@@ -74,18 +74,18 @@ def _libc() -> ctypes.CDLL:
 
 
 def _advise(address: int, nbytes: int, advice: int) -> int:
-    """Call madvise without the GIL (``mmap.madvise`` holds the GIL), and return 0 or the errno."""
+    """Call madvise without holding the GIL, unlike ``mmap.madvise``. Return 0 or the errno."""
     return ctypes.get_errno() if _libc().madvise(address, nbytes, advice) else 0
 
 
 def _move_pages(source: int, target: int, nbytes: int) -> bool:
-    """Move resident pages to a range without pages. If this returns False, the range may have an unmapped hole."""
+    """Move resident pages to a range without pages. If the result is False, the range may have an unmapped hole."""
     return bool(_libc().mremap(source, nbytes, nbytes, _MREMAP_FLAGS, target) == target)
 
 
 @functools.cache
 def _pages_can_move() -> bool:
-    """Return whether this kernel can move pages, by a trial with a separate page."""
+    """Return whether this kernel can move pages. Tries it with a separate page."""
     with mmap.mmap(-1, 2 * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as trial:
         trial[0] = 7
         first = ctypes.addressof(ctypes.c_char.from_buffer(trial))
@@ -93,21 +93,21 @@ def _pages_can_move() -> bool:
 
 
 def _address_of(array: np.ndarray[Any, Any]) -> int:
-    """Return the address of an array. ``array.ctypes`` would take ten times as long."""
+    """Return the address of an array. This is ten times faster than ``array.ctypes``."""
     return int(array.__array_interface__["data"][0])
 
 
 #: Mappings of slabs. A forked child does not inherit their pages; see decision 0088.
 _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-#: Mappings with a possible hole. They are never unmapped, because another mapping may use the hole's addresses.
+#: Mappings that may have a hole. They are never unmapped, because another mapping may use the hole's addresses.
 _with_holes: list[mmap.mmap] = []
 
 
 def _reserve_addresses_in_child() -> None:
     """Map inaccessible pages at the addresses of the parent's slabs.
 
-    Otherwise a new mapping of the child could get these addresses. The parent's tensors would then read and write it,
-    and closing a slab would unmap it.
+    Otherwise, a new mapping of the child could get these addresses. The child's copies of the parent's tensors would
+    then read and write the new mapping, and closing a slab would unmap it.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
     for mapping in list(_mappings):
@@ -120,7 +120,7 @@ os.register_at_fork(after_in_child=_reserve_addresses_in_child)
 
 
 def _memory_of_machine() -> int:
-    """Return the kilobytes of RAM that the kernel manages now. A virtual machine may start with part of its RAM."""
+    """Return the kilobytes of RAM that the kernel manages now. A virtual machine may start with less than its RAM."""
     found = re.search(r"^MemTotal:\s+(\d+)", _MEMORY.read_text(encoding="ascii"), re.MULTILINE)
     return int(found[1]) if found else 0
 
@@ -148,43 +148,43 @@ def _node_of_gpu(device: int) -> int | None:
 
 
 def _prefer_node(address: int, nbytes: int, node: int) -> None:
-    """Prefer a NUMA node for pages that are touched later. This is a hint, so failures are ignored."""
+    """Prefer a NUMA node for pages that are touched later. Failures are ignored, because this is only a hint."""
     number = _MBIND.get(platform.machine())
     if number is not None:
         mask = (ctypes.c_ulong * (node // 64 + 1))()
         mask[node // 64] = 1 << node % 64
-        num_bits = 64 * len(mask) + 1  # The kernel reads one bit less than this number.
+        num_bits = 64 * len(mask) + 1  # The kernel reads one bit less.
         words = (ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_long(_MPOL_PREFERRED), mask)
         _libc().syscall(ctypes.c_long(number), *words, ctypes.c_ulong(num_bits), ctypes.c_ulong(0))
 
 
 class SparePages:
-    """Resident pages of closed slabs that move to new slabs, so that the kernel need not zero pages. Thread-safe.
+    """Keeps the resident pages of closed slabs for new slabs, so that the kernel need not zero pages. Thread-safe.
 
-    A forked child does not inherit the pages, so there the object does nothing.
+    A forked child does not inherit the pages, so in the child this object does nothing.
 
     Args:
-        most_bytes: maximum bytes to keep, which determines the number of pages that move together.
+        most_bytes: maximum bytes to keep. Determines how many pages move together.
 
     Attributes:
-        moved_bytes: total bytes moved to slabs.
+        moved_bytes: bytes moved to slabs so far.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self.moved_bytes = 0
         self._unit = _HUGE_PAGE_BYTES * max(1, -(-most_bytes // (_MOST_UNITS * _HUGE_PAGE_BYTES)))
-        self._units: list[tuple[mmap.mmap, int]] = []  # (mapping, address); a mapping ends with its last unit
+        self._units: list[tuple[mmap.mmap, int]] = []  # (mapping, address); a mapping is freed with its last unit
         self._lock = threading.Lock()
         self._is_closed = not _pages_can_move()
         self._process = os.getpid()
 
     @property
     def nbytes(self) -> int:
-        """Resident bytes that are kept."""
+        """Resident bytes kept."""
         return len(self._units) * self._unit
 
     def keep(self, mapping: mmap.mmap, address: int, nbytes: int) -> bool:
-        """Keep the pages and the mapping of an unused range. Return False if nothing was kept."""
+        """Keep the pages and the mapping of an unused range. Return False if none were kept."""
         with self._lock:
             end = nbytes // self._unit * self._unit
             if self._is_closed or not end or os.getpid() != self._process:
@@ -196,7 +196,7 @@ class SparePages:
     def fill(self, address: int, nbytes: int) -> bool:
         """Move kept pages to the beginning of a range without pages. Return False if the kernel refused a move.
 
-        After a refusal, the range has no pages, may have an unmapped hole, and no more pages are moved.
+        After a refusal, the range has no pages and may have an unmapped hole. No more pages are moved from then on.
         """
         with self._lock:
             if self._is_closed or os.getpid() != self._process:
@@ -204,7 +204,7 @@ class SparePages:
             for target in range(address, address + nbytes - self._unit + 1, self._unit):
                 if not self._units:
                     break
-                _mapping, source = self._units.pop()  # The reference keeps the mapping until the move has ended.
+                _mapping, source = self._units.pop()  # This reference keeps the mapping alive during the move.
                 if not _move_pages(source, target, self._unit):
                     self._is_closed = True
                     _advise(address, target - address, _MADV_DONTNEED)  # Free the pages that were already moved.
@@ -229,19 +229,19 @@ class SparePages:
 class HostSlab:
     """A private range of host memory with a fixed size.
 
-    It is page-aligned (2 MiB-aligned if it has at least 2 MiB), as O_DIRECT, ``cudaHostRegister`` and huge pages
-    require. All bytes are resident from the start, so a tier cannot run out of memory later. A forked child does not
-    inherit the memory, because the kernel would copy pinned pages in ``fork``.
+    O_DIRECT, ``cudaHostRegister`` and huge pages require page alignment (2 MiB if the range has at least 2 MiB). All
+    bytes are resident from the start, so a tier cannot run out of memory later. A forked child does not inherit the
+    memory, because ``fork`` would copy pinned pages.
 
     Args:
         nbytes: size, rounded up to a multiple of 4096. 0 maps nothing.
-        pin: whether to pin the memory for CUDA, preferably in the GPU's NUMA node. This initializes CUDA. If pinning
-            fails, the memory stays unpinned (``is_pinned`` is False).
-        spare: source of resident pages, which also gets the pages of the closed slab. Not used for pinned memory.
+        pin: whether to pin the memory for CUDA, preferably on the GPU's NUMA node. Initializes CUDA. If pinning fails,
+            ``is_pinned`` is False.
+        spare: provides resident pages, and receives the pages when the slab is closed. Not used for pinned memory.
 
     Attributes:
         has_huge_pages: whether huge pages were requested and are allowed.
-        populate_s: seconds spent on making the bytes resident.
+        populate_s: seconds spent making the bytes resident.
         pin_s: seconds spent on pinning.
 
     Raises:
@@ -264,14 +264,14 @@ class HostSlab:
                 self.is_pinned = _register(self.address, self.nbytes)
                 self.pin_s = time.perf_counter() - start_s
             if self.is_pinned:
-                # Unpin even without close, because CUDA must never keep a registration of unmapped memory.
+                # Unpin even without ``close``, because CUDA must never keep a registration of unmapped memory.
                 self._unpin = weakref.finalize(self, _unregister, self.address)
-                self._unpin.atexit = False  # At exit, CUDA may be gone, and the process frees all memory anyway.
+                self._unpin.atexit = False  # At exit, CUDA may be gone, and all memory is freed anyway.
         self._tensor: torch.Tensor | None = torch.from_numpy(self._array)
 
     def _map_memory(self, node: int | None) -> None:
         wants_huge = self.nbytes >= _HUGE_PAGE_BYTES
-        # The extra 2 MiB for the alignment are never touched, so they take only address space.
+        # The extra 2 MiB for the alignment are never touched, so they only take address space.
         extra = _HUGE_PAGE_BYTES if wants_huge else 0
         self._map = mmap.mmap(-1, self.nbytes + extra, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         _mappings.add(self._map)
@@ -279,10 +279,11 @@ class HostSlab:
         address = _address_of(whole)
         _advise(address, whole.nbytes, _MADV_DONTFORK)
         skip = -address % _HUGE_PAGE_BYTES if wants_huge else 0
-        # Use numpy instead of torch.frombuffer: a numpy array keeps the mapping alive, and so do tensors of it.
+        # Use numpy instead of torch.frombuffer, because a numpy array and its tensors keep the mapping alive.
         self._array = whole[skip : skip + self.nbytes]
         if wants_huge:
-            # Advise only the used range: a huge page across its end would take more memory than the ledger counts.
+            # Advise only the used range, because a huge page across its end would take more memory than the ledger
+            # counts.
             self.has_huge_pages = not _advise(self.address, self.nbytes, _MADV_HUGEPAGE) and huge_pages_allowed()
         if node is not None:
             _prefer_node(self.address, self.nbytes, node)
@@ -294,7 +295,7 @@ class HostSlab:
         self.populate_s = time.perf_counter() - start_s
 
     def _populate(self) -> None:
-        """Make all bytes resident with several threads, because one thread uses little of the memory bandwidth."""
+        """Make all bytes resident, with several threads because one thread uses little of the memory bandwidth."""
         starts = range(0, self.nbytes, _POPULATE_BYTES)
         num_threads = 1 if len(starts) == 1 else min(_MOST_POPULATING_THREADS, len(os.sched_getaffinity(0)))
         if num_threads == 1:
@@ -307,7 +308,7 @@ class HostSlab:
 
     def _populate_part(self, start: int) -> int:
         nbytes = min(_POPULATE_BYTES, self.nbytes - start)
-        before: int | None = None  # Read only after a first refusal, because reading takes as long as a small slab.
+        before: int | None = None  # Read only after a refusal, because reading takes as long as a small slab.
         while not self._is_refused:
             error = _advise(self.address + start, nbytes, _MADV_POPULATE_WRITE)
             if error == errno.EINVAL:
@@ -327,7 +328,7 @@ class HostSlab:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """All bytes as a 1-D uint8 CPU tensor without a copy. The tensor keeps the memory mapped."""
+        """All bytes as a 1-D uint8 CPU tensor, without a copy. The tensor keeps the memory mapped."""
         assert self._tensor is not None, "slab used after close"
         return self._tensor
 
@@ -354,7 +355,7 @@ class HostSlab:
             try:
                 mapping.close()
             except BufferError:
-                return  # A tensor still uses the memory; its deletion unmaps it.
+                return  # Deleting the last tensor unmaps the memory.
 
 
 def _cudart() -> Any:
@@ -369,7 +370,7 @@ def _register(address: int, nbytes: int) -> bool:
 
 
 def _unregister(address: int) -> None:
-    # Log instead of raising, because after a device error every call fails and only the first error matters.
+    # Log instead of raising: after a device error every call fails, and only the first error matters.
     if not _succeeded(result := _cudart().cudaHostUnregister(address)):
         logging.getLogger(__name__).info("CUDA error %d while unpinning memory", int(result))
 
@@ -377,28 +378,28 @@ def _unregister(address: int) -> None:
 def _succeeded(result: Any) -> bool:
     if int(result) == 0:
         return True
-    # CUDA keeps the error for the calling thread, and torch would raise it after the thread's next kernel. Launch a
-    # kernel here to clear it.
+    # CUDA keeps the error for the calling thread, and torch would raise it after this thread's next kernel. Launch a
+    # kernel here to clear the error.
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")
     return False
 
 
 class RamTier:
-    """Host memory of at most ``capacity_bytes``. Every slot is a separate slab of exact size (rounded up to 4096).
+    """At most ``capacity_bytes`` of host memory. Every slot is a separate slab of its exact size (rounded up to 4096).
 
     Args:
         capacity_bytes: limit of all slots and reservations together.
         pin_memory: whether to pin the slabs for CUDA; default: True if the machine has a CUDA device.
 
     Attributes:
-        num_unpinned_slabs: number of slabs that could not be pinned. Copies from them to a device are slow and block
-            the link's thread.
+        num_unpinned_slabs: number of slabs that could not be pinned. Copies from these slabs to a device are slow and
+            block the link's thread.
         huge_page_bytes: bytes of slabs on huge pages.
-        num_drops: number of slabs dropped for another size or at the end.
-        made_bytes: total bytes of all slabs created.
-        populate_s: total seconds spent on making slabs resident.
-        pin_s: total seconds spent on pinning slabs.
+        num_drops: number of slabs dropped, to make space or at the end.
+        made_bytes: bytes of all slabs created so far.
+        populate_s: seconds spent making slabs resident.
+        pin_s: seconds spent pinning slabs.
     """
 
     def __init__(self, capacity_bytes: int, *, name: str = "ram", pin_memory: bool | None = None) -> None:
@@ -427,7 +428,7 @@ class RamTier:
         except OSError:
             if not self._spare.nbytes:
                 raise
-            self._spare.trim(0)  # Spare pages also take address space, which the process may lack.
+            self._spare.trim(0)  # Spare pages also take address space, which may be scarce.
             slab = HostSlab(nbytes, pin=pin, spare=self._spare)
         with self._counting:
             self.num_unpinned_slabs += pin and not slab.is_pinned
@@ -448,7 +449,7 @@ class RamTier:
         return round_up(nbytes, PAGE_BYTES)
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
-        """Return a slot (resource: a ``HostSlab``), or None if space is lacking.
+        """Return a slot with a ``HostSlab`` as its resource, or None if space is lacking.
 
         Raises:
             TransferError: the machine has less free memory than the ledger.
@@ -463,16 +464,16 @@ class RamTier:
         if slab is None:
             return None
         # The padding goes to disk with the contents, so clear the bytes of earlier blocks. Use a memoryview, because
-        # indexing a tensor takes as long as the rest of a small block's registration.
+        # indexing a tensor is slow: it takes as long as the rest of a small block's registration.
         slab.view(nbytes, slot_bytes)[:] = bytes(slot_bytes - nbytes)
         return Slot(self.name, nbytes, slot_bytes, slab)
 
     def free(self, slot: Slot) -> None:
-        """Free a slot; its slab is kept for the next slot of this size while space allows."""
+        """Free a slot. Its slab is kept for the next slot of the same size while space allows."""
         assert slot.tier == self.name and isinstance(slot.resource, HostSlab), slot
         if slot.slot_bytes:
             self._pool.give(slot.slot_bytes, slot.resource)
-        slot.resource = None  # A second free or a later use then fails the assertion.
+        slot.resource = None  # A second free or a later use then fails an assertion.
 
     def _no_memory(self, what: str, error: OSError) -> TransferError:
         return TransferError(
@@ -503,7 +504,7 @@ class RamTier:
         return view_as(slot.resource.tensor, shape, dtype)
 
     def reserve(self, nbytes: int) -> None:
-        """Charge bytes outside any slot; a negative number returns them. Raises ``CapacityError``."""
+        """Charge bytes outside any slot. A negative number returns bytes. Raises ``CapacityError``."""
         self._pool.reserve(nbytes)
         self._spare.trim(self._pool.free_bytes)
 
@@ -521,7 +522,7 @@ class RamTier:
 
 
 def view_as(buffer: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """View the first bytes of a 1-D uint8 ``buffer`` as a contiguous tensor of ``shape`` and ``dtype``."""
+    """View the first bytes of a 1-D uint8 ``buffer`` as a contiguous tensor."""
     nbytes = dtype.itemsize
     for size in shape:
         nbytes *= size
@@ -529,6 +530,6 @@ def view_as(buffer: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> t
     assert nbytes <= have, f"{tuple(shape)} of {dtype} needs {nbytes} bytes, the slot has {have}"
     if nbytes == 0:
         return buffer.new_empty(tuple(shape), dtype=dtype)  # torch cannot view an empty tensor as another dtype.
-    # Skip operators that change nothing, because this runs at every lease.
+    # Skip operators that would change nothing, because this runs at every lease.
     flat = (buffer if have == nbytes else buffer[:nbytes]).view(dtype)
     return flat if len(shape) == 1 else flat.view(tuple(shape))

@@ -1,7 +1,7 @@
-"""Snapshots of a tier's files: committed generations as hard links, without copies.
+"""Snapshots of a tier's files: committed generations, stored as hard links without copies.
 
-``snap/<generation>/<key>/`` mirrors ``live/<key>/``. A hard link freezes a file: a file with several links is never
-written (``Snapshots.before_write``), so a snapshot needs no journal and no copy.
+``snap/<generation>/<key>/`` mirrors ``live/<key>/``. A hard link freezes a file, because a file with several links is
+never written (``Snapshots.before_write``). So a snapshot needs no journal and no copy.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from tiered.units import PAGE_BYTES
 
 @runtime_checkable
 class DurableTier(DescribingTier, Protocol):
-    """A tier whose files a commit links and a load adopts: ``NvmeTier``, or another tier that uses ``Snapshots``.
+    """A tier with files that commits link and loads adopt: ``NvmeTier``, or another tier that uses ``Snapshots``.
 
     Attributes:
-        full: waits for space on a full drive.
+        full: waits for space if a drive is full.
         snapshots: generations that link the tier's files.
     """
 
@@ -62,13 +62,13 @@ class DurableTier(DescribingTier, Protocol):
 
 
 class Snapshots:
-    """The files of a tier's home slots: live, kept for reuse, and linked by snapshots. Thread-safe.
+    """The files of a tier: live files, files kept for reuse, and files that snapshots link. Thread-safe.
 
     Args:
-        directories: one directory per path; the first has the arrays. The caller closes them.
+        directories: one directory per path. The first directory has the arrays. The caller closes the directories.
 
     Attributes:
-        lock: guards the directories and every rename in them; not held while contents move.
+        lock: guards the directories and every rename in them. Not held while contents move.
         nbytes: size of the files that only snapshots link.
     """
 
@@ -83,7 +83,7 @@ class Snapshots:
     # -- live files; the caller holds the lock -----------------------------------------------------------------
 
     def make_files(self, home: HomeFiles) -> None:
-        """Create the files and folders of a new slot. After an ``OSError``, nothing is left behind."""
+        """Create the files and folders of a new slot. After an ``OSError``, no files are left behind."""
         first = self._directories[0].live
         try:
             make_groups(first, home.key)
@@ -95,13 +95,13 @@ class Snapshots:
             raise
 
     def remove_files(self, home: HomeFiles) -> None:
-        """Remove the files and folders of a slot from ``live/``. Files that no snapshot links are kept for reuse."""
+        """Remove a slot's files and folders from ``live/``. Files that no snapshot links are kept for reuse."""
         self._give_up(home)
         for directory in self._directories:
             remove_array(directory.live, home.key)
 
     def before_write(self, file: ChunkFile) -> None:
-        """Replace a file that a snapshot links with another file of the same name. The snapshot keeps the old file."""
+        """If a snapshot links a file, replace it with another file of that name. The snapshot keeps the old file."""
         self.nbytes += file.nbytes
         try:
             self._place(file)
@@ -110,9 +110,9 @@ class Snapshots:
             raise
 
     def trim_pools(self) -> None:
-        """Delete kept files, largest first, until all existing and charged files fit the capacity.
+        """Delete kept files, largest first, until all existing and charged files fit in the capacity.
 
-        Call it after charging the ledger and before creating files, so that the drive never exceeds the capacity.
+        Call this after charging the ledger and before creating files, so that the capacity is never exceeded.
         """
         others = self._ledger.slot_bytes + max(self._ledger.reserved_bytes, self.nbytes)
         while others + sum(directory.pool_bytes for directory in self._directories) > self._ledger.capacity_bytes:
@@ -120,7 +120,7 @@ class Snapshots:
                 return
 
     def _place(self, file: ChunkFile) -> None:
-        """Place a kept or new file of the right size at ``file.path``, replacing an old file."""
+        """Replace ``file.path`` with a kept or new file of the right size."""
         directory = self._directories[file.path_index]
         file.path.parent.mkdir(parents=True, exist_ok=True)
         if not directory.take_pooled(file.nbytes, file.path):
@@ -128,7 +128,7 @@ class Snapshots:
             directory.create(file.nbytes, file.path)
 
     def _give_up(self, home: HomeFiles) -> None:
-        """Remove the files of a slot and the symbolic links to them from ``live/``; the folders stay."""
+        """Remove a slot's files, and the symbolic links to them, from ``live/``. The folders stay."""
         for file in home.files:
             if file.path_index != 0:
                 (self._directories[0].live / home.key / "c" / file.path.name).unlink(missing_ok=True)
@@ -143,7 +143,7 @@ class Snapshots:
     # -- creation ----------------------------------------------------------------------------------------------
 
     def mark(self, generation: str, owner: StoreIdentity) -> None:
-        """Create the folders of a snapshot on all paths, with a note of its owner.
+        """Create the folders of a snapshot on all paths, with notes that name the owner.
 
         Raises:
             LockedError: the LOCK file of a path was deleted or replaced.
@@ -154,10 +154,10 @@ class Snapshots:
             owner.mark(directory.snap / generation)
 
     def take(self, slot: Slot, generation: str) -> None:
-        """Hard-link the slot's files into ``snap/<generation>/``. No transfer may use the slot meanwhile.
+        """Hard-link the slot's files into ``snap/<generation>/``. During the call, no transfer may use the slot.
 
         Raises:
-            TransferError: a drive returned an error; the call can be repeated.
+            TransferError: a drive returned an error. The call can be repeated.
         """
         home = files_of(slot)
         first = self._directories[0]
@@ -182,7 +182,7 @@ class Snapshots:
                 ) from error
 
     def sync(self, generation: str) -> None:
-        """Flush the links and documents of a snapshot, so that they survive a power cut. Does not flush contents."""
+        """Flush a snapshot's links and documents, so that they survive a power cut. Does not flush contents."""
         paths: list[Path] = []
         for directory in self._directories:
             paths += documents_and_folders(directory.snap / generation)
@@ -190,18 +190,18 @@ class Snapshots:
         sync_paths(paths, sync_path)
 
     def count(self, nbytes: int) -> None:
-        """Count files that a commit wrote to a snapshot on the first path; ``drop`` removes them."""
+        """Count files that a commit wrote to a snapshot on the first path. ``drop`` removes these files."""
         with self.lock:
             self.nbytes += nbytes
             self.trim_pools()
 
     def _in_tree(self, home: HomeFiles, tree: str) -> tuple[ChunkFile, ...]:
-        """Return the files with their paths in another tree, such as ``live``."""
+        """Return the files with their paths in another tree, e.g. ``live``."""
         folders = [directory.path / tree / home.key / "c" for directory in self._directories]
         return tuple(replace(file, path=folders[file.path_index] / file.path.name) for file in home.files)
 
     def _link_to_first_path(self, files: Sequence[ChunkFile], tree: str, key: str) -> None:
-        """Create symbolic links in the array on the first path for files on other paths."""
+        """In the array on the first path, create symbolic links to the files on other paths."""
         folder = self._directories[0].path / tree / key / "c"
         folder.mkdir(parents=True, exist_ok=True)
         for file in files:
@@ -211,7 +211,7 @@ class Snapshots:
     # -- removal -----------------------------------------------------------------------------------------------
 
     def release(self, generation: str, owner: StoreIdentity | None = None) -> list[Path]:
-        """Remove a snapshot's files and return its remaining folders; keep files for reuse that only it linked."""
+        """Remove a snapshot's files, and return its remaining folders. Files that only it linked are kept for reuse."""
         roots = []
         with self.lock:
             for directory in self._directories:
@@ -232,12 +232,12 @@ class Snapshots:
         return roots
 
     def drop(self, generation: str, owner: StoreIdentity | None = None) -> None:
-        """Remove a snapshot if ``owner`` owns it. Files that only it linked are kept for reuse while they fit."""
+        """Remove a snapshot if ``owner`` owns it. Files without other links are kept for reuse while they fit."""
         for root in self.release(generation, owner):
             remove_snapshot_folder(root)  # Deleting folders takes a while, so do it without the lock.
 
     def drop_kept_files(self) -> bool:
-        """Delete the files kept for reuse to free their space; return False if there are none."""
+        """Delete all files kept for reuse. Return False if there are none."""
         with self.lock:
             dropped = [directory.drop_largest() for directory in self._directories]
             while any(directory.drop_largest() for directory in self._directories):
@@ -253,19 +253,19 @@ class Snapshots:
         owner: StoreIdentity | None = None,
         check: Callable[[HomeFiles], None] | None = None,
     ) -> None:
-        """Make a snapshot's files of a block the files of its home slot, by hard links.
+        """Make a snapshot's files the files of a block's home slot, by hard links.
 
-        The slot also adopts the number and size of the files (paths and rates may have changed since), so
+        The slot also adopts the number and sizes of the files, which may differ if paths or rates have changed. So
         ``slot.resource`` and ``slot.slot_bytes`` can change.
 
         Args:
-            slot: home slot to fill; its old files are removed.
+            slot: home slot to fill. Its old files are removed.
             owner: store that must own the snapshot.
             check: called with the snapshot's files before they are adopted.
 
         Raises:
-            GenerationError: the snapshot lacks the block or a part of it, or the size differs.
-            CapacityError: the snapshot's files are larger and do not fit.
+            GenerationError: the snapshot lacks the block or a part of the block, or the size differs.
+            CapacityError: the snapshot's files are larger than the slot and do not fit.
         """
         own = files_of(slot)
         source, document = self._read(own.key, slot.nbytes, generation, owner)
@@ -279,7 +279,7 @@ class Snapshots:
             self._give_up(own)
             make_groups(live, own.key)
             _link(source.files, adopted.files)
-            self.nbytes -= adopted.nbytes  # The files are live again, so snapshots are no longer their only owners.
+            self.nbytes -= adopted.nbytes  # The files are live again, not only in snapshots.
             self._link_to_first_path(adopted.files, "live", own.key)
             write_document(live / own.key, document)  # An existing document stays.
             self.trim_pools()
@@ -296,7 +296,7 @@ class Snapshots:
     def _read(
         self, key: str, nbytes: int, generation: str, owner: StoreIdentity | None
     ) -> tuple[HomeFiles, dict[str, Any]]:
-        """Return the files and the document of a block in a snapshot. Raises ``GenerationError`` for missing files."""
+        """Return a block's files and document in a snapshot. Raises ``GenerationError`` if files are missing."""
         roots = {index: directory.snap / generation for index, directory in enumerate(self._directories)}
         if owner is not None:
             roots = {index: root for index, root in roots.items() if owner.owns(root)}

@@ -1,4 +1,4 @@
-"""Striping: splits a slot into chunk files and assigns them to drives in proportion to their rates. Pure functions."""
+"""Striping: splits slots into chunk files, and assigns the files to drives in proportion to the drives' rates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from tiered.units import PAGE_BYTES, MiB, round_up
 
-#: On a single path, writes of large files are fastest. Small files balance several drives.
+#: On a single path, large files are written fastest. On several drives, small files balance the load.
 SINGLE_PATH_CHUNK_BYTES = 512 * MiB
 STRIPED_CHUNK_BYTES = 16 * MiB
 _MAX_PARTS_OF_SMALL_BLOCK = 16
@@ -18,10 +18,10 @@ _MAX_PARTS_OF_SMALL_BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """Files of a slot: ``len(path_of_chunk)`` files of ``chunk_bytes`` each, in the order of the contents.
+    """Files of a slot: ``len(path_of_chunk)`` files of ``chunk_bytes`` each, ordered like the contents.
 
     Attributes:
-        chunk_bytes: size of every file (the last one is padded), a multiple of 4096; positive even without files.
+        chunk_bytes: size of every file (the last file is padded), a positive multiple of 4096.
         path_of_chunk: index of the path of each file.
     """
 
@@ -48,13 +48,13 @@ def check_rates(rates: Sequence[float], num_paths: int) -> tuple[float, ...]:
 def plan_chunks(nbytes: int, rates: tuple[float, ...], max_chunk_bytes: int | None = None) -> ChunkPlan:
     """Split a slot for ``nbytes`` of contents into files on paths with these rates.
 
-    Chunks have equal size, so the padding of a slot is below 4096 bytes per file. A small block is split into smaller
-    chunks, so that each path gets its share of it.
+    Chunks have equal sizes, so a slot has less than 4096 bytes of padding per file. A small block has smaller chunks,
+    so that each path gets its share.
 
     Args:
-        nbytes: bytes of contents; no files if 0.
+        nbytes: bytes of contents. If 0, there are no files.
         rates: relative speed of each path, all positive.
-        max_chunk_bytes: maximum file size, a multiple of 4096; default 512 MiB for one path, 16 MiB for several.
+        max_chunk_bytes: maximum file size, a multiple of 4096. Default: 512 MiB for one path, 16 MiB for several.
     """
     if max_chunk_bytes is None:
         max_chunk_bytes = SINGLE_PATH_CHUNK_BYTES if len(rates) == 1 else STRIPED_CHUNK_BYTES
@@ -68,10 +68,10 @@ def plan_chunks(nbytes: int, rates: tuple[float, ...], max_chunk_bytes: int | No
 
 
 def deal(num_chunks: int, rates: tuple[float, ...]) -> tuple[int, ...]:
-    """Assign chunks to paths so that every prefix is within one chunk of the proportional share of every path.
+    """Assign chunks to paths so that in every prefix, each path is within one chunk of its proportional share.
 
-    This is Tijdeman's rule for the chairman assignment problem: among the paths behind their share, the next chunk
-    goes to the path that would first be a whole chunk behind.
+    This is Tijdeman's rule for the chairman assignment problem: of the paths that are behind their share, the next
+    chunk goes to the path that would first be a whole chunk behind.
     """
     if len(rates) == 1:
         return (0,) * num_chunks
