@@ -1,4 +1,4 @@
-"""Cache folder of tokenized data: atomic entries, keyed by the contents of their sources and memory-mapped."""
+"""Folder of tokenized datasets. Each entry is written atomically, keyed by its sources' contents and memory-mapped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatrain.data.table import DatasetConfig
 
 _VERSION = 6
-#: File name of each of ``ARRAYS`` in an entry.
+#: Name of the file that stores each array in an entry.
 _FILE_NAMES = {
     "tokens": "tokens.int32",
     "trained": "trained.bool",
@@ -56,9 +56,9 @@ class CacheEntry:
     """One tokenized dataset.
 
     Attributes:
-        arrays: Memory-mapped arrays, keyed by the names in ``ARRAYS``. Unread parts use no RAM.
+        arrays: Memory-mapped arrays, keyed by the names in ``ARRAYS``. They use RAM only after they are read.
         source_starts: Index of the first document of each source, followed by the number of documents.
-        content: Checksum of the arrays.
+        content: Checksum of the ``arrays``.
     """
 
     arrays: Mapping[str, Any]
@@ -69,10 +69,10 @@ class CacheEntry:
 
 
 def cache_folder(cache_dir: str, on_message: Callable[[str], None]) -> Path | None:
-    """Create the folder of ``data.cache_dir`` if necessary and return it; return None to keep tokens in RAM.
+    """Create the folder that ``data.cache_dir`` sets, and return it; return None if tokens must be kept in RAM.
 
     Raises:
-        DataError: The config sets a folder that cannot be written. An unwritable default folder only causes a message.
+        DataError: The configured folder is not writable. If the default folder is not writable, only send a message.
     """
     if cache_dir == "none":
         return None
@@ -96,7 +96,7 @@ def cache_folder(cache_dir: str, on_message: Callable[[str], None]) -> Path | No
 
 
 def _check_locking(folder: Path) -> None:
-    """Raise ``LockingError`` if the folder's file system does not support the locks that protect new entries."""
+    """Raise ``LockingError`` if the folder's file system does not support file locks."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(BlockingIOError):
@@ -106,12 +106,12 @@ def _check_locking(folder: Path) -> None:
 
 
 class TokenCache:
-    """Cache of tokenized datasets in one folder, which several processes can use concurrently.
+    """Cache of tokenized datasets in a folder. Several processes can use the folder at the same time.
 
     Args:
         folder: An existing folder.
-        max_nbytes: Maximum total bytes. The cache evicts the least recently used entries first. None for no limit.
-        on_message: Called with a message when the cache has to wait for another process.
+        max_nbytes: Maximum size in bytes, or None for no limit. The cache evicts the least recently used entries.
+        on_message: Called with a message when the cache waits for another process.
     """
 
     def __init__(
@@ -122,13 +122,13 @@ class TokenCache:
         self._on_message = on_message
 
     def get(self, key: str, encode: Encode) -> CacheEntry:
-        """Return an entry. If it is missing, create it, or wait for the process that is creating it.
+        """Return an entry. If the entry is missing, create it, or wait until another process has created it.
 
         Args:
-            key: Name of the entry (see :func:`cache_key`).
+            key: Name of the entry, from :func:`cache_key`.
 
         Raises:
-            DataError: Raised by ``encode``, or the entry cannot be written, or it exceeds ``max_nbytes``.
+            DataError: ``encode`` raised it, the entry cannot be written, or the entry exceeds ``max_nbytes``.
         """
         found = self._open_entry(key)
         if found is not None:
@@ -150,7 +150,7 @@ class TokenCache:
         return found
 
     def file_checksum(self, file: Path) -> str:
-        """Return the checksum of a file's contents. Read the file only if its size, mtime or inode has changed.
+        """Return the checksum of a file's contents. Reuse the stored checksum if size, mtime and inode are unchanged.
 
         Raises:
             DataError: The file cannot be read.
@@ -175,7 +175,7 @@ class TokenCache:
 
     @contextlib.contextmanager
     def _lock(self, key: str) -> Iterator[None]:
-        """Hold the lock of one entry. The operating system releases the lock if the process dies."""
+        """Hold the lock of an entry. The operating system releases the lock if the process dies."""
         path = self._folder / (key + _LOCK)
         with path.open("w") as file:
             try:
@@ -216,7 +216,7 @@ class TokenCache:
             raise
 
     def _open_entry(self, key: str) -> CacheEntry | None:
-        """Return a complete entry and update its time of last use; return None if no such entry exists."""
+        """Return an entry and update its time of last use; return None if no complete entry exists."""
         folder = self._folder / key
         try:
             manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
@@ -236,7 +236,7 @@ class TokenCache:
         return entry
 
     def _evict_entries(self, nbytes: int, key: str) -> None:
-        """Evict the least recently used entries until an entry of ``nbytes`` fits into the cache."""
+        """Evict the least recently used entries until the cache has space for an entry of ``nbytes``."""
         if self._max_nbytes is None:
             return
         others = []
@@ -256,7 +256,7 @@ class TokenCache:
             )
 
     def _remove_folder(self, folder: Path) -> None:
-        """Rename a folder, then delete it. Other processes keep their memory maps of its files."""
+        """Rename a folder, then delete it. Files that other processes have mapped stay readable."""
         if not folder.exists():
             return
         aside = folder.with_name(f"{folder.name}{_REMOVED}-{os.getpid()}")
@@ -299,7 +299,7 @@ def _map_arrays(folder: Path, num_tokens: int, num_documents: int, num_image_byt
 
 
 def _write_atomically(path: Path, values: Any) -> None:
-    """Write JSON atomically, so that readers never see a partial file."""
+    """Write JSON atomically, so that readers never see a partly written file."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}")
     with fresh.open("w", encoding="utf-8") as file:
         json.dump(values, file)
@@ -308,7 +308,7 @@ def _write_atomically(path: Path, values: Any) -> None:
     os.replace(fresh, path)
 
 
-#: Version of the encoding. Increase it whenever a change of the code makes the same rows produce different tokens.
+#: Version of the encoding. Increase it whenever a code change makes the same rows produce different tokens.
 ENCODING = 3
 
 
@@ -321,14 +321,14 @@ def cache_key(
     cache: TokenCache,
     image_processor: str = "",
 ) -> str:
-    """Return a key of 32 hex digits, computed from everything that determines the tokens of the sources.
+    """Return a key of 32 hex digits that depends on everything that determines the sources' tokens.
 
-    The contents and the order of the files change the key. Their names and folders do not, unless rows have images,
-    because image paths are relative to the files.
+    The key depends on the files' contents and order, but not on their names. It depends on their folders only if rows
+    have images, because image paths are relative to the data file.
 
     Args:
         cache: Cache of file checksums.
-        image_processor: Description of the image processor, or "" if rows have no images.
+        image_processor: Description of the image processor, or "" if no row has images.
     """
     described = [
         {
@@ -359,7 +359,7 @@ def cache_key(
 
 
 def _tokenizer_parts(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
-    """Return a tokenizer's vocabulary and rules (as a checksum), special tokens and chat template."""
+    """Return a checksum of a tokenizer's vocabulary and rules, its special tokens and its chat template."""
     rules = tokenizer.backend_tokenizer.to_str().encode()
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return [hashlib.sha256(rules).hexdigest(), special, tokenizer.chat_template]

@@ -1,4 +1,4 @@
-"""Conversion of rows to tokens and a verified loss mask: the trained tokens decode to exactly the assistant's text."""
+"""Tokens and loss masks of rows. Checks that the tokens in the loss decode to exactly the assistant's text."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Encoded:
     """Tokens of one row.
 
     Attributes:
-        trained: Loss mask, one flag per token. Always false for the first token, which no token predicts.
-        is_text: Whether the row is plain text, which can be split into several documents.
-        untrained_turns: For each assistant turn that cannot be trained although it should be, the reason.
-        num_turns: Number of assistant turns that should be trained.
+        trained: Loss mask, one flag per token. The first is always false, because no token predicts the first token.
+        is_text: Whether the row is plain text. Plain text can be split into several documents.
+        untrained_turns: Reason for each assistant turn that should be in the loss but cannot be.
+        num_turns: Number of assistant turns that should be in the loss.
         left_out: Fields of the row that the chat template does not render.
-        special_tokens: Special tokens that occur in the text of the row.
-        is_start: Whether these tokens are the start of a plain text. Large files are read in pieces.
-        is_end: Whether these tokens are the end of a plain text.
-        image_tokens: Index range of the tokens of each image.
+        special_tokens: Special tokens that occur in the row's text.
+        is_start: Whether these tokens start a plain text. Large text files are read in pieces.
+        is_end: Whether these tokens end a plain text.
+        image_tokens: Index range of each image's tokens.
     """
 
     tokens: list[int]
@@ -59,13 +59,13 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class _RowText:
-    """The text to tokenize for one row.
+    """Text to tokenize for one row.
 
     Attributes:
         has_special: Whether the tokenizer adds its special tokens around the text.
-        has_offsets: Whether the loss mask needs the character offsets of each token.
-        row: The conversation that was rendered. None if the row is not a conversation.
-        rendered: The conversation before the image placeholders were inserted.
+        has_offsets: Whether the loss mask needs each token's character offsets.
+        row: The rendered conversation, or None if the row is not a conversation.
+        rendered: Rendered text before the image placeholders were inserted.
         inserted: Positions of the image placeholders.
     """
 
@@ -81,18 +81,18 @@ class _RowText:
 
     @property
     def batch(self) -> tuple[bool, bool]:
-        """Tokenizer options. Texts with equal options are tokenized together."""
+        """Tokenizer options. Texts with equal options are tokenized in one call."""
         return self.has_special, self.has_offsets
 
 
 class RowEncoder:
-    """Converter of rows to tokens and loss masks.
+    """Converts rows to tokens and loss masks.
 
     Args:
-        tokenizer: A fast tokenizer. Its chat template renders conversations.
-        train_on: "assistant" trains every assistant turn, "last_assistant" the last one, and "all" every token.
-            "completion" trains the text after the prompt, or the last turn of a conversation without a prompt.
-        images: Processor of the rows' images. None to reject rows with images.
+        tokenizer: A fast tokenizer. Conversations are rendered with its chat template.
+        train_on: Text in the loss. "assistant": every assistant turn. "last_assistant": the last assistant turn.
+            "all": every token. "completion": the text after the prompt; without a prompt, the conversation's last turn.
+        images: Processor for the rows' images, or None to reject rows with images.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RowEncoder:
 
     @cached_property
     def start_tokens(self) -> tuple[int, ...]:
-        """Return the tokens that the tokenizer adds before every text, usually ``<bos>``, or ()."""
+        """Return the tokens that the tokenizer adds before every text. Usually this is ``<bos>`` or nothing."""
         return self._added_tokens[0]
 
     @cached_property
@@ -135,10 +135,10 @@ class RowEncoder:
         return (), ()
 
     def encode_many(self, rows: Sequence[PlainRow | RowError]) -> Iterator[Encoded | RowError]:
-        """Yield the tokens of each row, or the error that prevents its training. Use all cores to tokenize.
+        """Yield each row's tokens, or the error that makes the row unusable. Tokenize on all cores.
 
         Args:
-            rows: Rows, or errors of rows. Each error is yielded unchanged.
+            rows: Rows and errors. Each error is yielded unchanged.
 
         Raises:
             DataError: A row is a conversation, but the tokenizer has no chat template.
@@ -190,7 +190,7 @@ class RowEncoder:
         except RowError as error:
             if not any(message.get("tool_calls") for message in row.messages):
                 return error
-            try:  # some chat templates expect the arguments of tool calls as text
+            try:  # some chat templates expect the arguments of tool calls as a JSON string
                 row = replace(row, messages=with_text_arguments(row.messages))
                 text = renderer.render(row.messages, row.where, tools=row.tools)
             except RowError:
@@ -206,7 +206,7 @@ class RowEncoder:
             return error
 
     def _find_special_tokens(self, text: str) -> tuple[str, ...]:
-        """Return the distinct special tokens in a text."""
+        """Return the special tokens that occur in a text, each one once."""
         return tuple(dict.fromkeys(self._special.findall(text)))
 
     def _insert_images(self, row: Conversation, text: str) -> _RowText:
@@ -243,7 +243,7 @@ class RowEncoder:
         return Encoded(tokens, trained, True, is_start=row.is_start, is_end=row.is_end)
 
     def _finish_completion(self, row: PromptCompletion, tokens: list[int], offsets: Offsets) -> Encoded:
-        """Return the tokens of prompt and completion; train each token that contains a character of the completion."""
+        """Return the tokens of prompt and completion. Each token that contains completion text is in the loss."""
         if not tokens:
             return _make_encoded([], [])
         tokens = self._strip_end_tokens(tokens)
@@ -253,7 +253,7 @@ class RowEncoder:
         if boundary:
             first = next((i for i in range(begin, len(tokens)) if offsets[i][1] > boundary), len(tokens))
         if self._is_same_text(self._decode(tokens[begin:]), text):
-            # Offsets can omit trailing white space of a token, so an earlier token can contain part of the completion.
+            # Offsets can omit trailing white space, so an earlier token can contain the start of the completion.
             while first > begin and text.startswith(before := self._decode(tokens[begin:first])):
                 if len(before) <= boundary:
                     break
@@ -274,7 +274,7 @@ class RowEncoder:
         return _make_encoded(tokens, [*trained, True][: len(tokens)])
 
     def _strip_end_tokens(self, tokens: list[int]) -> list[int]:
-        """Remove the tokens that some tokenizers, such as T5's, add after every text."""
+        """Remove the end tokens that some tokenizers add after every text, for example T5's."""
         end = self._added_tokens[1]
         return tokens[: -len(end)] if end and tuple(tokens[-len(end) :]) == end else tokens
 
@@ -299,7 +299,7 @@ class RowEncoder:
         turns = [index for index in turns if row.messages[index]["role"] == "assistant"]
         if by_default and not turns:
             return _make_encoded(tokens, [True] * len(tokens))
-        # Locate the turns in the text without image tokens, because the search renders the template repeatedly.
+        # Search the text without image tokens, because the search renders the template many times.
         plain = texts.rendered or text
         spans = self._get_renderer().assistant_spans(row.messages, plain, row.where, turns, row.tools)
         spans = {index: _shift_span(span, texts.inserted) for index, span in spans.items()}
@@ -335,7 +335,7 @@ class RowEncoder:
         return [*tokens[: last + 1], end], [*trained[: last + 1], True]
 
     def _turns_to_train(self, row: Conversation) -> list[int]:
-        """Return the indices of the messages to train. Flags in the row override ``train_on``."""
+        """Return the indices of the messages in the loss. Flags in the row override ``train_on``."""
         turns = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
         named = [i for i in turns if i >= row.trained_from]
         if self._train_on == "last_assistant" or (self._train_on == "completion" and not row.trained_from):
@@ -347,10 +347,10 @@ class RowEncoder:
     def _find_span_tokens(
         self, span: MessageSpan, text: str, offsets: Offsets, tokens: Sequence[int], where: str
     ) -> range:
-        """Return the indices of a span's tokens and end-of-turn token; verify that they decode to the span's text.
+        """Return the indices of a span's tokens and end-of-turn token. Verify that they decode to the span's text.
 
         Raises:
-            RowError: The tokens decode to different text, or one also contains text of the chat template.
+            RowError: The tokens decode to different text, or a token also contains text of the chat template.
         """
         inside = _find_overlapping_tokens(span, offsets)
         for i in inside:
@@ -382,13 +382,13 @@ class RowEncoder:
     def _find_span_end(
         self, span: MessageSpan, inside: Sequence[int], text: str, offsets: Offsets, tokens: Sequence[int]
     ) -> int:
-        """Return the index after the end-of-turn token of a span, or after its last token if there is none."""
+        """Return the index after a span's end-of-turn token, or after its last token if it has no end-of-turn token."""
         after = inside[-1] + 1
         usual = (self._end_of_turn, self._tokenizer.eos_token_id)
         shown = next((i for i in reversed(inside) if text[slice(*offsets[i])].strip()), inside[-1])
         if tokens[shown] in usual:  # the span already includes the end-of-turn token
             return after
-        at = after  # white space before the end-of-turn token is also trained
+        at = after  # white space before the end-of-turn token is also in the loss
         while at < len(tokens) and not text[slice(*offsets[at])].strip():
             at += 1
         if at < len(tokens) and (
@@ -406,7 +406,7 @@ class RowEncoder:
         return after
 
     def _is_same_text(self, found: str, written: str) -> bool:
-        """Compare texts after NFKC normalization; ignore white space next to special tokens."""
+        """Compare texts after NFKC normalization. Ignore white space next to special tokens."""
         if found == written:
             return True
         found, written = (unicodedata.normalize("NFKC", text) for text in (found, written))
@@ -416,7 +416,7 @@ class RowEncoder:
         return around.sub(r"\1", found) == around.sub(r"\1", written)
 
     def _is_same_fragment(self, found: str, written: str) -> bool:
-        """Compare fragments of a text; ignore white space at their ends, which adjacent tokens can contain."""
+        """Compare parts of a text. Ignore white space at both ends, because adjacent tokens can contain it."""
         return self._is_same_text(found.strip(), written.strip())
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -430,7 +430,7 @@ class RowEncoder:
         return self._renderer
 
     def _detect_end_of_turn(self, renderer: ChatRenderer) -> None:
-        """Render a probe conversation to find the special token, or the plain text, that ends an assistant turn."""
+        """Render a probe conversation to find the special token or plain text that ends an assistant turn."""
         turn = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
         try:
             text = renderer.render(turn * 2, "")
@@ -449,7 +449,7 @@ class RowEncoder:
 
 
 def _check_unicode(row: PlainRow | RowError, texts: _RowText | RowError) -> _RowText | RowError:
-    """Return the texts, or an error if they contain a lone surrogate, which JSON can express but UTF-8 cannot."""
+    """Return the texts, or an error if they contain a lone surrogate. JSON can express surrogates, UTF-8 cannot."""
     if isinstance(row, RowError) or isinstance(texts, RowError):
         return texts
     try:
@@ -462,7 +462,7 @@ def _check_unicode(row: PlainRow | RowError, texts: _RowText | RowError) -> _Row
 
 
 def _find_overlapping_tokens(span: MessageSpan, offsets: Offsets) -> list[int]:
-    """Return the indices of the tokens that contain a character of a span. ``offsets`` are sorted by start."""
+    """Return the indices of the tokens that overlap a span. ``offsets`` must be sorted by start."""
     first = bisect_left(offsets, span.start, key=itemgetter(0))
     while first and offsets[first - 1][1] > span.start:
         first -= 1
@@ -471,7 +471,7 @@ def _find_overlapping_tokens(span: MessageSpan, offsets: Offsets) -> list[int]:
 
 
 def _shift_span(span: MessageSpan | str, inserted: Sequence[Inserted]) -> MessageSpan | str:
-    """Shift a span by the lengths of the image placeholders that were inserted into its text."""
+    """Move a span to account for the image placeholders inserted into its text."""
     if isinstance(span, str):
         return span
     start = end = 0
@@ -482,7 +482,7 @@ def _shift_span(span: MessageSpan | str, inserted: Sequence[Inserted]) -> Messag
 
 
 def _find_touching_tokens(characters: range, offsets: Offsets) -> range:
-    """Return the index range of the tokens that contain any of the characters."""
+    """Return the index range of the tokens that overlap a range of characters."""
     first = bisect_left(offsets, characters.start, key=itemgetter(0))
     while first and offsets[first - 1][1] > characters.start:
         first -= 1

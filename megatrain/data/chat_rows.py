@@ -1,4 +1,4 @@
-"""Row kind for chats, prompts with completions, plain texts and tokens. Each row becomes one document."""
+"""Row kind for conversations, prompts with completions, plain texts and token lists. Each row becomes one document."""
 
 from __future__ import annotations
 

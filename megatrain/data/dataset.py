@@ -1,4 +1,4 @@
-"""Tokenized documents of all training rows in memory-mapped files, so that RAM use does not grow with the data."""
+"""Tokenized training data in memory-mapped files. RAM use does not grow with the size of the data."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
     from megatrain.data.table import DataConfig
 
 
-_WEIGHT_STREAM = 2  # number of a random stream; megatrain.data.loader uses streams 0 and 1
+_WEIGHT_STREAM = 2  # index of this module's random stream; megatrain.data.loader uses streams 0 and 1
 _SECONDS_BETWEEN_MESSAGES = 10.0
 OnMessage = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class DataSpec:
-    """Sources of the data, and options for the conversion of rows to documents.
+    """Sources of the data, and options for converting rows to documents.
 
     Attributes:
         table: Config table ``[data]``. Its key ``train`` lists the sources in order.
-        seed: Seed of the order of the data, and of the selection of held-out rows (``val_size``).
-        images_folder: Folder of the image processor. None if rows have no images.
-        scores: Folder with a teacher's scores of the rows. None if the run has no teacher.
+        seed: Random seed for the order of the data and for the choice of held-out rows (``val_size``).
+        images_folder: Folder of the image processor, or None if rows have no images.
+        scores: Folder with a teacher's scores, or None if the run has no teacher.
     """
 
     table: DataConfig
@@ -55,11 +55,11 @@ class DataSpec:
     scores: Path | None = None
 
     def with_keys(self, **keys: Any) -> DataSpec:
-        """Return a copy with these keys of ``table`` replaced."""
+        """Return a copy whose ``table`` has these keys replaced."""
         return replace(self, table=self.table.model_copy(update=keys))
 
     def image_processor(self, tokenizer: PreTrainedTokenizerFast) -> ImageProcessor | None:
-        """Return the image processor, or None without ``images_folder``. Raises the errors of its constructor."""
+        """Return the image processor, or None without ``images_folder``. Raises the same errors as its constructor."""
         if self.images_folder is None:
             return None
         return ImageProcessor(self.images_folder, tokenizer, self.table.max_length)
@@ -71,13 +71,13 @@ class DataSpec:
 
     @property
     def encoding(self) -> EncodingOptions:
-        """All options for the conversion of rows to documents, except ``train_on``."""
+        """All options for converting rows to documents, except ``train_on``."""
         table, joins = self.table, self.table.packing == "concat"
         return EncodingOptions(table.max_length, table.overlong, table.bad_rows, self.kind, joins)
 
     @property
     def source_names(self) -> list[str]:
-        """Name of each source, for messages."""
+        """Name of each source in messages."""
         return [f"data.train.{number} ({source.path})" for number, source in enumerate(self.table.train)]
 
 
@@ -86,21 +86,20 @@ class TokenDataset:
     """Tokenized documents.
 
     Attributes:
-        tokens: Token ids of all documents, concatenated.
-        trained: Loss mask, one flag per token; false for the first token of each document.
-        starts: Index of the first token of each document, followed by the length of ``tokens``.
+        tokens: Concatenated token ids of all documents.
+        trained: Loss mask, one flag per token. The flag of each document's first token is false.
+        starts: Index of each document's first token, followed by the length of ``tokens``.
         report: Counts of the rows that were read and dropped.
-        source_starts: Index of the first document of each source, followed by the number of documents. Can be empty
-            if there is only one source.
-        weights: For each source, how often an epoch uses each of its documents. Empty if every weight is 1.
+        source_starts: Index of each source's first document, followed by the number of documents. Can be empty if
+            there is only one source.
+        weights: For each source, how often an epoch uses each document. Empty if every weight is 1.
         content: Checksum of ``tokens``, ``trained`` and ``starts``. None or "" if it has not been computed.
-        begins_row: For each document, whether it is the first (usually the only) document of a row.
-        in_use: Ascending indices of the documents to use. None for all.
-        images: Images of all documents, as written by ``refs_to_bytes``.
+        begins_row: For each document, whether it is the first document of a row. Most rows have only one document.
+        in_use: Ascending indices of the documents to use, or None for all documents.
+        images: Images of all documents, serialized by ``refs_to_bytes``.
         image_starts: Offset of each document's first byte in ``images``, followed by the length of ``images``.
         roles: Role of each document in its example, as defined by ``kind``. Empty if every role is 0.
-        source_checksums: Function that returns one checksum per source. It reads the files whose checksum is not
-            cached.
+        source_checksums: Returns one checksum per source. Reads only the files whose checksum is not cached.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -127,12 +126,12 @@ class TokenDataset:
         return len(self.starts) - 1
 
     def key_of(self, document: int) -> str:
-        """Return a checksum of a document's tokens and loss mask: the key of its teacher scores."""
+        """Return a checksum of a document's tokens and loss mask. Teacher scores are stored under this key."""
         part = slice(int(self.starts[document]), int(self.starts[document + 1]))
         return checksum(self.tokens[part].tobytes() + self.trained[part].tobytes())
 
     def fingerprint(self) -> str:
-        """Return a checksum of all data that a run uses. Read the tokens only if ``content`` is missing."""
+        """Return a checksum of all data that a run uses. Read the tokens only if ``content`` is not set."""
         text = self.content_of_all
         if any(weight != 1.0 for weight in self.weights):
             text += f"-{checksum(repr((self.source_starts, self.weights)).encode())}"
@@ -145,28 +144,28 @@ class TokenDataset:
 
     @property
     def largest_id(self) -> int:
-        """Largest token id of all documents."""
+        """Largest token id in all documents."""
         return int(self.tokens.max()) if self.known_largest_id is None else self.known_largest_id
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Return the number of tokens of each document."""
+        """Return each document's number of tokens."""
         found: npt.NDArray[np.int64] = np.diff(self.starts) - self.kind.num_values
         return found
 
     def num_tokens_of(self, document: int) -> int:
-        """Return the number of tokens of a document."""
+        """Return a document's number of tokens."""
         return int(self.starts[document + 1] - self.starts[document]) - self.kind.num_values
 
     def images_of(self, document: int) -> list[ImageRef]:
-        """Return the images of a document, in order."""
+        """Return a document's images, in order."""
         if not len(self.images):
             return []
         return refs_from_bytes(self.images[self.image_starts[document] : self.image_starts[document + 1]].tobytes())
 
     def release_pages(self) -> None:
-        """Release the RAM of the memory-mapped files. Reading the data again later is not much slower.
+        """Release the RAM that the memory-mapped files occupy. Reading the data again later is almost as fast.
 
-        Without this call, the resident memory of the process would grow with the data that it has read.
+        If this is never called, the process's resident memory grows with every read.
         """
         owners: list[object] = [getattr(self, name).base for name in ARRAYS]
         for mapped in owners:
@@ -174,10 +173,10 @@ class TokenDataset:
                 mapped.madvise(mmap.MADV_DONTNEED)
 
     def epoch_documents(self, data_seed: int) -> npt.NDArray[np.int64]:
-        """Return the documents of an epoch, in order, with each source repeated according to its weight.
+        """Return the documents of an epoch, in order. Each source is repeated according to its weight.
 
-        For the fractional part of a weight, ``data_seed`` selects the same documents in every epoch. If examples have
-        several documents, return only the first document of each.
+        For the fractional part of a weight, ``data_seed`` selects the same documents in every epoch. If an example has
+        several documents, only its first document is returned.
         """
         used = np.arange(len(self), dtype=np.int64) if self.in_use is None else self.in_use
         if self.kind.num_documents > 1:
@@ -205,17 +204,17 @@ def content_checksum(
 def load_dataset(
     data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: OnMessage = lambda text: None
 ) -> TokenDataset:
-    """Return the documents of all sources, in order, from the cache; tokenize and cache them first if necessary.
+    """Return the documents of all sources, in order. Tokenize them if they are not in the cache.
 
-    The rows that ``data.val_size`` holds out are excluded from ``in_use``.
+    The rows that ``data.val_size`` holds out are not in ``in_use``.
 
     Args:
         on_message: Called with the progress of a long tokenization, and with the reason if the cache is not used.
 
     Raises:
-        DataError: Raised by ``rows_of`` or ``RowEncoder.encode_many``; or no token would be trained; or
+        DataError: ``rows_of`` or ``RowEncoder.encode_many`` failed, there is no token to train on, or
             ``data.cache_dir`` cannot be written.
-        RowError: A row cannot be trained and ``data.bad_rows`` is "error".
+        RowError: A row cannot be used for training and ``data.bad_rows`` is "error".
     """
     files = [source_files(source.path, source.subset, source.split) for source in data.table.train]
 
@@ -242,10 +241,10 @@ def load_dataset(
 
 
 def source_checksums(files: Sequence[Sequence[Path]], cache: TokenCache | None) -> tuple[str, ...]:
-    """Return one checksum per source, computed from the contents, suffixes and order of its files, not their names.
+    """Return one checksum per source. It depends on its files' contents, suffixes and order, but not on their names.
 
     Args:
-        cache: Cache of file checksums. None to read all files.
+        cache: Cache of file checksums, or None to read all files.
     """
     of_file = read_checksum if cache is None else cache.file_checksum
     described = ("\n".join(f"{suffix_of(file)} {of_file(file)}" for file in paths) for paths in files)
@@ -259,7 +258,7 @@ def _encode_sources(
     writer: TokenWriter,
     on_message: OnMessage,
 ) -> tuple[DataReport, tuple[int, ...]]:
-    """Tokenize every source; return the report and ``source_starts``."""
+    """Tokenize every source. Return the report and ``source_starts``."""
     rows = RowEncoder(tokenizer, train_on=data.table.train_on, images=data.image_processor(tokenizer))
     encoder = Encoder(rows, writer, data.encoding, _progress_callback(on_message))
     source_starts = [0]
@@ -285,7 +284,7 @@ class InMemoryWriter:
         self.writer = TokenWriter(tuple(self._files.values()))
 
     def dataset(self, report: DataReport, source_starts: tuple[int, ...] = (), kind: RowKind = CHATS) -> TokenDataset:
-        """Return a dataset of the documents that have been written and flushed."""
+        """Return a dataset of the documents written and flushed so far."""
         arrays = {name: np.frombuffer(file.getbuffer(), dtype=ARRAYS[name]) for name, file in self._files.items()}
         writer = self.writer
         return _dataset_from_entry(CacheEntry(arrays, report, source_starts, writer.content, writer.largest_id), kind)
@@ -303,7 +302,7 @@ def _dataset_from_entry(entry: CacheEntry, kind: RowKind) -> TokenDataset:
 
 
 def _progress_callback(on_message: OnMessage) -> Callable[[int], None]:
-    """Return a callback that reports the number of tokenized rows at most every ten seconds."""
+    """Return a callback that reports the number of tokenized rows, at most once in ten seconds."""
     reported = time.monotonic()
 
     def on_rows(count: int) -> None:
@@ -316,10 +315,10 @@ def _progress_callback(on_message: OnMessage) -> Callable[[int], None]:
 
 
 def check_id_range(dataset: TokenDataset, num_embeddings: int, *, where: str) -> None:
-    """Check that the model has an embedding for every token id.
+    """Check that the model's input embedding has a row for every token id.
 
     Args:
-        num_embeddings: Number of rows of the model's input embedding.
+        num_embeddings: Number of rows in the input embedding.
         where: Path of the tokenizer, for the error message.
 
     Raises:
@@ -337,20 +336,20 @@ def check_id_range(dataset: TokenDataset, num_embeddings: int, *, where: str) ->
 
 #: Name of the held-out rows in metrics.
 NAME = "val"
-_HOLD_OUT_STREAM = 3  # number of a random stream; the loader and the weights use streams 0 to 2
+_HOLD_OUT_STREAM = 3  # index of this function's random stream; the loader and the weights use streams 0 to 2
 
 
 def hold_out(dataset: TokenDataset, val_size: float, data_seed: int) -> TokenDataset:
-    """Return a dataset without its held-out rows. Use :func:`held_out_part` to get them.
+    """Return a dataset without its held-out rows. :func:`held_out_part` returns the held-out rows.
 
-    Only the data and ``data_seed`` determine which rows are held out. All documents of a row are held out together.
+    The choice of rows depends only on the data and ``data_seed``. All documents of a row are held out together.
 
     Args:
-        val_size: Below 1: fraction of the rows (rounded, at least one row). Otherwise: number of rows. Dropped rows do
-            not count.
+        val_size: If below 1, the fraction of rows to hold out (rounded, at least one row); else the number of rows.
+            Dropped rows are not counted.
 
     Raises:
-        DataError: No row would remain to train on.
+        DataError: No row would be left to train on.
     """
     row_of_document = np.cumsum(dataset.begins_row) - 1
     count = int(row_of_document[-1]) + 1
@@ -369,7 +368,7 @@ def hold_out(dataset: TokenDataset, val_size: float, data_seed: int) -> TokenDat
 
 
 def held_out_part(dataset: TokenDataset, max_samples: int | None = None) -> TokenDataset:
-    """Return the rows that :func:`hold_out` removed, at most the first ``max_samples``, with a weight of 1."""
+    """Return the rows that :func:`hold_out` removed, all with weight 1. Return at most ``max_samples`` rows."""
     assert dataset.in_use is not None
     others = np.ones(len(dataset), dtype=np.bool_)
     others[dataset.in_use] = False
@@ -380,7 +379,7 @@ def held_out_part(dataset: TokenDataset, max_samples: int | None = None) -> Toke
 
 
 def describe(held_out: TokenDataset) -> str:
-    """Return a message with the number of held-out rows, documents and tokens."""
+    """Return a message that states the number of held-out rows, documents and tokens."""
     documents = held_out.in_use
     assert documents is not None
     rows = int(np.count_nonzero(held_out.begins_row[documents]))

@@ -1,4 +1,4 @@
-"""Conversion of rows to tokenized documents, which are written as a stream: RAM holds only the last few rows."""
+"""Conversion of rows to tokenized documents. Documents are written as a stream, so RAM holds only the latest rows."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(name_or_path: str, *, chat_template: str = "auto") -> PreTrainedTokenizerFast:
-    """Open a fast tokenizer without running any code from its folder.
+    """Open a fast tokenizer. No code from its folder is executed.
 
     Args:
         name_or_path: A folder with ``tokenizer.json``.
-        chat_template: "auto" for the tokenizer's template, or the path of a .jinja file.
+        chat_template: "auto" for the tokenizer's own template, or the path of a .jinja file.
 
     Raises:
         DataError: The folder or its ``tokenizer.json`` is missing or cannot be opened.
@@ -75,7 +75,7 @@ def load_tokenizer(name_or_path: str, *, chat_template: str = "auto") -> PreTrai
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the id of the pad token, else of the end-of-text token, else 0, for padding that is never trained."""
+    """Return the pad token's id, else the end-of-text token's id, else 0. Padding is never in the loss."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if isinstance(token, int):
             return token
@@ -92,14 +92,14 @@ _NUM_CONTENTS = 3  # the content checksum covers the first three arrays: tokens,
 
 @dataclass(frozen=True, slots=True, repr=False)
 class EncodingOptions:
-    """Options for the conversion of rows to documents.
+    """Options for converting rows to documents.
 
     Attributes:
         max_length: Maximum number of tokens in a document.
-        overlong: Treatment of conversations that exceed ``max_length``. Longer plain text is always split.
-        bad_rows: "drop" to drop and count rows that cannot be trained; "error" to stop at the first one.
-        joins_texts: Whether texts are concatenated and split into documents of exactly ``max_length``. Only the last
-            document of a source can be shorter.
+        overlong: What to do with conversations longer than ``max_length``. Plain text is always split.
+        bad_rows: "drop" to drop and count rows that cannot be used for training; "error" to stop at the first one.
+        joins_texts: Whether texts are concatenated and split into documents of exactly ``max_length`` tokens. Only
+            a source's last document can be shorter.
     """
 
     max_length: int
@@ -109,14 +109,14 @@ class EncodingOptions:
     joins_texts: bool = False
 
     def __repr__(self) -> str:
-        """Return a text that must never change, because stored fingerprints of streams contain it."""
+        """Return a text that must never change, because stored fingerprints of streams contain this text."""
         return (
             f"EncodingOptions(max_length={self.max_length!r}, overlong={self.overlong!r}, bad_rows={self.bad_rows!r}, "
             f"only_text={self.kind.only_text!r}, joins_texts={self.joins_texts!r}, preferences={self.kind.recorded!r})"
         )
 
 
-#: dtype of each array of a ``TokenDataset``, in the order in which the arrays are written.
+#: Data type of each array in a ``TokenDataset``. The arrays are written in this order.
 ARRAYS: Mapping[str, type[np.generic]] = {
     "tokens": np.int32,
     "trained": np.bool_,
@@ -130,11 +130,11 @@ _CODES = {np.int32: "i", np.int64: "q"}  # type codes of array.array; all other 
 
 
 class TokenWriter:
-    """Writer that appends documents to one file per array.
+    """Appends documents to files, one file per array.
 
     Args:
-        files: One open file for each of ``ARRAYS``, in the same order. The writer does not close the files.
-        before_write: Called before each write with the total number of bytes after the write.
+        files: One open file for each entry of ``ARRAYS``, in the same order. The writer does not close the files.
+        before_write: Called before each write with the total number of bytes after this write.
     """
 
     def __init__(self, files: Sequence[BinaryIO], before_write: Callable[[int], None] = lambda nbytes: None) -> None:
@@ -155,12 +155,12 @@ class TokenWriter:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all documents so far."""
+        """Total number of tokens in the documents added so far."""
         return self._flushed_tokens + len(self._buffers["tokens"])
 
     @property
     def content(self) -> str:
-        """Checksum of all flushed data; equal to ``content_checksum`` if there are no images and no roles."""
+        """Checksum of all flushed data. Equal to ``content_checksum`` if there are no images and no roles."""
         digests = self._digests if not self.num_image_bytes else (*self._digests, self._images_digest)
         roles = () if self._roles_digest is None else (self._roles_digest,)
         return "-".join(digest.hexdigest() for digest in (*digests, *roles))
@@ -212,10 +212,10 @@ def _empty_buffers() -> dict[str, array[int]]:
 
 
 class Encoder:
-    """Encoder that tokenizes the rows of one source at a time and adds their documents to a :class:`TokenWriter`.
+    """Tokenizes the rows of one source at a time and adds their documents to a :class:`TokenWriter`.
 
     Args:
-        on_rows: Called after every few hundred rows with the total number of rows.
+        on_rows: Called after every few hundred rows with the total number of rows so far.
     """
 
     def __init__(
@@ -231,21 +231,21 @@ class Encoder:
         self._options = options
         self._on_rows = on_rows
         self._cutter = TextCutter(options.max_length, encoder.start_tokens, joins=options.joins_texts)
-        self._text_has_document = False  # whether a document of the current text has been written
+        self._text_has_document = False  # whether the current text already has a written document
         self._examples: list[Example] = []
         self._kind_state: Any = None  # state that `documents_of` returned for the previous examples
 
     def add_rows(self, rows: Iterable[DataRow | RowError]) -> None:
-        """Encode rows and write the documents that have trained tokens.
+        """Encode rows and write all documents that have tokens in the loss.
 
         Args:
-            rows: Rows, or the errors of rows that could not be read.
+            rows: Rows, and errors for rows that could not be read.
 
         Raises:
-            DataError: A row is too long and ``overlong`` is "error", or the row kind rejects it, or
-                ``RowEncoder.encode_many`` raised the error.
+            DataError: A row is too long and ``overlong`` is "error", the row kind rejects a row, or
+                ``RowEncoder.encode_many`` failed.
             OSError: A write failed.
-            RowError: A row cannot be trained and ``bad_rows`` is "error".
+            RowError: A row cannot be used for training and ``bad_rows`` is "error".
         """
         for batch in _batches(rows):
             texts: list[Sequence[PlainRow | RowError]] = []
@@ -262,7 +262,7 @@ class Encoder:
             self._on_rows(self.counts.total.num_rows)
 
     def _add(self, row: DataRow | RowError, found: Sequence[Encoded | RowError]) -> None:
-        """Count a row and queue its example, or drop the row if one of its texts has an error."""
+        """Count a row and queue its example. If one of the row's texts has an error, drop the row."""
         whole = [each for each in found if isinstance(each, Encoded)]
         self.counts.total.num_tokens += sum(len(each.tokens) for each in whole)
         error = next((each for each in found if isinstance(each, RowError)), None)
@@ -280,7 +280,7 @@ class Encoder:
             self._examples.append((row, kept))
 
     def _fit_texts(self, row: DataRow, whole: Sequence[Encoded]) -> list[Encoded]:
-        """Return the texts of a row, truncated if necessary; return an empty list if the row is dropped."""
+        """Return a row's texts, truncated if necessary. Return an empty list if the row is dropped."""
         counts, options, max_length = self.counts.total, self._options, self._options.max_length
         longest = max(len(each.tokens) for each in whole)
         if error := options.kind.rejection(whole, row, max_length):
@@ -315,13 +315,13 @@ class Encoder:
             for each in whole:
                 self.counts.add_turns(each.num_turns, each.untrained_turns, row.where)
             return cut
-        counts.num_rows_lost += num_kept == num_before  # a truncated row has been counted above
+        counts.num_rows_lost += num_kept == num_before  # truncated rows were already counted above
         counts.num_tokens_lost += num_kept
         self._count_untrained(row.where)
         return []
 
     def _drop(self, error: RowError, whole: Sequence[Encoded]) -> None:
-        """Count a row that cannot be trained as dropped, and its tokens as lost."""
+        """Count a row as dropped, and its tokens as lost. Raise the error if ``bad_rows`` is "error"."""
         if self._options.bad_rows == "error":
             raise error
         self.counts.total.num_tokens_lost += sum(len(each.tokens) for each in whole)
@@ -350,19 +350,19 @@ class Encoder:
             self._text_has_document = False
 
     def end_source(self) -> None:
-        """Mark the end of a source, so that its texts are not joined to texts of the next source."""
+        """Mark the end of a source, so that its last text is not joined to the next source's first text."""
         self._add_pieces(self._cutter.finish())
         self._text_has_document = False
         self.counts.end_source()
 
     def report(self) -> DataReport:
-        """Flush the writer and return the counts of rows."""
+        """Flush the writer and return the report on all rows so far."""
         writer = self._writer
         writer.flush()
         return self.counts.report(writer.num_documents, writer.num_tokens, writer.num_trained_tokens)
 
     def finish(self) -> DataReport:
-        """Return the report of all sources. Raises DataError if no token would be trained."""
+        """Return the report on all sources. Raises DataError if there is no token to train on."""
         report = self.report()
         if not report.num_trained_tokens:
             first = self.counts.first_error
@@ -374,7 +374,7 @@ class Encoder:
         return report
 
     def _add_pieces(self, pieces: Iterable[CutDocument]) -> None:
-        self._write_examples()  # keep the order: the queued examples come before these pieces
+        self._write_examples()  # write the queued examples first, because they come before these pieces
         for piece in pieces:
             if any(piece.trained):
                 begins_row = self._options.joins_texts or not self._text_has_document
@@ -385,14 +385,14 @@ class Encoder:
 
 
 def _truncate(coded: Encoded, max_length: int) -> Encoded:
-    """Return the first ``max_length`` tokens of a row, with the images that lie completely within them."""
+    """Return a row's first ``max_length`` tokens, and the images that lie completely within these tokens."""
     kept = [ref for ref, place in zip(coded.images, coded.image_tokens, strict=True) if place.stop <= max_length]
     tokens, trained = coded.tokens[:max_length], coded.trained[:max_length]
     return replace(coded, tokens=tokens, trained=trained, images=tuple(kept))
 
 
 def _batches(rows: Iterable[DataRow | RowError]) -> Iterator[list[DataRow | RowError]]:
-    """Yield rows in batches, limited by the number of rows and of characters."""
+    """Yield rows in batches. A batch is limited in both rows and characters."""
     batch: list[DataRow | RowError] = []
     size = 0
     for row in rows:

@@ -1,4 +1,4 @@
-"""Data files: search for the files of a path, and iteration over their rows."""
+"""Search for data files and iteration over their rows."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ _LISTS_WITHIN_ROWS = (
     "rejected",
     "tools",
 )
-_PIECE_CHARACTERS = 1 << 22  # approximate size of the pieces of a text file, which need not fit in RAM
+_PIECE_CHARACTERS = 1 << 22  # text files are read in pieces of about this size, because they can exceed the RAM
 _MIN_ROWS_OF_BATCH = 256
-_TEXT_TYPES = ("STRING", "JSON", "ENUM", "NONE")  # logical types of parquet whose values are texts or bytes
-#: RAM for one value in a list, including its share of the list's offsets.
+_TEXT_TYPES = ("STRING", "JSON", "ENUM", "NONE")  # logical types of parquet columns that contain texts or bytes
+#: RAM for each value in a list, including the value's share of the list's offsets.
 _BYTES_PER_NESTED_VALUE = 16
-#: Maximum decompressed bytes of one row. A small untrusted file could decompress to more than the RAM.
+#: Maximum decompressed size of a row. Without this limit, a small untrusted file could fill the RAM.
 MAX_ROW_BYTES = 256 * MiB
 #: Remedy for rows that span several lines.
 LINE_PER_ROW = "Write one object per line (jq -c . FILE), or a list of objects in a .json file"
-#: RAM for each byte of a JSON list: its text and the parsed objects.
+#: RAM for each byte of a JSON list. The text and the parsed objects are in RAM at the same time.
 _BYTES_PER_CHARACTER_OF_LIST = 8
 
 
 def suffix_of(file: Path) -> str:
-    """Return the lower-case suffix of a file, without a trailing ``.gz``."""
+    """Return a file's suffix in lower case, without a trailing ``.gz``."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     if suffixes[-1:] == [".gz"]:
         return suffixes[-2] if suffixes[-2:-1] and suffixes[-2] in TEXT_SUFFIXES else ".gz"
@@ -61,14 +61,14 @@ def suffix_of(file: Path) -> str:
 
 
 def find_files(path: str, split: str | None = None) -> list[Path]:
-    """Return the sorted data files of a file path, glob pattern or folder.
+    """Return the sorted data files at a file path, glob pattern or folder.
 
     Args:
-        split: Selects the files of a folder whose name, or whose subfolder's name, contains this word. None selects all
-            files, or the split "train" if the folder has several splits.
+        split: Select only files whose name or subfolder contains this word. None selects all files, or only the
+            split "train" if the folder has several splits.
 
     Raises:
-        DataError: No file matches, or a file has an unsupported format.
+        DataError: No file matches, or a file's format is not supported.
     """
     base = Path(path)
     if base.is_dir():
@@ -140,14 +140,14 @@ def _select_split(folder: Path, files: list[Path], split: str | None) -> list[Pa
 
 
 def read_file(file: Path, json_key: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield (where, value) for each row of a file other than .txt. The values are not validated.
+    """Yield (where, value) for each row of a file, except for .txt files. The values are not validated.
 
     Args:
-        json_key: Dotted key of the list of rows in a .json file that contains one object. None to find the list, if
-            there is only one.
+        json_key: Dotted key of the list of rows in a .json file that contains one object. None to search for the list,
+            which fails if there are several lists.
 
     Raises:
-        DataError: The file cannot be read, or is damaged.
+        DataError: The file cannot be read or is damaged.
     """
     suffix = suffix_of(file)
     if json_key is not None and suffix != ".json":
@@ -160,7 +160,7 @@ def read_file(file: Path, json_key: str | None = None) -> Iterator[tuple[str, An
 
 
 def read_text(file: Path) -> Iterator[tuple[str, bool]]:
-    """Yield (piece, is_last) for the pieces of a text file, which end between lines or words if possible.
+    """Yield a text file as (piece, is_last). Pieces end between lines if possible, else between words.
 
     Raises:
         DataError: The file cannot be read or is not UTF-8.
@@ -176,7 +176,7 @@ def read_text(file: Path) -> Iterator[tuple[str, bool]]:
 
 
 def _decode_file(file: Path) -> Iterator[str]:
-    """Yield the text of a UTF-8 file in pieces, with every line end converted to a line feed."""
+    """Yield the text of a UTF-8 file in pieces. Every line end is converted to a line feed."""
     decoder, line_ends = codecs.getincrementaldecoder("utf-8-sig")(), io.IncrementalNewlineDecoder(None, translate=True)
     num_read = 0
     with _open(file) as stream:
@@ -196,7 +196,7 @@ def _decode_file(file: Path) -> Iterator[str]:
 
 
 def _find_cut(text: str) -> int:
-    """Return the position after the last line end, else before the last space, else at the end of the text."""
+    """Return the position after the last line end, else before the last space, else the length of the text."""
     return text.rfind("\n") + 1 or max(text.rfind(" "), 0) or len(text)
 
 
@@ -226,10 +226,10 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def json_lines(stream: IO[bytes], name: str, start: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield (where, value) for each line of a stream, from row ``start`` on. Empty lines are not rows.
+    """Yield (where, value) for each line of a stream, starting at row ``start``. Empty lines are not counted as rows.
 
     Raises:
-        DataError: A line is damaged, or too long.
+        DataError: A line is damaged or too long.
         OSError: The stream cannot be read.
     """
     row = 0
@@ -269,11 +269,11 @@ def _json_fault(error: ValueError | RecursionError) -> str:
 
 
 def _json_list(file: Path, json_key: str | None) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a .json file: a list, which must fit in RAM, or one object per line, as some tools write."""
+    """Yield the rows of a .json file. The file is a list that fits in RAM, or it has one object per line."""
     with _open(file) as stream:
         try:
             max_bytes = psutil.virtual_memory().available // _BYTES_PER_CHARACTER_OF_LIST
-            read = stream.read(max_bytes + 1)  # the decompressed size of a .gz file is unknown
+            read = stream.read(max_bytes + 1)  # limit the read, because a .gz file's decompressed size is unknown
             if len(read) > max_bytes:
                 raise DataError(
                     str(file),
@@ -301,7 +301,7 @@ def _json_list(file: Path, json_key: str | None) -> Iterator[tuple[str, Any]]:
 
 
 def _find_rows(file: Path, found: object, json_key: str | None) -> list[Any]:
-    """Return the list of rows in the parsed content of a .json file: the list itself, or the one inside an object."""
+    """Return the list of rows in a parsed .json file. The file is the list, or an object that contains the list."""
     if isinstance(found, list) and json_key is None:
         return found
     lists = dict(_find_lists(found))
@@ -322,7 +322,7 @@ def _find_rows(file: Path, found: object, json_key: str | None) -> list[Any]:
 
 
 def _find_lists(value: object, key: str = "") -> Iterator[tuple[str, list[Any]]]:
-    """Yield (dotted key, list) for each list of objects within nested objects."""
+    """Yield (dotted key, list) for each list of objects inside nested objects."""
     if isinstance(value, list) and value and isinstance(value[0], dict) and key:
         yield key, value
     elif isinstance(value, dict):
@@ -366,7 +366,7 @@ _SEPARATOR_NAMES = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 
 def _separator(header: str, default_separator: str) -> str:
-    """Return the default separator if it splits the header, else the one that splits it into the most columns."""
+    """Return the default separator if it splits the header, else the separator that yields the most columns."""
 
     def count(separator: str) -> int:
         try:
@@ -395,11 +395,11 @@ def _arrow_rows(file: Path, suffix: str) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def parquet_values(file: Any, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a parquet file, from row ``start`` on, and decompress only a bounded number of bytes at a time.
+    """Yield a parquet file's rows, starting at row ``start``. Decompress only a bounded number of bytes at a time.
 
     Args:
         file: Path or open file.
-        name: Name for error messages.
+        name: Name of the file in error messages.
     """
     import psutil
     import pyarrow.parquet
@@ -407,8 +407,8 @@ def parquet_values(file: Any, name: str, start: int = 0) -> Iterator[dict[str, A
     is_path = isinstance(file, Path)
     with pyarrow.parquet.ParquetFile(file, memory_map=is_path) as parquet:
         leaves = [parquet.schema.column(index) for index in range(len(parquet.schema))]
-    # Read texts as dictionary indices. Otherwise a text that is stored once but used in a thousand rows or list items
-    # would occupy RAM a thousand times.
+    # Read texts as dictionary indices. Otherwise a text that is stored only once would occupy RAM for every row or list
+    # item that uses it.
     is_text = [leaf.physical_type == "BYTE_ARRAY" and leaf.logical_type.type in _TEXT_TYPES for leaf in leaves]
     texts = [leaf.path for leaf, flag in zip(leaves, is_text, strict=True) if flag]
     number = 1
@@ -422,7 +422,7 @@ def parquet_values(file: Any, name: str, start: int = 0) -> Iterator[dict[str, A
             nested = [
                 column.num_values for leaf, column in zip(leaves, columns, strict=True) if leaf.max_repetition_level
             ]
-            # The list values per row are unknown before decompression. A stream must not depend on the free RAM.
+            # The list values per row are unknown before decompression. Streams must not depend on the free RAM.
             if is_path and sum(nested) * _BYTES_PER_NESTED_VALUE > psutil.virtual_memory().available // 2:
                 raise DataError(
                     f"{name} row {number}",
@@ -441,10 +441,10 @@ def parquet_values(file: Any, name: str, start: int = 0) -> Iterator[dict[str, A
 
 
 def unpacked_rows(batch: Any, name: str, number: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch as dicts. Convert a batch larger than ``MAX_ROW_BYTES`` one row at a time.
+    """Yield a batch's rows as dicts. If the batch is larger than ``MAX_ROW_BYTES``, convert one row at a time.
 
     Args:
-        number: Number of the batch's first row, for error messages.
+        number: Number of the batch's first row in error messages.
     """
     step = max(1, batch.num_rows) if _count_bytes(batch) <= MAX_ROW_BYTES else 1
     for start in range(0, batch.num_rows, step):
@@ -466,14 +466,14 @@ def _has_objects(kind: Any) -> bool:
 
 
 def _without_null_keys(value: Any) -> Any:
-    """Remove keys with null values: columnar formats give each object the keys of all objects in the column."""
+    """Remove keys with null values. In columnar formats, each object gets the keys of all objects in its column."""
     if isinstance(value, dict):
         return {key: _without_null_keys(inner) for key, inner in value.items() if inner is not None}
     return [_without_null_keys(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _count_bytes(rows: Any) -> int:
-    """Return the bytes of all values of a batch or array. A dictionary text counts once per use."""
+    """Return the size in bytes of all values in a batch or array. A dictionary text counts once for each use."""
     import pyarrow
     import pyarrow.compute
 
@@ -483,7 +483,7 @@ def _count_bytes(rows: Any) -> int:
         values = rows.dictionary
         try:
             lengths = pyarrow.compute.binary_length(values).take(rows.indices)
-        except pyarrow.ArrowNotImplementedError:  # binary_length does not support values other than texts
+        except pyarrow.ArrowNotImplementedError:  # binary_length only supports texts and bytes
             return len(rows) * (_count_bytes(values) // max(1, len(values)))
         return int(pyarrow.compute.sum(lengths.cast(pyarrow.int64())).as_py() or 0)
     if pyarrow.types.is_struct(rows.type):
@@ -501,7 +501,7 @@ def too_large(where: str) -> DataError:
 
 
 def _arrow_values(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of an Arrow file (Feather 2), or of an Arrow stream, which the datasets library writes."""
+    """Yield the rows of an Arrow file (Feather 2) or an Arrow stream. The datasets library writes Arrow streams."""
     import pyarrow
 
     number = 1
@@ -519,7 +519,7 @@ def _arrow_values(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def import_pyarrow(where: str, what: str) -> Any:
-    """Import pyarrow with its readers and return it. Raises DataError if it is not installed."""
+    """Import and return pyarrow with its readers. Raises DataError if pyarrow is not installed."""
     try:
         import pyarrow
         import pyarrow.ipc

@@ -1,4 +1,4 @@
-"""Readers of row formats, which convert each row to a conversation, a prompt with its completion, text, or tokens."""
+"""Readers of row formats. A reader converts a row to a conversation, a prompt with its completion, text, or tokens."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from megatrain.data.messages import ImagePlaces, field_names, kind, parse_inner_
 from megatrain.data.rows_report import DataError, RowError
 from megatrain.data.table import ColumnName, RowFormat
 
-#: Names of columns that are synonyms of fields, and names of fields inside of messages.
+#: Column names that are synonyms of fields, and names of fields inside messages.
 _SYNONYMS, _OF_MESSAGES = ("query", "response"), ("role", "content")
 _FIELDS = tuple(name for name in get_args(ColumnName) if name not in (*_SYNONYMS, *_OF_MESSAGES))
 _CHAT_FIELDS = ("system", "tools", "images", "image")
 _KNOWN = "messages, conversations, instruction and output, prompt and completion, text, or input_ids"
-#: Usual column names of prompts, answers and plain texts, the most likely names first.
+#: Usual column names of prompts, answers and plain texts. The most likely names come first.
 _PROMPTS = ("prompt", "question", "instruction", "query", "input", "inputs", "problem", "q")
 _ANSWERS = ("completion", "answer", "response", "output", "outputs", "target", "targets", "solution", "a")
 _PLAIN_TEXTS = ("text", "content", "body", "document", "article")
-#: Columns of rows for reinforcement learning, which have no answer.
+#: Columns of rows for reinforcement learning. These rows have no answer.
 _RL_COLUMNS = {"prompt", "solution", "reward", "ground_truth", "reward_model", "data_source", "ability", "extra_info"}
 
 
@@ -41,7 +41,7 @@ class DataRow:
     where: str
     unread: tuple[str, ...]
 
-    #: Attributes whose lengths add up to the size of the row.
+    #: Names of the attributes whose lengths add up to the row's number of characters.
     measured: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -52,14 +52,14 @@ class DataRow:
 
 @dataclass(frozen=True, slots=True)
 class Conversation(DataRow):
-    """Messages of a chat, in order.
+    """A chat.
 
     Attributes:
-        messages: Each has the text fields ``role`` and ``content``. Some have ``tool_calls`` or ``reasoning_content``.
-        trained_from: Index of the first message that can be trained. Above 0 for a prompt with its completion.
-        tools: Tools that the assistant can call, for the chat template.
-        flags: For each message, the row's flag for training it, or None. Empty if the row has no flags.
-        images: One image per image mark in the messages, in order.
+        messages: Messages in order. Each has the text fields ``role`` and ``content``; some also have ``tool_calls``.
+        trained_from: Index of the first message that can be in the loss. Above 0 for a prompt with its completion.
+        tools: Tools that the assistant can call. The chat template renders them.
+        flags: For each message, whether the row puts it in the loss, or None if not set. Empty if the row has no flags.
+        images: Images in the order of the image marks in the messages, one image per mark.
     """
 
     title: ClassVar[str] = "conversation"
@@ -73,13 +73,13 @@ class Conversation(DataRow):
 
     @property
     def num_characters(self) -> int:
-        """Total length of the messages' contents."""
+        """Total length of all messages' contents."""
         return sum(len(message["content"]) for message in self.messages)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptCompletion(DataRow):
-    """A prompt and its completion, both used verbatim, without a chat template."""
+    """A prompt and its completion. Both are used verbatim, without a chat template."""
 
     title: ClassVar[str] = "prompt and completion"
     measured: ClassVar[tuple[str, ...]] = ("prompt", "completion")
@@ -91,10 +91,10 @@ class PromptCompletion(DataRow):
 
 @dataclass(frozen=True, slots=True)
 class Document(DataRow):
-    """Plain text whose tokens are all trained.
+    """Plain text. All of its tokens are in the loss.
 
     Attributes:
-        is_start: Whether this is the first piece of the text. Large files are read in several pieces.
+        is_start: Whether this is the first piece of the text. Large text files are read in several pieces.
         is_end: Whether this is the last piece of the text.
     """
 
@@ -109,10 +109,10 @@ class Document(DataRow):
 
 @dataclass(frozen=True, slots=True)
 class Tokenized(DataRow):
-    """Tokens from the user's own tokenization.
+    """A row that the user has already tokenized.
 
     Attributes:
-        trained: Loss mask, one flag per token. None to train all tokens, and to split the row like plain text.
+        trained: Loss mask, one flag per token. None to put all tokens in the loss and to split the row like plain text.
     """
 
     title: ClassVar[str] = "tokens"
@@ -123,20 +123,20 @@ class Tokenized(DataRow):
     unread: tuple[str, ...] = field(default=(), compare=False)
 
 
-#: A row that contains one text.
+#: Row types that contain exactly one text.
 PlainRow = Conversation | PromptCompletion | Document | Tokenized
 
 
 @dataclass(frozen=True, slots=True)
 class RowFields:
-    """The fields of one row, accessed by their standard names.
+    """Access to a row's fields by their standard names.
 
     Attributes:
-        value: The row: values by column name.
+        value: Values of the row by column name.
         where: File and row, for error messages.
         names: Column name of each field.
-        columns: The config's ``columns``, which also maps names within messages.
-        folder: Base folder of relative image paths.
+        columns: The config's ``columns``. It also maps the names of fields in messages.
+        folder: Base folder for relative image paths.
     """
 
     value: Mapping[str, Any]
@@ -146,7 +146,7 @@ class RowFields:
     folder: Path = Path()
 
     def name(self, field: str) -> str:
-        """Return the column name of a field."""
+        """Return a field's column name."""
         return self.names.get(field, field)
 
     def __contains__(self, field: str) -> bool:
@@ -156,15 +156,15 @@ class RowFields:
         return self.value[self.name(field)]
 
     def get(self, field: str) -> Any:
-        """Return the value of a field, or None if the row does not have the field."""
+        """Return a field's value, or None if the row does not have the field."""
         return self.value.get(self.name(field))
 
     def text(self, field: str) -> str:
-        """Return the text of a field. Raises RowError if the value is not text."""
+        """Return a field's text. Raises RowError if the value is not text."""
         return as_text(self[field], self.where, self.name(field))
 
     def messages(self, field: str, images: ImagePlaces) -> tuple[tuple[dict[str, Any], ...], tuple[bool | None, ...]]:
-        """Return (messages, flags) of a field; see ``read_messages``."""
+        """Return a field's messages and flags, as ``read_messages`` does."""
         return read_messages(self[field], self.where, self.name(field), self.columns, images)
 
     def tools(self) -> tuple[Mapping[str, Any], ...] | None:
@@ -172,11 +172,11 @@ class RowFields:
         return read_tools(self.get("tools"), self.where)
 
     def images(self) -> ImagePlaces:
-        """Return a new :class:`ImagePlaces` with the images in the row's column ``images`` or ``image``."""
+        """Return a new :class:`ImagePlaces` with the images of the row's ``images`` or ``image`` column."""
         return ImagePlaces(self.get("images"), self.value.get("image"))
 
     def system_before(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the row's system text, or "" if the row has none or the messages begin with a system message."""
+        """Return the row's system text, or "" if it has none or if the messages already start with a system message."""
         system = self.get("system")
         if not isinstance(system, str) or not system.strip() or messages[0]["role"] in ("system", "developer"):
             return ""
@@ -189,11 +189,11 @@ class RowReader:
 
     Attributes:
         name: Value of ``format`` in a config.
-        what: Description of the rows and their treatment, for the comments of a generated config.
+        what: Describes the rows and what happens to them, for comments in a generated config.
         read: Function that parses a row. Raises RowError, or DataError if fields are missing.
         needed: Required fields.
-        any_of: Fields of which a row must have at least one. Empty for no such requirement.
-        fields: Optional fields that the reader uses. None for all known fields.
+        any_of: Fields of which a row needs at least one. Empty if there is no such requirement.
+        fields: Optional fields that the reader uses, or None for all known fields.
     """
 
     name: str
@@ -204,12 +204,12 @@ class RowReader:
     fields: tuple[str, ...] | None = ()
 
     def fits(self, value: Mapping[str, Any], names: Mapping[str, str]) -> bool:
-        """Return whether a row has the required fields of this format."""
+        """Return whether a row has the fields that this format requires."""
         has_any = not self.any_of or any(names.get(field, field) in value for field in self.any_of)
         return has_any and all(names.get(field, field) in value for field in self.needed)
 
     def unread(self, row: DataRow, fields: RowFields) -> tuple[str, ...]:
-        """Return the nonempty columns of a row that this format does not read."""
+        """Return a row's nonempty columns that this format does not read."""
         ours = tuple(fields.names) if self.fields is None else (*self.needed, *self.fields)
         if isinstance(row, Conversation):
             ours += _CHAT_FIELDS
@@ -223,19 +223,19 @@ class RowReader:
 def read_row(
     value: object, where: str, format: RowFormat | RowReader, columns: Mapping[str, str], folder: Path = Path()
 ) -> tuple[str, DataRow]:
-    """Parse a row, and return the name of its format and the parsed row.
+    """Parse a row. Return the name of its format and the parsed row.
 
     Args:
         value: The row, as a mapping.
         where: File and row, for error messages.
-        format: Format of the row, or "auto" to detect it from the column names. Names that do not match exactly are
+        format: Format of the row, or "auto" to detect it from the column names. Column names without an exact match are
             compared without case and surrounding spaces.
-        columns: Column name of each field; dotted for a field inside an object.
-        folder: Base folder of relative image paths.
+        columns: Column name of each field. A dotted name refers to a field inside an object.
+        folder: Base folder for relative image paths.
 
     Raises:
         RowError: The row is not an object with fields, or a field has an invalid value.
-        DataError: A required field is missing, or no format matches the row, or the row is preference data.
+        DataError: A required field is missing, no format matches the row, or the row is preference data.
     """
     if not isinstance(value, Mapping) or not value:
         rule = "a row must be an object with fields"
@@ -265,14 +265,14 @@ def read_row(
 
 
 def _name_messages(fields: RowFields, usual: str) -> None:
-    """Map both ``messages`` and ``conversations`` to the column that the row has, because one reader reads both."""
+    """Map ``messages`` and ``conversations`` to whichever column the row has, because one reader reads both formats."""
     names, other = fields.names, "conversations" if usual == "messages" else "messages"
     names["messages"] = names[usual] if usual in fields or other not in fields else names[other]
     names["conversations"] = names["messages"]
 
 
 def _map_fields(columns: Mapping[str, str], *, is_alpaca: bool, is_auto: bool) -> dict[str, str]:
-    """Return the column name of each field. ``columns`` can call Alpaca's fields prompt, query and response."""
+    """Return each field's column name. In ``columns``, Alpaca's fields can be called prompt, query and response."""
     names = {field: columns.get(field, field) for field in _FIELDS}
     is_alpaca = is_alpaca or (is_auto and bool({"query", "instruction", "output"} & set(columns)))
     synonyms = {"prompt": "instruction", "query": "input", "response": "output"} if is_alpaca else {
@@ -283,12 +283,12 @@ def _map_fields(columns: Mapping[str, str], *, is_alpaca: bool, is_auto: bool) -
 
 
 def row_columns(columns: Mapping[str, str]) -> dict[str, str]:
-    """Return the entries of ``columns`` for fields of rows, without those for fields of messages."""
+    """Return the entries of ``columns`` for fields of rows, without the entries for fields of messages."""
     return {ours: theirs for ours, theirs in columns.items() if ours in (*_FIELDS, *_SYNONYMS)}
 
 
 def absent_column(value: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return (problem, remedy) if ``columns`` contains a column that the row does not have, else None."""
+    """Return (problem, remedy) if ``columns`` names a column that the row does not have, else None."""
     for ours, theirs in row_columns(columns).items():
         if theirs not in value:
             close = difflib.get_close_matches(theirs.casefold(), [name.casefold() for name in value], 1, 0.6)
@@ -302,10 +302,10 @@ def absent_column(value: Mapping[str, Any], columns: Mapping[str, str]) -> tuple
 def _rename_columns(
     value: Mapping[str, Any], names: Mapping[str, str], columns: Mapping[str, str], readers: Sequence[RowReader]
 ) -> Mapping[str, Any]:
-    """Return a row with its columns renamed to the expected names if they differ only in case.
+    """Return a row whose columns are renamed to the expected names if they differ only in case.
 
-    The names in ``columns`` are always compared without case, unless an exact match exists. All other known names are
-    compared without case only if no format fits the row (``Question,Answer`` of a spreadsheet).
+    Names in ``columns`` that have no exact match are always compared without case. All other known names are compared
+    without case only if no format fits the row, as for a spreadsheet with ``Question,Answer``.
     """
     columns = row_columns(columns)
     fits = any(reader.fits(value, names) for reader in readers)
@@ -313,7 +313,7 @@ def _rename_columns(
 
 
 def with_columns(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return a row with the names in ``columns``, found by ignoring case or by following dots into objects."""
+    """Return a row with the names in ``columns``. Names are also found by ignoring case or by following dots."""
     wanted = [theirs for theirs in columns.values() if theirs not in value]
     if not wanted:
         return value
@@ -328,7 +328,7 @@ def with_columns(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mappin
 
 
 def _get_nested(value: object, keys: Sequence[str]) -> object:
-    """Return the value at a path of keys in nested objects, or None if the path does not exist."""
+    """Return the value at a path of keys in nested objects, or None if there is no such path."""
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
@@ -352,7 +352,7 @@ def _detect_reader(
 
 
 def preferences(value: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return (problem, remedy) if a row is preference data in one of TRL's formats, else None."""
+    """Return (problem, remedy) if a row is preference data in a TRL format, else None."""
     if "chosen" in value and "rejected" in value:
         return (
             "this is preference data (`chosen` and `rejected`), which sft and pretrain do not train on",
@@ -375,7 +375,7 @@ def preferences(value: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _better_answer(value: Mapping[str, Any]) -> str:
-    """Return the config lines that train only on the better of two answers."""
+    """Return config lines that train only on the better of a row's two answers."""
     if "prompt" in value and isinstance(value["prompt"], str) == isinstance(value["chosen"], str):
         return 'format = "prompt_completion" and columns = { completion = "chosen" } under this [[data.train]]'
     if isinstance(value["chosen"], str):
@@ -384,7 +384,7 @@ def _better_answer(value: Mapping[str, Any]) -> str:
 
 
 def guess(value: Mapping[str, Any], where: str) -> str:
-    """Return advice for a row with unknown column names, guessed from the names and the values."""
+    """Return advice for a row with unknown column names. The advice is guessed from the row's names and values."""
     if "prompt" in value and set(value) <= _RL_COLUMNS:
         return (
             "Prompts without answers are data for reinforcement learning such as GRPO; sft needs `prompt` and "
@@ -432,7 +432,7 @@ def _texts_in(value: Mapping[str, Any], within: str = "") -> Iterator[tuple[str,
 
 
 def as_text(value: object, where: str, name: str) -> str:
-    """Return a value that must be text. Raises RowError otherwise."""
+    """Return the value if it is text. Raises RowError if it is not text."""
     if not isinstance(value, str):
         raise RowError(where, f"`{name}` must be text, not {kind(value)}")
     return value
@@ -459,7 +459,7 @@ def _make_conversation(
 
 
 def _read_alpaca(fields: RowFields) -> Conversation:
-    """Convert an Alpaca row to a chat: instruction and input form the user's turn, output the assistant's turn."""
+    """Convert an Alpaca row to a chat. Instruction and input become the user's turn, output the assistant's turn."""
     images = fields.images()
     messages = instruction_of(fields, images)
     answer = {"role": "assistant", "content": images.text(fields.text("output"), fields.where)}
@@ -467,7 +467,7 @@ def _read_alpaca(fields: RowFields) -> Conversation:
 
 
 def instruction_of(fields: RowFields, images: ImagePlaces) -> tuple[dict[str, Any], ...]:
-    """Return the messages before the answer of an Alpaca row."""
+    """Return an Alpaca row's messages before the answer."""
 
     def optional(field: str) -> str:
         return "" if fields.get(field) is None else fields.text(field)
@@ -501,7 +501,7 @@ def _read_prompt_completion(fields: RowFields) -> Conversation | PromptCompletio
 
 
 def _read_tokenized(fields: RowFields) -> Tokenized:
-    """Return the tokens without padding. ``labels`` of -100 or a ``loss_mask`` of 0 mark untrained tokens."""
+    """Return the tokens without padding. ``labels`` of -100 or a ``loss_mask`` of 0 exclude a token from the loss."""
     where, names = fields.where, fields.names
     tokens = _integers(fields["input_ids"], where, names["input_ids"])
     if any(token < 0 for token in tokens):
@@ -542,7 +542,7 @@ def _integers(value: object, where: str, name: str) -> tuple[int, ...]:
 
 
 def _attended_range(mask: Sequence[int], where: str, name: str) -> tuple[int, int]:
-    """Return start and end of the mask's ones, which must be contiguous."""
+    """Return the start and end of a mask's ones. Raises RowError if the ones are not contiguous."""
     first = next((index for index, number in enumerate(mask) if number), len(mask))
     last = len(mask) - next((index for index, number in enumerate(reversed(mask)) if number), len(mask))
     if not all(mask[first:last]):
@@ -550,10 +550,10 @@ def _attended_range(mask: Sequence[int], where: str, name: str) -> tuple[int, in
     return (first, last) if first < last else (0, 0)
 
 
-#: Formats that are rendered with the chat template.
+#: Formats whose rows are rendered with the chat template.
 TEMPLATED = ("messages", "sharegpt", "alpaca")
 _TEMPLATE = "rendered with the model's chat template"
-#: Readers by format name, in the order in which "auto" tries them.
+#: Readers by format name. "auto" tries them in this order.
 READERS: dict[str, RowReader] = {
     reader.name: reader
     for reader in (

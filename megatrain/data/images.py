@@ -1,7 +1,7 @@
-"""Images of rows, converted to tokens and tensors by the processor in the model folder.
+"""Images of rows. The image processor in the model folder converts them to tokens and tensors.
 
-A document stores a reference to each of its images, with a checksum. The pixels are recomputed for each micro-batch,
-so that the token cache stays small.
+A document stores a reference to each of its images, with a checksum. The pixels are computed again for each
+micro-batch, so that the token cache stays small.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 
 __all__ = ["IMAGE_MARK", "ImageProcessor", "ImageRef", "Inserted", "NamedImage", "refs_from_bytes", "refs_to_bytes"]
 
-#: Private-use character that marks the position of an image in the text of a message.
+#: Private-use character that marks an image's position in a message's text.
 IMAGE_MARK = "\U0010f8f1"
 EXTRA = 'pip install "megatrain-tier[images]"'
-#: Maximum bytes of one image file, because a path in a row can point to any file on this machine.
+#: Maximum size of an image file in bytes. The limit is needed because a path in a row can point to any file.
 MAX_IMAGE_BYTES = 256 * MiB
-_SIDES = (32, 64, 128, 256, 512, 1024, 2048)  # side lengths of the probe images that `example` fills rows with
+_SIDES = (32, 64, 128, 256, 512, 1024, 2048)  # side lengths of the probe images with which `example` fills rows
 _TEXT_OUTPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 _TYPE_OUTPUTS = ("mm_token_type_ids", "token_type_ids")
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """Reference to an image of a row.
+    """Reference to one of a row's images.
 
     Attributes:
         where: Path of the image file, or the row that contains the image.
         checksum: Checksum of the image's bytes.
-        content: The image's bytes if the row contains them. None if they are in a file.
+        content: The image's bytes if the row contains them, or None if they are in a file.
     """
 
     where: str
@@ -59,14 +59,14 @@ class ImageRef:
 
     @classmethod
     def of(cls, value: object, folder: Path, where: str) -> ImageRef:
-        """Return a reference to an image of a row: a path, a `file:` or `data:` URL, bytes, or a mapping of these.
+        """Return a reference to an image, which is a path, a `file:` or `data:` URL, bytes, or a mapping of these.
 
         Args:
-            folder: Base of relative paths: the folder of the data file.
+            folder: Base folder for relative paths, which is the data file's folder.
             where: File and row, for error messages.
 
         Raises:
-            RowError: The value has another type, or the file cannot be read.
+            RowError: The value has an unsupported type, or the file cannot be read.
         """
         if isinstance(value, Mapping):  # the datasets library and chat messages store images as mappings
             given = [value[key] for key in ("bytes", "path", "url", "image", "base64") if value.get(key) is not None]
@@ -110,7 +110,7 @@ class ImageRef:
         return cls(where, xxhash.xxh3_64_hexdigest(content), content)
 
     def read(self) -> bytes:
-        """Return the image's bytes. Raises DataError if its file is missing or has changed since the tokenization."""
+        """Return the image's bytes. Raises DataError if its file is missing or has changed since tokenization."""
         if self.content is not None:
             return self.content
         try:
@@ -128,7 +128,7 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class NamedImage:
-    """An image of a row that has not been read yet. The attributes are the arguments of ``ImageRef.of``."""
+    """An image of a row that has not been read yet. Its attributes are the arguments of ``ImageRef.of``."""
 
     value: object
     folder: Path
@@ -140,7 +140,7 @@ class NamedImage:
 
 
 def refs_to_bytes(refs: Sequence[ImageRef]) -> bytes:
-    """Serialize the image references of a document; return no bytes if it has none."""
+    """Serialize a document's image references. Return empty bytes if the document has no images."""
     if not refs:
         return b""
     head = json.dumps([[ref.where, ref.checksum, -1 if ref.content is None else len(ref.content)] for ref in refs])
@@ -162,19 +162,19 @@ def refs_from_bytes(stored: bytes) -> list[ImageRef]:
 
 @dataclass(frozen=True, slots=True)
 class Inserted:
-    """Character range of an image's placeholder ``before`` its expansion to image tokens, and ``after`` it."""
+    """Character range of an image ``before`` and ``after`` its placeholder is expanded to image tokens."""
 
     before: range
     after: range
 
 
 class ImageProcessor:
-    """Image processor of a model folder. Not thread-safe.
+    """Image processor from a model folder. Not thread-safe.
 
     Args:
-        folder: Folder of the processor's files.
-        tokenizer: The model's tokenizer, with its image tokens.
-        max_length: Maximum tokens of a row. A row of this length, filled with images, bounds the pixels of all rows.
+        folder: Folder with the processor's files.
+        tokenizer: The model's tokenizer. It must have the image tokens.
+        max_length: Maximum tokens in a row. The pixels in a row are limited to those of a row filled with images.
 
     Raises:
         DataError: The folder has no image processor, or a required package is missing.
@@ -199,11 +199,11 @@ class ImageProcessor:
         self._types_name = next((name for name in _TYPE_OUTPUTS if name in probe), None)
 
     def describe(self) -> str:
-        """Return the processor's class and settings, which determine its tokens and pixels."""
+        """Return the processor's class and settings. They determine its tokens and pixels."""
         return f"{type(self._processor).__name__} {self._processor.to_json_string()}"
 
     def insert(self, text: str, refs: Sequence[ImageRef], where: str) -> tuple[str, list[Inserted]]:
-        """Insert image tokens into a rendered conversation; return the text and the positions of the images.
+        """Insert image tokens into a rendered conversation. Return the text and the images' positions.
 
         Raises:
             RowError: An image cannot be decoded, or the number of placeholders differs from the number of images.
@@ -226,7 +226,7 @@ class ImageProcessor:
             raise RowError(
                 where, f"the processor rejects the images: {reason}", reason="the processor rejects the images"
             ) from None
-        if _num_elements(made) > self._max_elements:  # the images would not fit into the blocks of a step
+        if _num_elements(made) > self._max_elements:  # the images would not fit in the memory planned for a step
             raise RowError(
                 where,
                 f"its images have more pixels than the memory plan allows for a row of {self._max_length} tokens",
@@ -246,7 +246,7 @@ class ImageProcessor:
     def inputs(
         self, rows: Sequence[Sequence[int]], refs: Sequence[Sequence[ImageRef]], width: int
     ) -> dict[str, Tensor]:
-        """Return the image inputs of a micro-batch: pixels, sizes, and a mask of the image tokens, ``(rows, width)``.
+        """Return a micro-batch's image inputs: pixels, sizes, and a mask of image tokens, of shape ``(rows, width)``.
 
         Args:
             rows: Token ids of each row, without padding.
@@ -269,10 +269,10 @@ class ImageProcessor:
         return found
 
     def example(self, num_rows: int) -> dict[str, Tensor]:
-        """Return a micro-batch whose rows of ``max_length`` tokens are filled with images.
+        """Return a micro-batch for measurements. Its rows have ``max_length`` tokens and are filled with images.
 
         Raises:
-            DataError: ``max_length`` is too small for an image.
+            DataError: ``max_length`` is too small for the smallest image.
         """
         import torch
 
@@ -293,12 +293,12 @@ class ImageProcessor:
 
     @cached_property
     def _max_elements(self) -> int:
-        """Maximum number of elements in the image tensors of a row."""
+        """Maximum number of elements in a row's image tensors."""
         return _num_elements(self.example(1))
 
     @cached_property
     def _probe_images(self) -> list[tuple[Any, list[int]]]:
-        """Probe images that fit in a row, in ascending size, with their token ids."""
+        """Images that fit in a row, smallest first, and the token ids of each image."""
         found: list[tuple[Any, list[int]]] = []
         for side in _SIDES:
             image = _make_blank_image(side, side)
@@ -327,7 +327,7 @@ class ImageProcessor:
         }
 
     def _run_processor(self, text: Sequence[Any], images: Sequence[Sequence[Any]], **options: Any) -> Mapping[str, Any]:
-        # The chat template already adds the special tokens, such as <bos>.
+        # The chat template already adds the special tokens, for example <bos>.
         options = {"add_special_tokens": False, "return_mm_token_type_ids": True, **options}
         return cast(
             "Mapping[str, Any]", self._processor(text=list(text), images=[list(own) for own in images], **options)
@@ -358,7 +358,7 @@ def _make_blank_image(width: int, height: int) -> Any:
 
 
 def _num_elements(made: Mapping[str, Any]) -> int:
-    """Return the number of elements in a processor's image outputs."""
+    """Return the number of elements in all image outputs of a processor."""
 
     def count(value: Any) -> int:
         if isinstance(value, list | tuple):
@@ -369,7 +369,7 @@ def _num_elements(made: Mapping[str, Any]) -> int:
 
 
 class _UnusedComponent(dict[str, Any]):
-    """Placeholder for a processor's video or audio component, which would need more packages; serialized as `{}`."""
+    """Replaces a processor's video or audio component, so that its packages are not needed. Serialized as `{}`."""
 
 
 def _open_processor(folder: str, tokenizer: PreTrainedTokenizerFast) -> Any:
@@ -396,7 +396,7 @@ def _open_processor(folder: str, tokenizer: PreTrainedTokenizerFast) -> Any:
 
 @contextmanager
 def _image_only_processors(tokenizer: PreTrainedTokenizerFast) -> Iterator[None]:
-    """Build processors only from the tokenizer and Pillow's image backend, so that all machines get equal pixels."""
+    """Build processors only from the tokenizer and Pillow's image backend, so that pixels are equal on all machines."""
     from transformers import AutoImageProcessor, ProcessorMixin
 
     processing_auto: Any = importlib.import_module("transformers.models.auto.processing_auto")
@@ -433,9 +433,9 @@ def _image_only_processors(tokenizer: PreTrainedTokenizerFast) -> Iterator[None]
 
 
 def _without_torchvision(name: str, found: Any) -> Any:
-    """Return a processor class without its requirement of torchvision, if only its image module needs torchvision.
+    """Return a processor class that does not need torchvision, if only its image module needs torchvision.
 
-    Import the class with the Pillow image module, which has the same functions, instead of the torchvision module.
+    The class is imported with the Pillow image module instead of the torchvision module. Both have the same functions.
     """
     if getattr(found, "_backends", None) != ["torchvision"]:
         return found
@@ -450,6 +450,6 @@ def _without_torchvision(name: str, found: Any) -> Any:
         )
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
-        return found  # using this class raises an error about the missing package
+        return found  # if a caller uses this class, it raises an error that names the missing package
     finally:
-        sys.modules.pop(image_module, None)  # other imports of this module must still raise the original error
+        sys.modules.pop(image_module, None)  # later imports of this module must still raise the original error

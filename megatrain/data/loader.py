@@ -1,4 +1,4 @@
-"""Loader of the batches of optimizer steps. Only the seed and the position determine the next batch."""
+"""Loader of batches for optimizer steps. The next batch depends only on the seed and the position."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from megatrain.data.images import ImageProcessor
     from megatrain.data.scores import TeacherScores
 
-# Functions import torch only when they need it, because a preview of rows does not.
-_SHUFFLE, _PACK = 0, 1  # numbers of random streams; megatrain.data.dataset uses streams 2 and 3
+# Functions import torch only when they need it, because a preview of rows works without torch.
+_SHUFFLE, _PACK = 0, 1  # indices of random streams; megatrain.data.dataset uses streams 2 and 3
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderPosition:
-    """Position of a loader, before step ``step`` of epoch ``epoch``: its complete state in a checkpoint.
+    """Position of a loader: its complete state in a checkpoint. The next step is ``step`` of epoch ``epoch``.
 
     Attributes:
-        cursor: Position of streams, as JSON. None if the data is not streamed.
+        cursor: Position in the streams as JSON, or None if the data is not streamed.
     """
 
     epoch: int = 0
@@ -41,16 +41,16 @@ class LoaderPosition:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The micro-batches of one optimizer step.
+    """All micro-batches of an optimizer step.
 
     Attributes:
         micro_batches: Model inputs, with int64 ``input_ids`` and ``labels`` of shape ``(rows, tokens)``. Packed rows
-            have ``position_ids``, which restart with each document, as Hugging Face expects. Other rows contain one
-            document, padded on the right, and have an ``attention_mask``. Rows with images have the outputs of their
-            processor. The row kind adds the inputs of its losses.
-        num_real_tokens: Number of tokens in the step, without padding.
+            have ``position_ids`` that restart with each document, as Hugging Face expects. Unpacked rows contain one
+            document, padded on the right, and have an ``attention_mask``. Rows with images also have their processor's
+            outputs. The row kind adds the inputs that its losses need.
+        num_real_tokens: Number of tokens in the step, excluding padding.
         num_trained_tokens: Number of labels in the step that are not -100.
-        position: Position of the loader after this batch.
+        position: Loader position after this batch.
     """
 
     micro_batches: list[dict[str, torch.Tensor]]
@@ -61,27 +61,27 @@ class StepBatch:
 
 
 def order_of_epoch(data_seed: int, epoch: int, num_rows: int) -> npt.NDArray[np.int64]:
-    """Return the row numbers in the shuffled order of an epoch."""
+    """Return the row numbers of an epoch in shuffled order."""
     return np.random.default_rng((data_seed, _SHUFFLE, epoch)).permutation(num_rows).astype(np.int64)
 
 
 class BatchLoader:
-    """Infinite iterator over the batches of optimizer steps, in which each epoch uses every document once.
+    """Infinite iterator over the batches of optimizer steps. Each epoch uses every document once.
 
-    Every step has ``num_micro_batches`` micro-batches of ``micro_batch_size`` rows. Empty rows, without trained tokens,
-    fill up the last step of an epoch. The rows are distributed round-robin over the micro-batches, so that the empty
-    rows are spread evenly.
+    Every step has ``num_micro_batches`` micro-batches of ``micro_batch_size`` rows. An epoch's last step is padded with
+    empty rows, which are not in the loss. Rows are assigned to micro-batches round-robin, so that the empty rows are
+    spread evenly.
 
     Args:
-        micro_batch_size: Rows per micro-batch; a multiple of the number of documents per example.
-        max_length: Tokens in a packed row. Unpacked rows are padded to the longest row of the micro-batch.
-        packing: Whether rows contain several documents.
-        data_seed: Seed of the packing and the order.
-        images: Image processor. None if documents have no images.
-        teacher: Scores to add to each micro-batch (``TEACHER_KEYS``). None if the run has no teacher.
+        micro_batch_size: Rows per micro-batch. Must be a multiple of the number of documents per example.
+        max_length: Tokens in a packed row. Unpacked rows are padded to the micro-batch's longest row.
+        packing: Whether a row can contain several documents.
+        data_seed: Random seed for the packing and the order.
+        images: Image processor, or None if documents have no images.
+        teacher: Scores to add to each micro-batch (``TEACHER_KEYS``), or None if the run has no teacher.
 
     Attributes:
-        reference: The reference model's log-probability of each document's answer. None for zeros.
+        reference: The reference model's log-probability of each document's answer, or None to use zeros.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class BatchLoader:
 
     @property
     def dataset(self) -> TokenDataset:
-        """Documents of the loader."""
+        """Documents that this loader reads."""
         return self._dataset
 
     @property
@@ -128,7 +128,7 @@ class BatchLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of optimizer steps in every epoch."""
+        """Number of optimizer steps in an epoch."""
         return -(-self.num_rows // (self._micro_batch_size * self._num_micro_batches))
 
     @property
@@ -137,11 +137,11 @@ class BatchLoader:
         return self._position
 
     def num_steps(self, num_train_epochs: float, max_steps: int | None = None) -> int:
-        """Return the number of steps in a run: ``max_steps`` if set, else the steps of the epochs, rounded up."""
+        """Return a run's number of steps: ``max_steps`` if set, else the steps of all epochs, rounded up."""
         return max_steps if max_steps is not None else max(1, math.ceil(num_train_epochs * self.steps_per_epoch))
 
     def seek(self, position: LoaderPosition) -> None:
-        """Continue from ``position``, in constant time, because no data is read."""
+        """Continue from ``position``. This takes constant time, because no data is read."""
         assert position.epoch >= 0, position
         assert 0 <= position.step < self.steps_per_epoch, (position, self.steps_per_epoch)
         self._position = position
@@ -177,11 +177,11 @@ class BatchLoader:
         return own if self._teacher is None else f"{own}-{self._teacher.fingerprint()}"
 
     def rows(self, start: int, stop: int) -> list[list[int]]:
-        """Return the documents of rows ``start`` to ``stop``, in the order before shuffling."""
+        """Return the documents of rows ``start`` to ``stop``. The rows are numbered in their order before shuffling."""
         return [self._row(row) for row in range(start, stop)]
 
     def micro_batch(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        """Return a micro-batch (see ``StepBatch``). Each item of ``rows`` lists the documents of one row."""
+        """Return a micro-batch, as described in ``StepBatch``. Each item of ``rows`` lists one row's documents."""
         batch = self._pack_rows(rows) if self._packing else self._make_unpacked(rows)
         if self._teacher is None:
             return batch
@@ -192,10 +192,10 @@ class BatchLoader:
         return self._dataset.num_tokens_of(document)
 
     def _assign_rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Assign the documents to rows. All epochs have the same rows and change only their order.
+        """Assign the documents to rows. All epochs have the same rows, in different orders.
 
         Returns:
-            The documents of all rows, concatenated; and the index of each row's first document, followed by the end.
+            The concatenated documents of all rows, and the index of each row's first document, followed by the end.
         """
         documents = self._dataset.epoch_documents(self._data_seed)
         if not self._packing:
@@ -207,7 +207,7 @@ class BatchLoader:
         return rows
 
     def _row(self, row: int) -> list[int]:
-        """Return the documents of a row."""
+        """Return a row's documents."""
         return [int(document) for document in self._members[self._row_starts[row] : self._row_starts[row + 1]]]
 
     def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
@@ -216,14 +216,14 @@ class BatchLoader:
         return self._order[1]
 
     def _read_document(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the token ids and labels of a document."""
+        """Return a document's token ids and labels."""
         start = int(self._dataset.starts[index])
         part = slice(start, start + self._length(index))
         tokens = self._dataset.tokens[part].astype(np.int64)
         return tokens, np.where(self._dataset.trained[part], tokens, IGNORED_LABEL)
 
     def _pack_rows(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        """Return rows of exactly ``max_length`` tokens. The padding of a row forms one more, untrained document."""
+        """Return rows of exactly ``max_length`` tokens. A row's padding forms a further document without labels."""
         import torch
 
         shape = (len(rows), self._max_length)
@@ -243,7 +243,7 @@ class BatchLoader:
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
     def _make_unpacked(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        """Return rows of one document each: the first documents of all examples, then their second documents."""
+        """Return rows of one document each. All examples' first documents come first, then all second documents."""
         documents = [[first + number for first in row] for number in range(self._rows_per_example) for row in rows]
         facts = [self._facts(row[0]) if row else None for row in documents]
         return self._dataset.kind.collate(self._pad_rows(documents), facts)
@@ -258,17 +258,17 @@ class BatchLoader:
 
     @property
     def rows_in_order(self) -> int:
-        """Number of documents in a micro-batch of :meth:`in_order`."""
+        """Number of documents in each micro-batch that :meth:`in_order` returns."""
         return self._micro_batch_size * self._rows_per_example
 
     def in_order(self, first: int) -> dict[str, torch.Tensor] | None:
-        """Return a micro-batch of the documents from ``first`` on, in data order; None after the last document."""
+        """Return a micro-batch of the documents starting at ``first``, in data order; None after the last document."""
         rows = self.rows_in_order
         documents = [[document] for document in range(first, min(first + rows, len(self._dataset)))]
         return self._pad_rows([*documents, *([[]] * (rows - len(documents)))]) if documents else None
 
     def _pad_rows(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        """Return one document per row, padded on the right to the longest row of this micro-batch."""
+        """Return one document per row, padded on the right to the micro-batch's longest row."""
         import torch
 
         documents = [self._read_document(row[0]) if row else None for row in rows]
@@ -276,7 +276,7 @@ class BatchLoader:
         input_ids = np.full(shape, self._pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
         attention_mask = np.zeros(shape, dtype=np.int64)
-        attention_mask[:, 0] = 1  # an empty row attends to one token, because softmax needs at least one
+        attention_mask[:, 0] = 1  # let empty rows attend to one token, because softmax needs at least one
         for number, document in enumerate(documents):
             if document is not None:
                 part = slice(0, len(document[0]))

@@ -1,12 +1,12 @@
-"""Detection of the assistant's characters in a rendered conversation, with verification.
+"""Location of the assistant's text in a rendered conversation, with verification.
 
-Four methods are tried in order. Each method checks its result against the rendered text, so text that a template
-rewrites stays untrained instead of getting a wrong mask:
+Four methods are tried in order. Each method checks its result against the rendered text. If a template rewrites a text,
+the text is therefore left out of the loss instead of getting a wrong mask.
 1. Markers: use the template's own ``{% generation %}`` markers.
-2. Sentinels: render with a sentinel instead of each assistant text, then replace the sentinels by the texts. The result
-must equal the original rendering.
-3. Prefixes: render up to the turn, and up to and including it. Both must be prefixes of the original rendering.
-4. Replacement, for tool calls: render with a sentinel instead of the turn. The text around it delimits the turn.
+2. Sentinels: render a sentinel instead of each assistant text, then replace each sentinel with its text. The result
+   must equal the original rendering.
+3. Prefixes: render the messages before the turn, and the messages through the turn. Both must be prefixes of the text.
+4. Replacement, for tool calls: render a sentinel instead of the turn. The text around the sentinel delimits the turn.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ OUTSIDE_MARKERS = "the generation markers of the chat template do not enclose it
 REMEDY = 'Use a template with {% generation %} markers (model.chat_template), or train_on = "all"'
 _CHANGES: tuple[Callable[[str], str], ...] = (str, str.strip, str.rstrip, str.lstrip)
 _SENTINEL = "qzsentinel"
-#: Name of a tokenizer attribute: the path of a chat template that is not part of the tokenizer's folder.
+#: Name of the tokenizer attribute that holds the path of a chat template outside the tokenizer's folder.
 TEMPLATE_FILE = "chat_template_file"
-_MAX_TRIED = 24  # number of role sequences per template that are tested with limited time and memory
-#: Tested role sequences by template, shared by all renderers because each test forks the process.
+_MAX_TRIED = 24  # maximum role sequences per template that are tested with limited time and memory
+#: Tested role sequences by template. All renderers share them, because each test forks the process.
 _TRIED_ROLES: dict[str, set[tuple[str, ...]]] = {}
-#: Fields that link a tool's result to its call. Templates can omit them, because they contain no text to train.
+#: Fields that link a tool's result to its call. Templates can omit them, because they are never in the loss.
 _LINK_FIELDS = ("id", "tool_call_id")
 
 
 @dataclass(frozen=True, slots=True)
 class MessageSpan:
-    """Characters ``start`` to ``end`` of the rendered text, which contain the message with index ``message``."""
+    """Range from ``start`` to ``end`` of the rendered text. It contains the message with index ``message``."""
 
     message: int
     start: int
@@ -54,18 +54,18 @@ class MessageSpan:
 
 
 def template_source(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return the path of a tokenizer's chat template, or of the tokenizer's folder if that contains the template."""
+    """Return the path of a tokenizer's chat template, or the tokenizer's folder if the folder contains the template."""
     return str(getattr(tokenizer, TEMPLATE_FILE, tokenizer.name_or_path))
 
 
 class ChatRenderer:
-    """Renderer of conversations with a tokenizer's chat template, which also locates the assistant's text.
+    """Renders conversations with a tokenizer's chat template, and locates the assistant's text.
 
     Args:
-        in_parts: Whether the template expects messages as lists of parts (texts and images), as image-text models do.
+        in_parts: Whether the template expects messages as lists of text and image parts, as image-text models do.
 
     Raises:
-        DataError: The tokenizer has no chat template, or the template needs too much time or memory.
+        DataError: The tokenizer has no chat template, or the template uses too much time or memory.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, in_parts: bool = False) -> None:
@@ -78,7 +78,7 @@ class ChatRenderer:
                 "Set model.chat_template to a .jinja file, or use rows with prompt and completion",
             )
         self._tokenizer = tokenizer
-        self._rendered_fields: set[str] = set()  # fields that have affected an earlier rendering
+        self._rendered_fields: set[str] = set()  # fields that have already changed a rendering
         probe: Messages = [{"role": "user", "content": "hello"}]
         self._tried_roles = _TRIED_ROLES.setdefault(json.dumps([template, in_parts]), set())
         try:
@@ -93,8 +93,8 @@ class ChatRenderer:
         """Render a conversation as text.
 
         Raises:
-            RowError: The template rejects the conversation, for example because roles do not alternate.
-            DataError: The template needs too much time or memory.
+            RowError: The template rejects the conversation, for example because the roles do not alternate.
+            DataError: The template uses too much time or memory.
         """
         roles = tuple(str(message.get("role")) for message in messages)
         if len(self._tried_roles) < _MAX_TRIED and roles not in self._tried_roles:
@@ -122,7 +122,7 @@ class ChatRenderer:
         """Render a conversation with limited time and memory, because the template is an untrusted program.
 
         Raises:
-            DataError: The template needs too much time or memory.
+            DataError: The template uses too much time or memory.
         """
 
         def render() -> None:
@@ -150,10 +150,10 @@ class ChatRenderer:
         return [{**message, "content": list(_split_parts(message["content"]))} for message in messages]
 
     def find_omitted_fields(self, messages: Messages, text: str, where: str, tools: Tools = None) -> tuple[str, ...]:
-        """Return the fields of a conversation that the template does not render.
+        """Return the conversation's fields that the template does not render.
 
-        A field counts as rendered if removing it changes the rendering. After the field has affected one rendering,
-        it is enough that a rendering contains the field's texts; before, a short text could match by chance.
+        A field counts as rendered if removing it changes the rendering. If the field has already changed an earlier
+        rendering, it is enough that ``text`` contains the field's texts. Before, a short text could match by chance.
 
         Args:
             text: The result of :meth:`render`.
@@ -196,7 +196,7 @@ class ChatRenderer:
     def _find_omitted_parts(
         self, kinds: Sequence[str], field: str, messages: Messages, text: str, tools: Tools
     ) -> list[str]:
-        """Return the kinds of texts that the template omits in at least one tool or tool call."""
+        """Return the kinds of texts that the template omits from at least one tool or tool call."""
         squeezed = "".join(text.split())
 
         def is_shown(kind: str, change: Callable[[str], str]) -> bool | None:
@@ -227,7 +227,7 @@ class ChatRenderer:
     def _affects_rendering(
         self, name: str, messages: Messages, indices: Sequence[int], text: str, tools: Tools
     ) -> bool:
-        """Return whether the rendering changes if a field is removed from some messages, or the tools are removed."""
+        """Return whether the rendering changes if a field is removed from some messages or the tools are removed."""
 
         def without(message: Message) -> Message:
             if name not in message:
@@ -246,7 +246,7 @@ class ChatRenderer:
     def assistant_spans(
         self, messages: Messages, text: str, where: str, chosen: Sequence[int], tools: Tools = None
     ) -> dict[int, MessageSpan | str]:
-        """Locate assistant messages in ``text``; return each span, without the end of turn, or why there is no span.
+        """Locate assistant messages in ``text``. Return each span, without the end of turn, or why there is no span.
 
         Args:
             text: The result of :meth:`render`.
@@ -264,7 +264,7 @@ class ChatRenderer:
             return found
         simple = [index for index in wanted if _is_plain_answer(messages[index])]
         spans = _find_by_sentinels(view, [i for i, message in enumerate(messages) if _is_plain_answer(message)]) or {}
-        for index in simple:  # search one by one, because one rewritten turn makes the joint search fail
+        for index in simple:  # search each turn separately, because a single rewritten turn makes the joint search fail
             if index not in spans:
                 spans.update(_find_by_sentinels(view, [index]) or {})
         for index in wanted:
@@ -303,8 +303,8 @@ class ChatRenderer:
     def _extend_to_prompt(self, view: _RenderedConversation, span: MessageSpan) -> MessageSpan:
         """Extend a span to the left, up to the generation prompt, so that it includes text such as an empty thought.
 
-        At inference, the model starts after the generation prompt, so it must also produce this text. If the template
-        has no generation prompt, the text could be a role header; then extend the span only by white space.
+        At inference, the model starts after the generation prompt, so it must also learn to produce this text. If the
+        template has no generation prompt, the text could be a role header. Then extend the span only over white space.
         """
         before = view.messages[: span.message]
         if not before or (self._prompt and view.text.endswith(self._prompt, 0, span.start)):
@@ -331,7 +331,7 @@ def _split_parts(content: str) -> Iterator[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _RenderedConversation:
-    """A conversation with its rendering."""
+    """A conversation and its rendered text."""
 
     renderer: ChatRenderer
     messages: Messages
@@ -372,7 +372,7 @@ def _find_by_sentinels(view: _RenderedConversation, turns: Sequence[int]) -> dic
 
 
 def _find_by_replacement(view: _RenderedConversation, index: int) -> MessageSpan | None:
-    """Locate a turn with tool calls: render a sentinel instead of the turn, and match the text around the sentinel."""
+    """Locate a turn with tool calls. Render a sentinel instead of the turn, and match the text around the sentinel."""
     if not view.messages[index].get("tool_calls"):
         return None
     try:
@@ -388,7 +388,7 @@ def _find_by_replacement(view: _RenderedConversation, index: int) -> MessageSpan
         return None
     others = [message["content"].strip() for message in view.messages[index + 1 :]]
     if any(other and other in view.text[len(before) : end] for other in others):
-        return None  # the template renders later messages only after a tool call, so they are in the span
+        return None  # the span contains later messages, because the template renders them only after a tool call
     return MessageSpan(index, len(before), end)
 
 
@@ -406,17 +406,17 @@ def _find_by_prefixes(view: _RenderedConversation, index: int) -> MessageSpan | 
     if not through.endswith(after):
         if not messages[index].get("tool_calls"):
             return None
-        after = through[len(through.rstrip()) :]  # a tool call ends with other text, which is trained
+        after = through[len(through.rstrip()) :]  # a tool call ends with different text, which is part of the loss
     end = len(through) - len(after)
     if not (view.text.startswith(through) and through.startswith(before) and len(before) <= end):
         return None
-    # Include the generation prompt in the check, because it can contain the start of the message's thought.
+    # Include the generation prompt in the check, because the prompt can contain the start of the message's thought.
     whole = through[len(turn) if before.startswith(turn) else len(before) : end]
     return MessageSpan(index, len(before), end) if _contains_message(whole, messages[index]) else None
 
 
 def _contains_message(written: str, message: Message) -> bool:
-    """Return whether a rendered turn contains a message's text and the names and arguments of its tool calls."""
+    """Return whether a rendered turn contains a message's text and the names and arguments of all its tool calls."""
     if "".join(message["content"].split()) not in "".join(written.split()):
         return False
     calls = message.get("tool_calls") or ()
@@ -424,19 +424,19 @@ def _contains_message(written: str, message: Message) -> bool:
 
 
 def _occurs_in(text: str, squeezed: str) -> bool:
-    """Return whether ``squeezed``, a text without white space, contains a text verbatim or as JSON."""
+    """Return whether ``squeezed`` contains a text verbatim or as JSON. ``squeezed`` has no white space."""
     forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
     return any("".join(form.split()) in squeezed for form in forms)
 
 
 def _all_occur_in(value: object, squeezed: str) -> bool:
-    """Return whether a value contains texts, and ``squeezed`` contains all of them."""
+    """Return whether a value contains texts and all of them occur in ``squeezed``."""
     texts = list(texts_in(value))
     return bool(texts) and all(_occurs_in(text, squeezed) for text in texts)
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """Yield the texts in a value. For a tool call, yield only the texts of its ``function``."""
+    """Yield all texts in a value. For a tool call, yield only the texts in its ``function``."""
     if isinstance(value, Mapping):
         inner: Iterable[Any] = [value["function"]] if "function" in value else value.values()
     else:
@@ -448,7 +448,7 @@ def texts_in(value: object) -> Iterator[str]:
 
 
 def _map_leaves(value: Any, kind: str, change: Callable[[str], str], key: str = "") -> Any:
-    """Return a tool or tool call with ``change`` applied to each text of one kind."""
+    """Return a tool or tool call after applying ``change`` to each text of a kind."""
     if isinstance(value, Mapping) and key == "properties" and kind == "parameters":
         return {change(name): _map_leaves(each, kind, change) for name, each in value.items()}
     if key == "arguments" and kind == "arguments":
@@ -466,7 +466,7 @@ def _map_leaves(value: Any, kind: str, change: Callable[[str], str], key: str = 
 
 
 def _map_arguments(value: Any, change: Callable[[str], str]) -> Any:
-    """Return the arguments of a tool call with ``change`` applied to each name and value (numbers as JSON)."""
+    """Return a tool call's arguments after applying ``change`` to each name and value. Numbers are changed as JSON."""
     if isinstance(value, Mapping):
         return {change(name): _map_arguments(each, change) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -478,7 +478,7 @@ def _map_arguments(value: Any, change: Callable[[str], str]) -> Any:
 def _replace_sentinels(
     frame: str, sentinels: Mapping[int, str], contents: Mapping[int, str], text: str
 ) -> dict[int, MessageSpan] | None:
-    """Replace the sentinels in ``frame`` by contents; return the contents' spans if the result equals ``text``."""
+    """Replace the sentinels in ``frame`` with contents. Return the contents' spans if the result equals ``text``."""
     spans: dict[int, MessageSpan] = {}
     built, at = "", 0
     for index, sentinel in sorted(sentinels.items(), key=lambda item: frame.index(item[1])):

@@ -1,4 +1,4 @@
-"""Conversion of messages in the formats of different tools to one structure: role, text, tool calls, training flag."""
+"""Conversion of messages from several tools' formats to one structure: role, text, tool calls and training flag."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OTHER_ROLES = {
     "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant", "ai": "assistant",
     "function": "tool", "observation": "tool", "ipython": "tool", "tool_response": "tool",
 }  # fmt: skip
-_CALL_ROLES = ("function_call", "tool_call")  # ShareGPT roles of messages whose text is a tool call as JSON
+_CALL_ROLES = ("function_call", "tool_call")  # ShareGPT roles of messages that contain a tool call as JSON
 _CALL_FIELDS = ("tool_calls", "function_call")
 _FLAGS = ("train", "training", "weight")
 
@@ -25,15 +25,15 @@ _FLAGS = ("train", "training", "weight")
 def read_messages(
     value: object, where: str, name: str, columns: Mapping[str, str], images: ImagePlaces
 ) -> tuple[tuple[dict[str, Any], ...], tuple[bool | None, ...]]:
-    """Return the messages of a row, and the training flag of each message (None without a flag).
+    """Return a row's messages, and each message's training flag, which is None if not set.
 
     Args:
         value: Value of the row's field ``name``: a list of messages, or the list as JSON text.
         where: File and row, for error messages.
-        columns: Names of ``role`` and ``content`` in the messages.
+        columns: Maps ``role`` and ``content`` to the names used in the messages.
 
     Raises:
-        RowError: The value is not a list of messages, a role is unknown, or a content is not text.
+        RowError: The value is not a list of messages, a role is unknown, or a message's content is not text.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parse_inner_json(value, where, name)
@@ -70,12 +70,12 @@ def _read_message(
     if calls:
         read["tool_calls"] = [_parse_tool_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
     consumed = {*read, role_name, content_name, *_CALL_FIELDS, *_FLAGS}
-    # Pass all other fields through, because templates read many (`reasoning_content`, `name`, `recipient`).
+    # Keep all other fields, because templates read many of them (`reasoning_content`, `name`, `recipient`).
     return read | _other_fields(message, consumed)
 
 
 def _find_calls(message: Mapping[str, Any], where: str) -> Any:
-    """Return a message's ``tool_calls``, or ``function_call`` in an older format: a list, one call, or None."""
+    """Return a message's ``tool_calls``, or its ``function_call`` from an older format: a list, one call, or None."""
     given = {name: parse_inner_json(message[name], where, name) for name in _CALL_FIELDS if message.get(name)}
     if len(given) > 1:
         raise RowError(where, "a message has both `tool_calls` and `function_call`", "Keep one of them")
@@ -110,20 +110,20 @@ def _parse_content(content: object, where: str, name: str, images: ImagePlaces, 
     return images.text(content, where)
 
 
-#: Types of image parts in messages, as OpenAI and the chat templates of transformers call them.
+#: Names of image parts in the messages of OpenAI and in transformers' chat templates.
 _IMAGE_TYPES = ("image_url", "image", "input_image")
 
 
 def _is_text(part: Mapping[str, Any]) -> bool:
-    # In a columnar format, image parts also have the field `text`, which is empty.
+    # In columnar formats, image parts also have a field `text`, but it is empty.
     return isinstance(part.get("text"), str) and part.get("type") not in _IMAGE_TYPES
 
 
 class ImagePlaces:
-    """Collector of a row's images, in the order of their placeholders in the messages.
+    """Collects a row's images in the order of their placeholders in the messages.
 
     Args:
-        column: Images in a column of the row. Each placeholder that names no image uses the next one.
+        column: Images from a column of the row. Each placeholder without its own image takes the next image from it.
         single: Like ``column``, but ignored if the messages have no placeholder for it.
     """
 
@@ -136,7 +136,7 @@ class ImagePlaces:
         self._named: list[Any] = []
 
     def text(self, text: str, where: str) -> str:
-        """Replace each ``<image>`` in a text by the image mark if the row has a column of images."""
+        """Replace each ``<image>`` in a text with the image mark if the row has a column of images."""
         if IMAGE_MARK in text:
             raise RowError(where, f"the text contains {IMAGE_MARK!a}, which is the internal mark of images")
         if not self._column or _PLACEHOLDER not in text:
@@ -145,13 +145,13 @@ class ImagePlaces:
         return text.replace(_PLACEHOLDER, IMAGE_MARK)
 
     def part(self, part: Mapping[str, Any]) -> str:
-        """Record the image in an image part of a message, and return the image mark."""
+        """Record the image in a message's image part, and return the image mark."""
         named = next((part[key] for key in _IMAGE_KEYS if part.get(key) not in (None, "")), None)
         self._named.append(named)
         return IMAGE_MARK
 
     def found(self, folder: Path, where: str) -> tuple[NamedImage, ...]:
-        """Return the recorded images, without reading them.
+        """Return the recorded images. The images are not read.
 
         Raises:
             RowError: The number of placeholders differs from the number of images.
@@ -176,7 +176,7 @@ _IMAGE_KEYS = ("image_url", "image", "url", "path", "base64", "bytes")
 
 
 def _parse_tool_call(given_call: object, where: str) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, which is the form that most chat templates accept."""
+    """Return a tool call whose arguments are an object, because most chat templates expect this form."""
     call = given_call if isinstance(given_call, dict) else {}
     function = call.get("function") or call
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -201,12 +201,12 @@ def _parse_tool_call(given_call: object, where: str) -> dict[str, Any]:
 
 
 def _other_fields(value: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
-    """Return the fields of an object that are not null and not in ``names``."""
+    """Return an object's fields that are not null and not in ``names``."""
     return {key: field for key, field in value.items() if key not in names and field is not None}
 
 
 def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Return the messages with the arguments of their tool calls as JSON text."""
+    """Return the messages with all tool calls' arguments converted to JSON text."""
 
     def changed(call: Mapping[str, Any]) -> dict[str, Any]:
         function = call["function"]
@@ -222,19 +222,19 @@ def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str
 
 
 def _parse_flag(message: Mapping[str, Any], where: str) -> bool | None:
-    """Return a message's training flag (``train``, ``training`` or ``weight``), or None if it has none."""
+    """Return a message's training flag (``train``, ``training`` or ``weight``), or None if it is not set."""
     for name in _FLAGS:
         value = message.get(name)
         if value is None:
             continue
-        if value not in (0, 1):  # includes true and false
+        if value not in (0, 1):  # this also accepts false and true
             raise RowError(where, f"`{name}` must be 0 or 1, not {json.dumps(value, default=str)}")
         return bool(value)
     return None
 
 
 def read_tools(value: object, where: str) -> tuple[dict[str, Any], ...] | None:
-    """Return the tools of a row, or None. The value is a list of JSON schemas, or the list as JSON text.
+    """Return a row's tools, or None. The value is a list of JSON schemas, or this list as JSON text.
 
     Raises:
         RowError: The value is not a list of objects.
@@ -249,12 +249,12 @@ def read_tools(value: object, where: str) -> tuple[dict[str, Any], ...] | None:
 
 
 def json_fault(error: json.JSONDecodeError) -> str:
-    """Return the position and cause of a JSON error, without the trailing "at" of the parser's message."""
+    """Return the position and cause of a JSON error, without the "at" that ends the parser's message."""
     return f"at column {error.colno}: {error.msg.removesuffix(' at').removesuffix(' starting')}"
 
 
 def parse_inner_json(value: object, where: str, name: str) -> Any:
-    """Parse the value of a field if it is text. Raises RowError if the text is not JSON."""
+    """Parse a field's value if it is text, else return it. Raises RowError if the text is not JSON."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:

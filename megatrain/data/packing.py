@@ -1,4 +1,4 @@
-"""Best-fit packing of documents into rows of a fixed length, without splitting a document."""
+"""Best-fit packing of documents into rows of a fixed length. Documents are never split."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-WINDOW = 4096  # documents packed together; a larger window reduces padding, a smaller one mixes documents better
+WINDOW = 4096  # documents packed together; a larger window needs less padding, a smaller window mixes documents better
 
 
 def pack_documents(
     documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], capacity: int, *, window: int = WINDOW
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Assign documents to rows, by best fit decreasing within each window. The assignment is deterministic.
+    """Assign documents to rows by best fit decreasing within each window. The result is deterministic.
 
     Args:
-        documents: Indices of the documents. Consecutive documents form a window.
-        lengths: Number of tokens in each document, 1 to ``capacity``.
+        documents: Indices of the documents. Each window contains consecutive documents.
+        lengths: Number of tokens in each document, from 1 to ``capacity``.
         capacity: Number of tokens in a row.
-        window: Documents per window. Documents from different windows never share a row.
+        window: Documents per window. Documents of different windows never share a row.
 
     Returns:
-        The documents of all rows, concatenated; and the index of each row's first document, followed by the end. They
-        take at most 16 bytes of RAM per document.
+        The concatenated documents of all rows, and the index of each row's first document, followed by the end. Both
+        arrays together use at most 16 bytes of RAM per document.
     """
     members = np.empty(len(documents), dtype=np.int64)
     starts = array("q", [0])
@@ -39,9 +39,9 @@ def pack_documents(
 
 
 def _pack_window(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return the indices of the documents in each row."""
+    """Return the document indices of each row."""
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # sorted (free tokens, row), so the first row with enough free tokens fits best
+    room: list[tuple[int, int]] = []  # sorted (free tokens, row); the first row with enough free tokens is the best fit
     for document in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         length = lengths[document]
         assert 0 < length <= capacity, (document, length, capacity)

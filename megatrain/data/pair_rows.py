@@ -1,4 +1,4 @@
-"""Row kinds for pairs of a chosen and a rejected answer. Each pair becomes two documents, the chosen answer first."""
+"""Row kinds for pairs of answers. Each pair becomes two documents: the chosen answer, then the rejected answer."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from megatrain.data.chat import Encoded
     from megatrain.data.row_kind import Batch, Example
 
-# Functions import numpy and torch only when they need them, because a config uses its row kind without them.
+# Functions import numpy and torch only when they need them, because configs use the row kinds without them.
 
 __all__ = ["CHOSEN", "PAIRS", "REJECTED", "TEXT_PAIRS", "PairRows"]
 
-#: Roles of the better and the worse answer. Token caches store them.
+#: Roles of the better and the worse answer. Token caches store these values.
 CHOSEN, REJECTED = 1, 2
-#: Flag in the role of a document that stores a margin after its tokens.
+#: Flag added to a document's role if a margin is stored after the document's tokens.
 _HAS_MARGIN = 4
 
 
 class PairRows(RowKind):
-    """Row kind of answer pairs, for losses that compare the answers' log-probabilities."""
+    """Row kind for pairs of answers. The losses of this kind compare the answers' log-probabilities."""
 
     recorded = "pairs"
     reader = PREFERENCE
@@ -52,7 +52,7 @@ class PairRows(RowKind):
         return ("chosen", "rejected")
 
     def rejection(self, texts: Sequence[Encoded], row: DataRow, max_length: int) -> RowError | None:
-        """Reject two answers with the same tokens."""
+        """Return an error if both answers have the same tokens."""
         first, *others = [text.tokens[:max_length] for text in texts]
         if first not in others:
             return None
@@ -68,7 +68,7 @@ class PairRows(RowKind):
         return found, None
 
     def collate(self, batch: Batch, facts: Sequence[DocumentFacts | None]) -> Batch:
-        """Add each answer's reference log-probability, and whether the first answer of each example is desirable."""
+        """Add each answer's reference log-probability, and whether each example's first answer is desirable."""
         import torch
 
         reference = [0.0 if each is None else each.reference for each in facts]
@@ -79,21 +79,21 @@ class PairRows(RowKind):
         }
 
     def summary(self, roles: npt.NDArray[np.uint8]) -> str:
-        """Return the number of pairs with the noun."""
+        """Return the number of pairs as text, for example "3 pairs"."""
         return pluralize(len(roles) // 2, "pair")
 
 
 class TextPairRows(PairRows):
-    """Row kind of text pairs, for losses that compare the scores of two texts, with a margin for each pair.
+    """Row kind for pairs of texts with a margin. The losses of this kind compare the scores of two texts.
 
-    The margin is stored after the tokens of a document. Files, caches and checksums treat it as a token.
+    The margin is stored after a document's tokens. Files, caches and checksums treat it as a token.
     """
 
     recorded = "texts"
     num_values = 1
 
     def documents_of(self, examples: Sequence[Example], max_length: int, last: Any) -> tuple[list[CodedDocument], Any]:
-        """Return both texts of each pair, without trained tokens. Only the chosen text's margin counts as trained."""
+        """Return both texts of each pair. Neither text's tokens are in the loss mask, only the chosen text's margin."""
         import numpy as np
 
         found = []
@@ -106,7 +106,7 @@ class TextPairRows(PairRows):
         return found, None
 
     def collate(self, batch: Batch, facts: Sequence[DocumentFacts | None]) -> Batch:
-        """Replace the token labels by one label for each chosen text, and add the margins."""
+        """Replace the token labels with one label for each chosen text, and add the margins."""
         import numpy as np
         import torch
 

@@ -1,4 +1,4 @@
-"""Rows of preferences in TRL's and LLaMA-Factory's forms: two answers to a prompt, or one answer with a label."""
+"""Preference rows in the formats of TRL and LLaMA-Factory: two answers to a prompt, or one answer with a label."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from megatrain.data.rows_report import DataError, RowError
 
 __all__ = ["PREFERENCE", "Preference"]
 
-_LARGEST_MARGIN = 3.4028234663852886e38  # of fp32, the dtype of the loss
+_LARGEST_MARGIN = 3.4028234663852886e38  # largest fp32 value, because the loss is computed in fp32
 
 
 @dataclass(frozen=True, slots=True)
 class Preference(DataRow):
-    """Answers to one prompt that are compared, or one answer that is judged.
+    """Two answers to a prompt that are compared, or one answer that is judged.
 
     Attributes:
-        answer: the prompt with the chosen or only answer.
-        rejected: the prompt with the rejected answer; None for a single answer.
-        is_good: whether the answer is desirable.
-        margin: by how much the chosen answer is better, for losses with a margin.
+        answer: The prompt with the chosen answer or the only answer.
+        rejected: The prompt with the rejected answer, or None if there is only one answer.
+        is_good: Whether ``answer`` is desirable.
+        margin: How much better the chosen answer is, for losses with a margin.
     """
 
     answer: Conversation | PromptCompletion
@@ -45,12 +45,12 @@ class Preference(DataRow):
 
     @property
     def answers(self) -> tuple[Conversation | PromptCompletion, ...]:
-        """The answers, the better one first."""
+        """All answers, the better one first."""
         return (self.answer,) if self.rejected is None else (self.answer, self.rejected)
 
     @property
     def num_characters(self) -> int:
-        """Characters of all answers, each with its prompt."""
+        """Number of characters of all answers, each with its prompt."""
         return sum(answer.num_characters for answer in self.answers)
 
 
@@ -61,7 +61,7 @@ _Messages = tuple[dict[str, Any], ...]
 
 
 def _read(fields: RowFields) -> Preference:
-    """Return a row with two answers, or with one and a label."""
+    """Parse a row that has two answers, or one answer and a label."""
     value, where, names = fields.value, fields.where, fields.names
     chosen, rejected = names["chosen"], names["rejected"]
     if "chosen" in fields and "rejected" in fields:
@@ -106,7 +106,7 @@ def _margin(fields: RowFields) -> float:
 
 
 def _prompt_of(fields: RowFields) -> str | _Messages | None:
-    """Return the prompt of a row as text or messages; None if the answers contain it."""
+    """Return a row's prompt as text or messages, or None if the answers contain the prompt."""
     if "prompt" in fields:
         return _answer(fields, "prompt")
     for name in ("conversations", "messages"):
@@ -118,7 +118,7 @@ def _prompt_of(fields: RowFields) -> str | _Messages | None:
 
 
 def _judged(fields: RowFields) -> tuple[str | _Messages | None, str | _Messages]:
-    """Return prompt and answer of a row with a label."""
+    """Return the prompt and the answer of a row with a label."""
     prompt, where = _prompt_of(fields), fields.where
     for name in ("completion", "output"):
         if name in fields and prompt is not None:
@@ -130,7 +130,7 @@ def _judged(fields: RowFields) -> tuple[str | _Messages | None, str | _Messages]
 
 
 def _answer(fields: RowFields, name: str) -> str | _Messages:
-    """Return text unchanged, and one message or several as a tuple of messages."""
+    """Return a field's text unchanged, or its message or messages as a tuple."""
     value, theirs = fields[name], fields.names[name]
     if isinstance(value, Mapping):
         value = [value]
@@ -146,7 +146,7 @@ def _with_prompt(
     names: Sequence[str],
     tools: tuple[Mapping[str, Any], ...] | None,
 ) -> list[Conversation | PromptCompletion]:
-    """Return the prompt with each answer. Answers may repeat it; without a prompt, their common start is the prompt."""
+    """Return the prompt with each answer. Without a prompt, the answers' common start is the prompt."""
     texts = [answer for answer in answers if isinstance(answer, str)]
     if texts and not isinstance(prompt, tuple):
         return _completions(prompt, texts, where, names)
@@ -166,7 +166,7 @@ def _with_prompt(
 def _completions(
     prompt: str | None, texts: Sequence[str], where: str, names: Sequence[str]
 ) -> list[Conversation | PromptCompletion]:
-    """Return a text prompt with each text answer; without a prompt, the common start of the answers is the prompt."""
+    """Return a text prompt with each answer. If there is no prompt, use the answers' common start as the prompt."""
     if prompt is None:
         prompt = _shared_text(texts)
         texts = [text[len(prompt) :] for text in texts]
@@ -179,10 +179,10 @@ def _completions(
 def _prompt_messages(
     prompt: str | _Messages | None, lists: Sequence[_Messages], where: str, names: Sequence[str]
 ) -> tuple[_Messages, int]:
-    """Return the prompt as messages, and the number of its messages that the answers repeat."""
+    """Return the prompt as messages, and the number of prompt messages that the answers repeat."""
     are_whole = len(lists[0]) > 1 and lists[0][0]["role"] != "assistant"
     if isinstance(prompt, str) and are_whole:
-        # Some data sets have the question as text in addition to answers that are whole conversations.
+        # In some datasets, the prompt is the question as text, and each answer is a whole conversation.
         asked = [next((m["content"] for m in messages if m["role"] == "user"), None) for messages in lists]
         if any(not isinstance(text, str) or text.strip() != prompt.strip() for text in asked):
             raise _no_prefix(where, names)
@@ -210,14 +210,14 @@ def _no_prefix(where: str, names: Sequence[str]) -> RowError:
 
 
 def _shared_text(texts: Sequence[str]) -> str:
-    """Return the common start of texts; trailing white space belongs to the answers."""
+    """Return the common start of texts. White space at its end belongs to the answers."""
     length = next((n for n, chars in enumerate(zip(*texts, strict=False)) if len(set(chars)) > 1), min(map(len, texts)))
     shared = texts[0][:length]
     return shared.removesuffix(" ")
 
 
 def _shared_messages(lists: Sequence[_Messages]) -> _Messages:
-    """Return the common first messages of conversations, without trailing answers."""
+    """Return the first messages that conversations have in common, without trailing assistant messages."""
     length = next(
         (n for n, pair in enumerate(zip(*lists, strict=False)) if any(m != pair[0] for m in pair)), min(map(len, lists))
     )

@@ -1,4 +1,4 @@
-"""Preview of a config's data: rows as text with their loss mask, and statistics of all rows."""
+"""Preview of a config's data: rows as text with loss masks, and statistics of all rows."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _PERCENTS = (0, 50, 90, 99, 100)
-_LARGEST_PREVIEW = 4096  # maximum tokens shown of a text row, which can be a whole book
+_LARGEST_PREVIEW = 4096  # maximum tokens shown of a text, because a text can be a whole book
 
 
 @dataclass(frozen=True, slots=True)
 class TextRun:
-    """Text of adjacent tokens with the same loss mask, including special tokens."""
+    """Text of adjacent tokens that have the same loss mask. Includes special tokens."""
 
     text: str
     is_trained: bool
@@ -37,21 +37,21 @@ class TextRun:
 
 @dataclass(frozen=True, slots=True)
 class RowPreview:
-    """One text of a row as the model sees it.
+    """One of a row's texts, as the model sees it.
 
     Attributes:
-        number: Number of the row, counted from 1 over all sources.
+        number: Row number, counted from 1 across all sources.
         where: File and row.
         kind: Title of the text, such as "conversation", "prompt and completion", "text" or "chosen".
         segments: The shown text, in order. Empty if the row cannot be tokenized.
         num_tokens: Number of tokens in the shown text.
-        num_trained: Number of tokens with a loss in the shown text.
+        num_trained: Number of shown tokens that are in the loss.
         num_tokens_before: Number of tokens before truncation.
-        dropped: Reason why the row is not trained, or "".
-        untrained_turns: For each assistant turn that cannot be trained although it should be, the reason.
+        dropped: Reason why the row is not used for training, or "".
+        untrained_turns: Reason for each assistant turn that should be in the loss but cannot be.
         left_out: Fields of the row that the chat template does not render.
-        special_tokens: Special tokens that occur in the text of the row.
-        num_pieces: Number of documents that the shown text is split into, each with the start tokens (``<bos>``).
+        special_tokens: Special tokens that occur in the row's text.
+        num_pieces: Number of documents that the shown text is split into. Each begins with the start tokens.
     """
 
     number: int
@@ -68,17 +68,17 @@ class RowPreview:
     special_tokens: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the preview as JSON values."""
+        """Return the preview as a dict that JSON can represent."""
         return asdict(self)
 
 
 def preview_rows(
     data: DataSpec, tokenizer: PreTrainedTokenizerFast, n: int = 3, row: int | None = None
 ) -> list[RowPreview]:
-    """Preview the first ``n`` rows of the data, or only row ``row``, without the cache and without reading later rows.
+    """Preview the data's first ``n`` rows, or only row ``row``. Later rows are not read, and the cache is not used.
 
     Args:
-        row: Number of the row, counted from 1 over all sources, including dropped rows.
+        row: Row number, counted from 1 across all sources. Dropped rows are counted, too.
 
     Raises:
         DataError: The data cannot be read, or there is no such row.
@@ -101,20 +101,20 @@ def preview_rows(
 
 
 def _rows(data: DataSpec) -> Iterator[DataRow | RowError]:
-    """Yield the rows of all sources, including those that cannot be trained."""
+    """Yield the rows of all sources, including rows that cannot be used for training."""
     for source in data.table.train:
         if data.table.streaming:
             yield from rows_in_order(source, data.kind)
             continue
         for row in rows_of(source, source_files(source.path, source.subset, source.split), data.kind):
             if not isinstance(row, EmptyFileError) and (not isinstance(row, Document) or row.is_start):
-                yield row  # of a long text, only the first piece
+                yield row  # skip the later pieces of a long text
 
 
 def _preview_texts(
     data: DataSpec, tokenizer: PreTrainedTokenizerFast, encoder: RowEncoder, number: int, item: DataRow | RowError
 ) -> Iterator[RowPreview]:
-    """Yield a preview of each text of a row."""
+    """Yield a preview of each of a row's texts."""
     if isinstance(item, RowError):
         yield _preview_text(data, tokenizer, encoder, number, item, "row")
         return
@@ -158,7 +158,7 @@ def _preview_text(
 
 
 def _split_start(coded: Encoded, max_length: int, encoder: RowEncoder) -> list[CutDocument]:
-    """Split the start of a text into the documents that training uses."""
+    """Split the start of a text into documents, as in training."""
     start = replace(
         coded, tokens=coded.tokens[:_LARGEST_PREVIEW], trained=coded.trained[:_LARGEST_PREVIEW], is_end=True
     )
@@ -189,7 +189,7 @@ def _decode_runs(tokenizer: PreTrainedTokenizerFast, tokens: list[int], trained:
 
 @dataclass(frozen=True, slots=True)
 class SourceStats:
-    """Statistics of one ``[[data.train]]`` source, without its weight."""
+    """Statistics of one ``[[data.train]]`` source. The source's weight is not applied."""
 
     path: str
     weight: float
@@ -200,7 +200,7 @@ class SourceStats:
 
 @dataclass(frozen=True, slots=True)
 class LengthBin:
-    """Number of documents with ``low`` to ``high`` tokens, inclusive."""
+    """Number of documents that have ``low`` to ``high`` tokens, inclusive."""
 
     low: int
     high: int
@@ -212,17 +212,17 @@ class DataStats:
     """Statistics of all training data.
 
     Attributes:
-        report: Counts of the rows that were read, dropped and truncated, and of their tokens, without source weights.
+        report: Counts of all rows that were read, dropped and truncated, and of their tokens. Weights are not applied.
         percentiles: Document lengths in tokens, keyed by percentile: 0, 50, 90, 99 and 100.
-        histogram: Documents by length. The bounds double up to ``data.max_length``.
-        num_documents: Number of documents in an epoch, with source weights.
+        histogram: Number of documents by length. The bounds double up to ``data.max_length``.
+        num_documents: Number of documents in an epoch. This and all later counts apply the sources' weights.
         num_tokens: Number of tokens in an epoch.
-        num_trained_tokens: Number of tokens with a loss in an epoch.
-        num_rows: Number of rows in an epoch: packed rows, or one row per document without packing.
+        num_trained_tokens: Number of tokens in the loss in an epoch.
+        num_rows: Number of rows in an epoch. Without packing, every document is a row.
         num_steps: Number of optimizer steps in an epoch.
         padding_share: Fraction of padding tokens in the first epoch, 0 to 1.
         padding_share_other: Fraction of padding tokens with the opposite value of ``data.packing``.
-        held_out: Summary of the rows held out by ``data.val_size``, or "". Besides, only ``report`` counts these rows.
+        held_out: Summary of the rows held out by ``data.val_size``, or "". Only ``report`` also counts these rows.
     """
 
     report: DataReport
@@ -239,7 +239,7 @@ class DataStats:
     held_out: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the statistics as JSON values."""
+        """Return the statistics as a dict that JSON can represent."""
         return asdict(self)
 
 
@@ -250,15 +250,15 @@ def dataset_stats(
     micro_batch_rows: int,
     on_message: OnMessage = lambda text: None,
 ) -> DataStats:
-    """Compute statistics of all training data, from the cache if possible.
+    """Compute statistics of all training data. Use the cache if it has the data.
 
     Args:
         rows_per_step: Number of rows in an optimizer step.
-        micro_batch_rows: Number of rows in a micro-batch, which are padded to one length. Divides ``rows_per_step``.
+        micro_batch_rows: Number of rows in a micro-batch. Must divide ``rows_per_step``.
         on_message: Called with the progress of a long tokenization.
 
     Raises:
-        DataError: Raised by ``load_dataset``, or the data is streamed.
+        DataError: ``load_dataset`` failed, or the data is streamed.
     """
     refuse_streams(data, "statistics of all rows")
     dataset = load_dataset(data, tokenizer, on_message)
@@ -294,7 +294,7 @@ def dataset_stats(
 
 
 def _count_trained(dataset: TokenDataset) -> npt.NDArray[np.int64]:
-    """Return the number of trained tokens of each document."""
+    """Return each document's number of tokens in the loss."""
     return np.add.reduceat(dataset.trained, dataset.starts[:-1], dtype=np.int64)
 
 
@@ -308,12 +308,12 @@ def _source_stats(data: DataSpec, dataset: TokenDataset, trained: npt.NDArray[np
 
 
 def _padded_tokens(lengths: npt.NDArray[np.int64], rows_per_step: int, micro_batch_rows: int) -> int:
-    """Return the number of tokens in an epoch, including padding, if each row contains one document.
+    """Return the number of tokens in an epoch, including padding, if each row is one document.
 
-    The rows of a step are distributed round-robin over its micro-batches, as in the loader.
+    As in the loader, the rows of a step are assigned round-robin to its micro-batches.
 
     Args:
-        lengths: Tokens of each document, in the order of the epoch.
+        lengths: Number of tokens in each document, in the epoch's order.
     """
     num_steps = -(-len(lengths) // rows_per_step)
     rows = np.zeros(num_steps * rows_per_step, dtype=np.int64)

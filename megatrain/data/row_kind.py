@@ -1,8 +1,8 @@
-"""Base class of row kinds, which convert a task's rows to documents, and documents to micro-batches.
+"""Base class of row kinds. A row kind converts a task's rows to documents, and documents to micro-batches.
 
 The kinds are the objects `chat_rows.CHATS`, `text_rows.TEXTS`, `pair_rows.PAIRS`, `pair_rows.TEXT_PAIRS` and
-`tagged_rows.ANSWERS`. The rest of this package only calls these methods and does not distinguish between kinds. The
-table in `megatrain/tasks/table.py` selects the kind of each task.
+`tagged_rows.ANSWERS`. The rest of this package only calls the methods of `RowKind` and does not distinguish between
+kinds. The table in `megatrain/tasks/table.py` selects the kind for each task.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatrain.data.formats import DataRow, PlainRow, RowReader
 
     Batch = dict[str, Tensor]
-    #: A row, and its tokenized texts, each truncated to ``max_length`` tokens.
+    #: A row and its tokenized texts. Each text is truncated to ``max_length`` tokens.
     Example = tuple[DataRow, Sequence[Encoded]]
 
 __all__ = ["CodedDocument", "DocumentFacts", "RowKind", "row_kind"]
@@ -35,8 +35,8 @@ class CodedDocument:
 
     Attributes:
         begins_row: Whether this is the first document of a row.
-        role: Role of the document in its example. 0 if the example has only one document.
-        value: Extra value to store after the tokens, and its flag in the loss mask. None without an extra value.
+        role: Role of the document in its example, or 0 if the example has only one document.
+        value: Extra value to store after the tokens, and the value's flag in the loss mask. None for no extra value.
     """
 
     coded: Encoded
@@ -46,7 +46,7 @@ class CodedDocument:
 
 
 class DocumentFacts(NamedTuple):
-    """Role, extra value and reference log-probability of a document in a dataset; 0 where it has none."""
+    """A document's role, extra value and reference log-probability. Each is 0 if the document does not have it."""
 
     role: int
     value: int
@@ -54,14 +54,14 @@ class DocumentFacts(NamedTuple):
 
 
 class RowKind:
-    """Kind of rows that become one document each. Subclasses implement the other kinds.
+    """Base class of row kinds. The base class converts each row to one document.
 
     Attributes:
-        recorded: Name of the kind in cache keys and fingerprints, which must never change. "" for single documents.
-        reader: Reader of the rows. None if rows can have any format that "auto" detects.
-        num_documents: Number of documents per example, which always share a micro-batch.
-        num_values: Number of extra values after the tokens of a document.
-        only_text: Whether rows are plain text.
+        recorded: Name of the kind in cache keys and fingerprints. It must never change. "" if rows become one document.
+        reader: Reader of the rows, or None if rows can have any format that "auto" detects.
+        num_documents: Number of documents per example. They always share a micro-batch.
+        num_values: Number of extra values stored after a document's tokens.
+        only_text: Whether all rows are plain text.
     """
 
     recorded = ""
@@ -71,7 +71,7 @@ class RowKind:
     only_text = False
 
     def texts_of(self, row: DataRow) -> Sequence[PlainRow]:
-        """Return the texts of a row to tokenize. Raises DataError if the row has another kind."""
+        """Return the texts to tokenize for a row. Raises DataError if the row has another kind."""
         return [cast("PlainRow", row)]
 
     def titles_of(self, row: DataRow) -> Sequence[str]:
@@ -79,32 +79,32 @@ class RowKind:
         return [cast("PlainRow", row).title]
 
     def rejection(self, texts: Sequence[Encoded], row: DataRow, max_length: int) -> RowError | None:
-        """Return an error if the texts, truncated to ``max_length`` tokens, cannot be trained together, else None."""
+        """Return an error if the texts, truncated to ``max_length`` tokens, cannot be used together, else None."""
         return None
 
     def documents_of(self, examples: Sequence[Example], max_length: int, last: Any) -> tuple[list[CodedDocument], Any]:
-        """Convert examples to documents; return the documents, and ``last`` for the next call.
+        """Convert examples to documents. Return the documents, and the value of ``last`` for the next call.
 
         Args:
-            last: State returned by the previous call. None in the first call.
+            last: State that the previous call returned, or None in the first call.
         """
         return [CodedDocument(text) for _, (text,) in examples], None
 
     def collate(self, batch: Batch, facts: Sequence[DocumentFacts | None]) -> Batch:
-        """Add the inputs of this kind's losses to a micro-batch.
+        """Add the inputs that this kind's losses need to a micro-batch.
 
         Args:
-            batch: Padded documents: the first documents of all examples, then their second documents.
-            facts: Facts of the document in each row. None for empty rows, which fill up the micro-batch.
+            batch: Padded documents. All examples' first documents come first, then all second documents.
+            facts: Facts about the document in each row. None for empty rows that fill up the micro-batch.
         """
         return batch
 
     def summary(self, roles: npt.NDArray[np.uint8]) -> str:
-        """Return the number of examples with their noun, from the roles of all documents."""
+        """Return the number of examples as text, for example "3 rows", from the roles of all documents."""
         return pluralize(len(roles) // self.num_documents, "row")
 
 
 def row_kind(name: str) -> RowKind:
-    """Return a row kind by module and name, for example "pair_rows.PAIRS"."""
+    """Return the row kind with a module and object name, for example "pair_rows.PAIRS"."""
     file, _, made = name.partition(".")
     return cast("RowKind", getattr(import_module(f"megatrain.data.{file}"), made))

@@ -1,4 +1,4 @@
-"""Errors of training data, and reports of the rows that were read and dropped, with reasons."""
+"""Errors in training data, and reports on the rows that were read or dropped, with reasons."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 
 class DataError(Exception):
-    """Training data cannot be used. The message contains the file and row, the cause and the remedy.
+    """Training data cannot be used. The message states the file and row, the cause and the remedy.
 
     Attributes:
-        where: File, with the row or line if known.
+        where: File, and the row or line if known.
     """
 
     def __init__(self, where: str, problem: str, remedy: str = "") -> None:
@@ -22,10 +22,10 @@ class DataError(Exception):
 
 
 class RowError(DataError):
-    """One row cannot be trained. The row is dropped and counted, unless ``data.bad_rows`` is "error".
+    """One row cannot be used for training. It is dropped and counted, or stops the run if ``data.bad_rows`` is "error".
 
     Attributes:
-        reason: The problem without details of the row, so that equal problems are counted together.
+        reason: The problem without details of the row, so that equal problems can be counted together.
     """
 
     def __init__(self, where: str, problem: str, remedy: str = "", *, reason: str = "") -> None:
@@ -40,13 +40,13 @@ class EmptyFileError(RowError):
         super().__init__(where, "the file is empty", "Remove it or fill it")
 
 
-#: Share of a source that can be dropped or truncated without a warning.
+#: Fraction of a source that can be dropped or truncated without a warning.
 WARN_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Number of rows, conversation turns or files with the same reason.
+    """Number of rows, conversation turns or files that share a reason.
 
     Attributes:
         example: File and row of the first occurrence.
@@ -58,24 +58,24 @@ class Dropped:
 
     @property
     def skipped(self) -> str:
-        """Message about skipped empty files."""
+        """Message about the skipped empty files."""
         return f"{pluralize(self.count, 'empty file')} skipped (first: {self.example})"
 
 
 @dataclass(slots=True)
 class SourceCounts:
-    """Counts of one source's rows, tokens and assistant turns.
+    """Counts of a source's rows, tokens and assistant turns.
 
     Attributes:
         num_truncated: Rows truncated to ``max_length``.
-        num_too_long: Rows dropped because of their length.
-        num_untrained: Rows dropped because none of their tokens would be trained.
+        num_too_long: Rows dropped because they are too long.
+        num_untrained: Rows dropped because none of their tokens are in the loss.
         num_bad: Rows dropped because of a ``RowError``.
         num_rows_lost: Rows that are dropped or truncated.
-        num_tokens: Tokens of all rows before truncation, except rows that could not be tokenized.
-        num_tokens_lost: Tokens, of those in ``num_tokens``, that are in no document.
-        num_turns: Assistant turns that should be trained, in rows that are kept.
-        num_turns_lost: Assistant turns that should be trained but cannot be, in rows that are kept.
+        num_tokens: Tokens of all rows before truncation. Rows that could not be tokenized are not counted.
+        num_tokens_lost: The part of ``num_tokens`` that is in no document.
+        num_turns: Assistant turns that should be in the loss. Only rows that are kept are counted.
+        num_turns_lost: The part of ``num_turns`` that cannot be in the loss.
     """
 
     num_rows: int = 0
@@ -91,7 +91,7 @@ class SourceCounts:
 
     @property
     def share_lost(self) -> float:
-        """Largest of the lost shares of rows, of tokens and of assistant turns, 0 to 1."""
+        """The largest of three fractions, 0 to 1: lost rows, lost tokens and lost assistant turns."""
         return max(
             self.num_rows_lost / max(1, self.num_rows),
             self.num_tokens_lost / max(1, self.num_tokens),
@@ -100,7 +100,7 @@ class SourceCounts:
 
     @property
     def share_of_turns_lost(self) -> float:
-        """Share of the assistant turns that cannot be trained, in rows that are kept."""
+        """Fraction of the assistant turns that cannot be in the loss. Only rows that are kept are counted."""
         return self.num_turns_lost / max(1, self.num_turns)
 
     def __sub__(self, before: SourceCounts) -> SourceCounts:
@@ -128,18 +128,18 @@ class SourceCounts:
 
 @dataclass(frozen=True, slots=True)
 class DataReport:
-    """Counts of all rows, with reasons. See ``SourceCounts`` for the counts of dropped and truncated rows.
+    """Counts of all rows, with reasons. ``SourceCounts`` describes the counts of dropped and truncated rows.
 
     Attributes:
-        num_documents: Number of documents to train on: rows, or pieces of long text.
-        num_trained_tokens: Number of tokens with a loss.
-        first_untrained: File and row of the first row without a trained token, or "".
-        dropped: Rows that cannot be trained, by reason, the most frequent reason first.
-        untrained_turns: Assistant turns that cannot be trained, in rows that are kept, by reason.
+        num_documents: Number of documents to train on. Each is a row or a piece of a long text.
+        num_trained_tokens: Number of tokens in the loss.
+        first_untrained: File and row of the first row that has no token in the loss, or "".
+        dropped: Rows that cannot be used for training, by reason. The most frequent reason comes first.
+        untrained_turns: Assistant turns that cannot be in the loss, by reason. Only rows that are kept are counted.
         sources: Counts of each source, in order.
-        empty_files: Count of the empty files. None if there are none.
+        empty_files: Number of empty files, or None if there are none.
         left_out: Rows with a field that the chat template does not render, by field.
-        special_tokens: Rows with a special token in their text, by token.
+        special_tokens: Rows whose text contains a special token, by token.
         unread: Rows with a column that their format does not read, by column.
     """
 
@@ -190,7 +190,7 @@ class DataReport:
 
     @property
     def num_dropped(self) -> int:
-        """Number of dropped rows, for all reasons."""
+        """Total number of dropped rows."""
         return self.num_too_long + self.num_untrained + sum(each.count for each in self.dropped)
 
     def __str__(self) -> str:
@@ -215,7 +215,7 @@ class DataReport:
         return text
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
+        """Return the report as a dict that JSON can represent."""
         return asdict(self)
 
     @classmethod
@@ -228,18 +228,18 @@ class DataReport:
         return cls(**{**values, **lists, "sources": sources, "empty_files": empty_files})
 
 
-#: Attributes of a report that list counts by reason.
+#: Names of the report's attributes that list counts by reason.
 _LISTS = ("dropped", "untrained_turns", "left_out", "special_tokens", "unread")
 
 
 def check_losses(report: DataReport, names: Sequence[str], max_dropped: float) -> list[str]:
-    """Return a warning for each source of which more than ``WARN_SHARE`` is dropped or truncated.
+    """Return a warning for each source that loses more than ``WARN_SHARE`` to dropping or truncation.
 
     Args:
-        names: Names of the sources in messages.
+        names: Name of each source in messages.
 
     Raises:
-        DataError: More than ``max_dropped`` of a source is dropped or truncated.
+        DataError: A source loses more than ``max_dropped`` to dropping or truncation.
     """
     warnings = []
     for name, counts in zip(names, report.sources, strict=True):
@@ -261,7 +261,7 @@ def check_losses(report: DataReport, names: Sequence[str], max_dropped: float) -
 
 
 class RowCounts:
-    """Counters for the encoding of rows.
+    """Counts rows while they are encoded.
 
     Attributes:
         total: Counts of all sources so far.
@@ -277,7 +277,7 @@ class RowCounts:
         self._reasons: dict[str, dict[str, Dropped]] = {name: {} for name in _LISTS}
 
     def drop(self, error: RowError) -> None:
-        """Count a row that cannot be trained, or an empty file."""
+        """Count a row that cannot be used for training, or an empty file."""
         if isinstance(error, EmptyFileError):
             before = self._empty_files or Dropped("the file is empty", 0, error.where)
             self._empty_files = replace(before, count=before.count + 1)
@@ -289,18 +289,18 @@ class RowCounts:
         self.record("dropped", [error.reason], error.where)
 
     def count_untrained(self, where: str) -> None:
-        """Count a row without any trained token."""
+        """Count a row that has no token in the loss."""
         self.total.num_untrained += 1
         self.first_untrained = self.first_untrained or where
 
     def add_turns(self, num_turns: int, untrained: Sequence[str], where: str) -> None:
-        """Count the assistant turns of a row that is kept, and the reasons why turns cannot be trained."""
+        """Count the assistant turns of a row that is kept, and the reasons for turns that cannot be in the loss."""
         self.total.num_turns += num_turns
         self.total.num_turns_lost += len(untrained)
         self.record("untrained_turns", untrained, where)
 
     def record(self, name: str, reasons: Iterable[str], where: str) -> None:
-        """Count each reason once in the report's list ``name``."""
+        """Add one to the count of each reason in the report's list ``name``."""
         counts = self._reasons[name]
         for reason in reasons:
             before = counts.get(reason) or Dropped(reason, 0, where)
@@ -312,7 +312,7 @@ class RowCounts:
         self._before = replace(self.total)
 
     def report(self, num_documents: int, num_tokens: int, num_trained_tokens: int) -> DataReport:
-        """Return a report of the current counts."""
+        """Return a report with the current counts."""
         total = self.total
         lists = {
             name: tuple(sorted(counts.values(), key=lambda each: -each.count)) for name, counts in self._reasons.items()
@@ -333,5 +333,5 @@ class RowCounts:
 
 
 def pluralize(count: int, what: str) -> str:
-    """Return a count followed by its noun, in the plural unless the count is 1."""
+    """Return a count followed by its noun, with a plural "s" if the count is not 1."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"

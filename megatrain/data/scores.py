@@ -1,8 +1,8 @@
-"""Teacher scores on disk: log-probabilities for each token of a dataset, in atomically written parts.
+"""Teacher scores on disk: log-probabilities of each token in a dataset. The scores are written in atomic parts.
 
-A folder of scores has one file (parquet) or group (zarr) per batch of rows. Its ``scores.json`` records the origin of
-the scores. The key of a document is a checksum of its tokens and loss mask, so a reader can look up documents in any
-order, and never finds the scores of other rows or of another tokenizer.
+A score folder has one file (parquet) or group (zarr) per batch of rows. Its ``scores.json`` records how the scores were
+made. Each document's key is a checksum of its tokens and loss mask. A reader can therefore look up documents in any
+order, and never gets the scores of a different row or tokenizer.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ __all__ = [
     "read_kind",
 ]
 
-#: Name of the folder of scores inside ``output_dir``.
+#: Name of the score folder in ``output_dir``.
 SCORES_NAME = "scores"
 _KIND_NAME = "scores.json"
 _WRITING_NAME = ".writing"
 _VERSION = 1
 _PART = re.compile(r"part-([0-9]{12})-([0-9]{9})(?:\.parquet)?")
-_GROUP_NBYTES = 4 << 20  # approximate bytes of a row group, which a reader loads to get one document
+_GROUP_NBYTES = 4 << 20  # approximate size of a row group; a reader loads a whole row group to get one document
 _GROUPS_KEPT = 8
 EXTRA = 'pip install "megatrain-tier[data]"'
 
@@ -56,25 +56,25 @@ Array = npt.NDArray[Any]
 
 
 class ScoresError(Exception):
-    """A folder of scores cannot be used. The message contains the cause and the remedy."""
+    """A score folder cannot be used. The message states the cause and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreKind:
-    """Origin and options that all scores in a folder share.
+    """Origin and options of scores. All scores in a folder share them.
 
     Attributes:
         model: Name or folder of the teacher.
-        weights: Checksum of samples of the teacher's weights.
+        weights: Checksum of samples from the teacher's weights.
         mlp_rows: Tokens per MLP call.
-        split_experts: Whether fused experts were split into parts, which changes the rounding of their sums.
+        split_experts: Whether fused experts were computed in parts. This changes how their sums are rounded.
         tokenizer: Checksum of the tokenizer.
         data: Fingerprint of the dataset.
         max_length: Maximum tokens in a row.
-        packing: Whether a row contains several documents.
-        top_k: Number of vocabulary entries that are scored per token.
-        embeddings: Vector per document, from its last hidden states: "none", "mean" or "last".
-        formats: File formats. Each format contains all scores.
+        packing: Whether a row can contain several documents.
+        top_k: Number of vocabulary entries that are scored for each token.
+        embeddings: How a document's vector is computed from its last hidden states: "none", "mean" or "last".
+        formats: File formats. Every format contains all scores.
     """
 
     model: str
@@ -95,7 +95,7 @@ class ScoreKind:
     formats: tuple[str, ...]
 
 
-#: Names of the attributes in messages. The other attributes are keys of [score].
+#: What messages call the attributes. All attributes that are not listed are keys of [score].
 _NAMES_IN_MESSAGES = {
     "model": "the model",
     "weights": "the model's weights",
@@ -116,7 +116,7 @@ def read_kind(folder: Path) -> ScoreKind:
     """Return the origin and options of the scores in a folder.
 
     Raises:
-        ScoresError: The folder contains no scores that can be read.
+        ScoresError: The folder contains no readable scores.
     """
     path = folder / _KIND_NAME
     try:
@@ -135,19 +135,19 @@ def read_kind(folder: Path) -> ScoreKind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentScores:
-    """A model's scores of one document with ``n`` trained tokens.
+    """A model's scores for a document with ``n`` tokens in the loss.
 
     Attributes:
         key: Checksum of the document's tokens and loss mask.
-        document: Index in the dataset.
+        document: Index of the document in the dataset.
         source: Index of the ``[[data.train]]`` source.
-        positions: Positions of the trained tokens, ``(n,)``, int32.
-        token_ids: Ids of the trained tokens, ``(n,)``, int32.
-        log_probs: Log-probability of each trained token given the tokens before it, ``(n,)``, fp32.
+        positions: Positions of the tokens in the loss, ``(n,)``, int32.
+        token_ids: Ids of these tokens, ``(n,)``, int32.
+        log_probs: Log-probability of each of these tokens given all tokens before it, ``(n,)``, fp32.
         top_ids: Most likely tokens at each position, ``(n, k)``, int32.
         top_log_probs: Log-probabilities of ``top_ids``, ``(n, k)``, fp32.
-        rest_log_probs: Log of the total probability of all other tokens, ``(n,)``, fp32.
-        embedding: Vector of the document, ``(width,)``, fp32; empty if embeddings are off.
+        rest_log_probs: Logarithm of the total probability of all tokens not in ``top_ids``, ``(n,)``, fp32.
+        embedding: The document's vector, ``(width,)``, fp32. Empty if embeddings are off.
     """
 
     key: str
@@ -164,7 +164,7 @@ class DocumentScores:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the scores in memory."""
+        """Size of the scores in memory, in bytes."""
         return 16 * len(self.positions) + self.top_ids.nbytes + self.top_log_probs.nbytes + self.embedding.nbytes
 
 
@@ -172,13 +172,13 @@ _TOKEN_ARRAYS = ("positions", "token_ids", "log_probs", "top_ids", "top_log_prob
 
 
 class ScoreFolder:
-    """Writer of scores. The caller must hold the lock of ``output_dir``, so that only one process writes.
+    """Writes scores. The caller must hold the lock of ``output_dir``, so that only one process writes.
 
-    The writer creates each part under a temporary name, flushes it to the drive and renames it, so that a crash leaves
-    only complete parts.
+    Each part is written under a temporary name, flushed to the drive and then renamed, so that a crash leaves only
+    complete parts.
 
     Raises:
-        ScoresError: The folder contains other files, or scores with a different origin or options.
+        ScoresError: The folder contains other files, or scores whose origin or options differ.
     """
 
     def __init__(self, folder: Path, kind: ScoreKind) -> None:
@@ -220,7 +220,7 @@ class ScoreFolder:
         return [*found, *([range(done, self._kind.num_rows)] if done < self._kind.num_rows else [])]
 
     def write(self, first_row: int, num_rows: int, documents: Sequence[DocumentScores]) -> None:
-        """Write the scores of ``num_rows`` rows, in every format. Raises OSError."""
+        """Write the scores of ``num_rows`` rows in every format. Raises OSError."""
         name = f"part-{first_row:012d}-{num_rows:09d}"
         writing = self.path / _WRITING_NAME
         writing.mkdir(exist_ok=True)
@@ -231,7 +231,7 @@ class ScoreFolder:
                 _write_parquet(partial, documents, self._kind)
             else:
                 _write_zarr(partial, documents, self._kind)
-            # Remove older parts with these rows, which a crash between two formats can leave with other boundaries.
+            # Remove older parts that contain these rows. A crash between two formats can leave such parts.
             for first, count, stale in _parts(self.path / form):
                 if first < first_row + num_rows and first_row < first + count:
                     shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
@@ -239,7 +239,7 @@ class ScoreFolder:
 
 
 def _parts(folder: Path) -> list[tuple[int, int, Path]]:
-    """Return (first row, number of rows, path) for every part in a folder, in order."""
+    """Return (first row, number of rows, path) for each part in a folder, in order of rows."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _PART.fullmatch(path.name)
@@ -249,7 +249,7 @@ def _parts(folder: Path) -> list[tuple[int, int, Path]]:
 
 
 def _commit_part(partial: Path, place: Path) -> None:
-    """Flush a file or a folder to the drive, then rename it to its final name."""
+    """Flush a file or folder to the drive, then rename it to its final name."""
     for folder, _, names in os.walk(partial, topdown=False):
         for name in names:
             _fsync(Path(folder, name))
@@ -283,7 +283,7 @@ def _zarr() -> Any:
 
 
 def _arrays(documents: Sequence[DocumentScores], kind: ScoreKind) -> dict[str, Array]:
-    """Return the arrays of a part: values per document, ``starts``, and the concatenated values per token."""
+    """Return a part's arrays: values per document, ``starts``, and the concatenated values per token."""
     counts = [len(document.positions) for document in documents]
     arrays: dict[str, Array] = {
         "document": np.array([document.document for document in documents], dtype=np.int64),
@@ -318,7 +318,7 @@ def _write_parquet(path: Path, documents: Sequence[DocumentScores], kind: ScoreK
         columns[name] = pa.LargeListArray.from_arrays(starts, flat) if name in _TOKEN_ARRAYS else flat
     nbytes = sum(document.nbytes for document in documents)
     group = max(1, len(documents) * _GROUP_NBYTES // max(_GROUP_NBYTES, nbytes))
-    # Disable dictionary encoding, which takes time and does not compress such numbers.
+    # Disable dictionary encoding, because it takes time and does not compress log-probabilities.
     _parquet().write_table(pa.table(columns), path, row_group_size=group, use_dictionary=False, compression="zstd")
 
 
@@ -344,7 +344,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 class _ParquetPart:
-    """Reader of individual documents in a parquet part."""
+    """Reads single documents from a parquet part."""
 
     def __init__(self, path: Path) -> None:
         self._file = _parquet().ParquetFile(path, memory_map=True)
@@ -374,7 +374,7 @@ class _ParquetPart:
 
 
 class _ZarrPart:
-    """Reader of individual documents in a zarr part."""
+    """Reads single documents from a zarr part."""
 
     def __init__(self, path: Path) -> None:
         self._group = _zarr().open_group(str(path), mode="r")
@@ -389,11 +389,11 @@ class _ZarrPart:
 
 
 class TeacherScores:
-    """Reader of teacher scores, for distillation.
+    """Reads teacher scores for distillation.
 
     Args:
-        top_k: Number of most likely tokens to use. The probabilities of further scored tokens are added to the rest.
-        vocab_size: Vocabulary size of the student.
+        top_k: Number of most likely tokens to use. The probabilities of all other tokens are added to the rest.
+        vocab_size: The student's vocabulary size.
 
     Raises:
         DataError: A part is damaged.
@@ -418,17 +418,17 @@ class TeacherScores:
         self._fingerprint = checksum(json.dumps([dataclasses.asdict(self.kind), names, top_k]).encode())
 
     def fingerprint(self) -> str:
-        """Return a checksum of the scores' origin, of the names and sizes of their parts, and of ``top_k``."""
+        """Return a checksum of the scores' origin, the parts' names and sizes, and ``top_k``."""
         return self._fingerprint
 
     def check_covers(self, dataset: TokenDataset, tokenizer: str) -> None:
-        """Check that all documents of a dataset have scores.
+        """Check that every document of a dataset has scores.
 
         Args:
             tokenizer: Checksum of the dataset's tokenizer.
 
         Raises:
-            DataError: Documents have no scores. The message contains their number and a likely cause.
+            DataError: Some documents have no scores. The message states their number and a likely cause.
         """
         used = dataset.epoch_documents(0) if dataset.in_use is None else dataset.in_use
         missing = [int(document) for document in used if dataset.key_of(int(document)) not in self._index]
@@ -461,15 +461,15 @@ class TeacherScores:
         return sum(count for _, count, _ in _parts(self._folder / self.kind.formats[0]))
 
     def batch_scores(self, rows: Sequence[Sequence[tuple[str, int]]], width: int) -> dict[str, torch.Tensor]:
-        """Return the teacher's scores of the next token at each position of the rows.
+        """Return the teacher's scores for the next token at each position of the rows.
 
         Args:
-            rows: Key and length of each document, for each row.
+            rows: For each row, the key and the length of each document.
             width: Number of positions in a row.
 
         Returns:
-            The values of ``TEACHER_KEYS``: ids of ``(rows, width, k)``, int32; their log-probabilities, fp32; and
-            the rest of ``(rows, width)``, fp32. Positions without scores are zero.
+            The values of ``TEACHER_KEYS``: token ids, ``(rows, width, k)``, int32; their log-probabilities, fp32, same
+            shape; and the rest, ``(rows, width)``, fp32. Positions without scores are zero.
 
         Raises:
             DataError: A document has no scores, or its scores contain a token outside the student's vocabulary.
@@ -482,7 +482,7 @@ class TeacherScores:
             at = 0
             for key, length in row:
                 positions, *found = self._read(key)
-                places = at + positions - 1  # the position before a token predicts it
+                places = at + positions - 1  # each token is predicted at the position before it
                 ids[number, places], log_probs[number, places], rest[number, places] = self._select_top(key, *found)
                 at += length
         return dict(zip(TEACHER_KEYS, map(torch.from_numpy, (ids, log_probs, rest)), strict=True))
@@ -511,7 +511,7 @@ class TeacherScores:
 
 @contextmanager
 def _explain_damage(path: Path) -> Iterator[None]:
-    """Convert any error of reading a part to a DataError that names the file."""
+    """Convert any error while reading a part to a DataError that names the file."""
     try:
         yield
     except ScoresError:
@@ -528,7 +528,7 @@ def _explain_damage(path: Path) -> Iterator[None]:
 def documents_of(
     loader_rows: Sequence[Sequence[int]], dataset: TokenDataset
 ) -> Iterator[tuple[int, int, int, npt.NDArray[np.int64]]]:
-    """Yield (row, offset in the row, document, trained positions) for each document of the rows, in order."""
+    """Yield (row, offset in the row, document, positions in the loss) for each document of the rows, in order."""
     for number, row in enumerate(loader_rows):
         at = 0
         for document in row:

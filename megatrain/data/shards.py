@@ -1,4 +1,4 @@
-"""Shards of a streamed source: files in a folder or at a URL, which can be read from any row without loading them."""
+"""Shards of a streamed source: files in a folder or at a URL. A shard can be read from any row without loading it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _GLOB = re.compile(r"[*?\[]")
 
 
 class ShardError(DataError):
-    """A shard could not be read completely. A later attempt may succeed."""
+    """A shard could not be read completely. A later attempt can succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file of rows.
+    """A file that contains rows.
 
     Attributes:
-        name: Path relative to the common folder of the source's shards.
+        name: Path relative to the folder that contains all shards of the source.
     """
 
     path: str
@@ -44,13 +44,13 @@ class Shard:
 
 
 class Shards:
-    """Shards of a source, sorted by name.
+    """All shards of a source, sorted by name.
 
     Args:
-        path: Path or fsspec URL of a folder or file, or a glob pattern. Folders are searched recursively.
+        path: Path or fsspec URL of a folder or file, or a glob pattern. Subfolders are searched, too.
 
     Raises:
-        DataError: The path cannot be opened, or contains no shard.
+        DataError: The path cannot be opened, or there is no shard at this path.
     """
 
     def __init__(self, path: str) -> None:
@@ -75,15 +75,15 @@ class Shards:
         return len(self.shards)
 
     def describe(self) -> list[tuple[str, int]]:
-        """Return the name and size of each shard, which identify it, without reading the contents."""
+        """Return the name and size of each shard. They identify the shards without reading them."""
         return [(shard.name, shard.nbytes) for shard in self.shards]
 
     def rows(self, index: int, start: int) -> Generator[tuple[str, Any]]:
-        """Yield (where, value) for each row of a shard, from row ``start`` on.
+        """Yield (where, value) for each row of a shard, starting at row ``start``.
 
         Raises:
             ShardError: The shard cannot be read.
-            DataError: The contents of the shard are damaged.
+            DataError: The shard is damaged.
         """
         shard = self.shards[index]
         read = self._read_parquet if _has_suffix(shard.path, _PARQUET) else self._read_lines

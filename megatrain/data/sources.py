@@ -1,4 +1,4 @@
-"""Rows of a source of training data: find or fetch the files of the source, and read them in a fixed order."""
+"""Rows of a training data source: find or fetch the source's files, and read them in a fixed order."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from megatrain.data.table import DatasetConfig, RowFormat
 
 
 def source_files(path: str, name: str | None = None, split: str | None = None) -> list[Path]:
-    """Return the files of a source, in reading order.
+    """Return a source's files in reading order.
 
     Raises:
-        DataError: No file matches, a file has an unsupported format, or a hub dataset cannot be fetched.
+        DataError: No file matches, a file's format is not supported, or a hub dataset cannot be fetched.
     """
     if is_hub_name(path):
         return fetch_dataset(path, name, split)
@@ -41,13 +41,13 @@ def source_files(path: str, name: str | None = None, split: str | None = None) -
 
 
 def rows_of(source: DatasetConfig, files: Sequence[Path], kind: RowKind) -> Iterator[DataRow | RowError]:
-    """Yield the rows of a source, in order. Yield a RowError for each row that cannot be trained.
+    """Yield a source's rows in order. Yield a RowError for each row that cannot be used for training.
 
-    The errors of empty files are yielded at the end.
+    Errors for empty files are yielded last.
 
     Raises:
-        DataError: A file is missing or damaged, a row lacks the fields of its format, all files are empty, or no row
-            has one of the columns in ``columns``.
+        DataError: A file is missing or damaged, a row lacks fields that its format requires, all files are empty, or a
+            column named in ``columns`` occurs in no row.
     """
     count = 0
     empty: list[Path] = []
@@ -70,7 +70,7 @@ def rows_of(source: DatasetConfig, files: Sequence[Path], kind: RowKind) -> Iter
 
 
 class _ColumnCheck:
-    """Check that each column in ``columns`` occurs in at least one row, because a missing column may be misspelled.
+    """Checks that each column in ``columns`` occurs in at least one row. A missing column is often misspelled.
 
     Args:
         columns: Column name of each field.
@@ -82,14 +82,14 @@ class _ColumnCheck:
         self._fields: dict[str, None] = {}
 
     def add(self, value: object) -> None:
-        """Record the columns of a row."""
+        """Record a row's columns."""
         if self._missing and isinstance(value, Mapping):
             self._fields.update(dict.fromkeys(value))
             named = with_columns(value, self._missing)
             self._missing = {ours: theirs for ours, theirs in self._missing.items() if theirs not in named}
 
     def check(self, files: Sequence[Path]) -> None:
-        """Raise DataError if a column occurs in no row."""
+        """Raise DataError if one of the columns occurs in no row."""
         if self._fields and (absent := absent_column(self._fields, self._missing)):
             raise DataError(str(files[0]), *absent)
 
@@ -116,7 +116,7 @@ def _rows_of_file(
 def row_or_error(
     value: object, where: str, row_format: RowFormat | RowReader, columns: Mapping[str, str], folder: Path = Path()
 ) -> DataRow | RowError:
-    """Parse a row with :func:`read_row`; return the row, or the error that prevents its training."""
+    """Parse a row with :func:`read_row`. Return the row, or the error that makes it unusable."""
     try:
         return read_row(value, where, row_format, columns, folder)[1]
     except RowError as error:
@@ -125,14 +125,14 @@ def row_or_error(
 
 @dataclass(frozen=True, slots=True)
 class SourcePreview:
-    """Format and columns of the first usable row of a source.
+    """Format and columns of a source's first usable row.
 
     Attributes:
         format: Format of the row, or "" if no format fits.
-        columns: Column name of each field whose column has another name.
+        columns: Column name of each field that differs from its column's name.
         fields: Column names of the row. Empty for plain text.
         problem: Reason why the row cannot be used, or "".
-        is_judged: Whether the row is a preference in the form of one answer with a label.
+        is_judged: Whether the row is a preference that consists of one answer with a label.
     """
 
     format: str
@@ -142,7 +142,7 @@ class SourcePreview:
     is_judged: bool = False
 
 
-#: Common column names: (format, column name of each field). The first entry whose columns all exist is used.
+#: Common column names: (format, column name of each field). The first entry that fits a row is used.
 _COMMON_COLUMNS: tuple[tuple[RowFormat, Mapping[str, str]], ...] = (
     ("messages", {"messages": "conversation"}),
     ("messages", {"messages": "dialog"}),
@@ -164,13 +164,13 @@ _NUM_PREVIEWED = 100
 
 
 def detect_format(path: str, kind: RowKind | None = None) -> SourcePreview:
-    """Detect the format of a source and the ``columns`` to read it with, from the first usable row.
+    """Detect a source's format, and the ``columns`` needed to read it, from its first usable row.
 
-    If none of the first hundred rows is usable, describe the first row.
+    If none of the first hundred rows can be used, describe the first row.
 
     Args:
         path: A file, folder, glob pattern or hub name.
-        kind: Kind that the rows must have. None to detect from the rows whether they are preferences.
+        kind: Kind that the rows must have, or None to detect from the rows whether they are preferences.
 
     Raises:
         DataError: No file matches, all files are empty, or a file cannot be read.
@@ -198,7 +198,7 @@ def detect_format(path: str, kind: RowKind | None = None) -> SourcePreview:
 
 
 def _lowercase_fields(value: Any) -> dict[str, Any]:
-    """Return the fields of a row with lower-case names, for comparisons without case."""
+    """Return a row's fields with lower-case names, so that names can be compared without case."""
     return {name.strip().casefold(): field for name, field in value.items()} if isinstance(value, Mapping) else {}
 
 
@@ -228,18 +228,18 @@ _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def is_hub_name(path: str) -> bool:
-    """Return whether a path has the form of a hub name (owner/name) and does not exist locally."""
+    """Return whether a path looks like a hub name (owner/name) and does not exist locally."""
     return _HUB_NAME.fullmatch(path) is not None and not Path(path).exists()
 
 
 def fetch_dataset(path: str, name: str | None = None, split: str | None = None) -> list[Path]:
-    """Return the Arrow files of a hub dataset, and fetch them if they are not in the cache of ``datasets``.
+    """Return the Arrow files of a hub dataset. Download the dataset if it is not in the cache of ``datasets``.
 
-    No code of the dataset is run.
+    Code in the dataset is never run.
 
     Args:
-        path: Hub name, owner/name.
-        split: Defaults to "train".
+        path: Hub name, in the form owner/name.
+        split: Name of the split. None for "train".
 
     Raises:
         DataError: ``datasets`` is not installed, or the dataset cannot be fetched.

@@ -1,10 +1,9 @@
-"""Streams of training rows, which are read during the run, without a first pass and without a cache.
+"""Streams of training rows. Streams are read during the run, without a first pass and without a cache.
 
-The loader draws rows from the sources one at a time, by weight, and collects them in windows, limited by `WINDOW_ROWS`
-and `WINDOW_CHARACTERS`. It encodes, packs and shuffles each window like a whole dataset (`dataset.py`, `packing.py`).
-Only the shards, the seed and the cursor determine the batches. The cursor contains the position of each source at the
-start of the window, and the number of rows used since. Checkpoints store only the cursor. Every rank draws the same
-rows, for any number of ranks.
+The loader draws rows one at a time by source weight, and collects them in windows (`WINDOW_ROWS`, `WINDOW_CHARACTERS`).
+Each window is encoded, packed and shuffled like a whole dataset (`dataset.py`, `packing.py`). The batches depend only
+on the shards, the seed and the cursor. The cursor has each source's position at the start of the window, and the number
+of rows used since. Checkpoints store only the cursor. Every rank draws the same rows, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -60,12 +59,12 @@ __all__ = [
     "rows_in_order",
 ]
 
-#: Numbers of random streams. The loader and the dataset use streams 0 to 3.
+#: Indices of random streams. The loader and the dataset use streams 0 to 3.
 _SHARDS, _ROWS, _ORDER = 4, 5, 6
-#: Maximum rows and characters in a window, which is tokenized together and kept in RAM.
+#: Maximum rows and characters in a window. The rows of a window are tokenized together and kept in RAM.
 WINDOW_ROWS = 4096
 WINDOW_CHARACTERS = 1 << 24
-#: Attempts to open a shard before a server error ends the run.
+#: Number of attempts to open a shard. After the last attempt, a server error ends the run.
 NUM_TRIES = 5
 _FIRST_PAUSE_S = 0.5
 _ROWS_AT_ONCE = 512
@@ -73,13 +72,13 @@ _ROWS_AT_ONCE = 512
 
 @dataclass(frozen=True, slots=True)
 class SourceCursor:
-    """Position of a source.
+    """Position in a source.
 
     Attributes:
         turn: How often the source has been read to its end.
-        shard: Position of the current shard in the shuffled order of this turn.
+        shard: Index of the current shard in this turn's shuffled order.
         row: Number of rows drawn from the current shard.
-        credit: Credit of the source, in rows; see ``_draw``.
+        credit: The source's credit, in rows. See ``_draw``.
     """
 
     turn: int = 0
@@ -90,14 +89,14 @@ class SourceCursor:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Position of a run in its streams: the complete state of the loader in a checkpoint.
+    """Position of a run in its streams: the loader's complete state in a checkpoint.
 
     Attributes:
-        window: Number of the current window, from 0.
-        step: Step that uses the first row of the window, from 0.
-        place: Index of the window's first row within that step.
-        used: Number of rows of the window that have been used.
-        sources: Position of each source before the window.
+        window: Number of the current window, counted from 0.
+        step: Step that uses the window's first row, counted from 0.
+        place: Index of the window's first row in that step.
+        used: Number of the window's rows that have been used.
+        sources: Position in each source before the window.
     """
 
     window: int
@@ -108,7 +107,7 @@ class Cursor:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Cursor:
-        """Create a cursor from the output of ``asdict``, as stored in a checkpoint."""
+        """Create a cursor from the output of ``asdict``. Checkpoints store this output."""
         return cls(**{**values, "sources": tuple(SourceCursor(**each) for each in values["sources"])})
 
 
@@ -117,10 +116,10 @@ class _Window:
     """Rows that were drawn and encoded together.
 
     Attributes:
-        cursor: Position of the streams before the window.
-        after: Position of each source after the window.
-        rows: Documents of each batch row, in the order of use.
-        first_ends: For each source whose first turn ends in this window, the first batch row that repeats the source.
+        cursor: Position in the streams before the window.
+        after: Position in each source after the window.
+        rows: Documents of each batch row, in the order in which the rows are used.
+        first_ends: First batch row that repeats a source, for each source whose first turn ends in this window.
     """
 
     cursor: Cursor
@@ -132,7 +131,7 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class StreamReport(DataReport):
-    """Description of streams in place of counts, because their rows are counted only during the run."""
+    """Describes streams instead of giving counts, because the rows of streams are counted only during the run."""
 
     text: str = ""
 
@@ -142,7 +141,7 @@ class StreamReport(DataReport):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamDataset(TokenDataset):
-    """Sources that are read during the run. Their documents are not part of this dataset, so it is empty."""
+    """Sources that are read during the run. The dataset itself is empty, because no document has been read yet."""
 
     data: DataSpec
     tokenizer: PreTrainedTokenizerFast
@@ -150,7 +149,7 @@ class StreamDataset(TokenDataset):
     on_message: OnMessage
 
     def fingerprint(self) -> str:
-        """Return a checksum of the options and of the shards' names and sizes, without their contents."""
+        """Return a checksum of the options and the shards' names and sizes. The shards are not read."""
         data = self.data
         keys = ("format", "columns", "weight", "weight_from_step")
         sources = [
@@ -166,16 +165,16 @@ class StreamDataset(TokenDataset):
 def open_dataset(
     data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: OnMessage = lambda text: None
 ) -> TokenDataset:
-    """Return the result of ``open_stream`` if the data is streamed, else of ``load_dataset``, with their errors."""
+    """Call ``open_stream`` if the data is streamed, else ``load_dataset``. Raises the errors of that function."""
     opened = open_stream if data.table.streaming else load_dataset
     return opened(data, tokenizer, on_message)
 
 
 def open_stream(data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: OnMessage) -> StreamDataset:
-    """Return the sources of a run as streams, after listing their shards without reading them.
+    """Open a run's sources as streams. This lists the shards but does not read them.
 
     Raises:
-        DataError: The shards of a source cannot be listed, or a source has no shard.
+        DataError: A source's shards cannot be listed, or a source has no shards.
     """
     streams = tuple(Shards(source.path) for source in data.table.train)
     shown = ", ".join(f"{len(shards):,} shard{'s' * (len(shards) != 1)} of {shards.path}" for shards in streams)
@@ -191,7 +190,7 @@ def open_stream(data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: 
         kind=data.kind,
         source_checksums=lambda: tuple(map(_checksum_of_shards, streams)),
         data=data,
-        tokenizer=copy.deepcopy(tokenizer),  # the window thread needs its own copy
+        tokenizer=copy.deepcopy(tokenizer),  # the thread that prepares windows needs its own copy
         streams=streams,
         on_message=on_message,
     )
@@ -202,19 +201,19 @@ def _checksum_of_shards(shards: Shards) -> str:
 
 
 def changed_sources(table: DataConfig, before: Sequence[str]) -> list[str]:
-    """Return a line for each source whose files have changed, without tokenizing them.
+    """Return a message for each source whose files have changed. Nothing is tokenized.
 
-    For a source that cannot be read, return a line with the reason. Skip hub datasets, because reading them could
+    If a source cannot be read, the message states the reason. Hub datasets are skipped, because reading them could
     download them.
 
     Args:
-        table: ``[data]``, with the ``streaming`` of the earlier start.
-        before: Result of ``TokenDataset.source_checksums`` in the earlier start. Empty if it was not recorded.
+        table: ``[data]``, with ``streaming`` as it was when the run started.
+        before: Result of ``TokenDataset.source_checksums`` at that time. Empty if it was not recorded.
     """
     if before and len(before) != len(table.train):
         return [f"data.train: number of sources: {len(before)} -> {len(table.train)}"]
     folder = None
-    with contextlib.suppress(DataError):  # if the cache cannot be used, read the files to compute checksums
+    with contextlib.suppress(DataError):  # without a cache, the files are read to compute their checksums
         folder = None if table.streaming else cache_folder(table.cache_dir, lambda text: None)
     cache = None if folder is None else TokenCache(folder)
     lines = []
@@ -239,7 +238,7 @@ def refuse_streams(data: DataSpec, what: str) -> None:
     """Raise DataError if the data is streamed. Call this before an operation that needs all rows.
 
     Args:
-        what: Name of the operation, in the plural, for the message.
+        what: Name of the operation in the message, in the plural.
     """
     if data.table.streaming:
         raise DataError(
@@ -250,7 +249,7 @@ def refuse_streams(data: DataSpec, what: str) -> None:
 
 
 def rows_in_order(source: DatasetConfig, kind: RowKind) -> Iterator[DataRow | RowError]:
-    """Yield the rows of a source in the order of its sorted shards. Read each row only on demand."""
+    """Yield a source's rows in the order of its sorted shards. Each row is read only when it is needed."""
     shards = Shards(source.path)
     for index in range(len(shards)):
         for where, value in shards.rows(index, 0):
@@ -258,15 +257,15 @@ def rows_in_order(source: DatasetConfig, kind: RowKind) -> Iterator[DataRow | Ro
 
 
 class StreamLoader(BatchLoader):
-    """Loader of streamed rows. All ranks get the same batches, also after a resume.
+    """Loader of streamed rows. All ranks get the same batches, and a resumed run gets the same batches again.
 
-    A thread prepares the next window while the current window is trained. When a source ends, the loader starts it
-    again, with its shards in another order.
+    A thread prepares the next window while the run trains on the current window. When a source ends, the loader starts
+    the source again, with its shards in a different order.
 
     Args:
-        max_steps: Number of steps in the run, used as the length of an epoch, because the real length is unknown.
+        max_steps: Number of steps in the run. Used as the length of an epoch, because the real length is unknown.
         num_embeddings: Number of token embeddings in the model.
-        arguments: Arguments of ``BatchLoader``.
+        arguments: Arguments for ``BatchLoader``.
     """
 
     def __init__(self, dataset: StreamDataset, *, max_steps: int, num_embeddings: int, **arguments: Any) -> None:
@@ -284,7 +283,7 @@ class StreamLoader(BatchLoader):
         return self._streams.fingerprint()
 
     def seek(self, position: LoaderPosition) -> None:
-        """Continue from ``position``. The next step reads the shards up to there and encodes one window again."""
+        """Continue from ``position``. The next step reads the shards up to this point and encodes one window again."""
         self._position = position
         start = Cursor(0, 0, 0, 0, tuple(SourceCursor() for _ in self._streams.streams))
         if position.cursor is not None:
@@ -321,13 +320,13 @@ class StreamLoader(BatchLoader):
 
     @property
     def dataset(self) -> TokenDataset:
-        """Dataset with the sources, which itself has no documents."""
+        """The dataset of sources. It contains no documents."""
         return self._streams
 
     # -- windows -----------------------------------------------------------------------------------------------------
 
     def _current_window(self) -> _Window:
-        """Return the window at the cursor, and start to prepare the next window if the run needs one."""
+        """Return the window at the cursor. If the run needs the next window, start preparing it."""
         if self._window is None:
             making = self._pending or _prepare_on_thread(self._make_window, replace(self._cursor, used=0))
             self._window, self._pending = making.result(), None
@@ -342,13 +341,13 @@ class StreamLoader(BatchLoader):
         self._cursor, self._window = self._next_cursor(window), None
 
     def _next_cursor(self, window: _Window) -> Cursor:
-        """Return the cursor of the window after ``window``."""
+        """Return the cursor of the window that follows ``window``."""
         rows_per_step = self._micro_batch_size * self._num_micro_batches
         step, place = divmod(window.cursor.place + len(window.rows), rows_per_step)
         return Cursor(window.cursor.window + 1, window.cursor.step + step, place, 0, window.after)
 
     def _make_window(self, cursor: Cursor) -> _Window:
-        """Draw the rows of a window, then encode, pack and shuffle them."""
+        """Draw, encode, pack and shuffle the rows of a window."""
         draft = _WindowDraft(self._streams, cursor, self._data_seed)
         rows_left = None
         if draft.until is not None:
@@ -369,7 +368,7 @@ class StreamLoader(BatchLoader):
         return _Window(cursor, draft.after, dataset, rows, first_ends)
 
     def _report_ends(self, window: _Window, used: range) -> None:
-        """Report each source that these batch rows use up for the first time."""
+        """Report each source that ends for the first time in these batch rows."""
         for number, at in window.first_ends.items():
             if at in used:
                 name = self._streams.data.source_names[number]
@@ -378,10 +377,10 @@ class StreamLoader(BatchLoader):
                 )
 
     def _warn_of_losses(self, window: _Window) -> None:
-        """Warn if much of a source is dropped, or if the chat template omits fields; repeat no warning.
+        """Warn if much of a source is dropped or if the chat template omits fields. Give each warning only once.
 
         Raises:
-            DataError: More than ``data.max_dropped`` of a source is dropped or truncated.
+            DataError: A source loses more than ``data.max_dropped`` to dropping or truncation.
         """
         data, report = self._streams.data, window.dataset.report
         messages: list[tuple[str, str]] = []
@@ -399,14 +398,14 @@ class StreamLoader(BatchLoader):
 
 
 class _WindowDraft:
-    """A window under construction, which draws rows and encodes them.
+    """Draws and encodes the rows of a new window.
 
     Args:
-        cursor: Position of the streams before the window.
-        data_seed: Seed of the order of the shards.
+        cursor: Position in the streams before the window.
+        data_seed: Random seed for the order of the shards.
 
     Attributes:
-        until: Step at which the source weights change next. None if they do not change any more.
+        until: Step at which the source weights change next, or None if they no longer change.
     """
 
     def __init__(self, streams: StreamDataset, cursor: Cursor, data_seed: int) -> None:
@@ -428,22 +427,22 @@ class _WindowDraft:
 
     @property
     def first_ends(self) -> dict[int, float]:
-        """Sources whose first turn ends in this window, each with the share of the window's rows drawn before."""
+        """For each source whose first turn ends in this window, the fraction of the window's rows drawn before that."""
         return {number: count / self._num_rows for number, count in self._first_ends.items()}
 
     @property
     def after(self) -> tuple[SourceCursor, ...]:
-        """Current position of each source."""
+        """Current position in each source."""
         return tuple(
             replace(reader.at, credit=credit) for reader, credit in zip(self._readers, self._credits, strict=True)
         )
 
     def fill(self, rows_left: int | None, row_tokens: int | None) -> None:
-        """Draw rows until the window is full, or has enough rows for the steps before the weights change.
+        """Draw rows until the window is full, or until it has enough rows for all steps before the weights change.
 
         Args:
-            rows_left: Number of batch rows before the weights change. None if they do not change.
-            row_tokens: Number of tokens in a packed row. None if each row contains one document.
+            rows_left: Number of batch rows before the weights change, or None if they do not change.
+            row_tokens: Number of tokens in a packed row, or None if each row contains one document.
         """
         while self._num_rows < WINDOW_ROWS and self._num_characters < WINDOW_CHARACTERS:
             count = min(_ROWS_AT_ONCE, WINDOW_ROWS - self._num_rows)
@@ -460,10 +459,10 @@ class _WindowDraft:
             encoder.end_source()
 
     def _draw(self, count: int) -> None:
-        """Draw rows and encode them.
+        """Draw and encode rows.
 
-        Before each draw, every source gains its share of one credit. The source with the most credit provides the row
-        and pays one credit. Thereby the number of rows from each source matches its weight to within one row.
+        Before each draw, the sources share one credit by weight. The source with the most credit provides the row and
+        pays one credit. Each source's number of rows therefore stays within one row of its share.
         """
         drawn: list[list[DataRow | RowError]] = [[] for _ in self._readers]
         for _ in range(count):
@@ -494,7 +493,7 @@ class _WindowDraft:
         return sum(made.writer.num_tokens for made in self._writers)
 
     def dataset(self) -> TokenDataset:
-        """Return the documents of all rows, sorted by source. Raises DataError if no token is trained."""
+        """Return the documents of all rows, sorted by source. Raises DataError if there is no token to train on."""
         parts = [made.dataset(encoder.report()) for encoder, made in zip(self._encoders, self._writers, strict=True)]
         first_error = next((each.counts.first_error for each in self._encoders if each.counts.first_error), None)
         if not any(map(len, parts)):
@@ -522,8 +521,8 @@ class _RowStream:
     """Infinite iterator over the rows of a source.
 
     Args:
-        seed: Seed of the order of the shards.
-        at: Position to start from.
+        seed: Random seed for the order of the shards.
+        at: Position at which to start.
         on_message: Called when a shard is opened again after an error.
     """
 
@@ -542,7 +541,7 @@ class _RowStream:
         self._has_rows = at.row > 0
 
     def next_row(self) -> DataRow | RowError:
-        """Return the next row, or the error that prevents its training.
+        """Return the next row, or the error that makes the row unusable.
 
         Raises:
             DataError: A shard cannot be read, or the source has no rows.
@@ -561,7 +560,7 @@ class _RowStream:
         return row_or_error(value, where, self._source.format, self._columns)
 
     def _next_in_shard(self) -> tuple[str, Any] | None:
-        """Return the next row of the current shard, or None at its end. Retry after an error."""
+        """Return the current shard's next row, or None at the end of the shard. Retry after an error."""
         order = np.random.default_rng((*self._seed, self.at.turn)).permutation(len(self._shards))
         for number in range(NUM_TRIES):
             try:
@@ -585,9 +584,9 @@ class _RowStream:
 
 
 def _prepare_on_thread(make: Callable[[Cursor], _Window], cursor: Cursor) -> Future[_Window]:
-    """Prepare a window on a thread.
+    """Prepare a window on a new thread.
 
-    The thread is not a daemon, because it must not be killed inside the tokenizer. It ends soon after the main thread.
+    The thread is not a daemon, because a daemon could be killed in the tokenizer. It ends soon after the main thread.
     """
     window: Future[_Window] = Future()
 
@@ -604,7 +603,7 @@ def _prepare_on_thread(make: Callable[[Cursor], _Window], cursor: Cursor) -> Fut
 def _join(
     parts: Sequence[tuple[TokenDataset, npt.NDArray[np.int64]]],
 ) -> tuple[TokenDataset, list[list[int]]]:
-    """Join documents of several datasets; return the joined dataset, and the new document indices of each part."""
+    """Join documents from several datasets. Return the joined dataset, and the new document indices of each part."""
     rows: list[list[int]] = []
     found: list[tuple[TokenDataset, slice]] = []
     for dataset, documents in parts:

@@ -1,4 +1,4 @@
-"""Config tables [data] and [score]: training rows, loss masks and packing, and the scores of each token."""
+"""Config tables [data] and [score]: training rows, loss masks and packing, and the scoring of tokens."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megatrain.base.table import Listed, PlainSize, Table, all_alter, as_names, 
 
 
 def _shown(path: object) -> object:
-    """Return a path without secrets, so that an error message does not print them."""
+    """Return a path without secrets, so that error messages do not reveal them."""
     return without_secrets(path) if isinstance(path, str) else path
 
 
-#: owner/name without a file suffix, or a URL.
+#: A hub name (owner/name) without a file suffix, or a URL.
 DatasetPath = Annotated[
     str, BeforeValidator(_shown), is_path(name=r"\w[\w.-]*/(?!.*\.[A-Za-z]\w+$)[\w.-]+|[a-z][a-z0-9+.-]*://.*")
 ]
-#: Weights of a source, keyed by the step from which each applies.
+#: Weights of a source. Each weight is keyed by the first step that uses it.
 WeightSchedule = Annotated[
     dict[Annotated[str, Field(pattern=r"^\d+$")], Annotated[float, Field(ge=0)]],
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": 0}}),
@@ -48,7 +48,7 @@ ScoreFormats = Annotated[
 RowFormat = Literal[
     "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized", "preference",
 ]  # fmt: skip
-#: Names of fields. Some are the names that other tools use for the same field.
+#: Names of fields. Some of them are other tools' names for the same field.
 ColumnName = Literal[
     "messages", "prompt", "completion", "text", "instruction", "input", "output", "system", "history", "tools",
     "images", "conversations", "query", "response",
@@ -62,7 +62,7 @@ _SOURCE_PATH = (
 
 
 class DatasetConfig(Table, json_schema_extra=all_alter("by contents")):
-    """``[[data.train]]``: one source of training rows."""
+    """``[[data.train]]``: a source of training rows."""
 
     path: DatasetPath = key(_SOURCE_PATH, min_length=1, examples=["data.jsonl"])
     subset: str | None = key("Subset (configuration) of a hub dataset.", None, min_length=1)
@@ -99,7 +99,7 @@ class DatasetConfig(Table, json_schema_extra=all_alter("by contents")):
 
 
 def weights_at(sources: Sequence[DatasetConfig], step: int) -> tuple[list[float], int | None]:
-    """Return the weight of each source at a step, and the next step at which a weight changes, or None."""
+    """Return each source's weight at a step, and the next step at which a weight changes, or None."""
     weights, changes = [], []
     for source in sources:
         begins = sorted((int(first), weight) for first, weight in source.weight_from_step.items())
@@ -109,7 +109,7 @@ def weights_at(sources: Sequence[DatasetConfig], step: int) -> tuple[list[float]
 
 
 class EvalSetConfig(DatasetConfig):
-    """``[[data.eval]]``: rows that are used only for evaluation."""
+    """``[[data.eval]]``: rows used only for evaluation."""
 
     path: DatasetPath = key(_SOURCE_PATH, min_length=1, examples=["held_out.jsonl"])
     name: str | None = key(
@@ -124,7 +124,7 @@ class EvalSetConfig(DatasetConfig):
         return self.name or re.sub(r"[*?].*|[.][A-Za-z].*", "", self.path.rstrip("/").rpartition("/")[2]) or "eval"
 
     def as_source(self, max_samples: int | None = None) -> DatasetConfig:
-        """Return this set as a source of training rows, limited to ``max_samples``."""
+        """Return this set as a source of training rows, limited to ``max_samples`` rows."""
         values = self.model_dump(exclude={"name"})
         limits = [limit for limit in (self.max_samples, max_samples) if limit is not None]
         return DatasetConfig.model_validate({**values, "max_samples": min(limits, default=None)})

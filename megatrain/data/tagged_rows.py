@@ -1,4 +1,4 @@
-"""Row kind for labelled answers (KTO). Documents: each answer, and its prompt with the answer of another example."""
+"""Row kind for labelled answers (KTO). It makes two documents per answer: prompt and answer, and a mismatched pair."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 __all__ = ["ANSWERS", "MISMATCHED"]
 
-#: Role of a prompt with the answer of another example. Good answers have the role CHOSEN, bad ones REJECTED.
+#: Role of a prompt with another example's answer. Good answers have the role CHOSEN, bad answers the role REJECTED.
 MISMATCHED = 3
-#: Tokens and loss mask of an answer.
+#: An answer's tokens and loss mask.
 _Answer = tuple[list[int], list[bool]]
 
 
 class AnswerRows(PairRows):
-    """Row kind of single answers with a label. A row with a pair counts as one good and one bad answer."""
+    """Row kind for single answers with a label. A pair of answers counts as one good and one bad answer."""
 
     recorded = "answers"
 
     def texts_of(self, row: DataRow) -> Sequence[PlainRow]:
-        """Return the answers, each with the prompt."""
+        """Return the row's answers, each with the prompt."""
         assert isinstance(row, Preference), row
         return row.answers
 
@@ -41,10 +41,10 @@ class AnswerRows(PairRows):
         return ["a good answer" if is_good else "a bad answer" for is_good in _judgements(row)]
 
     def documents_of(self, examples: Sequence[Example], max_length: int, last: Any) -> tuple[list[CodedDocument], Any]:
-        """Return two documents per answer: the answer, and its prompt with the previous answer.
+        """Return two documents per answer: its prompt with the answer, and its prompt with the previous answer.
 
-        The first prompt is combined with the last answer of these rows, because TRL rotates the answers of a batch. A
-        single row is combined with ``last``, the last answer of the previous call.
+        The first prompt gets the last answer of these rows, because TRL also rotates the answers within a batch. If
+        there is only one answer, its prompt gets ``last``, the last answer of the previous call.
         """
         judged = [pair for row, texts in examples for pair in zip(texts, _judgements(row), strict=True)]
         if not judged:
@@ -61,19 +61,19 @@ class AnswerRows(PairRows):
         return found, parts[-1][1]
 
     def summary(self, roles: npt.NDArray[np.uint8]) -> str:
-        """Return the numbers of good and bad answers, as text."""
+        """Return the numbers of good and bad answers as text."""
         good = int((roles[::2] == CHOSEN).sum())
         return f"{good:,} good and {len(roles) // 2 - good:,} bad answers"
 
 
 def _judgements(row: DataRow) -> tuple[bool, ...]:
-    """Return for each answer of a row whether it is good."""
+    """Return, for each of a row's answers, whether it is good."""
     assert isinstance(row, Preference), row
     return (row.is_good,) if row.rejected is None else (row.is_good, False)
 
 
 def _split(text: Encoded) -> tuple[list[int], _Answer]:
-    """Return the tokens of the prompt, and the tokens and loss mask of the answer."""
+    """Return the prompt's tokens, and the answer's tokens and loss mask."""
     first = text.trained.index(True)
     return text.tokens[:first], (text.tokens[first:], text.trained[first:])
 

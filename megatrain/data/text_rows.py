@@ -1,4 +1,4 @@
-"""Row kind for plain text or tokens, which are split into documents of at most ``max_length`` tokens."""
+"""Row kind for plain text or tokens. Each text is split into documents of at most ``max_length`` tokens."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["TEXTS", "CutDocument", "TextCutter"]
 
 
 class TextRows(RowKind):
-    """Row kind of plain text."""
+    """Row kind for plain text."""
 
     only_text = True
 
     def texts_of(self, row: DataRow) -> Sequence[PlainRow]:
-        """Return the text of a row. Raises DataError if the row is not plain text."""
+        """Return the row's text. Raises DataError if the row is not plain text."""
         if isinstance(row, Conversation | PromptCompletion):
             raise DataError(row.where, 'task = "pretrain" needs plain text, and this row is not', 'Set task = "sft"')
         return super().texts_of(row)
@@ -33,11 +33,11 @@ TEXTS = TextRows()
 
 @dataclass(frozen=True, slots=True)
 class CutDocument:
-    """A document that is one piece of a text.
+    """A document that contains one piece of a text.
 
     Attributes:
         trained: Loss mask.
-        num_repeated: Number of tokens at the start that repeat the start tokens of the text.
+        num_repeated: Number of tokens at the start that repeat the text's start tokens.
     """
 
     tokens: list[int]
@@ -46,17 +46,17 @@ class CutDocument:
 
 
 class TextCutter:
-    """Cutter of texts into pieces of at most ``max_length`` tokens. It keeps the remainder for the next call.
+    """Cuts texts into pieces of at most ``max_length`` tokens. Keeps the remainder for the next call.
 
-    If a text begins with the tokenizer's start tokens (``<bos>``), all its pieces begin with them, because such models
-    use them as an attention sink. The first token of a piece is not trained, because the tokens that predict it are in
+    If a text begins with the tokenizer's start tokens (``<bos>``), all of its pieces begin with them, because the model
+    uses them as an attention sink. A piece's first token is not in the loss, because the tokens that predict it are in
     the previous piece.
 
     Args:
         max_length: Maximum tokens in a piece, including start tokens.
-        start_tokens: Tokens that the tokenizer puts before a text.
-        joins: Whether to concatenate texts, so that all pieces except the last have ``max_length`` tokens. The first
-            token of a text is trained if another text precedes it in the piece.
+        start_tokens: Tokens that the tokenizer puts before every text.
+        joins: Whether to concatenate texts, so that all pieces except the last have ``max_length`` tokens. A text's
+            first token is in the loss if another text precedes it in the piece.
     """
 
     def __init__(self, max_length: int, start_tokens: Sequence[int] = (), *, joins: bool = False) -> None:
@@ -64,11 +64,11 @@ class TextCutter:
         self._start_tokens = list(start_tokens) if len(start_tokens) < max_length - 1 else []
         self._tokens: list[int] = []
         self._trained: list[bool] = []
-        self._repeated: list[int] = []  # start tokens to repeat in the later pieces of this text
+        self._repeated: list[int] = []  # start tokens to repeat in this text's later pieces
         self._is_first = True
 
     def cut(self, coded: Encoded) -> Iterator[CutDocument]:
-        """Yield the pieces that are complete after this part of a text, and at its end also the last, shorter piece."""
+        """Yield the pieces that this part of a text completes. At its end, also yield the last, shorter piece."""
         trained = coded.trained
         if coded.is_start:
             self._repeated = self._start_tokens if self._has_start_tokens(coded.tokens) else []
@@ -80,7 +80,7 @@ class TextCutter:
         yield from self._pieces(is_end=coded.is_end and not self._joins)
 
     def finish(self) -> Iterator[CutDocument]:
-        """Yield the remainder of the joined texts. The next text starts a new piece."""
+        """Yield what remains of the joined texts. The next text starts a new piece."""
         yield from self._pieces(is_end=True)
         self._is_first = True
 
@@ -96,7 +96,7 @@ class TextCutter:
             if end > len(self._tokens) and not (is_end and at < len(self._tokens)):
                 break
             trained = self._trained[at:end]
-            trained[0] = False  # no token in this piece predicts the first token
+            trained[0] = False  # the first token is not in the loss, because no token in this piece predicts it
             yield CutDocument([*before, *self._tokens[at:end]], [*([False] * len(before)), *trained], len(before))
             self._is_first = False
             at = min(end, len(self._tokens))

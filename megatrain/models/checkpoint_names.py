@@ -1,9 +1,9 @@
-"""Mapping from the tensors of a checkpoint to the parameters of a model, and back.
+"""Mapping between a checkpoint's tensors and a model's parameters, in both directions.
 
-In transformers 5, the parameters of some models differ from the tensors in their files: prefixes differ, and the
-experts of a layer are one fused tensor. Transformers publishes the differences as a list of transforms. This module
-applies the list only to names and shapes (on the meta device) to get a complete plan before any weight is read or
-written. So it detects missing names and wrong shapes early, and each step can run alone with only its own tensors.
+In transformers 5, some models' parameters differ from the tensors in their files: prefixes differ, and a layer's
+experts are one fused tensor. Transformers describes the differences as a list of transforms. This module first applies
+the list only to names and shapes, on the meta device. It gets a complete plan before any weight is read or written, so
+missing names and wrong shapes are detected early. Each step of the plan can run alone, with only its own tensors.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class ConversionError(Exception):
 
 @dataclass
 class Conversion:
-    """One conversion step, from input tensors to output tensors.
+    """One step of a conversion. It computes output tensors from input tensors.
 
     Attributes:
-        transform: Transform of transformers. None to copy the only source to the only target.
-        sources: Input names by the pattern that matched them, in the order that the transform needs.
-        targets: Outputs by name, as tensors on the meta device.
-        final_names: Final names of the outputs, by the names that the transform returns.
-        source_shapes: Shapes by input name.
+        transform: The transform from transformers, or None to copy the only source to the only target.
+        sources: Input names, grouped by the pattern that matched them, in the order that the transform needs.
+        targets: Outputs by name, as meta tensors.
+        final_names: Final name of each output, keyed by the name that the transform returns.
+        source_shapes: Shape of each input, by name.
     """
 
     first_target: str
@@ -51,7 +51,7 @@ class Conversion:
         return [name for names in self.sources.values() for name in names]
 
     def run(self, read: Callable[[str], torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """Convert the inputs, which ``read`` returns by name; return the outputs by name."""
+        """Convert the inputs. ``read`` returns an input by name. Return the outputs by name."""
         outputs = self._convert(read, model)
         return {self.final_names[name]: value for name, value in outputs.items()}
 
@@ -59,7 +59,7 @@ class Conversion:
         """Return the regions of each target, or None if the step does more than move elements.
 
         With regions, any range of a target can be computed separately. Regions exist for copies, for the usual fusing
-        of experts, and for splits and joins of fused tensors in an export.
+        of experts, and for exports that split or join fused tensors.
         """
         if self.transform is None:
             ((target, made),) = self.targets.items()
@@ -79,14 +79,14 @@ class Conversion:
 
         Args:
             inputs: Meta tensors by input name.
-            rename: Function that returns the final name of a target. None to keep the names.
+            rename: Function that returns a target's final name, or None to keep the names.
 
         Raises:
-            ConversionError: The shapes of the inputs do not fit the transform.
+            ConversionError: The inputs' shapes do not fit the transform.
         """
         try:
             outputs = self._convert(inputs.__getitem__, model)
-        except Exception as error:  # transforms raise various torch errors if shapes do not fit
+        except Exception as error:  # transforms raise various torch errors if the shapes do not fit
             listed = ", ".join(f"{name} {list(inputs[name].shape)}" for name in self.source_names[:4])
             raise ConversionError(f"cannot make {self.first_target} from {listed}: {error}") from error
         self.source_shapes = {name: inputs[name].shape for name in self.source_names}
@@ -96,7 +96,7 @@ class Conversion:
     def _convert(self, read: Callable[[str], torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
         if self.transform is None:
             return {self.first_target: read(self.source_names[0])}
-        transform = deepcopy(self.transform)  # the conversion empties its collected tensors
+        transform = deepcopy(self.transform)  # the conversion removes the tensors that it has collected
         for pattern, names in self.sources.items():
             transform.collected_tensors[pattern] = [read(name) for name in names]
         outputs = transform.convert(self.first_target, model=model, config=model.config)
@@ -108,11 +108,11 @@ class LoadPlan:
     """Plan for loading a checkpoint into a model.
 
     Attributes:
-        by_target: Conversion step of each parameter and persistent buffer.
-        missing: Parameters and buffers of the model that no tensor of the checkpoint provides.
-        unexpected: Tensors of the checkpoint that do not exist in the model.
-        ignorable: Tensors of the checkpoint that the model's class allows to ignore, with their names in the model.
-        transforms: The transforms that matched a tensor. An export inverts them.
+        by_target: Conversion step for each parameter and persistent buffer.
+        missing: Parameters and buffers of the model that no checkpoint tensor provides.
+        unexpected: Checkpoint tensors that the model does not have.
+        ignorable: Checkpoint tensors that the model's class permits to ignore, with their names in the model.
+        transforms: Transforms that matched a tensor. An export applies their inverses.
     """
 
     by_target: dict[str, Conversion]
@@ -123,7 +123,7 @@ class LoadPlan:
 
 
 def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) -> LoadPlan:
-    """Return the plan for loading a checkpoint, given as meta tensors by name, into a model.
+    """Return the plan for loading a checkpoint into a model. The checkpoint consists of meta tensors by name.
 
     Raises:
         ConversionError: The tensors cannot be converted, for example because experts have different shapes.
@@ -155,7 +155,7 @@ def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) ->
     unplaced = [name for name in by_target if name not in places]
     by_target = {name: step for name, step in by_target.items() if name in places}
     patterns = [re.compile(pattern) for pattern in _ignored_unexpected(model)]
-    ignorable = {  # transformers matches the new name
+    ignorable = {  # like transformers, match the patterns against the name in the model
         name: target for name, target in unexpected.items() if any(pattern.search(target) for pattern in patterns)
     }
     return LoadPlan(
@@ -170,24 +170,24 @@ def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) ->
 def plan_export(
     model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], loaded: LoadPlan | None = None
 ) -> list[Conversion]:
-    """Return the steps that convert a model's tensors to checkpoint tensors, whose names are the steps' targets.
+    """Return the steps that convert a model's tensors to checkpoint tensors. The targets have the checkpoint's names.
 
-    The steps invert the transforms that loaded the model, or, without a folder, the transforms of its type. The result
-    has the form that ``from_pretrained`` and other tools expect.
+    The steps invert the transforms that loaded the model. For a model without a folder, they invert the transforms of
+    its model type. The result has the form that ``from_pretrained`` and other tools expect.
 
     Args:
         tensors: Meta tensors by name in the model.
-        loaded: Plan that loaded a folder, to restore the names in that folder. None without a folder.
+        loaded: Plan with which a folder was loaded, to restore the folder's names. None for a model without a folder.
 
     Raises:
-        ConversionError: Two tensors would have the same name, or a name in the folder cannot be restored.
+        ConversionError: Two tensors would have the same name, or one of the folder's names cannot be restored.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, dot_natural_key, rename_source_key
 
     transforms = getattr(model, "_weight_conversions", None)
     if transforms is None:
-        # Without a folder, a dropped prefix cannot be restored. from_pretrained accepts names without it.
+        # Without a folder, a dropped prefix cannot be restored. from_pretrained also accepts names without the prefix.
         mapping = get_model_conversion_mapping(model, add_legacy=False)
         transforms = [transform for transform in mapping if not isinstance(transform, PrefixChange)]
     renamings, converters, by_pattern = _split_transforms(
@@ -210,10 +210,10 @@ def plan_export(
 
 
 def _restore_file_names(step: Conversion, loaded: LoadPlan, prefix: str) -> None:
-    """Rename the outputs of an export step to their names in the folder, which must have equal shapes."""
+    """Rename an export step's outputs to their names in the folder. The shapes must be equal."""
     steps = [loaded.by_target[name] for name in step.source_names if name in loaded.by_target]
     if not steps:
-        return  # no file contains the tensor, because transformers allows it to be missing
+        return  # no file contains the tensor; transformers allows it to be missing
     shapes = {name: shape for loading in steps for name, shape in loading.source_shapes.items()}
     new_names = {}
     for name, value in step.targets.items():
@@ -233,7 +233,7 @@ def _restore_file_names(step: Conversion, loaded: LoadPlan, prefix: str) -> None
 
 
 def _region_of_input(name: str, place: torch.Tensor) -> Region:
-    """Return the region that maps a whole input to ``place``, a view of an output on the meta device."""
+    """Return the region that maps a whole input to ``place``. ``place`` is a view of an output on the meta device."""
     return region_of(name, torch.empty(place.shape, device="meta"), place)
 
 
@@ -260,7 +260,7 @@ def _find_stack_places(step: Conversion, whole: torch.Tensor) -> list[tuple[str,
 
 
 def tied_groups(model: PreTrainedModel) -> list[list[str]]:
-    """Return the names of each group of tied parameters or buffers. The name in files comes first."""
+    """Return the names of each group of tied parameters or buffers. The name used in files comes first."""
     by_identity: dict[int, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         by_identity.setdefault(id(value), []).append(name)
@@ -286,7 +286,7 @@ def _find_missing(model: PreTrainedModel, places: Mapping[str, torch.Tensor], fo
 
 
 def _ignored_unexpected(model: PreTrainedModel) -> list[str]:
-    """Return the patterns of tensor names that transformers ignores in old or larger checkpoints."""
+    """Return patterns of tensor names that transformers ignores, because old or larger checkpoints contain them."""
     patterns = list(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):

@@ -1,10 +1,10 @@
-"""Interface of converters, which adapt models. Each converter is one file that the core never imports.
+"""Interface of converters. A converter adapts a model. Each converter is a file that the core never imports.
 
-The core builds a skeleton of a folder, finds its units, streams their weights through its forwards, and writes them
-back. Some models or runs need more: adapters, experts in parts, images, attention within documents. A converter adds
-this in the methods of `ModelConverter`, which the core calls in the order in which they are listed. By default, each
-method does nothing. ``CONVERTERS`` in ``megatrain/models/table.py`` lists the converters, and each one decides whether
-a run needs it. The core receives them as a tuple and calls them in this order.
+The core builds a folder's skeleton, finds its units, streams their weights through the forwards, and writes the weights
+back. Some models or runs need more: adapters, experts in parts, images, or attention within documents. Converters add
+this by overriding methods of `ModelConverter`. By default, each method does nothing. The methods are listed in the
+order in which the core calls them. ``CONVERTERS`` in ``megatrain/models/table.py`` lists the converters. Each converter
+decides whether a run needs it. The core gets the needed ones as a tuple and calls them in the tuple's order.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ __all__ = [
 ]
 
 ReadMaster = Callable[[int, int], Tensor]
-"""Function (start, stop) that returns these elements of a layout's block: 1-D, fp32, valid until the next call."""
+"""Function (start, stop) that returns a range of a layout's block: 1-D, fp32, valid until the next call."""
 
 WeightSource = Callable[["UnitLayout"], AbstractContextManager[ReadMaster]]
-"""Function that opens the fp32 master weights of a layout, which are valid within the returned context."""
+"""Function that opens a layout's fp32 master weights. They can be read inside the returned context."""
 
 
 class ModelConverter:
-    """Base class of converters. A converter belongs to one graph, and can keep state.
+    """Base class of converters. A converter belongs to a single graph and can keep state.
 
     Attributes:
-        freezes_weights: Whether the converter freezes the model's weights, so that they can be quantized.
+        freezes_weights: Whether the converter freezes the model's weights. Frozen weights can be quantized.
     """
 
     freezes_weights: bool = False
@@ -57,53 +57,53 @@ class ModelConverter:
     # -- the skeleton, whose parameters are on the meta device --------------------------------------------------------
 
     def model_class(self, config: PretrainedConfig) -> Any:
-        """Return the transformers class of the skeleton, or None for the default class. Can change ``config``."""
+        """Return the skeleton's transformers class, or None for the default class. Can change ``config``."""
         return None
 
     def take_out(self, model: PreTrainedModel) -> None:
-        """Remove tensors from a skeleton, or freeze parameters, before the buffers are created."""
+        """Remove tensors from a skeleton, or freeze parameters. Called before the buffers are created."""
 
     def convert(self, model: PreTrainedModel) -> None:
-        """Add or replace modules of a complete skeleton. New parameters must be on the meta device."""
+        """Add or replace modules in a complete skeleton. New parameters must be on the meta device."""
 
     def plain_model(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has the modules and names of its folder."""
+        """Return a context in which the model has the same modules and names as its folder."""
         return nullcontext()
 
     # -- units and layouts --------------------------------------------------------------------------------------------
 
     def plain_name(self, name: str) -> str:
-        """Return the name of a converted model's parameter in blocks, checkpoints and exports."""
+        """Return a converted model's parameter name as used in blocks, checkpoints and exports."""
         return name
 
     def is_unit(self, module: nn.Module) -> bool:
-        """Return whether a module is one unit although its parameters belong to modules inside it."""
+        """Return whether a module is one unit although its parameters belong to its submodules."""
         return False
 
     def is_optional(self, module: nn.Module) -> bool:
-        """Return whether micro-batches can skip a unit. Each step visits it nevertheless."""
+        """Return whether micro-batches can skip a unit. Each step still visits it."""
         return False
 
     def cut(self, model: PreTrainedModel, layer: nn.Module) -> Sequence[InnerUnit]:
-        """Return the units that replace a layer, in forward order, or nothing if the layer stays one unit.
+        """Return the units that replace a layer, in forward order. Return nothing to keep the layer as one unit.
 
-        Together, the units own all parameters of the layer. Called once for each layer that no micro-batch skips.
+        Together, the units must own all of the layer's parameters. Called once per layer that every micro-batch uses.
         """
         return ()
 
     # -- passes and exports -------------------------------------------------------------------------------------------
 
     def computing(self, on_dense_mask: Callable[[str], None], *, is_compiled: bool) -> AbstractContextManager[None]:
-        """Return the context for the forward and backward of a pass. Not thread-safe.
+        """Return the context in which a pass runs its forward and backward. Not thread-safe.
 
         Args:
-            on_dense_mask: Called with the cause whenever a dense attention mask, ``(S, S)``, is created.
-            is_compiled: Whether layers are compiled, so that functions inside them cannot be replaced.
+            on_dense_mask: Called whenever a dense attention mask, ``(S, S)``, is created. The argument is the cause.
+            is_compiled: Whether layers are compiled. If they are, functions inside them cannot be replaced.
         """
         return nullcontext()
 
     def exported(self, graph: ConvertedGraph, source: WeightSource) -> WeightSource:
-        """Return the source of the weights to export, given the source of the weights in the blocks."""
+        """Return the source of the weights to export. ``source`` provides the weights in the blocks."""
         return source
 
 
@@ -113,8 +113,8 @@ class ModelSettings:
 
     Attributes:
         table: The ``[model]`` table.
-        lora: Adapters, to train or only to run, or None; they freeze the model's weights.
-        of_task: Converter settings that turn a language model into the task's model, or None if it is one.
+        lora: Settings of adapters to train or only to run, or None. Adapters freeze the model's weights.
+        of_task: Settings of the converter that turns a language model into the task's model. None if not needed.
     """
 
     table: ModelConfig
@@ -123,7 +123,7 @@ class ModelSettings:
 
 
 class ConverterSpec(Protocol):
-    """A converter's settings in a config, from which each graph gets a new converter."""
+    """A converter's settings in a config. They create a new converter for each graph."""
 
     def converter(self) -> ModelConverter:
         """Create a converter for one graph."""
@@ -131,7 +131,7 @@ class ConverterSpec(Protocol):
 
 
 class ConvertedGraph(Protocol):
-    """Interface of a model graph for converters and exports."""
+    """The interface of a model graph that converters and exports use."""
 
     @property
     def model(self) -> PreTrainedModel: ...
@@ -150,7 +150,7 @@ class InnerUnit:
 
     Attributes:
         path: Path inside the layer.
-        part: Part of a larger module. None if ``module`` is a module of the model.
+        part: Part of a larger module, or None if ``module`` is a whole module of the model.
     """
 
     path: str
@@ -159,9 +159,9 @@ class InnerUnit:
 
 
 class LayerPart(Protocol):
-    """A unit with a range of rows of each parameter of a module, which computes the tokens that are routed to it.
+    """A unit that owns a range of rows of each of a module's parameters. It computes only the tokens routed to it.
 
-    The parts of a module are called consecutively, with the same arguments. Their parameters have the names of the
+    A module's parts are called one after another with the same arguments. Their parameters have the same names as the
     whole module's parameters.
     """
 
@@ -171,7 +171,7 @@ class LayerPart(Protocol):
 
     @property
     def rows(self) -> range:
-        """Range of the part in the first dimension of every parameter."""
+        """Row range of this part in the first dimension of every parameter."""
 
     @property
     def num_all(self) -> int:
@@ -183,16 +183,16 @@ class LayerPart(Protocol):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Grouping key; parts with equal keys need equal computation and memory."""
+        """Key for grouping. Parts with equal keys need the same computation and memory."""
 
     def has_routing(self, arguments: Sequence[Any]) -> bool:
-        """Return whether a call's arguments contain actual routing values, unlike in a trace."""
+        """Return whether a call's arguments contain real routing values. In a trace they do not."""
 
     def is_idle(self, arguments: Sequence[Any]) -> bool:
-        """Return whether it is known that no token of a call is routed to the part. Can synchronize with the device."""
+        """Return whether it is known that a call routes no token to this part. Can synchronize with the device."""
 
     def chance_of_no_token(self, arguments: Sequence[Any]) -> float:
-        """Return the probability that a token is not routed to the part, assuming uniform routing."""
+        """Return the probability that a given token is not routed to this part if routing is uniform."""
 
     def placeholder_result(self, arguments: Sequence[Tensor]) -> Tensor:
-        """Return a placeholder for the part's result, with the same shape, dtype and autograd inputs."""
+        """Return a placeholder for the part's result. It has the same shape, dtype and autograd inputs."""

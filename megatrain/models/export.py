@@ -1,8 +1,8 @@
 """Export of a trained model to a Hugging Face folder, unit by unit, with verification and an atomic rename.
 
-The files are written to a hidden sibling folder, which is renamed after all files have been verified. In addition to
-the leases of its source, an export needs RAM for one small piece of a tensor. A conversion that does more than stack,
-join, cut and transpose needs RAM for all its tensors.
+The files are written to a hidden folder next to the target. This folder is renamed after all files have been verified.
+An export needs RAM for its source's leases and for one small piece of a tensor. A conversion that does more than
+stack, join, cut and transpose also needs RAM for all of its tensors.
 """
 
 from __future__ import annotations
@@ -69,21 +69,21 @@ __all__ = [
 
 
 def export_dtype(table: ExportConfig, compute_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of exported weights, which is the compute dtype for "auto"."""
+    """Return the dtype of exported weights. For "auto", this is the compute dtype."""
     return compute_dtype if table.dtype == "auto" else getattr(torch, table.dtype)
 
 
-#: Bytes per element of the widest dtype in which weights are read.
+#: Bytes per element of the widest dtype that weights are read in.
 _WIDEST_BYTES = 4
 
 
 class DamagedShardError(Exception):
-    """A file contains other data than was written to it."""
+    """A file does not contain the data that was written to it."""
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Layout of one weight file: header bytes, and the offset of each tensor."""
+    """Layout of a weight file: the header's bytes, and each tensor's offset."""
 
     file_name: str
     header: bytes
@@ -92,9 +92,9 @@ class ShardPlan:
 
 
 def plan_shards(tensors: Mapping[str, Tensor], max_shard_nbytes: int) -> list[ShardPlan]:
-    """Distribute tensors (on meta, in writing order) to files with at most ``max_shard_nbytes`` of weights each.
+    """Distribute meta tensors, in writing order, to files with at most ``max_shard_nbytes`` of weights each.
 
-    A tensor larger than this gets its own file, as in transformers.
+    As in transformers, a tensor larger than this gets its own file.
     """
     assert max_shard_nbytes > 0, max_shard_nbytes
     groups: list[list[str]] = [[]]
@@ -112,7 +112,7 @@ def plan_shards(tensors: Mapping[str, Tensor], max_shard_nbytes: int) -> list[Sh
 
 
 def plan_file(file_name: str, names: list[str], tensors: Mapping[str, Tensor]) -> ShardPlan:
-    """Return the layout of a file with the tensors ``names``. ``tensors`` contains all tensors, on meta."""
+    """Return the layout of a file that contains the tensors ``names``. ``tensors`` has all tensors, as meta tensors."""
     # Store wide dtypes first, so that every tensor is aligned to its element size.
     ordered = sorted(names, key=lambda name: -tensors[name].dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -135,10 +135,10 @@ def plan_file(file_name: str, names: list[str], tensors: Mapping[str, Tensor]) -
 
 
 class ShardWriter:
-    """Writer of a folder's planned weight files, which can also verify them.
+    """Writes the planned weight files of a folder, and can verify them.
 
     Attributes:
-        checksums: xxh3-64 of each tensor's bytes in the file, hexadecimal, by name.
+        checksums: Checksum of each tensor's bytes in the file, by name (xxh3-64, hexadecimal).
     """
 
     def __init__(
@@ -156,11 +156,11 @@ class ShardWriter:
         self.checksums: dict[str, str] = {}
 
     def write(self, name: str, read: Callable[[int, int], Tensor]) -> None:
-        """Write one tensor, a small piece at a time.
+        """Write a tensor in small pieces.
 
         Args:
             name: Name of the tensor in the files.
-            read: Function (start, stop) that returns these elements: 1-D, of any floating dtype, on any device.
+            read: Function (start, stop) that returns a range of elements: 1-D, any floating-point dtype, any device.
         """
         expected = self._tensors[name]
         count, step = expected.numel(), max(1, PIECE_BYTES // _WIDEST_BYTES)
@@ -168,7 +168,7 @@ class ShardWriter:
         self._write(name, (read(start, stop).to("cpu", expected.dtype).contiguous() for start, stop in ranges))
 
     def copy(self, name: str, folder: ModelFolder) -> None:
-        """Copy the bytes of a tensor from another folder."""
+        """Copy a tensor's bytes from another folder."""
         self._write(name, (piece for _, piece in folder.pieces(name)))
 
     def _write(self, name: str, pieces: Iterable[Tensor]) -> None:
@@ -196,7 +196,7 @@ class ShardWriter:
         self._on_bytes(self._done_bytes, self._num_bytes)
 
     def finish(self) -> None:
-        """Write an index if there are several files, and flush all files to the drive."""
+        """Flush all files to the drive. If there are several weight files, first write an index."""
         unwritten = sorted(set(self._tensors) - set(self.checksums))
         assert not unwritten, unwritten[:5]
         if len(self._shards) > 1:
@@ -208,16 +208,16 @@ class ShardWriter:
         for path in sorted(self._folder.iterdir()):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # makes `verify` read from the drive
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that `verify` reads from the drive
 
     def verify(self, folder: Tensors | None = None) -> None:
-        """Read all headers and tensors back, and compare the checksums.
+        """Read all headers and tensors back, and compare checksums.
 
         Args:
-            folder: The written files. By default, they are opened as a model folder, which needs ``config.json``.
+            folder: The written files. None to open them as a model folder, which requires ``config.json``.
 
         Raises:
-            DamagedShardError: The data of a tensor differs from the written data.
+            DamagedShardError: A tensor's data differs from what was written.
             ModelFolderError: A header is damaged.
         """
         folder = folder or ModelFolder(self._folder)
@@ -258,11 +258,11 @@ _OTHER_FILES = (
 )
 
 OnBytes = Callable[[int, int], None]
-"""Progress callback, called with the finished bytes and the total bytes."""
+"""Progress callback. Called with the number of bytes finished and the total number of bytes."""
 
 
 class ExportError(Exception):
-    """The export failed. An existing folder with its name is unchanged."""
+    """The export failed. If the target folder existed before, it is unchanged."""
 
 
 class ExportTargetError(ExportError):
@@ -283,31 +283,31 @@ def export_model(
     passthrough_checksum: str | None = None,
     on_bytes: OnBytes = lambda done, total: None,
 ) -> Path:
-    """Write the model to a Hugging Face folder for ``from_pretrained``, with the weights that the converters export.
+    """Write the model to a Hugging Face folder that ``from_pretrained`` can load. Converters can change the weights.
 
-    With an ``origin``, the export has the config, the class, and all tensor names of that folder. Trained tensors have
-    ``dtype``, and all others are copied byte by byte.
+    With an ``origin``, the export has the origin's config, class and tensor names. Trained tensors have ``dtype``, and
+    all other tensors are copied byte by byte.
 
     Args:
-        graph: Skeleton and layouts of the model. Without an origin, the skeleton provides the persistent buffers.
+        graph: Skeleton and layouts of the model. Without an origin, persistent buffers come from the skeleton.
         source: Source of the master weights.
-        out_dir: Folder to create. It can exist if it is empty or an earlier export of this program.
-        dtype: dtype of the weights, except those that the model's class keeps in fp32. Buffers keep their dtype.
-        max_shard_nbytes: Maximum weight bytes per file.
-        tokenizer: Tokenizer to save. None to copy the tokenizer files of ``copy_from``.
-        copy_from: Folder of the tokenizer. Without an origin, generation config, processors and licence are also
-            copied from it.
-        record: Additional keys for ``export.json``, such as the step.
-        origin: Folder that the weights were loaded from. None for a model without a folder.
-        passthrough_checksum: ``PassthroughTensors.checksum`` of the origin when training began. None skips the check.
+        out_dir: Folder to create. It can exist if it is empty or contains an earlier export of this program.
+        dtype: dtype of the weights, except weights that the model's class keeps in fp32. Buffers keep their dtype.
+        max_shard_nbytes: Maximum bytes of weights per file.
+        tokenizer: Tokenizer to save, or None to copy the tokenizer files from ``copy_from``.
+        copy_from: Folder of the tokenizer. Without an origin, the generation config, processors and licence are also
+            copied from this folder.
+        record: Additional keys for ``export.json``, for example the step.
+        origin: Folder from which the weights were loaded. None for a model without a folder.
+        passthrough_checksum: The origin's ``PassthroughTensors.checksum`` when training began. None skips the check.
 
     Returns:
         The absolute path of the finished folder.
 
     Raises:
-        ExportError: ``out_dir`` contains other files, the drive is too full, or writing or verifying failed. Also if
-            the origin's pass-through tensors are missing or have changed since training began.
-        ConversionError: The weights cannot be converted to the form of the model's checkpoints.
+        ExportError: ``out_dir`` contains other files, the drive is too full, writing or verifying failed, or the
+            origin's pass-through tensors are missing or have changed since training began.
+        ConversionError: The weights cannot be converted to the checkpoint form of this model.
     """
     out = Path(out_dir).absolute()
     check_target(out)
@@ -342,11 +342,11 @@ def export_model(
 
 @contextmanager
 def atomic_folder(out: Path, shards: Sequence[ShardPlan]) -> Iterator[Path]:
-    """Yield a hidden folder to write to, and rename it to ``out`` at the end of the context if no error occurred.
+    """Yield a hidden folder to write to. At the end of the context, rename it to ``out`` if no error occurred.
 
     Args:
-        out: Path of the export, accepted by `check_target`.
-        shards: Planned weight files, for the check of the free space.
+        out: Path of the export. `check_target` must have accepted it.
+        shards: Planned weight files, used to check the free space.
 
     Raises:
         ExportError: The drive is too full, or writing or verifying failed. ``out`` is unchanged.
@@ -366,9 +366,9 @@ def atomic_folder(out: Path, shards: Sequence[ShardPlan]) -> Iterator[Path]:
 def _plan_steps(
     model: PreTrainedModel, dtype: torch.dtype, origin: Origin | None
 ) -> tuple[list[Conversion], dict[str, Tensor]]:
-    """Return the conversion steps, and their inputs as meta tensors by name in the model.
+    """Return the conversion steps and their inputs. The inputs are meta tensors by name in the model.
 
-    Tied tensors are written under each of their names in the origin's files, or once without an origin.
+    Tied tensors are written under every name that they have in the origin's files, or once without an origin.
     """
     places = model.state_dict(keep_vars=True)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -391,7 +391,7 @@ def _plan_steps(
 
 
 def _layouts_by_name(graph: ConvertedGraph) -> dict[str, list[str]]:
-    """Return the layouts that contain each parameter or its parts, by every name of the parameter."""
+    """Return, for every name of a parameter, the layouts that contain the parameter or its parts."""
     found: dict[str, list[str]] = {}
     for layout in graph.layouts.values():
         for entry in layout.entries:
@@ -440,7 +440,7 @@ def _read_parts(regions: Sequence[Region], weights: _OpenWeights, start: int, st
 
 
 class _OpenWeights:
-    """Reader of the tensors in a group of open layouts, and of the model's buffers."""
+    """Reads the tensors of several open layouts, and the model's buffers."""
 
     def __init__(self, model: PreTrainedModel, layouts: Sequence[tuple[UnitLayout, ReadMaster]]) -> None:
         self._model = model
@@ -458,7 +458,7 @@ class _OpenWeights:
         return torch.float32 if name in self._places else self._buffer(name).dtype
 
     def read(self, name: str, first: int, count: int, place: Tensor | None = None) -> Tensor:
-        """Return a range of a tensor's elements; see ``ReadSpan``."""
+        """Return a range of a tensor's elements. See ``ReadSpan``."""
         if name not in self._places:
             return self._buffer(name).reshape(-1)[first : first + count]
         found: list[Tensor] = []
@@ -490,7 +490,7 @@ class _OpenWeights:
 
 
 def _copy_passthrough(origin: Origin, writer: ShardWriter, checksum: str | None) -> None:
-    """Copy the pass-through tensors, and check that they have not changed since training began."""
+    """Copy the pass-through tensors. Check that they have not changed since training began."""
     passthrough = origin.passthrough
     try:
         for name in passthrough.names:
@@ -505,7 +505,7 @@ def _copy_passthrough(origin: Origin, writer: ShardWriter, checksum: str | None)
 
 
 def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype, origin: Origin | None) -> None:
-    """Write ``config.json``: the origin's values with the new dtype, or else the model's config."""
+    """Write ``config.json``: the origin's values with the new dtype, or the model's config if there is no origin."""
     if origin is None:
         config = copy.deepcopy(model.config)
         config.dtype = dtype
@@ -533,10 +533,10 @@ def _set_dtype(values: dict[str, Any], dtype: torch.dtype, *, is_new: bool = Tru
 def _write_companions(
     folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, copy_from: list[Path]
 ) -> None:
-    """Write or copy all files except weights and config.
+    """Write or copy all files except the weights and the config.
 
     Args:
-        copy_from: Folder of the model, then folder of the tokenizer, as far as they exist.
+        copy_from: The model's folder, then the tokenizer's folder. Folders that do not exist are left out.
     """
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
@@ -548,7 +548,7 @@ def _write_companions(
 
 
 def copy_tokenizer(sources: list[Path], folder: Path) -> None:
-    """Copy the tokenizer files of several folders to ``folder`` without overwriting files."""
+    """Copy tokenizer files from several folders to ``folder``. Existing files are not overwritten."""
     _copy_files(sources, _TOKENIZER_FILES, folder)
 
 
@@ -562,7 +562,7 @@ def _copy_files(sources: list[Path], patterns: Iterable[str], folder: Path) -> N
 
 
 def exported_step(folder: Path) -> int | None:
-    """Return the step of the exported checkpoint, or None if it was not recorded."""
+    """Return the step from which a folder was exported, or None if the step was not recorded."""
     try:
         step = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8")).get("step")
     except (OSError, ValueError, AttributeError):
@@ -571,14 +571,14 @@ def exported_step(folder: Path) -> int | None:
 
 
 def check_target(out: Path, *, overwrite: bool = True) -> None:
-    """Check that an export can be written to ``out``, without writing anything.
+    """Check that an export can be written to ``out``. This writes nothing.
 
     Args:
         overwrite: Whether the export can replace an earlier export.
 
     Raises:
-        ExportError: ``out`` is a file, contains files that no earlier export wrote, or is an export and ``overwrite``
-            is False.
+        ExportError: ``out`` is a file, contains files that no earlier export wrote, or is an earlier export while
+            ``overwrite`` is False.
     """
     if not out.exists():
         return
@@ -619,7 +619,7 @@ def _check_free_space(out: Path, need_nbytes: int) -> None:
 
 
 def _create_sibling(out: Path, word: str) -> Path:
-    """Create an empty hidden folder next to ``out``, after removing the hidden folders of dead processes."""
+    """Create an empty hidden folder next to ``out``. First remove the hidden folders of dead processes."""
     for path in out.parent.glob(f".{out.name}.{word}-*"):
         pid = path.name.rpartition("-")[2]
         if is_number(pid) and (int(pid) == os.getpid() or not Path("/proc", pid).exists()):
@@ -633,13 +633,13 @@ def _create_sibling(out: Path, word: str) -> Path:
 
 
 def write_record(folder: Path, dtype: torch.dtype, checksums: Mapping[str, str], more: Mapping[str, int]) -> None:
-    """Write ``export.json``, the last file of an export, by which later exports recognize the folder.
+    """Write ``export.json``. It is an export's last file. Later exports recognize the folder by this file.
 
     Args:
-        folder: Folder with all other files of the export.
+        folder: Folder that contains all other files of the export.
         dtype: dtype of the weights.
-        checksums: xxh3-64 of each tensor's bytes, hexadecimal.
-        more: Additional keys, such as the step.
+        checksums: Checksum of each tensor's bytes (xxh3-64, hexadecimal).
+        more: Additional keys, for example the step.
     """
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
     record = {
@@ -654,11 +654,11 @@ def write_record(folder: Path, dtype: torch.dtype, checksums: Mapping[str, str],
 
 
 def _publish(partial: Path, out: Path) -> None:
-    """Rename the finished folder to ``out``. Move an earlier export aside first, and remove it last."""
+    """Rename the finished folder to ``out``. Move an earlier export aside before that, and remove it afterwards."""
     old: Path | None = None
     if out.exists() and any(out.iterdir()):
         old = _create_sibling(out, "old")
-        os.rename(out, old)  # not needed for an empty folder, which the rename below replaces
+        os.rename(out, old)  # an empty folder need not be moved, because the rename below replaces it
     try:
         os.rename(partial, out)
     except OSError:

@@ -1,7 +1,7 @@
-"""Reader of a Hugging Face folder: its config, and its tensors, one at a time.
+"""Reader of a Hugging Face folder. It reads the config, and the tensors one at a time.
 
-Nothing is memory-mapped or cached. A tensor's bytes are read from the file into the caller's memory, through one small
-buffer if the dtype changes. So a run never has a second copy of a model in RAM.
+Nothing is memory-mapped or cached. A tensor's bytes are read from the file into the caller's memory. If the dtype
+changes, they pass through one small buffer. A run therefore never has a second copy of a model in RAM.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megatrain.models.quantized import METHODS, Decoder, QuantizationError, deco
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-ADAPTER_CONFIG = "adapter_config.json"  # file name that identifies an adapter folder of peft
+ADAPTER_CONFIG = "adapter_config.json"  # file name that identifies a peft adapter folder
 PIECE_BYTES = 16 << 20  # size of the pieces in which tensors are read and converted
 _MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
-#: Key of ``RunState.model`` with the ``ModelFolder.fingerprint`` of weights that are not in checkpoints.
+#: Key in ``RunState.model`` for the ``ModelFolder.fingerprint`` of weights that checkpoints do not contain.
 BASE_CHECKSUM = "base_xxh3_64"
-_NUM_SAMPLES, _SAMPLE_BYTES = 4096, 4096  # maximum number of samples in a fingerprint, and bytes of each sample
+_NUM_SAMPLES, _SAMPLE_BYTES = 4096, 4096  # maximum number of samples in a fingerprint, and size of each sample
 PLAIN_ADVICE = (
     "De-quantize it with transformers (from_pretrained with dequantize=True, then save_pretrained), or use the "
     "original model"
@@ -60,10 +60,10 @@ _QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """Location of one tensor of a checkpoint: ``nbytes`` bytes at ``offset`` in ``file``.
+    """Location of a checkpoint tensor: ``nbytes`` bytes at ``offset`` in ``file``.
 
-    If the tensor is quantized, it has a ``decoder``. Then ``nbytes`` and ``offset`` refer to its decoded fp32 elements,
-    in decoding order.
+    A quantized tensor has a ``decoder``. Its ``nbytes`` and ``offset`` then refer to the decoded fp32 elements, in
+    decoding order.
     """
 
     name: str
@@ -80,7 +80,7 @@ class TensorRecord:
 
 
 def read_config(path: Path | str) -> PretrainedConfig:
-    """Return the config of the model in folder ``path``, without running any code from the folder.
+    """Return the config of the model in folder ``path``. No code from the folder is executed.
 
     Raises:
         ModelFolderError: The folder or its ``config.json`` is missing or unusable, the ``model_type`` is unknown, or
@@ -105,7 +105,7 @@ def read_config(path: Path | str) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # transformers raises many types of errors, which all mean that the file is unusable
+    except Exception as error:  # transformers raises many types of errors; each means that the file is unusable
         reason = " ".join(str(error).split())
         raise ModelFolderError(
             folder / "config.json",
@@ -115,17 +115,17 @@ def read_config(path: Path | str) -> PretrainedConfig:
 
 
 def _check_sizes(path: Path, values: dict[str, Any]) -> None:
-    """Reject sizes below 1, because models would fail later, with obscure errors."""
+    """Reject sizes below 1, because models with such sizes would fail later with obscure errors."""
     for name in _SIZE_KEYS:
         if type(values.get(name)) is int and values[name] < 1:
             raise ModelFolderError(path, f"{name} = {values[name]} is not a valid size. Copy or download it again")
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-    """Return the values of ``config.json``. Raises ModelFolderError if this program cannot read the model."""
+    """Return the values in ``config.json``. Raises ModelFolderError if this program cannot read the model."""
     if not folder.is_dir():
         advice = "Use the folder that contains config.json and *.safetensors"
-        if not folder.is_absolute():  # the name may be a hub id
+        if not folder.is_absolute():  # the name can be a hub id
             advice += ", or the id of a model on the hub, as OWNER/NAME"
         raise ModelFolderError(folder, f"is not a folder. {advice}")
     path = folder / "config.json"
@@ -144,7 +144,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_adapter(folder: Path) -> None:
-    """Raise ModelFolderError if a folder contains an adapter of peft instead of a model."""
+    """Raise ModelFolderError if a folder contains a peft adapter instead of a model."""
     if not any(file.name.startswith("adapter_") for file in folder.iterdir()):
         return
     try:
@@ -160,7 +160,7 @@ def _refuse_adapter(folder: Path) -> None:
 
 
 def quantization_of(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return ``quantization_config`` of a ``config.json``, or of its ``text_config`` (multimodal models), or None."""
+    """Return ``quantization_config`` from ``config.json``, or from the ``text_config`` in it, or None."""
     table, texts = values.get("quantization_config"), values.get("text_config")
     if table is None and isinstance(texts, dict):
         table = texts.get("quantization_config")
@@ -180,12 +180,12 @@ def _read_json_object(path: Path, advice: str) -> dict[str, Any]:
 
 
 class Tensors:
-    """Reader of the tensors in safetensors files.
+    """Reads the tensors in safetensors files.
 
     Attributes:
-        records: Locations of the tensors by name, in the order of the files. Quantized weights are decoded tensors.
-        stored: Locations of the tensors in the files by name, including the parts of quantized weights.
-        largest_piece_nbytes: Peak bytes of this object's buffers, without the callers' memory.
+        records: Location of each tensor, by name, in file order. Quantized weights appear as decoded tensors.
+        stored: Location of each tensor in the files, by name. Quantized weights appear as their stored parts.
+        largest_piece_nbytes: Peak size in bytes of this object's buffers. The callers' memory is not counted.
     """
 
     def __init__(self, records: dict[str, TensorRecord]) -> None:
@@ -194,7 +194,7 @@ class Tensors:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor, in the dtype of its record."""
+        """Return a tensor in its record's dtype."""
         record = self.records[name]
         self.largest_piece_nbytes = max(self.largest_piece_nbytes, record.nbytes)
         if record.decoder is not None and record.decoder.is_transposed:
@@ -206,9 +206,9 @@ class Tensors:
         return tensor
 
     def read_span(self, name: str, first: int, count: int, place: torch.Tensor | None = None) -> torch.Tensor:
-        """Return elements ``first`` to ``first + count`` of a tensor; see ``ReadSpan``.
+        """Return elements ``first`` to ``first + count`` of a tensor. See ``ReadSpan``.
 
-        Prefetches the bytes after them, because tensors are usually read in file order.
+        The bytes after this range are prefetched, because tensors are usually read in file order.
         """
         record = self.records[name]
         if place is None or place.dtype != record.dtype or not place.is_contiguous() or place.device.type != "cpu":
@@ -221,7 +221,7 @@ class Tensors:
         return place
 
     def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first element, 1-D piece) for each piece of a tensor. A piece is valid until the next one."""
+        """Yield a tensor as (first element, 1-D piece). Each piece is valid until the next piece is requested."""
         record = self.records[name]
         step = max(1, PIECE_BYTES // record.dtype.itemsize)
         buffer = torch.empty(min(step, record.numel), dtype=record.dtype)
@@ -234,11 +234,11 @@ class Tensors:
     def find_nonfinite(
         self, names: Iterable[str], on_progress: Callable[[int, int], None] = lambda done, total: None
     ) -> list[str]:
-        """Read tensors, a piece at a time, and return the names of those that contain NaN or infinite values.
+        """Read tensors piece by piece. Return the names of the tensors that contain NaN or infinite values.
 
         Args:
-            names: Names of the tensors to check. Tensors that are not floating-point are skipped.
-            on_progress: Called with the bytes read so far and the total.
+            names: Names of the tensors to check. Tensors with an integer dtype are skipped.
+            on_progress: Called with the number of bytes read so far and the total number.
         """
         wanted = [self.records[name] for name in names if self.records[name].dtype.is_floating_point]
         done, total, found = 0, sum(record.nbytes for record in wanted), []
@@ -253,7 +253,7 @@ class Tensors:
         return found
 
     def read_stored(self, name: str, first: int, nbytes: int) -> torch.Tensor:
-        """Return ``nbytes`` bytes of a tensor in the files, from byte ``first`` on."""
+        """Return ``nbytes`` bytes of a stored tensor, starting at byte ``first``."""
         part = torch.empty(nbytes, dtype=torch.uint8)
         self._read_bytes(self.stored[name], first, part)
         return part
@@ -261,10 +261,10 @@ class Tensors:
     def _read_bytes(
         self, record: TensorRecord, skip_nbytes: int, destination: torch.Tensor, *, ahead: bool = False
     ) -> None:
-        """Fill the contiguous CPU tensor ``destination`` with the tensor's bytes from ``skip_nbytes`` on.
+        """Fill the contiguous CPU tensor ``destination`` with the tensor's bytes, starting at byte ``skip_nbytes``.
 
         Args:
-            ahead: Whether the kernel prefetches the same number of bytes after the range.
+            ahead: Whether the kernel also prefetches the same number of bytes after this range.
         """
         if destination.numel() == 0:
             return
@@ -288,7 +288,7 @@ class Tensors:
 
 
 class TensorFile(Tensors):
-    """Reader of one safetensors file.
+    """Reads a single safetensors file.
 
     Raises:
         ModelFolderError: The file is missing, truncated or damaged.
@@ -299,13 +299,13 @@ class TensorFile(Tensors):
 
 
 class ModelFolder(Tensors):
-    """Reader of a folder's safetensors files.
+    """Reads a folder's safetensors files.
 
     Args:
-        path: A folder with ``model.safetensors``, or with shards and ``model.safetensors.index.json``.
+        path: A folder that contains ``model.safetensors``, or shards and ``model.safetensors.index.json``.
 
     Raises:
-        ModelFolderError: A file is missing, truncated or damaged, or the folder has no safetensors files.
+        ModelFolderError: A file is missing, truncated or damaged, or the folder has no safetensors file.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -330,7 +330,7 @@ class ModelFolder(Tensors):
             )
 
     def _add_decoders(self, table: Mapping[str, Any]) -> None:
-        """Replace the records of quantized weights' parts by records of the decoded weights."""
+        """Replace the records of each quantized weight's parts with a record of the decoded weight."""
         shapes = {name: (record.shape, dtype_name(record.dtype)) for name, record in self.stored.items()}
         try:
             decoders = find_decoders(shapes, table, self.read_stored)
@@ -348,10 +348,10 @@ class ModelFolder(Tensors):
             self.records[name] = TensorRecord(name, file, torch.float32, shape, 0, 4 * math.prod(shape), decoder)
 
     def fingerprint(self) -> str:
-        """Return a checksum of all headers, and of at most 4096 samples of 4 KiB from the tensors.
+        """Return a checksum of all headers and of at most 4096 samples, 4 KiB each, from the tensors.
 
-        It takes seconds for models of any size. It detects another model with the same shapes, but not a few changed
-        bytes.
+        This takes seconds for models of any size. The checksum reveals a different model with the same shapes, but not
+        a few changed bytes.
         """
         digest = xxhash.xxh3_64()
         records = sorted(self.stored.values(), key=lambda record: record.name)
@@ -407,24 +407,24 @@ class ModelFolder(Tensors):
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor as a writable memoryview of bytes."""
+    """Return a contiguous CPU tensor's memory as a writable memoryview of bytes."""
     assert tensor.is_contiguous(), tensor.stride()
     assert tensor.device.type == "cpu", tensor.device
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the safetensors name of ``dtype``."""
+    """Return the name of ``dtype`` in safetensors files."""
     return next(name for name, known in _DTYPES.items() if known == dtype)
 
 
 def join_names(names: list[str], limit: int = 6) -> str:
-    """Return the first ``limit`` names and the number of further names, as text."""
+    """Return the first ``limit`` names and the number of remaining names, as text."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _read_header(path: Path) -> dict[str, TensorRecord]:
-    """Return the records of one safetensors file, and check that they cover all its bytes without overlaps."""
+    """Return the records in a safetensors file. Check that they cover all of its bytes without overlaps."""
     again = "The file is damaged or truncated: copy or download it again"
     try:
         with path.open("rb") as file:
@@ -472,7 +472,7 @@ def _parse_record(path: Path, name: str, fields: dict[str, Any], data_start: int
 
 
 def weight_file_bytes(folder: str) -> int:
-    """Return the size of a model folder's weight files, or 0 if it has none."""
+    """Return the total size of a folder's weight files, or 0 if there are none."""
     try:
         return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
     except OSError:
@@ -480,11 +480,11 @@ def weight_file_bytes(folder: str) -> int:
 
 
 def model_facts(name: str, folder: Path | None) -> ModelFacts:
-    """Return the facts that a model folder reveals. Facts that cannot be read are 0.
+    """Return facts about a model from its folder. Facts that cannot be read are 0.
 
     Args:
         name: Name of the model in the config.
-        folder: Folder of the model. None if it is not on this machine.
+        folder: Folder of the model, or None if the model is not on this machine.
     """
     if folder is None or not folder.is_dir():
         return ModelFacts(name)

@@ -1,4 +1,4 @@
-"""Division of a model into units, which are streamed; the owner of each parameter, and its layout in blocks."""
+"""Division of a model into units that can be streamed. Determines each parameter's owner and layout in blocks."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def find_modules(
 ) -> list[tuple[str, nn.Module, UnitKind]]:
     """Return `(path, module, kind)` for every unit, in definition order. Together, the units own all parameters.
 
-    Each layer is a unit. Outside of layers, each outermost module that directly owns parameters is a unit: an
-    embedding, a norm, a projection. If such a module contains layers, its unit has only its directly owned parameters.
+    Each layer is a unit. Outside layers, each outermost module that directly owns parameters is a unit, for example an
+    embedding, a norm or a projection. If it contains layers, its unit has only its directly owned parameters.
 
     Args:
         model: A skeleton, or a model with weights.
-        is_unit: Function that returns whether a module is a unit although it directly owns no parameters.
+        is_unit: Function that returns whether a module is a unit although it does not directly own parameters.
 
     Raises:
         UnsupportedModelError: The model has no layers.
@@ -81,10 +81,10 @@ def find_modules(
 def find_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the model's layers by path: the outermost modules that support activation checkpointing in transformers.
 
-    Without such modules, return the items of the outermost lists of blocks with parameters.
+    If there are no such modules, return the items of the outermost lists of blocks with parameters.
 
     Raises:
-        UnsupportedModelError: The model has neither.
+        UnsupportedModelError: The model has neither such modules nor such lists.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -109,7 +109,7 @@ def find_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def _no_split_modules(model: PreTrainedModel) -> set[str]:
-    """Return the class names in `_no_split_modules`, without embeddings, which are not layers."""
+    """Return the class names in `_no_split_modules`. Embeddings are left out, because they are not layers."""
     embeddings = {type(module).__name__ for module in model.modules() if isinstance(module, nn.Embedding)}
     names: set[str] = set()
     for module in model.modules():
@@ -137,7 +137,7 @@ def _items_of_outermost_lists(module: nn.Module, path: str) -> Iterator[tuple[st
             yield from _items_of_outermost_lists(child, child_path)
 
 
-_MAX_POSITION_OFFSET = 2  # some families do not use the first rows of their position embedding
+_MAX_POSITION_OFFSET = 2  # some model families do not use the first rows of their position embedding
 
 
 class FreezeError(Exception):
@@ -146,20 +146,20 @@ class FreezeError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """A module that the engine runs as a whole, with weights that are bound only while it runs.
+    """A module that the engine runs as a whole. Its weights are bound only while it runs.
 
     Attributes:
         index: Position in `ModelGraph.units`.
         name: Path of the module in the model.
         module: The module. Its parameters are on the meta device except while the engine runs it.
-        is_layer: Whether the unit is one of the model's layers, not an embedding, norm or head.
-        layer: Path of the layer that the unit is or belongs to. "" outside of layers.
+        is_layer: Whether the unit is one of the model's layers, not an embedding, a norm or a head.
+        layer: Path of the layer that is this unit or contains it. "" outside layers.
         params: `(dotted name inside the module, full name of the owner's parameter, name of the owner's layout)`. A
-            tied parameter appears in every unit that uses it, with the same owner.
-        is_container: Whether `module` contains layers, so that the unit has only its directly owned parameters. The
-            forward visits such a unit first.
-        shares_inputs: Whether inputs can also be inputs of earlier units in the layer, so that they are saved once.
-        part: The part of a larger module that this unit is. None for a whole module.
+            tied parameter appears in every unit that uses it, always with the same owner.
+        is_container: Whether `module` contains layers. The unit then has only the module's directly owned parameters,
+            and the forward visits the unit before the units inside it.
+        shares_inputs: Whether earlier units in the layer can have the same inputs. Such inputs are saved only once.
+        part: The part of a larger module that this unit is, or None for a whole module.
     """
 
     index: int
@@ -174,22 +174,22 @@ class Unit:
 
     @property
     def share(self) -> float:
-        """Expected fraction of the tokens that the unit computes: below 1 if tokens are routed to it."""
+        """Expected fraction of tokens that the unit computes. Below 1 if tokens are routed to it."""
         return 1.0 if self.part is None else len(self.part.rows) / self.part.num_all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelGraph:
-    """A model without weights, divided into units.
+    """A model divided into units. It has no weights.
 
     Attributes:
-        config: Unmodified Hugging Face configuration.
-        model: Skeleton with parameters on the meta device and real buffers (on the CPU until a runner moves them).
+        config: The original Hugging Face configuration.
+        model: Skeleton with parameters on the meta device. Its buffers are real, on the CPU until a runner moves them.
         units: All units in definition order. Together, they own all parameters.
         layouts: Layouts by name. Each unit that owns parameters has one or two (`<unit>`, `<unit>.frozen`).
-        owner_of: For each other name of a tied parameter, its name in the owner's layout.
-        converters: The converters that changed the skeleton, and that change its passes and exports.
-        optional_units: Indices of the units that a micro-batch can skip, for example because it has no images.
+        owner_of: Maps every other name of a tied parameter to its name in the owner's layout.
+        converters: Converters that changed the skeleton. They also change its passes and exports.
+        optional_units: Indices of units that a micro-batch can skip, for example because it has no images.
     """
 
     config: PretrainedConfig
@@ -202,26 +202,26 @@ class ModelGraph:
     optional_units: frozenset[int] = frozenset()
 
     def plain_model(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has the modules and names of its folder."""
+        """Return a context in which the model has the same modules and names as its folder."""
         return _enter_all([converter.plain_model() for converter in self.converters])
 
     def computing(
         self, on_dense_mask: Callable[[str], None] = lambda what: None, *, is_compiled: bool
     ) -> AbstractContextManager[None]:
-        """Return the context for the forward and backward of a pass; see `ModelConverter.computing`."""
+        """Return the context in which a pass runs its forward and backward. See `ModelConverter.computing`."""
         return _enter_all(
             [converter.computing(on_dense_mask, is_compiled=is_compiled) for converter in self.converters]
         )
 
     def exported(self, source: WeightSource) -> WeightSource:
-        """Return the source of the weights to export, given the source of the weights in the blocks."""
+        """Return the source of the weights to export. ``source`` provides the weights in the blocks."""
         for converter in self.converters:
             source = converter.exported(self, source)
         return source
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters. Tied parameters count once."""
+        """Number of parameters. Each tied parameter is counted once."""
         return sum(layout.num_parameters for layout in self.layouts.values())
 
     @property
@@ -231,7 +231,7 @@ class ModelGraph:
         return tuple(dict.fromkeys(entry.parameter for layout in trained for entry in layout.entries))
 
     def persistent_buffers(self) -> tuple[str, ...]:
-        """Return the names of the buffers in a checkpoint. All other buffers already have their final values."""
+        """Return the names of the buffers that checkpoints contain. All other buffers have their final values."""
         in_checkpoint = self.model.state_dict(keep_vars=True)
         return tuple(name for name, _ in self.model.named_buffers() if name in in_checkpoint)
 
@@ -255,21 +255,21 @@ def converted_graph(
     text_only: bool = False,
     is_trained: bool = True,
 ) -> ModelGraph:
-    """Build a model's skeleton, without reading weights, and divide it into units.
+    """Build a model's skeleton and divide it into units. No weights are read.
 
     Args:
         config_or_folder: A Hugging Face configuration, or a folder with `config.json`.
-        converters: Converters that change the model, in this order. They must be new.
-        attn_implementation: Attention implementation of transformers. "auto" for the default of transformers.
-        freeze: Glob patterns of parameters to freeze. One matching name of a tied parameter suffices.
+        converters: Converters that change the model, in this order. They must not have been used before.
+        attn_implementation: Attention implementation in transformers, or "auto" for transformers' default.
+        freeze: Glob patterns of parameters to freeze. A tied parameter is frozen if any of its names matches.
         trust_remote_code: Whether to run model code from the folder.
         dtype: Compute dtype of the graph.
         text_only: Whether to use the causal language model even if the folder's class also reads images.
-        is_trained: Whether the model is trained. False freezes all its weights.
+        is_trained: Whether the model is trained. If False, all of its weights are frozen.
 
     Raises:
-        UnsupportedModelError: The folder has no language model, the model has no layers, or its quantized weights
-            would be trained.
+        UnsupportedModelError: The folder has no language model, the model has no layers, or quantized weights would
+            have to be trained.
         FreezeError: A pattern matches no parameter, or all parameters are frozen.
     """
     freezes = any(converter.freezes_weights for converter in converters)
@@ -284,13 +284,13 @@ def converted_graph(
         text_only=text_only,
         converters=converters,
     )
-    if not is_trained and not freezes:  # a freezing converter has already frozen all parameters except its own
+    if not is_trained and not freezes:  # a freezing converter has already frozen all parameters but its own
         model.requires_grad_(False)
     return graph_of(model, config, converters, freeze=freeze if is_trained else None, dtype=dtype)
 
 
 def find_split_mismatch(graph: ModelGraph, stored: Collection[str]) -> str:
-    """Return the first layer whose experts are split in the graph but not in the stored blocks, or vice versa, or "".
+    """Return the first layer whose experts are split in only one of the graph and the stored blocks, or "" if none.
 
     Args:
         stored: Keys of the blocks in a checkpoint.
@@ -305,7 +305,7 @@ def find_split_mismatch(graph: ModelGraph, stored: Collection[str]) -> str:
 
 
 def num_learned_positions(graph: ModelGraph) -> int | None:
-    """Return the number of positions with learned embeddings, or None if the model has no position embedding."""
+    """Return the number of learned positions, or None if the model has no position embedding."""
     num_positions = getattr(graph.config, "max_position_embeddings", None)
     token_embedding = graph.model.get_input_embeddings()
     if not isinstance(num_positions, int):
@@ -325,7 +325,7 @@ def graph_of(
     freeze: Sequence[str] | None,
     dtype: torch.dtype,
 ) -> ModelGraph:
-    """Divide a skeleton into units and layouts. `freeze` patterns set `requires_grad`; None leaves it unchanged."""
+    """Divide a skeleton into units and layouts. `freeze` patterns set `requires_grad`. None leaves it unchanged."""
     names = _names_by_parameter(model, converters)
     if freeze is not None:
         _freeze(model, names, freeze)
@@ -355,16 +355,16 @@ def graph_of(
 
 
 class _UnitCollector:
-    """Collector of a model's units, and of the layouts of their parameters.
+    """Collects a model's units and the layouts of their parameters.
 
     Args:
-        names: Every parameter with all its names, the owner's name first.
+        names: Every parameter with all of its names. The owner's name comes first.
 
     Attributes:
         found: Units in the order in which they were added.
-        layouts: Layouts by name. The first unit that uses a parameter owns it.
-        covered: Names (in the owner) of the parameters that are in a layout.
-        optional: Indices of the units that a micro-batch can skip.
+        layouts: Layouts by name. A parameter's owner is the first unit that uses it.
+        covered: Names of all parameters that are in a layout. Tied parameters have their owner's name.
+        optional: Indices of units that a micro-batch can skip.
     """
 
     def __init__(self, names: Sequence[tuple[nn.Parameter, list[str]]]) -> None:
@@ -376,11 +376,11 @@ class _UnitCollector:
         self.optional: set[int] = set()
 
     def add(self, path: str, module: nn.Module, kind: UnitKind, *, inside: str = "", is_optional: bool = False) -> None:
-        """Add a module of the model as a unit.
+        """Add one of the model's modules as a unit.
 
         Args:
             path: Path of the module in the model.
-            inside: Path of the layer that contains the module. "" outside of layers.
+            inside: Path of the layer that contains the module, or "" outside layers.
             is_optional: Whether a micro-batch can skip the unit.
         """
         parameters = list(module.named_parameters(recurse=kind != "container", remove_duplicate=False))
@@ -406,8 +406,8 @@ class _UnitCollector:
         """Add a part of a module as a unit.
 
         Args:
-            path: Path of the part, which does not exist in the model.
-            module: Module that runs the part, with its own parameters.
+            path: Path of the part. The model itself has no such path.
+            module: Module that runs the part. It has its own parameters.
             inside: Path of the layer that contains the part.
         """
         names = {name: self._owner[id(parameter)] for name, parameter in part.whole.named_parameters(recurse=False)}
@@ -430,7 +430,7 @@ class _UnitCollector:
 def _names_by_parameter(
     model: PreTrainedModel, converters: Sequence[ModelConverter]
 ) -> list[tuple[nn.Parameter, list[str]]]:
-    """Return every parameter with all its plain names in definition order. The first name is the owner's."""
+    """Return every parameter with all of its plain names, in definition order. The owner's name comes first."""
     names: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), (parameter, []))[1].append(name)

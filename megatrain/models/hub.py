@@ -1,9 +1,9 @@
-"""Download of models from the Hugging Face hub to its cache, at one commit.
+"""Download of models from the Hugging Face hub to its cache, at a fixed commit.
 
-Config, tokenizer and index (a few MB) are fetched as soon as a config contains an id, because a plan needs them. The
-weights are fetched shard by shard when a run begins. Files are stored in the cache of all Hugging Face programs
-(``HF_HOME``). After a broken connection, a download resumes; a killed process loses only its current shard. The token
-comes from the environment (``HF_TOKEN``) or from ``hf auth login``. Code is never fetched.
+Config, tokenizer and index (a few MB) are fetched as soon as a config names a hub id, because a plan needs them. The
+weights are fetched shard by shard when a run begins. The files are stored in the cache that all Hugging Face programs
+share (``HF_HOME``). A download resumes after a broken connection. If the process is killed, only the current shard is
+lost. The token comes from the environment (``HF_TOKEN``) or from ``hf auth login``. Code is never fetched.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = [
 ]
 
 _ID = re.compile(r"\w[\w.-]*/[\w.-]+")
-#: Files of a model to fetch, except weights. The ignored subfolders contain other formats of the same model.
+#: Files to fetch for a model, except weights. The ignored subfolders contain the same model in other formats.
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _IGNORED_FILES = ["config.json", "original/*", "onnx/*", "*.gguf"]
 
 
 class HubError(ModelFolderError):
-    """A model cannot be downloaded, or an export cannot be uploaded. The message contains the cause and the remedy."""
+    """A model cannot be downloaded, or an export cannot be uploaded. The message states the cause and the remedy."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(Path(name), problem)
@@ -51,11 +51,11 @@ class HubError(ModelFolderError):
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A hub model in the cache, at one commit.
+    """A hub model in the cache, at a fixed commit.
 
     Attributes:
-        commit: Full hash of the commit.
-        folder: Folder of this commit in the cache, which contains the weights after they are fetched.
+        commit: Full commit hash.
+        folder: The cache's folder for this commit. It contains the weights after they have been fetched.
     """
 
     id: str
@@ -65,7 +65,7 @@ class HubModel:
 
 @dataclass(frozen=True, slots=True)
 class FetchedFile:
-    """A weight file that has been fetched, the ``number``-th of ``count`` files."""
+    """A weight file that has been fetched. It is file ``number`` of ``count``."""
 
     name: str
     number: int
@@ -82,11 +82,11 @@ OnFetched = Callable[[FetchedFile], None]
 def locate(name: str, revision: str | None) -> HubModel | None:
     """Return the hub model with this id, or None if ``name`` is a path.
 
-    Fetches the model's small files if they are not in the cache. Otherwise it does not use the network, so a branch
-    keeps the commit of the first fetch.
+    If the model's small files are not in the cache, fetch them. Otherwise the network is not used, so a branch stays at
+    the commit of the first fetch.
 
     Args:
-        name: A path or an id. An existing path takes precedence.
+        name: A path or a hub id. If a path with this name exists, the name is a path.
         revision: Branch, tag or commit. Defaults to main.
 
     Raises:
@@ -111,7 +111,7 @@ def _locate_cached(name: str, revision: str | None) -> HubModel:
         folder = Path(
             str(snapshot_download(name, revision=revision, tqdm_class=_progress_bar(is_shown=False), **small))
         )
-        # Fetch config.json last, so that a folder with config.json has all other files.
+        # Fetch config.json last, so that every folder with a config.json also has all other files.
         hf_hub_download(name, "config.json", revision=folder.name, local_files_only=is_local)
         return HubModel(name, folder.name, folder)
 
@@ -123,7 +123,7 @@ def _locate_cached(name: str, revision: str | None) -> HubModel:
 
 
 def cached_folder(name: str) -> Path | None:
-    """Return the cached folder of a hub model's tokenizer, or None if it is not cached. Does not use the network."""
+    """Return the cached folder of a hub model's tokenizer, or None if it is not cached. The network is not used."""
     if _ID.fullmatch(name) is None:
         return None
     from huggingface_hub import try_to_load_from_cache
@@ -131,21 +131,21 @@ def cached_folder(name: str) -> Path | None:
 
     try:
         found = try_to_load_from_cache(name, "tokenizer_config.json")
-    except HFValidationError:  # a path that does not exist, such as `models/Llama-3--8B`
+    except HFValidationError:  # the name is a path that does not exist, such as `models/Llama-3--8B`
         return None
     return Path(found).parent if isinstance(found, str) else None
 
 
 def missing_files(model: HubModel) -> list[str]:
-    """Return the names of the weight files that are not in the cache, without using the network."""
+    """Return the names of the weight files that are not in the cache. The network is not used."""
     return [name for name in _weight_files(model) if not (model.folder / name).exists()]
 
 
 def missing_weights(model: HubModel) -> dict[str, int]:
-    """Return the sizes in bytes of the weight files that are not in the cache. Requests them from the hub.
+    """Ask the hub for the sizes of all weight files that are not in the cache. Return them in bytes, by name.
 
     Raises:
-        HubError: The hub does not have one of the files, or the hub cannot be reached.
+        HubError: The hub does not have one of the files, or it cannot be reached.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -168,14 +168,14 @@ def missing_weights(model: HubModel) -> dict[str, int]:
 
 
 def fetch_weights(model: HubModel, on_fetched: OnFetched | None = None, *, shows_bar: bool = False) -> None:
-    """Fetch the weight files that are not in the cache, sequentially.
+    """Fetch all weight files that are not in the cache, one at a time.
 
     Args:
         on_fetched: Called after each file.
-        shows_bar: Whether to show a progress bar on stderr if that is a terminal.
+        shows_bar: Whether to show a progress bar if stderr is a terminal.
 
     Raises:
-        HubError: A file cannot be fetched, or the drive is too full. The cache keeps the files fetched before.
+        HubError: A file cannot be fetched, or the drive is too full. Files fetched earlier stay in the cache.
     """
     from huggingface_hub import hf_hub_download
 
@@ -195,14 +195,14 @@ def fetch_weights(model: HubModel, on_fetched: OnFetched | None = None, *, shows
 
 
 def push(folder: Path, name: str, *, is_private: bool = False) -> str:
-    """Upload a folder to the hub as one commit, and return its URL. Creates the repository if necessary.
+    """Upload a folder to the hub as one commit and return its URL. Create the repository if it does not exist.
 
     Args:
         name: Id of the repository.
-        is_private: Whether a new repository is private.
+        is_private: Whether the repository is private if it is created.
 
     Raises:
-        HubError: The token or the write permission is missing, or the hub cannot be reached.
+        HubError: There is no token, the token has no write permission, or the hub cannot be reached.
     """
     from huggingface_hub import HfApi
 
@@ -227,7 +227,7 @@ def _weight_files(model: HubModel) -> list[str]:
 
 
 def _progress_bar(*, is_shown: bool) -> type[Any] | None:
-    """Return the class of a download's progress bar, or None for the hub's default bar."""
+    """Return the class for a download's progress bar, or None for the hub's default bar."""
     if is_shown:
         return None
     from tqdm import tqdm
@@ -241,7 +241,7 @@ def _progress_bar(*, is_shown: bool) -> type[Any] | None:
 
 @contextmanager
 def _convert_errors(name: str, revision: str | None, *, writes: bool = False) -> Iterator[None]:
-    """Convert errors of huggingface_hub within the context to ``HubError``."""
+    """Convert errors that huggingface_hub raises in the context to ``HubError``."""
     from huggingface_hub import constants, errors
 
     logger = logging.getLogger("huggingface_hub")
@@ -285,7 +285,7 @@ def _convert_errors(name: str, revision: str | None, *, writes: bool = False) ->
         elif isinstance(error, errors.EntryNotFoundError):
             problem = f"lacks a file on the hub: {_first_line(error)}. Use another revision"
         else:
-            raise  # the message of a drive error is sufficient
+            raise  # a drive error already has a sufficient message
     except Exception as error:
         if not type(error).__module__.startswith("httpx"):  # huggingface_hub does not convert transport errors
             raise

@@ -1,11 +1,11 @@
-"""Source of frozen weights that are read from the model's folder, so that no tier needs a second copy of them.
+"""Source of frozen weights that reads them from the model's folder. No tier needs a second copy of these weights.
 
-Each fetch of such a block assembles it from ranges of the folder's safetensors files. A range is read into a small
-buffer, bypassing the page cache, cast to the compute dtype, and copied to its place in the layout. The results are
-bit-identical to any other home of the block. Nothing is written to the folder. If a file changes during the run, the
-run ends with an error.
+Each fetch of a frozen block assembles the block from ranges of the folder's safetensors files. A range is read into a
+small buffer, bypassing the page cache. It is then cast to the compute dtype and copied to its place in the layout. The
+block is bit-identical to a block with a home in any tier. Nothing is written to the folder. If a file changes during
+the run, the run ends with an error.
 
-Blocks of a quantized folder contain the packed bytes unchanged (``packed.py``), in every home.
+Blocks of a quantized folder contain the packed bytes unchanged (``packed.py``), whatever their home.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class FileRange:
         skip_nbytes: Offset of the rows in the tensor, in bytes.
         shape: Shape of the rows.
         stride: Strides of the rows in the block, in elements.
-        offset: Offset of the rows in the block, in elements (bytes if packed).
-        is_finite: Function that returns whether packed bytes decode to finite numbers. None if not packed.
+        offset: Offset of the rows in the block, in elements (in bytes if packed).
+        is_finite: Function that returns whether packed bytes decode to finite numbers, or None if not packed.
     """
 
     record: TensorRecord
@@ -63,12 +63,12 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class FrozenBlock:
-    """Sources of a block of frozen weights.
+    """Describes where the contents of a block of frozen weights come from.
 
     Attributes:
         ranges: File ranges that fill the block. Empty if the folder has not been read.
-        gaps: Byte ranges of the block that no file range fills. They are zeroed.
-        packing: Decoder of a block of packed bytes. None if the block contains the weights.
+        gaps: Byte ranges of the block that no file range fills. They are set to zero.
+        packing: Decoder for a block of packed bytes, or None if the block contains the weights themselves.
     """
 
     layout: UnitLayout
@@ -79,9 +79,9 @@ class FrozenBlock:
 
 
 def frozen_blocks(loader: WeightLoader, layouts: Iterable[UnitLayout], dtype: torch.dtype) -> dict[str, FrozenBlock]:
-    """Return the blocks, by layout name, of the frozen layouts that can be read from the folder range by range.
+    """Return a block, by layout name, for each frozen layout that can be read from the folder range by range.
 
-    Layouts are skipped if the files lack one of their weights, or store it in a form that needs a conversion.
+    A layout is skipped if the files lack one of its weights or store it in a form that needs a conversion.
 
     Args:
         layouts: Layouts of the model. Trained layouts are skipped.
@@ -96,7 +96,7 @@ def frozen_blocks(loader: WeightLoader, layouts: Iterable[UnitLayout], dtype: to
 
 
 def unread_block(layout: UnitLayout, dtype: torch.dtype) -> FrozenBlock:
-    """Return a block without ranges, for a plan without the weights of the folder."""
+    """Return a block without ranges. Plans use it if the folder's weights have not been read."""
     return FrozenBlock(layout, (), (), layout.num_elements * dtype.itemsize)
 
 
@@ -124,7 +124,7 @@ def _frozen_block(loader: WeightLoader, layout: UnitLayout, dtype: torch.dtype) 
 
 
 def _ranges(record: TensorRecord, place: Tensor) -> Iterator[FileRange]:
-    """Split a tensor into ranges of whole rows with about ``_PIECE_BYTES`` each."""
+    """Split a tensor into ranges of whole rows. Each range has about ``_PIECE_BYTES``."""
     for first, rows in cut(place, _PIECE_BYTES // record.dtype.itemsize):
         skip = first * record.dtype.itemsize
         yield FileRange(record, skip, tuple(rows.shape), rows.stride(), int(rows.storage_offset()))
@@ -140,19 +140,19 @@ def _find_gaps(layout: UnitLayout, dtype: torch.dtype) -> tuple[range, ...]:
 
 
 def buffer_bytes(blocks: Iterable[FrozenBlock], dtype: torch.dtype) -> int:
-    """Return the RAM that all readers need for their buffers and converted pieces, in addition to the blocks."""
+    """Return the RAM that all readers together need for buffers and converted pieces. The blocks are not counted."""
     blocks = list(blocks)
-    most = 3 * _PIECE_BYTES if any(not block.ranges for block in blocks) else 0  # estimate for an unread folder
+    most = 3 * _PIECE_BYTES if any(not block.ranges for block in blocks) else 0  # estimate if the folder is unread
     for each in (one for block in blocks for one in block.ranges):
         is_rounded = dtype == torch.bfloat16 and each.record.dtype not in (dtype, torch.uint8)
         converted = each.numel * (torch.float32.itemsize + dtype.itemsize) if is_rounded else 0
-        checked = 6 * each.numel if each.is_finite is not None else 0  # temporaries of `is_finite`
+        checked = 6 * each.numel if each.is_finite is not None else 0  # temporary tensors in `is_finite`
         most = max(most, _page_window(each)[1] + PAGE_BYTES + converted + checked)
     return round_up(NUM_READERS * most, PAGE_BYTES)
 
 
 def _page_window(each: FileRange) -> tuple[int, int]:
-    """Return (start, bytes) of the whole file pages that contain a range."""
+    """Return (start, number of bytes) of the whole file pages that contain a range."""
     start = each.record.offset + each.skip_nbytes
     first = start // PAGE_BYTES * PAGE_BYTES
     return first, round_up(start + each.numel * each.record.dtype.itemsize - first, PAGE_BYTES)
@@ -163,7 +163,7 @@ class FolderSource:
 
     Args:
         blocks: Blocks by key.
-        dtype: dtype of unpacked weights in a block.
+        dtype: dtype of a block's weights if they are not packed.
 
     Raises:
         ModelFolderError: A file cannot be read.
@@ -183,7 +183,7 @@ class FolderSource:
         self._checked: set[tuple[str, int]] = set()
 
     def parts(self, key: str) -> Sequence[ReadPart]:
-        """Return the readers of a block; see ``BlockSource``."""
+        """Return a block's readers. See ``BlockSource``."""
         block = self._blocks[key]
         reads = [partial(self._read, key, number, each) for number, each in enumerate(block.ranges)]
         return [partial(self._zero, block.gaps), *reads]
@@ -202,7 +202,7 @@ class FolderSource:
             high_half(piece.float(), rounded)
             piece = rounded
         place.copy_(piece.view(each.shape))
-        if (key, number) not in self._checked:  # one check suffices, because the files must not change
+        if (key, number) not in self._checked:  # check once; the files do not change during the run
             if not (_is_finite(place) if each.is_finite is None else each.is_finite(place)):
                 raise TransferError(
                     f"tensor {each.record.name} contains infinite values or NaN. Use an undamaged model",
@@ -212,7 +212,7 @@ class FolderSource:
             self._checked.add((key, number))
 
     def _bytes(self, each: FileRange) -> Tensor:
-        """Read a range, bypassing the page cache. The result is valid until the thread's next read."""
+        """Read a range, bypassing the page cache. The result is valid until this thread reads again."""
         first, nbytes = _page_window(each)
         window = self._buffer(nbytes)[:nbytes]
         path = each.record.file
@@ -220,7 +220,7 @@ class FolderSource:
         try:
             self._check_unchanged(path, os.fstat(fd))
             found = read_all(fd, tensor_bytes(window), first, self._disable_direct)
-            if not self._is_direct:  # the RAM tier does not account for bytes in the page cache
+            if not self._is_direct:  # the RAM tier does not account for the page cache
                 drop_cached(fd, first, nbytes)
         finally:
             os.close(fd)
@@ -231,7 +231,7 @@ class FolderSource:
         return window[start:stop] if start % each.record.dtype.itemsize == 0 else window[start:stop].clone()
 
     def _buffer(self, nbytes: int) -> Tensor:
-        """Return the thread's page-aligned buffer of at least ``nbytes`` bytes."""
+        """Return this thread's page-aligned buffer. It has at least ``nbytes`` bytes."""
         held: Tensor | None = getattr(self._buffers, "bytes", None)
         if held is None or held.numel() < nbytes:
             whole = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""Random weights by the model's initialization rules, computed one tensor or one range at a time.
+"""Random weights from the model's initialization rules, computed one tensor or one range at a time.
 
-The rules run once on the meta device, to record their operations on each parameter. Nearly all rules draw random
-numbers in order and change each number separately. Such operations can be repeated range by range, with bit-identical
-results and memory for only one range. All other rules run on whole tensors.
+The rules run once on the meta device to record their operations on each parameter. Nearly all rules draw random numbers
+in order and change each number separately. Such operations can be repeated range by range. The results are
+bit-identical, and only one range is in memory at a time. All other rules run on whole tensors.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _CHANGES = (
     _aten.mul_.Scalar, _aten.mul_.Tensor, _aten.add_.Scalar, _aten.add_.Tensor, _aten.div_.Scalar, _aten.div_.Tensor,
     _aten.clamp_.default, _aten.erfinv_.default, _aten.neg_.default, _aten.exp_.default, _aten.sub_.Tensor,
 )  # fmt: skip
-#: torch draws normal numbers in groups of this size; the last group ends with the tensor.
+#: torch draws normal numbers in groups of this size. The last group ends where the tensor ends.
 _GROUP_SIZE = 16
-#: Elements drawn per call when a draw is skipped to reach a later one.
+#: Elements drawn per call when elements are skipped to reach a later range.
 _SKIPPED_ELEMENTS = 1 << 20
 
 
@@ -47,15 +47,15 @@ class InitializationError(Exception):
 
 
 def init_weights(model: PreTrainedModel, layout: UnitLayout, views: Mapping[str, Tensor], seed: int) -> None:
-    """Fill the views of one layout with random weights, by the initialization rules of ``model``.
+    """Fill the views of a layout with random weights according to the model's initialization rules.
 
-    Only the seed and the names of the modules determine the numbers, not the order of calls or the placement. The
-    global random state is restored.
+    The numbers depend only on the seed and the modules' names, not on the order of calls or the placement. The global
+    random state is restored.
 
     Args:
         model: Skeleton of the model. Its parameters can be on the meta device.
         layout: A layout of the model's graph.
-        views: Output by full parameter name: fp32 CPU tensors with the parameters' shapes.
+        views: Views to fill, by full parameter name: fp32 CPU tensors with the parameters' shapes.
 
     Raises:
         InitializationError: Neither transformers nor torch has a rule for a parameter.
@@ -64,11 +64,11 @@ def init_weights(model: PreTrainedModel, layout: UnitLayout, views: Mapping[str,
 
 
 def initialize_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor], seed: int) -> None:
-    """Fill tensors, given by full parameter name, with random weights; see `init_weights`."""
+    """Fill tensors with random weights. The tensors are keyed by full parameter name. See `init_weights`."""
     from transformers import initialization
 
     for tensor in tensors.values():
-        tensor.fill_(float("nan"))  # no rule exists for elements that remain NaN
+        tensor.fill_(float("nan"))  # elements that are still NaN at the end have no rule
     owners = _owner_names(model, tensors)
     bound = {owners[name]: tensor for name, tensor in tensors.items()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]), _bind(model, bound):
@@ -89,13 +89,13 @@ def initialize_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor], se
 
 
 class Initializer:
-    """Reader of random weights, one range of a parameter at a time, bit-identical to ``initialize_tensors``.
+    """Computes random weights range by range. The weights are bit-identical to those of ``initialize_tensors``.
 
-    Not thread-safe. Read ranges in the order of the elements. Otherwise, earlier elements are drawn again.
+    Not thread-safe. Read ranges in the order of the elements, because otherwise earlier elements are drawn again.
 
     Args:
         model: Skeleton of the model. Its parameters can be on the meta device.
-        names: The parameters of one layout. A module's rule draws all its parameters in ``names``, in order.
+        names: The parameters of a layout. A module's rule draws all of its parameters that are in ``names``, in order.
     """
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str], seed: int) -> None:
@@ -105,11 +105,11 @@ class Initializer:
 
     @property
     def is_in_ranges(self) -> bool:
-        """Whether ranges are computed separately. Otherwise, the first read materializes all parameters."""
+        """Whether ranges are computed separately. If not, the first read materializes all parameters."""
         return self._rules is not None
 
     def read(self, name: str, start: int, out: Tensor) -> None:
-        """Fill ``out`` with the elements of a parameter from ``start`` on.
+        """Fill ``out`` with a range of a parameter's elements, starting at element ``start``.
 
         Args:
             name: One of ``names``.
@@ -136,18 +136,18 @@ class Initializer:
 
 @dataclass
 class _Operation:
-    """One operation of a rule on a parameter.
+    """One operation of an initialization rule on a parameter.
 
     Attributes:
         function: torch function that changes its first argument in place.
         arguments: Arguments after the tensor.
-        before: Previous draw in the same random sequence. None if this draw starts from the seed.
-        seed: Seed of a draw. Other operations do not use it.
-        box: Region of the parameter that the operation fills. None for the whole parameter.
+        before: Previous draw in the same random sequence, or None if this draw starts from the seed.
+        seed: Seed of a draw. Unused for all other operations.
+        box: Region of the parameter that the operation fills, or None for the whole parameter.
         position: Index of the next element to draw, or -1 before the first draw.
-        state: State of the generator before ``position``. None before the first draw.
-        end: State of the generator after the last element. None until the last element is drawn.
-        left: Last elements of the parameter, less than a group, that are drawn but not yet returned.
+        state: Generator state before ``position``, or None before the first draw.
+        end: Generator state after the last element, or None until the last element has been drawn.
+        left: Last elements of the parameter (less than a group) that have been drawn but not yet returned.
     """
 
     name: str
@@ -163,7 +163,7 @@ class _Operation:
     left: Tensor | None = None
 
     def apply(self, start: int, out: Tensor) -> None:
-        """Apply the operation to ``out``, a contiguous fp32 range of the parameter from ``start`` on."""
+        """Apply the operation to ``out``: a contiguous fp32 range of the parameter that starts at element ``start``."""
         if self.function in _DRAWS:
             self._draw(start, out)
         elif self.box is None:
@@ -189,7 +189,7 @@ class _Operation:
         self.position, self.state, self.left = 0, generator.get_state(), None
 
     def state_at_end(self) -> Tensor:
-        """Draw the remaining elements and return the generator's state after the last element."""
+        """Draw the remaining elements. Return the generator's state after the last element."""
         if self.end is None:
             if self.position < 0:
                 self._rewind()
@@ -199,7 +199,7 @@ class _Operation:
         return self.end
 
     def _draw_next(self, out: Tensor) -> None:
-        """Draw the next elements into ``out``. All ranges except the last must be multiples of a group."""
+        """Draw the next elements into ``out``. The size of each range except the last must be a multiple of a group."""
         stop = self.position + out.numel()
         rest = self.num_elements - stop
         if self.left is not None:
@@ -209,7 +209,7 @@ class _Operation:
             assert self.state is not None and (rest == 0 or out.numel() % _GROUP_SIZE == 0), (self.name, out.numel())
             generator = torch.Generator()
             generator.set_state(self.state)
-            if 0 < rest < _GROUP_SIZE:  # torch draws the last group, which starts in this range, as a whole
+            if 0 < rest < _GROUP_SIZE:  # the last group starts in this range, and torch draws it as a whole
                 whole = torch.empty(out.numel() + rest)
                 self.function(whole, *self.arguments, generator=generator)
                 out.copy_(whole[: out.numel()])
@@ -224,7 +224,7 @@ class _Operation:
 
 @dataclass
 class _Rules:
-    """Operations of the initialization rules by parameter, in order."""
+    """Recorded operations of the initialization rules, by parameter, in order."""
 
     operations: dict[str, list[_Operation]]
 
@@ -240,7 +240,7 @@ class _Rules:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Recorder of the operations on meta parameters.
+    """Records operations on meta parameters.
 
     Attributes:
         is_simple: Whether all recorded operations can be repeated range by range.
@@ -254,7 +254,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seed, self._last_draw = 0, cast("_Operation | None", None)
 
     def begin(self, seed: int) -> None:
-        """Start to record the rule of a module, which draws with this seed."""
+        """Start recording a module's rule, which draws with this seed."""
         self._seed, self._last_draw = seed, None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -262,7 +262,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.is_mutable and name is not None:
             self._record_operation(name, func, args, kwargs or {})
         elif torch.Tag.nondeterministic_seeded in func.tags and not _is_on_meta(args, kwargs or {}):
-            self.is_simple = False  # a repetition would not draw these random numbers
+            self.is_simple = False  # a repetition of the rule would not draw these random numbers
         return func(*args, **(kwargs or {}))
 
     def _name(self, tensor: Tensor) -> str | None:
@@ -279,14 +279,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         is_draw = func in _DRAWS
         before = self._last_draw if is_draw else None
-        box = None if is_whole else region_of(name, tensor, tensor)  # for example, the row of the padding token
+        box = None if is_whole else region_of(name, tensor, tensor)  # for example, the padding token's row
         operation = _Operation(name, func, arguments, before, self._seed, tensor.numel(), box)
         if is_draw:
             self._last_draw = operation
         if func in _CHANGES or not is_whole:
             self.operations[name].append(operation)
         else:
-            self.operations[name] = [operation]  # drop earlier operations, whose results are overwritten
+            self.operations[name] = [operation]  # drop earlier operations, because this one overwrites their results
 
 
 def _is_on_meta(args: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -297,7 +297,7 @@ def _is_on_meta(args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _record(model: PreTrainedModel, names: Sequence[str], seed: int) -> _Rules | None:
-    """Return the recorded operations of the rules, or None if they cannot be repeated range by range."""
+    """Record the rules' operations. Return None if they cannot be repeated range by range."""
     from transformers import initialization
 
     owners = _owner_names(model, names)
@@ -316,26 +316,26 @@ def _record(model: PreTrainedModel, names: Sequence[str], seed: int) -> _Rules |
                 with recorder:
                     cast("Any", owner)._init_weights(module)
     except (RuntimeError, NotImplementedError):
-        return None  # a rule reads values, but meta tensors have none
+        return None  # a rule reads values, which meta tensors do not have
     operations = {name: recorder.operations[owners[name]] for name in names}
     firsts = [each[0] if each else None for each in operations.values()]
-    # A parameter that no operation fills completely needs torch's reset rule, which can also draw other parameters.
+    # If no operation fills a parameter completely, torch's reset rule is needed. It can also draw other parameters.
     if not recorder.is_simple or any(e is None or e.box is not None or e.function in _CHANGES for e in firsts):
         return None
     return _Rules(operations)
 
 
 def name_seed(seed: int, name: str) -> int:
-    """Return the seed of a module, derived from the run's seed and the module's name."""
+    """Return a module's seed, which depends on the run's seed and the module's name."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    return bool(tensor.sum().isnan())  # a sum needs no temporary tensor
+    return bool(tensor.sum().isnan())  # a sum does not need a temporary tensor
 
 
 def _reset_parameter(module: nn.Module, leaf: str) -> None:
-    """Reset the parameter ``leaf`` of ``module`` with ``reset_parameters``, and keep its other parameters."""
+    """Reset the parameter ``leaf`` of ``module`` with ``reset_parameters``, but no other parameter of the module."""
     reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
     if reset is None:
         return
@@ -349,14 +349,14 @@ def _reset_parameter(module: nn.Module, leaf: str) -> None:
 
 
 def _owner_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Return, for each name, the first of its tied names, whose module's rule determines the final values."""
+    """Map each name to the first name it is tied to. The module of that first name determines the final values."""
     source_of = {name: group[0] for group in tied_groups(model) for name in group}
     return {name: source_of.get(name, name) for name in names}
 
 
 @contextmanager
 def _bind(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Bind ``tensors`` as parameters of ``model`` within the context. Other names of tied parameters stay on meta."""
+    """Bind ``tensors`` as parameters of ``model`` in the context. Other names of tied parameters stay on meta."""
     changed: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
         for name, tensor in tensors.items():
@@ -373,9 +373,9 @@ def _bind(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Iterator[Non
 def _find_modules(
     model: PreTrainedModel, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """Yield (name, module, model whose rules apply) for the owners of ``tensors`` and all their ancestors.
+    """Yield (name, module, model whose rules apply) for the modules that own ``tensors`` and for all their ancestors.
 
-    Children come first, as in transformers, because a parent's rule can change its descendants. For example, GPT-2
+    As in transformers, children come first, because a parent's rule can change its descendants. For example, GPT-2
     scales the last projection of each block.
     """
     from transformers import PreTrainedModel

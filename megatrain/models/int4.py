@@ -1,7 +1,7 @@
-"""Weight decoder for int4 of compressed-tensors (``pack-quantized``), used by ``quantized.py``.
+"""Weight decoder for the int4 format of compressed-tensors (``pack-quantized``), used by ``quantized.py``.
 
 A weight ``W`` [R, C] is stored as several tensors. ``W_packed`` int32 [R, ceil(C/8)] contains eight numbers per
-element, lowest bits first, each with a bias of 8. ``W_scale`` [R, G] has one scale per group of columns, or per row
+element, lowest bits first, each with a bias of 8. ``W_scale`` [R, G] has one scale per group of columns, or one per row
 (G = 1). ``W_shape`` is int64 [2]. An asymmetric weight also has ``W_zero_point`` int32 [ceil(R/8), G], packed along the
 rows. The numbers are ``(packed - zero point) * scale``. Kimi K2's experts and llm-compressor's W4A16 use this format.
 """
@@ -26,7 +26,7 @@ _LARGEST = 3.38e38  # largest number that is finite in bf16
 @dataclass(frozen=True)
 class _Int4:
     parts: tuple[str, ...]
-    packed: tuple[str, ...]  # names of the numbers, the scales, and the zero points of asymmetric weights
+    packed: tuple[str, ...]  # names of the tensors with the numbers, the scales and, if asymmetric, the zero points
     shape: tuple[int, int]
     group: int  # number of columns in a group
     dtype: torch.dtype  # dtype of the scales
@@ -71,12 +71,12 @@ class _Int4:
     def is_finite(self, name: str, packed: Tensor) -> bool:
         if name != self.packed[1]:
             return True
-        # Check the product with the largest packed number, because all products must be finite.
+        # Multiply by the largest packed number for this check, because all products must be finite.
         return bool((packed.view(self.dtype).float().abs() * _LARGEST_NUMBER <= _LARGEST).all())
 
 
 def _unpack(packed: Tensor) -> Tensor:
-    """Unpack bytes, ``(rows, bytes)``, to two fp32 numbers per byte, ``(rows, 2 * bytes)``, the low half first."""
+    """Unpack bytes, ``(rows, bytes)``, to fp32 numbers, ``(rows, 2 * bytes)``. The low half of a byte comes first."""
     pairs = torch.stack([packed & 0xF, packed >> 4], dim=-1)
     return pairs.view(packed.shape[0], -1).float() - _BIAS
 
@@ -86,10 +86,10 @@ def find_int4(
     table: Mapping[str, Any],
     read: Callable[[str, int, int], Tensor],
 ) -> dict[str, _Int4]:
-    """Return the decoders of a folder's int4 weights; see ``quantized.find_decoders``.
+    """Return the decoders for a folder's int4 weights. See ``quantized.find_decoders``.
 
     Raises:
-        ValueError: The folder has another format of compressed-tensors, or the parts of a weight do not fit together.
+        ValueError: The folder uses another format of compressed-tensors, or a weight's parts do not fit together.
     """
     groups = _group_sizes(table)
     found: dict[str, _Int4] = {}
@@ -123,7 +123,7 @@ def find_int4(
 
 
 def _group_sizes(table: Mapping[str, Any]) -> list[int]:
-    """Return the sizes of column groups in a config. Raises ValueError for unsupported formats."""
+    """Return the sizes of the column groups in a config. Raises ValueError if the format is not supported."""
     kind = str(table.get("format", ""))
     schemes = [each for each in (table.get("config_groups") or {}).values() if isinstance(each, Mapping)]
     formats = {str(each.get("format") or kind) for each in schemes} or {kind}
