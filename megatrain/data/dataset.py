@@ -144,7 +144,7 @@ class TokenDataset:
 
     @property
     def largest_id(self) -> int:
-        """Largest token id in all documents."""
+        """Largest token id of any document."""
         return int(self.tokens.max()) if self.known_largest_id is None else self.known_largest_id
 
     def lengths(self) -> npt.NDArray[np.int64]:

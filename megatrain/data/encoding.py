@@ -96,7 +96,7 @@ class EncodingOptions:
 
     Attributes:
         max_length: Maximum number of tokens in a document.
-        overlong: What to do with conversations longer than ``max_length``. Plain text is always split.
+        overlong: Treatment of conversations longer than ``max_length``. Plain text is always split.
         bad_rows: "drop" to drop and count rows that cannot be used for training; "error" to stop at the first one.
         joins_texts: Whether texts are concatenated and split into documents of exactly ``max_length`` tokens. Only
             a source's last document can be shorter.

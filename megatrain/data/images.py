@@ -174,7 +174,7 @@ class ImageProcessor:
     Args:
         folder: Folder with the processor's files.
         tokenizer: The model's tokenizer. It must have the image tokens.
-        max_length: Maximum tokens in a row. The pixels in a row are limited to those of a row filled with images.
+        max_length: Maximum tokens in a row. No row can have more pixels than a row filled with images.
 
     Raises:
         DataError: The folder has no image processor, or a required package is missing.
@@ -358,7 +358,7 @@ def _make_blank_image(width: int, height: int) -> Any:
 
 
 def _num_elements(made: Mapping[str, Any]) -> int:
-    """Return the number of elements in all image outputs of a processor."""
+    """Return the total number of elements in a processor's image outputs."""
 
     def count(value: Any) -> int:
         if isinstance(value, list | tuple):

@@ -78,7 +78,7 @@ def preview_rows(
     """Preview the data's first ``n`` rows, or only row ``row``. Later rows are not read, and the cache is not used.
 
     Args:
-        row: Row number, counted from 1 across all sources. Dropped rows are counted, too.
+        row: Row number, counted from 1 across all sources. Dropped rows are also counted.
 
     Raises:
         DataError: The data cannot be read, or there is no such row.

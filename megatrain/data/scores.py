@@ -95,7 +95,7 @@ class ScoreKind:
     formats: tuple[str, ...]
 
 
-#: What messages call the attributes. All attributes that are not listed are keys of [score].
+#: Names of attributes in messages. All attributes that are not listed here are keys of [score].
 _NAMES_IN_MESSAGES = {
     "model": "the model",
     "weights": "the model's weights",

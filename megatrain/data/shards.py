@@ -47,7 +47,7 @@ class Shards:
     """All shards of a source, sorted by name.
 
     Args:
-        path: Path or fsspec URL of a folder or file, or a glob pattern. Subfolders are searched, too.
+        path: Path or fsspec URL of a folder or file, or a glob pattern. Subfolders are also searched.
 
     Raises:
         DataError: The path cannot be opened, or there is no shard at this path.

@@ -89,7 +89,7 @@ def initialize_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor], se
 
 
 class Initializer:
-    """Computes random weights range by range. The weights are bit-identical to those of ``initialize_tensors``.
+    """Computes random weights range by range. They are bit-identical to weights from ``initialize_tensors``.
 
     Not thread-safe. Read ranges in the order of the elements, because otherwise earlier elements are drawn again.
 

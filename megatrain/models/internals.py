@@ -1,8 +1,8 @@
 """List of the transformers internals that this package uses, and a check that the installed version has them.
 
-Any Hugging Face decoder trains without special cases, because transformers' code determines masks, weight names and
-initial values. This requires parts of transformers that are not public. The tables below list all of them.
-``python -m megatrain.models.internals`` prints the missing ones (``make canary``: in the newest release).
+Any Hugging Face decoder can be trained without special cases, because transformers' own code determines masks, weight
+names and initial values. This requires parts of transformers that are not public. The tables below list all of them.
+``python -m megatrain.models.internals`` prints missing internals (``make canary`` checks the newest release).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 
-#: Purpose of each internal that all runs use, by "module:name" or "module:name.attribute".
+#: Purpose of each internal that all runs use. Keys are "module:name" or "module:name.attribute".
 MODEL_INTERNALS = {
     "transformers.cache_utils:Cache": "to distinguish caches from other arguments of a forward",
     "transformers.conversion_mapping:get_model_conversion_mapping": "names of weights in files",
@@ -71,7 +71,7 @@ IMAGE_INTERNALS = {
 
 
 class TransformersVersionError(Exception):
-    """The installed transformers lacks internals that this package uses. The message lists them and the remedy."""
+    """The installed transformers lacks internals that this package uses. The message lists them with the remedy."""
 
 
 def missing(names: Iterable[str]) -> list[str]:
@@ -118,7 +118,7 @@ def check_internals(*, with_trainer: bool = False, with_images: bool = False, wi
 
 
 def required_transformers() -> str:
-    """Return this package's requirement of transformers, in pip's syntax."""
+    """Return the transformers version that this package requires, in pip's syntax."""
     try:
         asked = requires("megatrain-tier") or []
     except PackageNotFoundError:  # the package is not installed
@@ -127,7 +127,7 @@ def required_transformers() -> str:
 
 
 def report() -> int:
-    """Print the missing internals; return 1 if there are any."""
+    """Print the missing internals. Return 1 if there are any."""
     used = {**MODEL_INTERNALS, **TRAINER_INTERNALS, **IMAGE_INTERNALS, **SCHEDULE_INTERNALS}
     gone = missing(used)
     print(f"transformers {version('transformers')}: {len(used) - len(gone)} of {len(used)} internals exist")

@@ -1,8 +1,8 @@
 """Loader of a Hugging Face folder's weights into flat blocks, one range at a time.
 
-The caller owns the memory and chooses the range of a block. In addition, the loader needs RAM for one small piece of a
-tensor. A conversion between the files and the model that does more than stack, join, cut and transpose needs RAM for
-all its tensors.
+The caller owns the memory and chooses the range of a block. The loader itself needs RAM for one small piece of a
+tensor. If the conversion from the files to the model does more than stack, join, cut and transpose, it needs RAM for
+all of its tensors.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _SAME_MODEL = "Do config.json and the weights belong together? Copy or download 
 
 @dataclass(frozen=True)
 class Origin:
-    """Facts for an export about the folder that a model was loaded from.
+    """Facts for an export about the folder from which a model was loaded.
 
     Attributes:
-        plan: Plan that loaded the folder.
+        plan: Plan with which the folder was loaded.
         passthrough: Tensors that an export copies.
-        trained: Names of the model's tensors that an export writes. A tied tensor has each name that files provide.
+        trained: Names of the model's tensors that an export writes. A tied tensor has all its names in the files.
     """
 
     folder: ModelFolder
@@ -50,32 +50,32 @@ class Origin:
 
 
 def open_loader(folder: Path | str, graph: ModelGraph) -> WeightLoader:
-    """Return a loader of a graph's weights, without adapters. Raises the errors of `WeightLoader`.
+    """Return a loader for a graph's weights, without adapters. Raises the errors of `WeightLoader`.
 
-    Use the loader only within ``graph.plain_model()``.
+    Use the loader only inside ``graph.plain_model()``.
     """
     with graph.plain_model():
         return WeightLoader(folder, graph.model)
 
 
 class WeightLoader:
-    """Loader of a model's parameters and persistent buffers from a folder. Not thread-safe.
+    """Loads a model's parameters and persistent buffers from a folder. Not thread-safe.
 
-    Before it reads a weight, the loader checks all names, shapes and dtypes. It rejects a folder with a tensor that is
-    neither loaded nor copied by an export, or with a name that an export cannot restore.
+    Before the loader reads weights, it checks all names, shapes and dtypes. It rejects a folder if a tensor would be
+    neither loaded nor copied by an export, or if an export could not restore one of the folder's names.
 
     Args:
-        path: A Hugging Face folder with safetensors.
-        model: Skeleton built from the folder's config. Its parameters can be on the meta device. The loader stores the
-            transforms that the folder needs in the skeleton, as transformers does, for the export.
+        path: A Hugging Face folder that contains safetensors files.
+        model: Skeleton built from the folder's config. Its parameters can be on the meta device. As in transformers,
+            the loader stores the transforms that the folder needs in the model. An export uses them.
 
     Attributes:
         origin: Facts about the folder for an export.
-        largest_extra_nbytes: Peak bytes so far, without the caller's memory.
+        largest_extra_nbytes: Peak memory so far, in bytes. The caller's memory is not counted.
 
     Raises:
-        ModelFolderError: A parameter is missing, a tensor does not exist in the model, a shape or dtype does not fit,
-            or the folder is damaged.
+        ModelFolderError: A parameter is missing, the model does not have a tensor, a shape or dtype does not fit, or
+            the folder is damaged.
     """
 
     def __init__(self, path: Path | str, model: PreTrainedModel) -> None:
@@ -108,12 +108,12 @@ class WeightLoader:
         return max(self._largest_conversion_nbytes, self._folder.largest_piece_nbytes)
 
     def fill(self, layout: UnitLayout, views: Mapping[str, Tensor]) -> None:
-        """Load every parameter of a layout.
+        """Load all parameters of a layout.
 
         Args:
             layout: A layout of the model's graph.
-            views: Output by full parameter name: contiguous CPU tensors with the parameters' shapes, in any floating
-                dtype.
+            views: Views to fill, by full parameter name: contiguous CPU tensors with the parameters' shapes, in any
+                floating-point dtype.
 
         Raises:
             ModelFolderError: A file cannot be read, or a weight is infinite or NaN.
@@ -123,14 +123,14 @@ class WeightLoader:
         self._converted = None
 
     def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
-        """Load a range of a layout's block into ``out``. Elements between parameters are not changed.
+        """Load a range of a layout's block into ``out``. Elements between parameters are unchanged.
 
-        Read the ranges in order, because the loader keeps the result of only one whole conversion at a time.
+        Read the ranges in order, because the loader keeps only the latest result of a conversion of whole tensors.
 
         Args:
             layout: A layout of the model's graph.
             start: First element of the range in the block.
-            out: 1-D contiguous CPU tensor with the length of the range, in any floating dtype.
+            out: 1-D contiguous CPU tensor with the length of the range, in any floating-point dtype.
 
         Raises:
             ModelFolderError: A file cannot be read, or a weight is infinite or NaN.
@@ -142,10 +142,10 @@ class WeightLoader:
             self._converted = None
 
     def _fill_range(self, layout: UnitLayout, entry: TensorEntry, start: int, out: Tensor) -> None:
-        """Fill ``out`` with the elements of a parameter from ``start`` on."""
+        """Fill ``out`` with a parameter's elements, starting at element ``start``."""
         step, start = self._find_step(entry.parameter), entry.first + start
         with torch.no_grad():
-            if step is None:  # transformers allows the folder to lack the parameter, and initialises it
+            if step is None:  # the folder lacks the parameter; transformers permits this and initializes it
                 self._initializer(layout).read(entry.parameter, start, out)
             else:
                 self._run_step(step, entry.parameter, start, out)
@@ -158,7 +158,7 @@ class WeightLoader:
         return self._absent[1]
 
     def regions(self, name: str) -> Sequence[Region] | None:
-        """Return the regions of the folder's tensors that form a parameter, without reading them.
+        """Return the regions of the folder's tensors that form a parameter. The tensors are not read.
 
         Returns:
             The regions, or None if the conversion does more than move elements or the folder lacks the parameter.
@@ -179,7 +179,7 @@ class WeightLoader:
         return self._regions[id(step)]
 
     def _has_transposed_source(self, step: Conversion) -> bool:
-        """Return whether a source is quantized in transposed order, so that it must be read as a whole."""
+        """Return whether a source is quantized in transposed order. Such a source must be read as a whole."""
         decoders = (self._folder.records[source].decoder for source in step.source_names)
         return any(decoder is not None and decoder.is_transposed for decoder in decoders)
 
@@ -205,7 +205,7 @@ class WeightLoader:
         return None
 
     def _run_step(self, step: Conversion, name: str, start: int, out: Tensor) -> None:
-        """Fill ``out`` with the elements, from ``start`` on, of a model tensor that is a target of ``step``."""
+        """Fill ``out`` with elements of a model tensor, starting at ``start``. The tensor is a target of ``step``."""
         target, regions = (
             self._find_target(step, name),
             None if self._has_transposed_source(step) else self._regions_of(step),
@@ -224,7 +224,7 @@ class WeightLoader:
         out.copy_(self._converted[1][target].reshape(-1)[start : start + out.numel()])
 
     def _classify_tensors(self, plan: LoadPlan) -> Origin:
-        """Classify the folder's tensors as trained or pass-through, and check that an export can restore all."""
+        """Classify the folder's tensors as trained or pass-through. Check that an export can restore all of them."""
         modules = passthrough_modules(self._model)
         paths, passthrough_names = (modules.paths, modules.names) if modules is not None else ((), frozenset())
         parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
@@ -274,7 +274,7 @@ class WeightLoader:
             )
 
     def _explain_other_tensors(self) -> str:
-        """Return why a folder's tensors may differ from the language model's tensors, with the remedy."""
+        """Return a likely reason why a folder's tensors differ from the language model's tensors, with the remedy."""
         names = read_config_json(self._folder.path).get("architectures") or ()
         return other_class_advice(map(str, names)) or _SAME_MODEL
 
@@ -283,7 +283,7 @@ class WeightLoader:
         for name, step in self._steps.items():
             made, place = step.targets[name], places[name]
             source = self._folder.records[step.source_names[0]]
-            # Check the type of the module, because a transposed square weight would have the right shape.
+            # Check the module's type, because a transposed square weight would have the right shape.
             if source.decoder is not None and is_conv1d(self._model.get_submodule(name.rpartition(".")[0])):
                 raise ModelFolderError(
                     source.file,
@@ -304,7 +304,7 @@ class WeightLoader:
                 )
 
     def _check_tied(self) -> None:
-        """Reject files with different values for tensors that the config ties."""
+        """Reject files that contain different values for tensors that the config ties."""
         for names in tied_groups(self._model):
             stored = [self._steps[name].source_names[0] for name in names if name in self._steps]
             for other in stored[1:]:
@@ -333,7 +333,7 @@ class WeightLoader:
 
 
 def _owner(name: str, paths: tuple[str, ...]) -> str:
-    """Return the owner of a pass-through tensor, for messages: the module in ``paths``, or a prefix of the name."""
+    """Return the owner of a pass-through tensor, for messages. It is a module in ``paths`` or a prefix of the name."""
     for path in paths:
         if name == path or name.startswith(f"{path}."):
             return path

@@ -1,9 +1,9 @@
-"""Blocks with the packed bytes of quantized weights, which are decoded in the compute tier.
+"""Blocks that contain the packed bytes of quantized weights. They are decoded in the compute tier.
 
-A frozen layout of a quantized folder is one block of bytes: the unchanged packed bytes of its quantized weights, and
-its other weights in the compute dtype. So tiers and links move only the small form. The decoded weights exist only in
-the compute tier, for one tick: ``Packing.decode`` computes them from the leased block, bit-identical to decoding on
-the host. ``in_place.py`` reads such blocks from files.
+In a quantized folder, a frozen layout is one block of bytes. It contains the unchanged packed bytes of the quantized
+weights, and all other weights in the compute dtype. Tiers and links therefore move only the small form. Decoded weights
+exist only in the compute tier, for one tick. ``Packing.decode`` computes them from the leased block. The result is
+bit-identical to decoding on the host. ``in_place.py`` reads such blocks from files.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from tiered.units import round_up
 
 __all__ = ["Packing", "cut", "pack"]
 
-#: Alignment of all parts of a block: a cache line of a GPU, and a multiple of any element size.
+#: Alignment of all parts of a block: a GPU cache line, which is a multiple of every element size.
 _ALIGNMENT_BYTES = 128
-#: Number of elements to decode at a time: small enough for the caches of a CPU, large enough to keep a GPU busy.
+#: Number of elements to decode at a time. Small enough for CPU caches, or large enough to keep a GPU busy.
 _NUMBERS_ON_CPU, _NUMBERS_ON_DEVICE = 1 << 18, 1 << 24
 _DECODING_BYTES = 20  # temporary bytes per decoded element: an index, its value, its scale, and its two halves
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Location of elements in the flat weights of a layout."""
+    """Location of elements in a layout's flat weights."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
     def view(self, flat: Tensor | None = None) -> Tensor:
-        """Return the view of ``flat`` at this location, or of a meta tensor by default."""
+        """Return the view of ``flat`` at this location. If ``flat`` is None, return a view of a meta tensor."""
         if flat is None:
             span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
             flat = torch.empty(self.offset + span, device="meta")
@@ -54,7 +54,7 @@ class PlainWeight:
     Attributes:
         source: The box in the file.
         target: Location of the elements in the layout's weights.
-        offset: First byte of the box, which is contiguous, in a block with packed bytes.
+        offset: First byte of the box in a block of packed bytes. The box is contiguous there.
     """
 
     source: TensorRecord
@@ -64,12 +64,12 @@ class PlainWeight:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A range of the elements of a quantized tensor.
+    """A range of a quantized tensor's elements.
 
     Attributes:
         decoder: Decoder of the tensor.
         offsets: Byte offset in the block of each tensor that the decoder reads. If the block contains only a range of
-            such a tensor, this is the offset at which the whole tensor would start.
+            the tensor, this is the offset at which the whole tensor would start.
         first: Index of the range's first element in the tensor.
         target: Location of the decoded elements in the layout's weights.
     """
@@ -82,13 +82,13 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Layout of a block of packed bytes: an ``Encoding``.
+    """Layout of a block of packed bytes. Implements ``Encoding``.
 
     Attributes:
         plain: Weights that are not quantized.
         weights: Quantized weights. Empty for a block without packed bytes.
-        raw: (offset in the block, decoder) by (name of a tensor in the files, range of its bytes).
-        gaps: Byte ranges of the block that are not used.
+        raw: Maps (name of a tensor in the files, range of its bytes) to (offset in the block, decoder).
+        gaps: Byte ranges of the block that are unused.
         nbytes: Size of the block.
         num_elements: Length of the layout.
         dtype: Compute dtype.
@@ -104,13 +104,13 @@ class Packing:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of further blocks with encoded weights: empty, because the weights' own block contains all bytes."""
+        """Keys of further blocks with encoded weights. Empty, because the weights' own block contains all bytes."""
         return ()
 
     def decode(self, block: Tensor, weights: Tensor) -> None:
-        """Decode a block to a layout's weights, without synchronizing with the device.
+        """Decode a block to a layout's weights. Does not synchronize with the device.
 
-        Elements between parameters are not changed.
+        Elements between parameters are unchanged.
 
         Args:
             block: ``(nbytes,)``, uint8.
@@ -127,7 +127,7 @@ class Packing:
                     place.copy_(self._decoded(packed, packed.first + first, place.numel(), block).view(place.shape))
 
     def decoding_bytes(self, device: torch.device) -> int:
-        """Return the peak bytes that ``decode`` allocates, in addition to the block and the weights."""
+        """Return the peak number of bytes that ``decode`` allocates. The block and the weights are not counted."""
         most = _numbers_at_once(device)
         targets = {replace(packed.target, offset=0) for packed in self.weights}
         pieces = (piece for target in targets for _, piece in cut(target.view(), most))
@@ -139,12 +139,12 @@ class Packing:
         if self.dtype != torch.bfloat16:
             return numbers
         rounded = torch.empty_like(numbers, dtype=torch.bfloat16)
-        high_half(numbers, rounded)  # round in the same way as any loaded weight
+        high_half(numbers, rounded)  # round as for all loaded weights
         return rounded
 
 
 def cut(place: Tensor, num_elements: int) -> Iterator[tuple[int, Tensor]]:
-    """Split a view into pieces of whole rows, and yield (index of the first element, piece) for each piece.
+    """Split a view into pieces of whole rows. Yield (index of the first element, piece) for each piece.
 
     Args:
         place: View of a flat tensor, with any strides.
@@ -170,7 +170,7 @@ def pack(
     folder: ModelFolder,
     dtype: torch.dtype,
 ) -> Packing | None:
-    """Return the packing of a layout, or None if the folder lacks a weight or needs more than moves of its elements.
+    """Return a layout's packing, or None if the folder lacks a weight or the weights need more than moved elements.
 
     Args:
         regions_of: Function that returns the regions of the folder's tensors that form a parameter.
@@ -214,7 +214,7 @@ def pack(
                 *shape, rows, columns = target.shape
                 *strides, of_row, of_column = target.stride
                 target = replace(target, shape=(*shape, columns, rows), stride=(*strides, of_column, of_row))
-            # If the weight is split between several layouts, keep only the bytes that this layout needs.
+            # If the weight is split among several layouts, keep only the bytes that this layout needs.
             spans = decoder.spans(region.source_start, region.num_elements)
             offsets = []
             for name, span in zip(decoder.packed, spans, strict=True):

@@ -1,8 +1,8 @@
 """Pass-through tensors: tensors of a model's folder that are not loaded, but copied to an export unchanged.
 
-They use no memory, because an export copies them directly from the folder. They are buffers, tensors that transformers
-ignores, and tensors of modules that a converter removes from the skeleton, such as a vision tower in a run without
-images. Every tensor of a folder is loaded, passed through or rejected. Messages call these tensors "kept as they are".
+They use no memory, because an export copies them directly from the folder. They include buffers, tensors that
+transformers ignores, and tensors of modules that a converter removes from the skeleton, such as a vision tower in a run
+without images. Every tensor of a folder is loaded, passed through or rejected. Messages call them "kept as they are".
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
     "remove_tensors",
 ]
 
-#: Keys of the result of ``PassthroughTensors.record``.
+#: Keys in the result of ``PassthroughTensors.record``.
 PASSTHROUGH_COUNT, PASSTHROUGH_CHECKSUM = "num_kept_tensors", "kept_xxh3_64"
 _METADATA_FUNCTIONS = frozenset(
     {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "__repr__", "__hash__"}
@@ -43,7 +43,7 @@ _ATTRIBUTE = "_megatrain_passthrough_modules"
 
 
 class _PassthroughWeight(Tensor):
-    """Placeholder for a pass-through weight, with its shape and dtype, which raises an error if it is used."""
+    """Placeholder that has a pass-through weight's shape and dtype. It raises an error if it is used."""
 
     weight_name: str
     model_name: str
@@ -64,7 +64,7 @@ class _PassthroughWeight(Tensor):
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Registration of a parameter or buffer in a module.
+    """Place where a parameter or buffer is registered in a module.
 
     Attributes:
         name: Name in the model.
@@ -88,8 +88,8 @@ class PassthroughModules:
     """Modules and single parameters that were removed from a skeleton.
 
     Attributes:
-        paths: Paths of the outermost modules, and names of the single parameters.
-        names: Names of all their parameters and persistent buffers.
+        paths: Paths of the outermost removed modules, and names of single removed parameters.
+        names: Names of all removed parameters and persistent buffers.
     """
 
     paths: tuple[str, ...]
@@ -98,7 +98,7 @@ class PassthroughModules:
 
     @contextmanager
     def registered(self) -> Iterator[None]:
-        """Register the tensors (on the meta device) again within the context, so that the model lists their names."""
+        """Register the meta tensors again in the context, so that the model lists their names."""
         for place in self._places:
             place.registry[place.leaf] = place.value
         try:
@@ -109,7 +109,7 @@ class PassthroughModules:
 
 
 def passthrough_modules(model: PreTrainedModel) -> PassthroughModules | None:
-    """Return the modules that `remove_tensors` removed from a model, or None if it removed none."""
+    """Return the modules that `remove_tensors` removed from a model, or None if nothing was removed."""
     found: PassthroughModules | None = getattr(model, _ATTRIBUTE, None)
     return found
 
@@ -120,9 +120,9 @@ def remove_tensors(
     """Remove tensors from a skeleton. Module traversal no longer finds them, and the model's code cannot use them.
 
     Args:
-        paths: Paths of the outermost removed modules, and names of single parameters.
-        names: Names of the tensors that model files contain.
-        places: Registration of each tensor.
+        paths: Paths of the outermost removed modules, and names of single removed parameters.
+        names: Names of those tensors that model files contain.
+        places: Place where each tensor is registered.
     """
     for place in places:
         _replace_by_placeholder(model, place)
@@ -131,12 +131,12 @@ def remove_tensors(
 
 
 def _replace_by_placeholder(model: PreTrainedModel, place: TensorPlace) -> None:
-    """Replace a registered tensor by a placeholder, stored as a plain attribute of the module."""
+    """Replace a registered tensor with a placeholder. The placeholder is a plain attribute of the module."""
     del place.registry[place.leaf]
     placeholder = Tensor._make_subclass(_PassthroughWeight, torch.empty_like(place.value, device="meta"))
     assert isinstance(placeholder, _PassthroughWeight)
     placeholder.weight_name, placeholder.model_name = place.name, type(model).__name__
-    cast("Any", placeholder)._is_hf_initialized = True  # makes transformers' initialization skip the placeholder
+    cast("Any", placeholder)._is_hf_initialized = True  # so that transformers' initialization skips the placeholder
     place.module.__dict__[place.leaf] = placeholder
 
 
@@ -145,9 +145,9 @@ class PassthroughTensors:
     """The pass-through tensors of a folder.
 
     Attributes:
-        folder: Folder with the tensors.
+        folder: Folder that contains the tensors.
         names: Names of the tensors in the files.
-        owners: Owner of each tensor, for messages: a module of the model, or a prefix of the tensor's name.
+        owners: Owner of each tensor, for messages. It is a module of the model or a prefix of the tensor's name.
     """
 
     folder: ModelFolder
@@ -167,11 +167,11 @@ class PassthroughTensors:
         return f"{tensors} ({format_size(self.nbytes)}) {verb}: {what}"
 
     def record(self) -> dict[str, Any]:
-        """Return the number and the checksum of the tensors for a checkpoint, after reading all tensors."""
+        """Read all tensors. Return their number and their checksum, for a checkpoint."""
         return {PASSTHROUGH_COUNT: len(self.names), PASSTHROUGH_CHECKSUM: self.checksum()}
 
     def checksum(self) -> str:
-        """Read all tensors, a piece at a time, and return a checksum of names, shapes, dtypes and bytes."""
+        """Read all tensors piece by piece. Return a checksum of their names, shapes, dtypes and bytes."""
         checksums: dict[str, str] = {}
         for name in self.names:
             digest = xxhash.xxh3_64()
@@ -181,7 +181,7 @@ class PassthroughTensors:
         return self.combine_checksums(checksums)
 
     def combine_checksums(self, checksums: Mapping[str, str]) -> str:
-        """Return the result of `checksum`, computed from the xxh3-64 of each tensor's bytes."""
+        """Return the same checksum as `checksum`, computed from the xxh3-64 checksum of each tensor's bytes."""
         digest = xxhash.xxh3_64()
         for name in sorted(self.names):
             record = self.folder.records[name]

@@ -1,16 +1,16 @@
-"""Decoders of quantized weights, which return a few rows at a time in fp32.
+"""Decoders for quantized weights. A decoder returns a few rows at a time, in fp32.
 
 Four public formats are supported. Their tensors are found by name:
 
 - fp8 with block scales (DeepSeek): ``W`` float8 [R, C], and ``W_scale_inv`` [ceil(R/b), ceil(C/b)];
-- mxfp4 (gpt-oss): ``W_blocks`` bytes [..., R, C/32, 16], each with two e2m1 numbers, low half first, and ``W_scales``
-  [..., R, C/32], exponents of two with a bias of 127; the model has ``W`` as [..., C, R];
+- mxfp4 (gpt-oss): ``W_blocks`` bytes [..., R, C/32, 16], each with two e2m1 numbers, low half first; and ``W_scales``
+  [..., R, C/32], exponents of two with a bias of 127. The model has ``W`` as [..., C, R];
 - nf4 of bitsandbytes: ``W`` bytes, each with two indices into a table, high half first; ``W.absmax`` per block of the
   flattened weight, which can itself be quantized to 8 bits (``nested``); and JSON, ``W.quant_state.bitsandbytes__nf4``;
 - int4 of compressed-tensors, in ``int4.py``.
 
-Decoding uses torch operations whose results are bit-identical on every device. It runs on the host for loading and
-export, and on the compute device for blocks of packed bytes (``packed.py``).
+Decoding uses torch operations whose results are bit-identical on every device. It runs on the host when weights are
+loaded or exported, and on the compute device for blocks of packed bytes (``packed.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatrain.models.int4 import find_int4
 
 __all__ = ["METHODS", "Decoder", "QuantizationError", "decode", "find_decoders", "method_of"]
 
-#: Names of the methods in messages, by ``quant_method`` of a config.
+#: Names of the quantization methods in messages. Keys are values of ``quant_method`` in a config.
 METHODS = {
     "fp8": "fp8 with block scales",
     "mxfp4": "mxfp4",
@@ -41,27 +41,27 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 _MX_BLOCK = 32
 _EXPONENT_BIAS = 127
 _NF4_STATE = ".quant_state.bitsandbytes__nf4"
-#: Largest number that is finite in bf16; largest mxfp4 scale whose products are finite; largest value in nf4's tables
-#: and scales that this program accepts, so that their products are finite.
+#: Largest number that is finite in bf16; largest mxfp4 scale whose products are finite; largest value that this program
+#: accepts in nf4's tables and scales. With this limit, all nf4 products are finite.
 _LARGEST, _LARGEST_SCALE, _LARGEST_NF4 = 3.38e38, 252, 1e18
 _SMALLEST_SCALE_BITS = 0x0040_0000  # bits of 2 ** -127, a subnormal number
 
-#: Function (name, first byte, number of bytes) that returns bytes of a tensor in the files as a new 1-D uint8 tensor.
+#: Function (name, first byte, number of bytes) that returns bytes of a stored tensor as a new 1-D uint8 tensor.
 ReadBytes = Callable[[str, int, int], Tensor]
 
 
 class QuantizationError(Exception):
-    """Quantized tensors have an unsupported format, which the message describes."""
+    """Quantized tensors have an unsupported format. The message describes the format."""
 
 
 class Decoder(Protocol):
-    """Decoder of one weight. Thread-safe.
+    """Decoder for a single weight. Thread-safe.
 
     Attributes:
         parts: Names of the weight's tensors in the files.
-        packed: The ``parts`` that the numbers are computed from. The other parts are read when the decoder is created.
+        packed: The ``parts`` from which the numbers are computed. All other parts are read when the decoder is created.
         shape: Shape of the weight in decoding order.
-        is_transposed: Whether the model has the weight with its last two dimensions swapped.
+        is_transposed: Whether the model swaps the last two dimensions of the weight.
     """
 
     @property
@@ -77,34 +77,34 @@ class Decoder(Protocol):
     def is_transposed(self) -> bool: ...
 
     def spans(self, first: int, count: int) -> tuple[range, ...]:
-        """Return, for each tensor in ``packed``, the byte range that ``count`` numbers from ``first`` on need."""
+        """Return, for each tensor in ``packed``, the byte range needed for ``count`` numbers starting at ``first``."""
 
     def numbers(self, first: int, count: int, packed: Sequence[Tensor]) -> Tensor:
-        """Decode ``count`` numbers of the flattened weight from ``first`` on, fp32, on the device of the bytes.
+        """Decode ``count`` numbers of the flattened weight, starting at ``first``, to fp32 on the device of the bytes.
 
         Does not synchronize with the device.
 
         Args:
-            packed: Bytes of each range of ``spans``: 1-D uint8 tensors on one device, aligned to four bytes.
+            packed: Bytes of each range that ``spans`` returns: 1-D uint8 tensors on one device, aligned to four bytes.
         """
 
     def is_finite(self, name: str, packed: Tensor) -> bool:
-        """Return whether a range of bytes of one of the tensors in ``packed`` decodes to finite numbers.
+        """Return whether a range of bytes of a ``packed`` tensor decodes to finite numbers.
 
         Args:
             name: Name of the tensor.
-            packed: Bytes in host memory. The range starts and ends at multiples of four bytes, or with the tensor.
+            packed: Bytes in host memory. The range starts and ends at a multiple of four bytes or at the tensor's end.
         """
 
 
 def decode(decoder: Decoder, first: int, count: int, read: ReadBytes) -> Tensor:
-    """Read and decode ``count`` numbers of a flattened weight from ``first`` on, fp32."""
+    """Read and decode ``count`` numbers of a flattened weight, starting at ``first``, to fp32."""
     spans = zip(decoder.packed, decoder.spans(first, count), strict=True)
     return decoder.numbers(first, count, [read(name, span.start, len(span)) for name, span in spans])
 
 
 def method_of(table: object) -> str:
-    """Return the quantization method in a config, or "" if it is unknown."""
+    """Return the quantization method that a config names, or "" if it is unknown."""
     if not isinstance(table, Mapping):
         return ""
     method = str(table.get("quant_method") or ("bitsandbytes" if table.get("load_in_4bit") else ""))
@@ -114,15 +114,15 @@ def method_of(table: object) -> str:
 def find_decoders(
     shapes: Mapping[str, tuple[tuple[int, ...], str]], table: Mapping[str, Any], read: ReadBytes
 ) -> dict[str, Decoder]:
-    """Return the decoders of a folder's quantized weights, by the names of the weights.
+    """Return the decoders for a folder's quantized weights, by the weights' names.
 
     Args:
-        shapes: Shape and safetensors dtype of each tensor in the files, by name.
+        shapes: Shape and safetensors dtype of each stored tensor, by name.
         table: ``quantization_config`` of the config.
-        read: Function that reads bytes of a tensor.
+        read: Function that reads bytes of a stored tensor.
 
     Raises:
-        QuantizationError: The method, or this variant of it, is not supported.
+        QuantizationError: The method, or this variant of the method, is not supported.
     """
     method = method_of(table)
     if method == "fp8":
@@ -176,7 +176,7 @@ class _Fp8:
 
     def is_finite(self, name: str, packed: Tensor) -> bool:
         if name == self.parts[1]:
-            # Check the product with the largest fp8 number instead of computing all products.
+            # Multiply only by the largest fp8 number instead of computing all products.
             return bool((packed.view(torch.float32).abs() * torch.finfo(self.dtype).max <= _LARGEST).all())
         magnitude = packed & 0x7F
         return not bool((magnitude == 0x7F if self.dtype == torch.float8_e4m3fn else magnitude >= 0x7C).any())
@@ -234,7 +234,7 @@ def _e2m1_pairs(device: torch.device) -> Tensor:
 
 
 def _make_pair_table(table: Tensor, *, high_first: bool) -> Tensor:
-    """Return the two numbers that each byte encodes, ``(256, 2)``, from a table of 16 numbers."""
+    """Return the two numbers that each byte encodes, ``(256, 2)``, given a table of 16 numbers."""
     low, high = table.repeat(16), table.repeat_interleave(16)
     return torch.stack([high, low] if high_first else [low, high], dim=-1)
 
@@ -271,7 +271,7 @@ class _Nested:
 @dataclass(frozen=True)
 class _Nf4:
     parts: tuple[str, ...]
-    packed: tuple[str, ...]  # names of the numbers, the scales, the table; and of the nested scales and their table
+    packed: tuple[str, ...]  # names of: numbers, scales, table; if nested, also the coarse scales and their table
     shape: tuple[int, ...]
     block: int
     nested: _Nested | None

@@ -1,7 +1,7 @@
-"""Maps from elements of source tensors to elements of a target tensor, so that any range can be computed alone.
+"""Maps from elements of source tensors to elements of a target tensor. With them, any range can be computed separately.
 
 Most transforms between a model's tensors and its files only move elements: they stack, join, cut and transpose. A
-``Region`` describes one such move, of a strided box of a source to a strided box of the target. With all regions of a
+``Region`` describes one move, from a strided box of a source to a strided box of the target. Given all regions of a
 target, any range of the target can be copied from ranges of its sources. No tensor has to fit in memory.
 """
 
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["ReadSpan", "Region", "trace_regions", "read_regions", "region_of"]
 #: Maximum number of elements to read per requested element. A box with wider gaps is read row by row.
 _MAX_WASTE = 1.5
-#: Shorter rows are read together with the gaps, because a call per row costs more than the additional bytes.
+#: Rows shorter than this are read together with their gaps, because a call per row costs more than the extra bytes.
 _SHORT_ROW = 1 << 14
 
 
@@ -28,20 +28,20 @@ class ReadSpan(Protocol):
     def __call__(self, source: str, first: int, count: int, place: Tensor | None, /) -> Tensor:
         """Return elements ``first`` to ``first + count`` of a source, in memory order, as a 1-D tensor.
 
-        Returns ``place`` if it is a suitable output (1-D, contiguous, of that size). Otherwise, the result is valid
-        until the next call.
+        If ``place`` is a suitable output (1-D, contiguous, of this size), it is filled and returned. Otherwise the
+        result is valid until the next call.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A box of a source tensor that becomes a box of the target tensor. Strides are in elements.
+    """A box of a source tensor that becomes a box of the target tensor. Strides are counted in elements.
 
     Attributes:
         source: Name of the source tensor.
         shape: Shape of both boxes.
-        source_start: Index of the first element in the contiguous source.
-        target_start: Index of the first element in the contiguous target.
+        source_start: Index of the box's first element in the contiguous source.
+        target_start: Index of the box's first element in the contiguous target.
     """
 
     source: str
@@ -61,19 +61,19 @@ class Region:
 
     @property
     def source_span(self) -> int:
-        """Number of source elements from the first to the last element of the box."""
+        """Number of source elements from the box's first element to its last."""
         return _span(self.shape, self.source_strides)
 
     @property
     def can_be_read_in_place(self) -> bool:
-        """Whether any range can be read without reading many other elements, unlike in a transposed tensor."""
+        """Whether any range can be read without many unneeded elements. False, for example, for transposed tensors."""
         if self.num_elements == 0:
             return True
         merged = _merge_dimensions(self)
         return merged.source_span <= _MAX_WASTE * merged.num_elements or merged.source_strides[-1] == 1
 
     def rows(self, first: int, stop: int) -> Region:
-        """Return the rows from ``first`` to ``stop``, exclusive, of the outermost dimension."""
+        """Return the rows from ``first`` to ``stop`` (exclusive) of the outermost dimension."""
         return replace(
             self,
             shape=(stop - first, *self.shape[1:]),
@@ -82,7 +82,7 @@ class Region:
         )
 
     def row(self, number: int) -> Region:
-        """Return one row, without the outermost dimension."""
+        """Return a single row. The result lacks the outermost dimension."""
         row = self.rows(number, number + 1)
         return replace(
             row,
@@ -92,14 +92,14 @@ class Region:
         )
 
     def within(self, start: int, stop: int) -> Iterator[Region]:
-        """Yield boxes that cover the elements of this region in the range ``start`` to ``stop`` of the target."""
+        """Yield boxes that cover this region's elements in the target's range from ``start`` to ``stop``."""
         span = _span(self.shape, self.target_strides)
         if self.num_elements == 0 or self.target_start >= stop or self.target_start + span <= start:
             return
         if start <= self.target_start and self.target_start + span <= stop:
             yield self
             return
-        # The region has more than one element here, because a single element is fully inside or outside.
+        # The region has more than one element here, because a single element is completely inside or outside the range.
         size, stride = self.shape[0], self.target_strides[0]
         row_span = _span(self.shape[1:], self.target_strides[1:])
         first_whole = max(0, -(-(start - self.target_start) // stride))
@@ -115,7 +115,7 @@ class Region:
 
 
 def region_of(source: str, source_view: Tensor, target_view: Tensor) -> Region:
-    """Return the region that maps a view of the source to a view of the target with equal shape."""
+    """Return the region that maps a view of the source to a view of the target. Both views have the same shape."""
     assert source_view.shape == target_view.shape, (source, source_view.shape, target_view.shape)
     return Region(
         source,
@@ -128,12 +128,12 @@ def region_of(source: str, source_view: Tensor, target_view: Tensor) -> Region:
 
 
 def read_regions(regions: Sequence[Region], start: int, out: Tensor, read: ReadSpan, max_elements: int) -> None:
-    """Fill ``out`` with the elements of the target from ``start`` on.
+    """Fill ``out`` with elements of the target, starting at element ``start``.
 
     Args:
         regions: All regions of the target.
         start: Index of the first requested element in the target.
-        out: 1-D contiguous output of any dtype. Elements outside of all regions are not changed.
+        out: 1-D contiguous output of any dtype. Elements outside all regions are unchanged.
         read: Function that reads the sources.
         max_elements: Maximum number of elements per read.
     """
@@ -146,7 +146,7 @@ def _copy_box(box: Region, start: int, out: Tensor, read: ReadSpan, max_elements
     box = _merge_dimensions(box)
     span, size, stride = box.source_span, box.shape[0], max(1, box.source_strides[0])
     row_span = _span(box.shape[1:], box.source_strides[1:])
-    # Read the gaps between rows if this costs less than a separate read per row.
+    # Read the gaps between rows if this costs less than a separate read for each row.
     takes_gaps = span <= _MAX_WASTE * box.num_elements or row_span < _SHORT_ROW
     if span <= max_elements and takes_gaps:
         place = out.as_strided(box.shape, box.target_strides, out.storage_offset() + box.target_start - start)
@@ -187,7 +187,7 @@ def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 class _AliasingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode in which ``contiguous`` and ``clone`` return views, so that an output's strides locate its elements."""
+    """Mode in which ``contiguous`` and ``clone`` return views. The strides of an output then locate its elements."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default:
@@ -204,8 +204,8 @@ def trace_regions(
     """Return the regions of a conversion's outputs, or None if it does more than cut and transpose its inputs.
 
     Args:
-        shapes: Shapes by input name.
-        convert: Conversion, which is called with a function that returns meta tensors by input name.
+        shapes: Shape of each input, by name.
+        convert: The conversion. It gets a function that returns the meta tensor of an input by name.
     """
     inputs = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     names = {value.untyped_storage()._cdata: name for name, value in inputs.items()}
@@ -213,7 +213,7 @@ def trace_regions(
         with _AliasingMode():  # type: ignore[no-untyped-call]
             outputs = convert(inputs.__getitem__)
     except RuntimeError:
-        return None  # the conversion changes values, or needs contiguous memory
+        return None  # the conversion changes values or needs contiguous memory
     found: dict[str, list[Region]] = {}
     for target, value in outputs.items():
         source = names.get(value.untyped_storage()._cdata)

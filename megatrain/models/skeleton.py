@@ -1,4 +1,4 @@
-"""Construction of Hugging Face models without weights: parameters are on the meta device, buffers are real."""
+"""Construction of Hugging Face models without weights. Parameters are on the meta device, buffers are real."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ __all__ = [
 def resolve_config(
     config_or_folder: PretrainedConfig | Path | str, *, trust_remote_code: bool, takes_quantized: bool = False
 ) -> PretrainedConfig:
-    """Read a configuration from a folder, or copy an existing one.
+    """Read a configuration from a folder, or copy an existing configuration.
 
     Args:
         config_or_folder: A Hugging Face configuration, or a folder with `config.json`.
         trust_remote_code: Whether to run model code from the folder.
-        takes_quantized: Whether quantized weights are allowed, because they are frozen and decoded. Then the returned
+        takes_quantized: Whether quantized weights are allowed, because they are frozen and decoded. If so, the returned
             configuration has no quantization.
 
     Raises:
@@ -66,7 +66,7 @@ def resolve_config(
 
 
 def _format_method(quantization: Any) -> str:
-    """Return the method of a `quantization_config` as `` (METHOD)``, or "" if it has no method."""
+    """Return the method in a `quantization_config` as `` (METHOD)``, or "" if no method is given."""
     if not isinstance(quantization, dict):
         return f" ({type(quantization).__name__})"
     is_bitsandbytes = any(key.startswith("load_in_") for key in quantization)  # early folders do not store the method
@@ -94,18 +94,18 @@ def build_skeleton(
     text_only: bool = False,
     converters: Sequence[ModelConverter] = (),
 ) -> PreTrainedModel:
-    """Build the model of `config`, with parameters on the meta device and all buffers on the CPU.
+    """Build the model that `config` describes. Parameters are on the meta device, all buffers on the CPU.
 
-    A converter can provide the class. Otherwise, the class is the causal language model, or the multimodal class if
-    `config.json` names it or if there is no causal language model.
+    The class comes from a converter if a converter provides one. Otherwise it is the causal language model, or the
+    multimodal class if `config.json` names it or there is no causal language model.
 
     Args:
-        config: Configuration, which the model keeps and changes.
-        attn_implementation: Attention implementation of transformers. "auto" for the default of transformers.
+        config: Configuration. The model keeps and changes it.
+        attn_implementation: Attention implementation in transformers, or "auto" for transformers' default.
         trust_remote_code: Whether to run model code from the folder.
         dtype: dtype of parameters and buffers, except those that transformers keeps in fp32.
         text_only: Whether to use only the causal language model, never the multimodal class.
-        converters: Converters, called before the buffers are created, and again when the model is complete.
+        converters: Converters. They are called before the buffers are created and again when the model is complete.
 
     Raises:
         UnsupportedModelError: transformers has no class with a trainable language model for the configuration, or a
@@ -146,15 +146,15 @@ def build_skeleton(
 
 
 def is_multimodal(model: PreTrainedModel | type[PreTrainedModel]) -> bool:
-    """Return whether a model, or a model class, also has images or audio as inputs."""
+    """Return whether a model or model class also takes images or audio as input."""
     modalities = model.input_modalities
     return (modalities if isinstance(modalities, str) else "".join(modalities)) != "text"
 
 
 def multimodal_class(config: PretrainedConfig) -> Any:
-    """Return the multimodal class of transformers for a configuration, or None.
+    """Return transformers' multimodal class for a configuration, or None.
 
-    Returns None for a configuration without a separate text part, because it does not show which weights belong to the
+    A configuration without a separate text part yields None, because it does not show which weights belong to the
     language model.
     """
     from transformers import AutoModelForMultimodalLM
@@ -166,7 +166,7 @@ def multimodal_class(config: PretrainedConfig) -> Any:
 
 
 def _is_folder_class(multimodal: type, config: PretrainedConfig) -> bool:
-    """Return whether the folder's model has the multimodal class, not the causal language model class."""
+    """Return whether the folder contains a model of the multimodal class, not of the causal language model class."""
     from transformers import AutoModelForCausalLM
 
     names = getattr(config, "architectures", None) or ()
@@ -191,7 +191,7 @@ def _explain_failure(error: Exception, text_only: bool) -> str:
 
 
 def _keep_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Change the parameters that transformers always keeps in fp32 to fp32, as `from_pretrained` does."""
+    """Change parameters to fp32 that transformers always keeps in fp32, as `from_pretrained` does."""
     parameters = dict(model.named_parameters())
     for name in _names_in_fp32(model, parameters, dtype):
         if parameters[name].is_floating_point():
@@ -199,7 +199,7 @@ def _keep_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _names_in_fp32(model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> list[str]:
-    """Return the names of the tensors that `from_pretrained` keeps in fp32 if it is called with `dtype`."""
+    """Return the names of the tensors that `from_pretrained` keeps in fp32 when it is called with `dtype`."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)
@@ -210,9 +210,9 @@ def _names_in_fp32(model: PreTrainedModel, names: Iterable[str], dtype: torch.dt
 
 
 def dtypes_when_loaded(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtype of each parameter and buffer after `from_pretrained` with `dtype`.
+    """Return the dtype that `from_pretrained` with `dtype` would give each parameter and buffer.
 
-    The model's code sets the dtype of some tensors, and rules of transformers keep others in fp32.
+    The model's code sets the dtype of some tensors, and transformers' rules keep others in fp32.
     """
     from transformers.initialization import no_init_weights
 
@@ -223,10 +223,10 @@ def dtypes_when_loaded(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, 
 
 
 def _create_buffers(model: PreTrainedModel) -> None:
-    """Allocate all buffers and fill them by the model's initialization rules.
+    """Allocate all buffers and fill them according to the model's initialization rules.
 
-    Parameters are flagged as initialised meanwhile, so that the rules fill only buffers. Floating-point buffers start
-    as NaN, to detect buffers without a rule. The checkpoint provides the values of persistent buffers without a rule.
+    Meanwhile, parameters are flagged as initialized, so that the rules fill only buffers. Floating-point buffers start
+    as NaN, which reveals buffers without a rule. If such a buffer is persistent, the checkpoint provides its values.
     """
     from transformers import initialization
 
@@ -273,10 +273,10 @@ def _has_nan(buffer: torch.Tensor) -> bool:
 
 @contextmanager
 def rows_are_documents() -> Iterator[None]:
-    """Make transformers assume that every row is one document, so that causal attention needs no mask.
+    """Make transformers assume that every row is a single document, so that causal attention needs no mask.
 
-    Otherwise, transformers searches for position restarts and padding. With fake tensors, this search is impossible,
-    so transformers would create a dense mask, ``(S, S)``. Not thread-safe.
+    Otherwise transformers searches for position restarts and padding. This search is impossible with fake tensors, so
+    transformers would create a dense mask, ``(S, S)``. Not thread-safe.
     """
     from transformers import masking_utils
 

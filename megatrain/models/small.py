@@ -1,4 +1,4 @@
-"""Scaled-down copies of models, with the same family and types of layers, but with fewer and narrower layers."""
+"""Scaled-down copies of models. A copy has the same family and types of layers, but fewer and narrower layers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ VOCABULARY = 512
 LARGEST_NUM_PARAMETERS = 50_000_000
 HEADS, HEAD_DIM = 4, 16
 _MIN_LAYERS, _MAX_LAYERS = 3, 8
-_NOISE = 0.05  # standard deviation of the noise on every weight, so that no weight is zero
+_NOISE = 0.05  # standard deviation of the noise added to every weight, so that no weight is zero
 
-#: Upper limits of widths, by key of transformers' configs.
+#: Upper limits for widths. Keys are config keys in transformers.
 _WIDTHS: dict[str, int] = {
     name: number
     for number, names in {
@@ -52,7 +52,7 @@ _COUNTS: dict[str, int] = {
     for name in names.split()
 }
 
-#: Config keys of a scan's expansion, number of heads and head width.
+#: Config keys of a scan: expansion, number of heads and head width.
 _SCAN_KEYS = (
     ("mamba_expand", "mamba_n_heads", "mamba_d_head"),
     ("mamba_expand", "n_mamba_heads", "mamba_headdim"),
@@ -68,14 +68,14 @@ def small_model(
     num_layers: int = _MIN_LAYERS,
     needs_head: bool = True,
 ) -> PreTrainedModel:
-    """Return a scaled-down copy of the model of ``config``, in fp32 on the CPU, with random weights.
+    """Return a scaled-down copy of the model that ``config`` describes, in fp32 on the CPU, with random weights.
 
     Args:
         config: Configuration of the original model.
         attn_implementation: Attention implementation of transformers, or "auto".
-        seed: Seed of the weights.
-        num_layers: Minimum number of layers, if the original model has that many.
-        needs_head: Whether the copy must have a head. False allows a text part without a causal language model class.
+        seed: Random seed for the weights.
+        num_layers: Minimum number of layers, or all layers if the original model has fewer.
+        needs_head: Whether the copy must have a head. If False, a text part without a causal language model is allowed.
 
     Raises:
         UnsupportedModelError: No small copy can be built and run.
@@ -99,7 +99,7 @@ def small_model(
 
 
 def build(config: PretrainedConfig, attn_implementation: str, seed: int, *, needs_head: bool = True) -> PreTrainedModel:
-    """Build the model of a small config in fp32 on the CPU, with seeded weights; see `small_model`."""
+    """Build the model of a small config in fp32 on the CPU, with seeded random weights. See `small_model`."""
     from transformers import AutoModel, AutoModelForCausalLM
 
     has_head = needs_head or type(config) in AutoModelForCausalLM._model_mapping
@@ -127,7 +127,7 @@ def _shrunken_configs(config: PretrainedConfig, num_layers: int) -> Iterator[Pre
         try:
             _shrink(values, config, num_layers, keeps_head_dim=keeps_head_dim, keeps_widths=keeps_widths)
             yield type(config).from_dict(values)
-        except Exception:  # the model family rejects this config; the next one is closer to the original
+        except Exception:  # the model family rejects this config; the next config is closer to the original
             continue
 
 
@@ -159,13 +159,13 @@ def _shrink(
         _fit_scan_width(values, hidden_key)
     for name, value in list(values.items()):
         if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
-            values[name] = 0.0  # dropout would differ between the compared programs
+            values[name] = 0.0  # with dropout, the compared programs would give different results
         elif name.endswith("_token_id") and value is not None:
             values[name] = _limit_token(value)
 
 
 def _shrink_depth(values: dict[str, Any], key: str, num_layers: int) -> None:
-    """Keep the first layers: enough to include every type of layer in the config's per-layer lists."""
+    """Keep the first layers. Keep enough of them to include every type of layer in the config's per-layer lists."""
     depth = int(values[key])
     lists = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == depth}
     kept = min(depth, num_layers)
@@ -183,7 +183,7 @@ def _shrink_depth(values: dict[str, Any], key: str, num_layers: int) -> None:
 
 
 def _fit_scan_width(values: dict[str, Any], hidden_key: str) -> None:
-    """Set a scan's head width so that the total width of the heads equals the expansion, as some families require."""
+    """Set a scan's head width. Some families require that all heads together are as wide as the expansion."""
     for expand, heads, width in _SCAN_KEYS:
         if all(isinstance(values.get(name), int) for name in (expand, heads)) and width in values:
             inner = values[expand] * values[hidden_key]
@@ -206,16 +206,16 @@ def _limit_token(value: Any) -> Any:
     return value if value < VOCABULARY else 0
 
 
-_NUM_DOCUMENTS, _SHORTEST, _LONGEST = 80, 12, 100  # number of documents, and their minimum and maximum words
+_NUM_DOCUMENTS, _SHORTEST, _LONGEST = 80, 12, 100  # number of documents, and minimum and maximum words in each
 
 
 @dataclass(frozen=True, slots=True)
 class SmallModel:
-    """Paths and facts of a small model, its tokenizer, and text to train on.
+    """Paths and facts about a small model, its tokenizer, and a text to train on.
 
     Attributes:
         folder: Folder of the model.
-        text: File of JSON lines.
+        text: JSON lines file with documents.
         family: ``model_type`` of the config.
     """
 
@@ -228,7 +228,7 @@ class SmallModel:
 
 
 def _default_config() -> PretrainedConfig:
-    """Return the config of a small Llama, the default for small models."""
+    """Return the config of a small Llama. It is the default for small models."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -244,7 +244,7 @@ def _default_config() -> PretrainedConfig:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Disable transformers' progress bars within the context."""
+    """Disable transformers' progress bars in the context."""
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()
@@ -259,10 +259,10 @@ def no_progress_bars() -> Iterator[None]:
 def write_small_model(
     config: PretrainedConfig | None, folder: Path, *, attn_implementation: str, seed: int
 ) -> SmallModel:
-    """Write a scaled-down copy of a model with random weights, a tokenizer, and text.
+    """Write a scaled-down copy of a model, with random weights, a tokenizer and a text.
 
     Args:
-        config: Config of the original model. None for a small Llama.
+        config: Config of the original model, or None for a small Llama.
 
     Raises:
         UnsupportedModelError: No small copy can be built and run.
@@ -278,7 +278,7 @@ def write_small_model(
 
 
 def _write_tokenizer(folder: Path) -> Path:
-    """Write a tokenizer whose words spell the token ids, to a folder without ``config.json``."""
+    """Write a tokenizer whose words spell the token ids. The folder has no ``config.json``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder.mkdir()
