@@ -164,7 +164,7 @@ CASES: dict[str, tuple[Spoil, int, tuple[str, ...]]] = {
     "encoder only": (lambda w: (w.model / "config.json").write_text('{"model_type": "vit"}'), 2, ("not supported",)),
     "more positions than learned": (lambda w: (w.model / "config.json").write_text(GPT2), 2, ("data.max_length = 32, but this model has 16 positions", "at most 16")),
     "no weights": (lambda w: (w.model / "model.safetensors").unlink(), 2, ("has no weights",)),
-    "pickle only": (lambda w: (w.model / "model.safetensors").rename(w.model / "pytorch_model.bin"), 2, ("pickle files only", "Convert them")),
+    "pickle only": (lambda w: (w.model / "model.safetensors").rename(w.model / "pytorch_model.bin"), 2, ("only pickle files", "Convert them")),
     "cut off weights": (lambda w: (w.model / "model.safetensors").write_bytes((w.model / "model.safetensors").read_bytes()[:-1000]), 2, ("but its header describes", "copy or download it again")),
     "empty weights": (lambda w: (w.model / "model.safetensors").write_bytes(b""), 2, ("is not a safetensors file",)),
     "missing tensor": (lambda w: w.weights(lambda t: t.pop("model.norm.weight")), 2, ("1 tensors of LlamaForCausalLM are missing: model.norm.weight",)),

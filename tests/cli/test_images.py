@@ -62,7 +62,7 @@ def test_check_plan_and_preview_know_images(run: SavedRun, folder: Path) -> None
     assert checked.exit_code == 0, checked.output
     assert "3 rows, 3 documents" in checked.stdout
     said = " ".join(checked.stdout.split())
-    assert "data.packing is off" in said and "rows with images have special positions and masks" in said
+    assert "data.packing, on by default, is off" in said and "rows with images have special positions and masks" in said
     assert "kept as they are" not in said, "the tower is streamed"
     planned = call(run, "plan", **given)
     assert planned.exit_code == 0, planned.output

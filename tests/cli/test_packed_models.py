@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from processes.saved_run import SavedRun, make_run
 
-OFF = "data.packing is off"
+OFF = "data.packing, on by default, is off"
 SCAN: dict[str, Any] = {"model_type": "falcon_mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
 #: This model makes its masks without positions, whatever its attention could do with them.
 ATTENTION: dict[str, Any] = {

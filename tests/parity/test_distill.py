@@ -251,7 +251,7 @@ def test_wrong_scores_are_refused_in_words(tiny_model: Path, scores: Path, tmp_p
     kind = json.loads((scores / "scores.json").read_text())
     (damaged / "scores.json").write_text(json.dumps(kind))
     part = next((scores / "parquet").iterdir())
-    refused(r"Only 0 of \d+ rows are scored yet", given=damaged)
+    refused(r"Only 0 of \d+ rows have been scored", given=damaged)
     (damaged / "parquet" / part.name).write_bytes(part.read_bytes()[:-100])
     refused("this part of the scores cannot be read.*Delete it", given=damaged)
     (damaged / "parquet" / part.name).write_bytes(part.read_bytes())

@@ -22,7 +22,7 @@ from oracles.runners import layer_runner
 SEED = 3
 #: Families that Hugging Face runs on text alone, and the engine does not.
 REFUSED = {
-    "t5gemma2": r"uses model\.encoder.* for a text without images",
+    "t5gemma2": r"uses model\.encoder.* for text without images",
 }
 
 

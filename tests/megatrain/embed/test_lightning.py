@@ -384,7 +384,7 @@ def test_two_norms_and_a_cached_optimizer_are_refused(tmp_path: Path) -> None:
     model = net(cached)
     with small_store(tmp_path / "two") as store:
         trainer(tmp_path, store).fit(model, data())
-        refused(tmp_path, store, "make a new one", model)
+        refused(tmp_path, store, "Create a new one there", model)
 
 
 def test_without_lightning_the_extra_is_named() -> None:

@@ -214,9 +214,9 @@ def test_a_view_that_outlives_its_weights_is_refused(store: TieredStore) -> None
 
     module = nn.Sequential(Leaks(8, 8), nn.Linear(8, 8))
     megatrain.offload(module, store, weights="nvme")
-    with pytest.raises(WeightInUseError, match="keeps a view of the weights"):
+    with pytest.raises(WeightInUseError, match="a view of the weights"):
         module(x())
-    with pytest.raises(WeightInUseError, match="keeps a view"), megatrain.gathered(module[1]):
+    with pytest.raises(WeightInUseError, match="a view of the weights"), megatrain.gathered(module[1]):
         kept = module[1].weight.detach()
     assert kept.shape == (8, 8)
 
@@ -334,7 +334,7 @@ def test_copies_and_pickles_are_refused(store: TieredStore) -> None:
 def test_conversions_are_refused_and_moves_ignored(store: TieredStore) -> None:
     module = megatrain.offload(make(), store)
     for spoil in (module.half, module.bfloat16, module.double, lambda: module.to(torch.float16), module[1].half):
-        with pytest.raises(OffloadError, match="convert it before"):
+        with pytest.raises(OffloadError, match="Convert it before"):
             spoil()
     assert all(buffer.dtype in (torch.float32, torch.int64) for buffer in module.buffers())
     assert module.to("cpu") is module.cpu() is module.float() is module.to(torch.float32) is module

@@ -225,7 +225,7 @@ def test_mismatched_state_is_refused_without_loss(tmp_path: Path) -> None:
         steps_after = dict(optimizer.steps)
         for state, kind, message in (
             ({**good, "param_groups": []}, ValueError, "groups of"),
-            (without("tiered", blocks="other"), ValueError, "other parameters or another kind"),
+            (without("tiered", blocks="other"), ValueError, "different parameters or a different kind"),
             (without("tiered", format=99), ValueError, "newer version"),
             (without("tiered", generation=77), GenerationError, "keep_generations"),
             (without("tiered", mark="of another run"), GenerationError, "of a different run"),

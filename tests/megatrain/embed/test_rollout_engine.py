@@ -150,5 +150,5 @@ def test_the_example_runs(tmp_path: Path) -> None:
 
 
 def test_unsupported_rollout_engine_is_refused() -> None:
-    with pytest.raises(OffloadError, match=r"install trl>=1.16"):
+    with pytest.raises(OffloadError, match=r"Install trl>=1.16"):
         follow(SimpleNamespace(mode="server"), torch.nn.Linear(1, 1), SimpleNamespace())  # type: ignore[arg-type]

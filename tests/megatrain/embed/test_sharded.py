@@ -145,7 +145,7 @@ REFUSED = {
     "gradients": "offload_gradients=True with a sharded parameter",
     "whole": "TieredAdafactor needs whole matrices",
     "matrix": "TieredMuon needs whole matrices",
-    "partial": "a term of a sum, which cannot be trained",
+    "partial": "one term of a sum, which cannot be trained",
     "checkpoint": 'Create the optimizer with checkpoint="tensors"',
     "gradient": "has the placements (Replicate(),), the parameter (Shard(dim=0),)",
     "rank": "this state names a generation of rank {other} of 2, but this is rank {own} of 2",

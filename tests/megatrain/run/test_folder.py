@@ -208,7 +208,7 @@ def test_the_writer_follows_a_run(tmp_path: Path) -> None:
         writer.on_message("full")
         assert (status().state, status().message, status().step) == ("paused", "full", 1)
         is_paused = False
-        writer.on_message("there is room again")
+        writer.on_message("space is free again")
         assert status().state == "training"
         writer.say("exporting", "nearly done")
         assert (status().state, status().message) == ("exporting", "nearly done")
