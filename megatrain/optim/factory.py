@@ -164,8 +164,9 @@ def check_groups(table: OptimizerConfig, trained: Iterable[TensorEntry]) -> None
         for glob in group.params:
             if not any(fnmatchcase(name, glob) for name in names):
                 near = difflib.get_close_matches(glob.replace("*", ""), names, n=1, cutoff=0.0)
-                shown = f' The most similar parameter of this model is "{near[0]}"' if near else ""
-                raise ParameterGroupError(f'{key}.params: "{glob}" matches no trained parameter.{shown}')
+                shown = f'; the most similar one is "{near[0]}"' if near else ""
+                text = f'{key}.params: "{glob}" matches no trained parameter. Write a pattern that matches one{shown}'
+                raise ParameterGroupError(text)
         own = {name for name in left if group.matches(name)}
         left -= own
         if not own:

@@ -64,7 +64,7 @@ def test_remarks_about_rows_to_evaluate_on(run: SavedRun) -> None:
     notes = [each["text"] for each in of_training if each["severity"] == "note"]
     assert [each["text"] for each in of_eval] == [f"held: {text}" for text in notes]
     assert "3 rows without a trained token (first: " in notes[0] and "line 1)" in notes[0]
-    assert "the text of 17 rows holds <|endoftext|>" in notes[1] and len(notes) == 2
+    assert "the text of 17 rows contains <|endoftext|>" in notes[1] and len(notes) == 2
 
 
 def test_rows_longer_than_learned_positions(run: SavedRun) -> None:

@@ -55,7 +55,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...], int, str]] = {
         0,
         "optimizer.state_dtype has no effect",
     ),
-    "no teacher": ("run", ("task=distill",), 2, "Create them with megatrain-tier score TEACHER.toml"),
+    "no teacher": ("run", ("task=distill",), 2, "Make them with megatrain-tier score TEACHER.toml"),
     "scores that are not there": ("run", ("task=distill", "distill.scores=nowhere"), 2, "there are no scores in"),
     "a teacher of random weights": ("score", ("model.train_from_scratch=true", "task=sft"), 2, "meaningless"),
     "adapters scored": ("score", (*LORA, "task=sft"), 2, "a model with separate adapters cannot be scored"),
@@ -64,7 +64,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...], int, str]] = {
         "run",
         (*LORA, "model.model_name_or_path=gptq"),
         2,
-        "quantized (gptq), which is not read here",
+        "quantized (gptq), which is not supported",
     ),
     "a quantized model trained whole": ("run", ("model.model_name_or_path=gptq",), 2, "use the original model"),
     "samples beyond all positions": (

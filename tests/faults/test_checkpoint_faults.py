@@ -191,7 +191,7 @@ def test_a_full_drive_pauses_the_run(
     before_save(3, fill, room_was_found=room_was_found)
     result = on_drive.run(**KEEP_ALL)
     assert result.exit_code == 0, result.output
-    assert "paused, nothing is lost" in result.stdout and "by itself" in result.stdout
+    assert "paused, nothing is lost" in result.stdout and "automatically" in result.stdout
     assert on_drive.weights() == on_drive.weights("without_faults")
     assert on_drive.steps() == [1, 2, 3, 4]
 

@@ -182,7 +182,7 @@ def test_another_model_is_refused(run: SavedRun, tmp_path: Path) -> None:
 def test_foreign_folder_is_not_changed(run: SavedRun, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.tex").write_text("precious")
-    with pytest.raises(ExportError, match="is not empty"):
+    with pytest.raises(ExportError, match="is neither empty nor"):
         export_checkpoint(run.out, tmp_path / "out")
     assert (tmp_path / "out/thesis.tex").read_text() == "precious"
 

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 # The class of transformers, which opens here without the video part, and so without torchvision.
-from megatrain.data.images import _open as open_processor
+from megatrain.data.images import _open_processor as open_processor
 from pairs.configs import ROWS_PER_STEP
 from pairs.factors import PREFERENCES, Row
 from pairs.places import LENGTH, Place

@@ -240,7 +240,7 @@ def test_wrong_scores_are_refused_in_words(tiny_model: Path, scores: Path, tmp_p
     refused("there are no scores in", given=tmp_path / "nowhere")
     refused(r"They may be in .*scores", given=scores.parent)
     refused("distill.top_k = 9, but the scores in .* have 8 per position", "distill.top_k=9")
-    refused("made at 2", "distill.temperature=1.0")
+    refused("have temperature 2", "distill.temperature=1.0")
     refused("label_smoothing_factor", "training.label_smoothing_factor=0.1")
     refused("distill.scores has no effect", 'task="sft"')
     (tmp_path / "other.jsonl").write_text(json.dumps({"text": "Another row, which has no scores."}) + "\n")

@@ -282,7 +282,7 @@ def test_interrupted_scoring_resumes_and_ignores_partial_files(
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ("score.top_k=5000", "score.top_k = 5000, but the model has"),
+        ("score.top_k=5000", "score.top_k = 5000 exceeds the model's vocabulary"),
         ("lora.r=4", "a model with separate adapters cannot be scored"),
         ("score.formats=[]", "is empty"),
         ('score.formats="csv"', "score.formats"),

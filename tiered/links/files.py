@@ -406,7 +406,7 @@ _DEAD = "The drive or its connection is failing: read the kernel's log (dmesg) a
 _ADVICE = {
     errno.ENOSPC: "Free space on that drive",
     errno.EDQUOT: "Free space there, or raise the quota",
-    errno.EROFS: "The file system became read-only, usually after a drive error: read the kernel's log (dmesg), "
+    errno.EROFS: "The file system became read-only, usually after the drive has failed: read the kernel's log (dmesg), "
     "repair the file system and mount it again",
     errno.EIO: _DEAD,
     errno.ENXIO: _DEAD,

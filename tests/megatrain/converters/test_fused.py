@@ -10,7 +10,7 @@ from megatrain.converters.fused import find_fused
 from megatrain.converters.spec import build_graph
 from megatrain.optim.fused import FusedMatrix
 from megatrain.optim.table import OptimizerConfig
-from megatrain.tasks.advice import _fused
+from megatrain.tasks.advice import _fused_warning
 from oracles.families import tiny_config
 
 LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
@@ -50,13 +50,13 @@ def test_fused_matrices_of_a_family(family: str) -> None:
     assert by_end == {end: {fused} for end, fused in expected.items()}
     names = {entry.name for layout in graph.layouts.values() for entry in layout.entries}
     assert found.keys() <= names
-    assert not [*_fused(graph, OptimizerConfig(optim="muon"))]
+    assert not [*_fused_warning(graph, OptimizerConfig(optim="muon"))]
 
 
 def test_an_unknown_way_is_a_warning_that_names_muon_exclude() -> None:
     graph = build_graph(tiny_config("zamba2"))
     _, unknown = find_fused(graph)
     assert unknown and all(".in_proj." in name for name in unknown)
-    (text,) = _fused(graph, OptimizerConfig(optim="muon"))
+    (text,) = _fused_warning(graph, OptimizerConfig(optim="muon"))
     assert unknown[0] in text and 'optimizer.muon_exclude = ["*.in_proj*"]' in text
-    assert not [*_fused(graph, OptimizerConfig(optim="muon", muon_exclude=("*.in_proj*",)))]
+    assert not [*_fused_warning(graph, OptimizerConfig(optim="muon", muon_exclude=("*.in_proj*",)))]

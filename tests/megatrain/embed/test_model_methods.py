@@ -379,7 +379,7 @@ def test_unsupported_modules_are_refused(store: TieredStore) -> None:
         (lambda: megatrain.offload(make().half(), store), "model.to"),
         (lambda: megatrain.offload(make().double(), store), "float64"),
         (lambda: megatrain.offload(make(), store, weights="tape"), "tape"),
-        (lambda: megatrain.offload(shared_memory(), store), "same memory"),
+        (lambda: megatrain.offload(shared_memory(), store), "share memory"),
         (lambda: megatrain.offload(whole_numbers(), store), "leave="),
     ):
         with pytest.raises(ValueError, match=message):

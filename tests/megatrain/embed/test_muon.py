@@ -107,7 +107,11 @@ def test_invalid_settings_are_refused(tmp_path: Path) -> None:
     with megatrain.open_store(ram="16MiB") as store:
         for number, (params, options, text) in enumerate(
             [
-                (module.named_parameters(), {}, r"parameter 0.bias of this group has the shape \(16,\): put it into a"),
+                (
+                    module.named_parameters(),
+                    {},
+                    r"parameter 0.bias of this group has the shape \(16,\)\. Put it into a",
+                ),
                 (module.parameters(), {}, r"parameter number 1 of this group has the shape \(16,\)"),
                 ([module[0].weight], {"momentum": 1.0}, "momentum=1.0"),
                 ([module[0].weight], {"ns_steps": 100}, "ns_steps=100"),

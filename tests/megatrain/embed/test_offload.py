@@ -131,7 +131,7 @@ def test_any_ram_size_works_or_is_refused_at_once(tmp_path: Path) -> None:
                 told = error
             if told is not None:
                 refused += 1
-                assert told.tier in ("ram", "nvme") and "Give" in str(told), str(told)
+                assert told.tier in ("ram", "nvme") and "Increase" in str(told), str(told)
             else:
                 worked += 1
                 for x in inputs(2):

@@ -153,7 +153,7 @@ def test_arguments_in_the_wrong_place() -> None:
     with megatrain.open_store(ram="8MiB") as store:
         with pytest.raises(TypeError, match=r"offload takes a torch\.nn\.Module, not 5"):
             megatrain.offload(5, store)  # type: ignore[type-var]
-        with pytest.raises(TypeError, match=r"not the module Linear: give model\.parameters\(\)"):
+        with pytest.raises(TypeError, match=r"not the module Linear. Pass model\.parameters\(\)"):
             megatrain.TieredAdamW(module, store=store)
         with pytest.raises(TypeError, match="TieredAdamW takes the store that"):
             megatrain.TieredAdamW(module.parameters(), store="8MiB")  # type: ignore[arg-type]

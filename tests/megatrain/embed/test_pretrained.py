@@ -58,6 +58,6 @@ def test_unloadable_folders_are_refused(folder: Path, tmp_path: Path) -> None:
             megatrain.load_pretrained(folder, store, dtype="bfloat17")
         assert not list(store.blocks())
     with megatrain.open_store(ram="64KiB") as store:
-        with pytest.raises(CapacityError, match="Give"):
+        with pytest.raises(CapacityError, match="Increase"):
             megatrain.load_pretrained(folder, store)
         assert not list(store.blocks())

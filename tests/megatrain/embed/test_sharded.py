@@ -147,7 +147,7 @@ REFUSED = {
     "matrix": "TieredMuon needs whole matrices",
     "partial": "one term of a sum, which cannot be trained",
     "checkpoint": 'Create the optimizer with checkpoint="tensors"',
-    "gradient": "has the placements (Replicate(),), the parameter (Shard(dim=0),)",
+    "gradient": "has the placements (Replicate(),), but the parameter has (Shard(dim=0),)",
     "rank": "this state names a generation of rank {other} of 2, but this is rank {own} of 2",
     "world": "this state names a generation of rank 0 of 4, but this is rank {own} of 2",
     "replaced": "Create the optimizer afterwards",

@@ -48,7 +48,9 @@ def test_determinism_setting_is_unchanged_if_not_needed(device: torch.device, en
 
 def test_operation_without_a_deterministic_kernel_is_named_with_a_remedy() -> None:
     with (
-        pytest.raises(UnsupportedModelError, match=r"Model .* put_cpu_ has no kernel .* full_determinism = false"),
+        pytest.raises(
+            UnsupportedModelError, match=r"Model .* put_cpu_ has no deterministic kernel .* full_determinism = false"
+        ),
         deterministic_kernels(CUDA, "Model"),
     ):
         raise RuntimeError("put_cpu_ does not have a deterministic implementation, but you set ...")

@@ -121,8 +121,8 @@ def test_the_workspace_of_flash_attention_is_counted(tmp_path: Path) -> None:
             least = LENGTH * 16 * 128 * 4
             assert backward and least < min(nbytes for _, nbytes in backward) < 5 * least
     narrow = planned(tmp_path, "h200-1.5tb", rows=1, model_table=table.format("auto"), head_dim=80)
-    assert narrow.run.flash == "FA2" and "heads of 80 " in narrow.traced.flash_note
-    with pytest.raises(UnsupportedModelError, match="heads of 80 "):
+    assert narrow.run.flash == "FA2" and "head widths 80 and 80" in narrow.traced.flash_note
+    with pytest.raises(UnsupportedModelError, match="head widths 80 and 80"):
         planned(tmp_path, "h200-1.5tb", rows=1, model_table=table.format("FA3"), head_dim=80)
 
 

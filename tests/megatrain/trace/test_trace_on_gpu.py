@@ -307,7 +307,7 @@ def test_size_is_not_chosen_if_no_layer_was_traced(
     """Failed layers are planned without any compute, so there would be no space for any of them."""
     text = config_text(tmp_path, write_tiny_model(tmp_path / "model"), device="cuda", gpu=size, nvme=0)
     (tmp_path / "run.toml").write_text(text)
-    inside, silu = CountingMode.inside, torch.nn.functional.silu
+    inside, silu = CountingMode.within_unit, torch.nn.functional.silu
     names: list[str] = []
 
     def noting(counts: CountingMode, name: str) -> Any:
@@ -319,7 +319,7 @@ def test_size_is_not_chosen_if_no_layer_was_traced(
             raise RuntimeError("no such kernel for fake tensors")
         return silu(hidden, *args, **options)
 
-    monkeypatch.setattr(CountingMode, "inside", noting)
+    monkeypatch.setattr(CountingMode, "within_unit", noting)
     monkeypatch.setattr(torch.nn.functional, "silu", failing)
     done = CliRunner().invoke(command_group, ["plan", str(tmp_path / "run.toml"), "--json"])
     assert done.exit_code == 0, done.output
