@@ -29,7 +29,7 @@ from tiered.units import PAGE_BYTES, round_up
 
 _Count = Literal["auto"] | int
 _ALL_LAYERS = 1 << 20  # more layers than any model has
-#: Weights are gathered at most this number of visits ahead, and only into memory that is otherwise free.
+#: Weights are gathered at most this many visits ahead, and only into memory that is otherwise free.
 MOST_GATHERS_AHEAD = 3
 
 
@@ -39,8 +39,8 @@ class Attempts:
 
     Attributes:
         run: The model's run, or a copy with a different gradient dtype, tiers or order of micro-batches.
-        profile: Measured rates. They decide which blocks have their home in GPU memory.
-        capacities: Bytes by tier. They override the capacities of the run.
+        profile: Measured rates, which decide the blocks whose home is GPU memory.
+        capacities: Capacities in bytes, by tier. They override the run's capacities.
         most_ahead: Maximum number of visits that a multi-process run gathers weights ahead.
         passes_parts: Whether to process the vocabulary one part at a time if possible. None lets the planner choose.
     """
@@ -53,24 +53,24 @@ class Attempts:
     passes_parts: bool | None = None
 
     def first_that_fits(self) -> KeptGraphs | Shortfall:
-        """Place and return the first program that fits, else the smallest shortfall of the tier that failed last."""
+        """Return the first program that fits, placed. If none fits, return a shortfall of the tier that failed last."""
         found: list[Shortfall] = []
         for program in self.programs():
             placed = self.place(program)
             if not isinstance(placed, Shortfall):
                 return self._gather_further_ahead(placed)
             found.append(placed)
-        # Later programs need less memory, except that the two ways to process the vocabulary have no fixed order.
+        # Later programs need less memory, except that the two ways to process the vocabulary are in no fixed order.
         return min((each for each in found if each.tier == found[-1].tier), key=lambda each: each.need_bytes)
 
     def programs(self) -> Iterator[StepProgram]:
-        """Yield candidate programs, from the one that hides the most latency to the one that needs the least memory."""
+        """Yield candidate programs. The first hides the most latency, and the last needs the least memory."""
         for overlaps_device in self._overlap_choices():
             for gathers_ahead in self._gathers_ahead():
                 yield from self._vocabulary_variants(self._builder(overlaps_device, gathers_ahead))
 
     def place(self, program: StepProgram) -> KeptGraphs | Shortfall:
-        """Place a program and choose its graphs to keep. If a tier is too small, return the shortfall."""
+        """Place a program and choose the graphs that it keeps. Return a shortfall if a tier is too small."""
         run, model = self.run, self.model
         readers = buffer_bytes(model.in_place.values(), model.graph.dtype)
         budgets = with_folder(self._budgets(program), program, readers)
@@ -81,20 +81,20 @@ class Attempts:
         return keeper.solve(*_layers_kept(run))
 
     def _overlap_choices(self) -> tuple[bool, ...]:
-        """Return the choices for updating a layer during the next one, which holds one more layer's gradients."""
+        """Return whether to try updating a layer during the next layer, which needs one more layer's gradients."""
         must_be = self.model.compute_tier == "ram" or self.run.optimizer.defers_updates
         return (True,) if must_be else (True, False)
 
     def _gathers_ahead(self) -> tuple[int, ...]:
-        """Return how many visits ahead to try gathering weights; 1 needs a second full copy of the largest layer."""
+        """Return the numbers of visits ahead to try for gathers. 1 needs a second full copy of the largest layer."""
         is_possible = self.most_ahead and not self.run.world.is_single and self.run.advanced.prefetch_bytes != 0
         return (1, 0) if is_possible else (0,)
 
     def _gather_further_ahead(self, placed: KeptGraphs) -> KeptGraphs:
-        """Return the step that gathers weights as far ahead as allowed, if no block has to change its home for it.
+        """Gather weights as far ahead as allowed, if no block's home has to change. Return the resulting step.
 
-        Gathering further ahead hides a gather that takes longer than computing one layer. It must not delay copies
-        of other blocks, so the largest working set must fit into memory twice.
+        This hides gathers that take longer than computing one layer. Gathers must not delay copies of other blocks, so
+        the largest working set must fit in memory twice.
         """
         program, tier = placed.program, self.model.compute_tier
         if self.most_ahead < 2 or not program.sharding.gathers_ahead:
@@ -109,9 +109,9 @@ class Attempts:
         return found if fits_twice and placement.traffic_bytes == placed.placement.traffic_bytes else placed
 
     def _vocabulary_variants(self, builder: ProgramBuilder) -> Iterator[StepProgram]:
-        """Yield the programs that hold the whole vocabulary or process it one part at a time, the cheaper one first."""
+        """Yield programs that hold the whole vocabulary or process it one part at a time, the cheaper program first."""
         run, graph, trace = self.run, self.model.graph, self.model.trace
-        # A loss that compares rows reads the logits of all rows before the head recomputes any, so it keeps none.
+        # A loss that compares rows needs all rows' logits before the head recomputes any, so the head keeps no logits.
         keeps_parts = not run.objective.loss.compares_rows
         held = sharing_gradients(builder.build())
         keeping_all = _keeping_parts(held, trace.head_parts if keeps_parts else 1)
@@ -129,7 +129,7 @@ class Attempts:
             yield passing
             return
         waiting = peak_bytes(waiting_rows(graph, trace, passing, run.num_together))
-        # The factor 2 accounts for the logits that the head recomputes if it processes one part at a time.
+        # The factor 2 accounts for the logits that a head recomputes if it processes one part at a time.
         yield from (passing, held) if 2 * waiting < spared_bytes(graph, passing) else (held, passing)
 
     def _builder(self, overlaps_device: bool, gathers_ahead: int) -> ProgramBuilder:
@@ -152,7 +152,7 @@ class Attempts:
         )
 
     def _budgets(self, program: StepProgram) -> dict[str, TierBudget]:
-        """Return the tier budgets of a program, including its workspace."""
+        """Return the budgets of a program's tiers, including its workspace."""
         run, model = self.run, self.model
         workspace = step_workspace_bytes(model.graph, model.trace, program, run.num_together, run.traced_on)
         budgets = with_workspace(tier_budgets(run, workspace), teacher_bytes(run), model.compute_tier)
@@ -163,7 +163,7 @@ class Attempts:
         return budgets
 
     def _update_workspace_bytes(self) -> dict[str, int]:
-        """Return the scratch bytes of updates by tier, if the optimizer reports any."""
+        """Return the scratch bytes of updates by tier, if the optimizer needs any."""
         model, optimizer = self.model, self.model.optimizer
         layouts = [layout for layout in model.graph.layouts.values() if layout.trainable]
         if isinstance(optimizer, MatrixOptimizer) and model.compute_tier != "ram":
@@ -177,10 +177,10 @@ class Attempts:
 
 
 def _layers_kept(run: RunSpec) -> tuple[_Count, _Count]:
-    """Return how many of the last layers keep graphs, and how many save results, as configured.
+    """Return the configured numbers of last layers that keep graphs and that save results.
 
-    Compiled layers save no results. With several processes, layers keep no graphs, because a full copy of a weight
-    has no home tier that could hold it until the backward.
+    Compiled layers save no results. With several processes, layers keep no graphs, because a weight's full copy has no
+    home tier that could hold it until the backward.
     """
     choice, count = run.recompute, run.recompute.num_layers or _ALL_LAYERS
     of_graphs: dict[str, _Count] = {"auto": "auto", "full": 0, "selective": 0, "none": count}
@@ -190,12 +190,12 @@ def _layers_kept(run: RunSpec) -> tuple[_Count, _Count]:
 
 
 def _keeping_parts(program: StepProgram, count: int) -> StepProgram:
-    """Return the program whose head keeps the logits of ``count`` parts of the vocabulary."""
+    """Return the program with a head that keeps the logits of ``count`` parts of the vocabulary."""
     return replace(program, recompute=replace(program.recompute, kept_parts=count))
 
 
 def logit_parts_in_workspace(trace: VisitTrace) -> int:
-    """Return how many vocabulary parts can keep their logits in the workspace that the layers need anyway."""
+    """Return how many vocabulary parts can keep their logits in workspace that the layers need in any case."""
     if trace.head_parts == 1:
         return 1
     trunk = (visit for visit in trace.visits if not visit.is_head)
@@ -205,7 +205,7 @@ def logit_parts_in_workspace(trace: VisitTrace) -> int:
 
 
 def _fits_entirely(budget: TierBudget, program: StepProgram) -> bool:
-    """Return whether all blocks of a step and the workspace fit into a tier."""
+    """Return whether all blocks of a step fit in a tier in addition to the workspace."""
     blocks = sum(budget.slot_bytes(block.nbytes) for block in program.blocks.values())
     return blocks + budget.workspace_bytes <= budget.capacity_bytes
 

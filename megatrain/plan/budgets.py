@@ -1,4 +1,4 @@
-"""Parts of the tiers of a run that blocks cannot use: workspaces, buffers, and the rules for homes in GPU memory."""
+"""Parts of a run's tiers that blocks cannot use (workspaces, buffers), and the rules for homes in GPU memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatrain.plan.plan import RunSpec
 from megatrain.plan.residents import Residency
 from tiered.units import PAGE_BYTES, round_up
 
-#: Name of the read-only tier over the model's folder.
+#: Name of the read-only tier that contains the model's folder.
 FOLDER = "folder"
 
 
 def with_folder(budgets: Mapping[str, TierBudget], program: StepProgram, reader_bytes: int) -> dict[str, TierBudget]:
-    """Add the model's folder as a tier after RAM if some blocks can have their home in it.
+    """Add the model's folder as a tier after RAM, if it can be the home of some blocks.
 
     Args:
         reader_bytes: RAM for the buffers of the folder's readers.
@@ -40,12 +40,12 @@ def with_folder(budgets: Mapping[str, TierBudget], program: StepProgram, reader_
 
 
 def teacher_bytes(run: RunSpec) -> int:
-    """Return the bytes of the teacher's scores that the loss reads for the tokens of a step."""
+    """Return the bytes of the teacher's scores that the loss reads in one step."""
     return run.batch.num_tokens * run.objective.loss.token_nbytes
 
 
 def with_workspace(budgets: Mapping[str, TierBudget], nbytes: int, compute_tier: str) -> dict[str, TierBudget]:
-    """Add ``nbytes`` of workspace to RAM, and also to the compute tier, which gets a copy of the same data."""
+    """Add ``nbytes`` of workspace to RAM, and to a separate compute tier, which gets a copy of the same data."""
     found = dict(budgets)
     for tier in dict.fromkeys(("ram", compute_tier)):
         found[tier] = replace(found[tier], workspace_bytes=found[tier].workspace_bytes + round_up(nbytes, PAGE_BYTES))
@@ -55,17 +55,17 @@ def with_workspace(budgets: Mapping[str, TierBudget], nbytes: int, compute_tier:
 def with_residents(
     budgets: Mapping[str, TierBudget], run: RunSpec, program: StepProgram, profile: MachineProfile | None
 ) -> dict[str, TierBudget]:
-    """Return the budgets with the rules for homes in GPU memory, and the RAM needed to load weights.
+    """Return the budgets with the rules for homes in GPU memory, and with the RAM needed to load weights.
 
     Args:
-        profile: Rates of this machine if its GPU computes. Without rates, the planner orders homes by bytes.
+        profile: Rates of this machine if its GPU computes. Without rates, the planner ranks homes by bytes.
     """
     budgets = {**budgets, "ram": replace(budgets["ram"], filling_bytes=filling_bytes(program))}
     if program.compute_tier == "ram":
         return budgets
     kinds = set(run.placement.residents)
     if not program.updates.in_compute_tier:
-        kinds.discard("optimizer")  # updates outside GPU memory read the state
+        kinds.discard("optimizer")  # updates outside of GPU memory read the state
     gpu = profile.gpu if profile is not None else None
     rate = profile.adamw_params_per_s.get(_master(program)) if profile is not None else None
     residency = Residency(frozenset(kinds))
@@ -80,14 +80,14 @@ def with_residents(
 
 
 def _master(program: StepProgram) -> str:
-    """Return the dtype name of the weights, which is the key of the update rates."""
+    """Return the name of the weights' dtype, which is the key of the update rates."""
     dtype = next(block.dtype for block in program.blocks.values() if block.kind == "weights" and not block.num_packed)
     return str(dtype).removeprefix("torch.")
 
 
 def filling_bytes(program: StepProgram) -> int:
-    """Return the RAM needed to load or save the weights of the largest layout, with their fp32 master."""
-    most, elements = 0, Counter[str]()  # elements by whole, because an export gathers all parts and shards
+    """Return the RAM needed to load or save the largest layout's weights together with their fp32 masters."""
+    most, elements = 0, Counter[str]()  # elements by whole layout, because an export gathers all parts and shards
     for block in program.blocks.values():
         if block.kind == "weights":
             elements[block.whole] += block.num_elements * program.sharding.shards.size

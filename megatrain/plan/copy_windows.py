@@ -14,7 +14,7 @@ _NEVER = -(1 << 40)
 
 @dataclass(slots=True)
 class TickCopies:
-    """The copies of one tick in a tier: key -> bytes of its slot.
+    """The copies of one tick in a tier: slot bytes by key.
 
     Attributes:
         held: Copies held for the whole tick, or staying until a later tick.
@@ -26,10 +26,10 @@ class TickCopies:
 
 
 class CopyWindows:
-    """Counter of the buffers that a number of consecutive ticks needs, wrapping into the next step.
+    """Counts the buffers that consecutive ticks need, where the last tick is followed by the next step's first tick.
 
-    All held copies exist at the same time. The count includes one passing group per tick, so that the next group can
-    arrive while the previous group is in use.
+    All held copies exist at the same time. One passing group per tick also counts, so that the next group can arrive
+    while the previous group is in use.
     """
 
     def __init__(self, copies: Sequence[TickCopies]) -> None:
@@ -50,7 +50,7 @@ class CopyWindows:
                 for size, count in Counter(group.values()).items():
                     in_group[size] = max(in_group[size], count)
         ticks, before, kind_of_use = np.array(uses, dtype=np.int64).reshape(-1, 3).T
-        # Append a second step: its first uses follow the last uses of the first step.
+        # Append a second step, whose first uses follow the last uses of the first step.
         afresh = np.array([last[key] for key in keys], dtype=np.int64)
         again = np.where(before == _NEVER, afresh, before + self._num_ticks)
         self._ticks = np.concatenate([ticks, ticks + self._num_ticks])
@@ -59,8 +59,8 @@ class CopyWindows:
         self._in_group, self._kind_of = in_group, kinds
 
     def counts(self, num_ticks: int) -> dict[int, NDArray[np.int64]]:
-        """Return size -> number of buffers that ``num_ticks`` ticks need, for every first tick."""
-        # Count a copy once per window: at its first use, in the windows that begin after its previous use.
+        """Return the number of buffers that ``num_ticks`` ticks need, by size and first tick."""
+        # Count a copy once per window, at its first use. The window must begin after the copy's previous use.
         first = np.maximum(np.maximum(self._before + 1, self._ticks - num_ticks + 1), 0)
         stop = np.minimum(self._ticks + 1, self._num_ticks)
         counted = first < stop
@@ -75,5 +75,5 @@ class CopyWindows:
         return found
 
     def most(self, num_ticks: int) -> dict[int, int]:
-        """Return size -> the largest number of buffers that any ``num_ticks`` consecutive ticks need."""
+        """Return the largest number of buffers that any ``num_ticks`` consecutive ticks need, by size."""
         return {size: int(counts.max()) for size, counts in self.counts(num_ticks).items()}

@@ -1,7 +1,7 @@
-"""Compute and host seconds of a step on a machine, from rates that doctor measured or that are labeled as assumed.
+"""Compute and host seconds of a step on a machine, from rates that are measured by doctor or marked as assumed.
 
-A GPU computes while the host launches later kernels, so the slower of the two determines the time of a step. Without
-a GPU, the two times add up.
+While a GPU computes, the host launches later kernels, so the slower of the two determines the time of a step. Without a
+GPU, the two times add up.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from megatrain.engine.work import Work
 from megatrain.machine.profiles import MachineProfile
 
-#: Attention rate as a share of the matrix-product rate, assumed if not measured. On an H100, flash attention reaches
-#: 0.55 in the forward and 0.4 in a deterministic backward. CPU kernels reach 0.4 to 0.7.
+#: Attention rate as a fraction of the matmul rate, assumed if not measured. On an H100, flash attention reaches 0.55 in
+#: the forward and 0.4 in a deterministic backward. CPU kernels reach 0.4 to 0.7.
 _ATTENTION_SHARE = 0.5
 #: Kernel launches per second of one thread, assumed if not measured. The value is from a server CPU with 2 cores.
 _LAUNCHES_PER_S = 25_000.0
-#: A GPU launch costs this many CPU launches, because of streams, the allocator and torch's CUDA dispatch. A lease (with
-#: its share of an update's launches) and a transfer cost these numbers of launches. All three numbers are from host
-#: seconds of steps without kernels (docs/null_gpu.md).
+#: Cost of a GPU launch in CPU launches: it is higher because of streams, the allocator and torch's CUDA dispatch. The
+#: other numbers are the cost of a lease (with its share of an update's launches) and of a transfer, in launches. All
+#: three are from host seconds of steps without kernels (docs/null_gpu.md).
 _LAUNCH_FOR_GPU, _LAUNCHES_PER_LEASE, _LAUNCHES_PER_TRANSFER = 1.05, 1.4, 8.0
 
 
@@ -28,10 +28,10 @@ class DeviceCosts:
     """Rates and costs of computing on one device.
 
     Attributes:
-        product_flops_per_s: Rate of large matrix products.
-        attention_flops_per_s: Rate of fused attention, counting only computed pairs of tokens.
-        moved_bytes_per_s: Bytes that all other operators read and write per second.
-        seconds_per_launch: Host time of a launch, including the Python code around it.
+        product_flops_per_s: Rate of large matmuls.
+        attention_flops_per_s: Rate of fused attention. Only computed pairs of tokens count.
+        moved_bytes_per_s: Bytes per second that all other operators read and write.
+        seconds_per_launch: Host time of a launch, including the surrounding Python code.
         seconds_per_lease: Host time of a lease, including its share of the update launches.
         seconds_per_transfer: Host time to start and end a transfer over the bus, without the lease.
         assumed: Descriptions of the rates that were not measured.
@@ -47,7 +47,7 @@ class DeviceCosts:
 
     @classmethod
     def of(cls, machine: MachineProfile, device: str, dtype: str) -> DeviceCosts | None:
-        """Return the costs on a machine, or None if the rate of products is unknown.
+        """Return the costs on a machine, or None if its matmul rate is unknown.
 
         Args:
             device: ``cpu`` or ``cuda``.
@@ -72,7 +72,7 @@ class DeviceCosts:
         )
 
     def computing_s(self, work: Work) -> float:
-        """Return the compute seconds of the device."""
+        """Return the device's compute seconds."""
         return (
             work.product_flops / self.product_flops_per_s
             + (work.attention_flops - work.skipped_flops) / self.attention_flops_per_s
@@ -81,7 +81,7 @@ class DeviceCosts:
 
 
 def _assumed(machine: MachineProfile, device: str, key: str) -> Iterator[str]:
-    """Yield a description of each rate that is assumed because the machine's profile lacks it."""
+    """Yield a description of each rate that is assumed because the machine's profile does not contain it."""
     if key not in machine.attention_flops_per_s:
         yield f"attention at {_ATTENTION_SHARE:.0%} of the rate of products"
     if key not in machine.elementwise_bytes_per_s:

@@ -1,4 +1,4 @@
-"""Estimate of a step and of a run: busy seconds of processors, links and drives, and bytes written to drives."""
+"""Estimates for a step and a run: busy seconds of processors, links and drives, and bytes written to drives."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from megatrain.trace.counting import is_counted
 def nvme_seconds(read_bytes: float, written_bytes: float, drive: DriveProfile) -> float:
     """Return how long one drive is busy with reads and writes.
 
-    Simultaneous reads and writes share the mixed rate. The remaining reads or writes run at their own rate. A drive
-    that slows down under long writes cannot exceed its sustained rate.
+    Simultaneous reads and writes share the mixed rate. The remaining reads or writes run at their own rate. If a drive
+    slows down under long writes, its sustained rate is the limit.
     """
     both = min(read_bytes, written_bytes)
     seconds = 2 * both / drive.mixed_bytes_per_s
@@ -46,7 +46,7 @@ def nvme_seconds(read_bytes: float, written_bytes: float, drive: DriveProfile) -
 
 
 def nvme_written_bytes(traffic: Mapping[str, int]) -> int:
-    """Return the bytes written to drives."""
+    """Return the total bytes written to drives."""
     return sum(nbytes for link, nbytes in traffic.items() if link.endswith("->nvme"))
 
 
@@ -54,8 +54,8 @@ def _slowest_drive_s(moved: Iterable[tuple[str, float, float]], drives: Mapping[
     """Return the seconds of the busiest drive, or None if a drive was not measured.
 
     Args:
-        moved: Tuples of drive key, bytes read and bytes written. Paths on one file system have the same key.
-        drives: Rates of drives by key.
+        moved: Tuples of drive key, bytes read and bytes written. Paths on the same file system have the same key.
+        drives: Rates of drives, by key.
     """
     by_drive: dict[str, tuple[float, float]] = {}
     for key, read, written in moved:
@@ -84,14 +84,14 @@ _UNCOUNTED = (
 _PROCESSORS = ("compute", "host", "optimizer", "gpu optimizer")
 _ADAMW_BYTES = 12  # bytes of master, m and v in the kernels that doctor times
 _ADAMW_TOUCHED = 28  # these kernels read the 12 bytes and an fp32 gradient, and write back the 12 bytes
-_SUM_NBYTES = 8  # per gradient element and micro-batch: a matrix product reads and writes the fp32 sum
+_SUM_NBYTES = 8  # per gradient element and micro-batch: a matmul reads and writes the fp32 sum
 
 
 def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estimate:
     """Return the estimate for a step of a plan on this machine.
 
-    The compute time comes from timed steps if the plan has them, and otherwise from the step's work at the machine's
-    rates (``DeviceCosts``).
+    If the plan has timed steps, they provide the compute time. Otherwise it is the step's work at the machine's rates
+    (``DeviceCosts``).
     """
     written = split(nvme_written_bytes(plan.traffic), shape)
     run = None
@@ -126,7 +126,7 @@ def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estima
 
 
 def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> Iterator[Occasion]:
-    """Yield the traffic of a run at its start, at its first checkpoint and at its end."""
+    """Yield the drive traffic of a run at its start, at its first checkpoint and at its end."""
     run, homes = plan.run, plan.placement.homes
     durable = [block for block in plan.program.blocks.values() if block.kind in DURABLE_KINDS]
     on_drives = sum(block.nbytes for block in durable if homes[block.key] == "nvme")
@@ -166,8 +166,9 @@ def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> 
 def flops_per_token(plan: Plan) -> float:
     """Return the FLOPs of a step per token, including recomputed layers.
 
-    Work that causal attention kernels skip and experts that a token does not use are not counted. If the trace has no
-    counts, the result is ``8 N`` for N parameters, minus ``2 N`` for the parameters of layers that are not recomputed.
+    The count excludes work that causal attention kernels skip, and experts that a token does not use. Without counts in
+    the trace, the result is ``8 N`` for N parameters, minus ``2 N`` for the parameters of layers that are not
+    recomputed.
     """
     if is_counted(plan.trace):
         return sum(work.computed_flops for work in _visits_work(plan).values()) / plan.trace.num_tokens
@@ -176,7 +177,7 @@ def flops_per_token(plan: Plan) -> float:
 
 
 def tick_flops(plan: Plan) -> list[float]:
-    """Return the FLOPs per token of every tick of the program, 0 for updates. They add up to ``flops_per_token``."""
+    """Return the FLOPs per token of each tick of the program, 0 for updates. Their sum is ``flops_per_token``."""
     ticks, blocks = plan.program.ticks, plan.program.blocks
     counted = _visits_work(plan) if is_counted(plan.trace) else None
     same = Counter((tick.phase, tick.visit) for tick in ticks)
@@ -189,7 +190,7 @@ def tick_flops(plan: Plan) -> list[float]:
             again = 0 if tick.visit in plan.program.recompute.kept_graphs else _RECOMPUTE_FLOPS
             factor = {"forward": _FORWARD_FLOPS, "head": _HEAD_FLOPS, "backward": again + _BACKWARD_FLOPS}[tick.phase]
             flops = factor * sum(blocks[key].num_values for key, _ in tick.uses if blocks[key].kind == "weights")
-        # If micro-batches run one at a time, each of them has separate ticks.
+        # If micro-batches run one at a time, each micro-batch has separate ticks.
         found.append(flops / same[tick.phase, tick.visit])
     total = sum(found)
     return [flops * flops_per_token(plan) / total if total else 0.0 for flops in found]
@@ -204,7 +205,7 @@ def work_of_phases(plan: Plan) -> dict[Phase, Work]:
 
 
 def _visits_work(plan: Plan) -> dict[tuple[Phase, int], Work]:
-    """Return the work of the traced micro-batch by phase and visit. The first head visit has the work of the head."""
+    """Return the traced micro-batch's work by phase and visit. The first head visit has the work of the whole head."""
     trace, program = plan.trace, plan.program
     found: dict[tuple[Phase, int], Work] = {}
     for number, visit in enumerate(trace.visits):
@@ -222,9 +223,9 @@ def _visits_work(plan: Plan) -> dict[tuple[Phase, int], Work]:
 
 
 def _sums_of_phases(plan: Plan) -> dict[Phase, Work]:
-    """Return the memory traffic of adding a micro-batch's gradients to their sums on a GPU, by phase.
+    """Return the memory traffic for adding a micro-batch's gradients to their sums on a GPU, by phase.
 
-    On a CPU, the measured rate of matrix products already includes this traffic.
+    On a CPU, the measured matmul rate already includes this traffic.
     """
     found: dict[Phase, Work] = {}
     for visit in plan.trace.visits if plan.device.type == "cuda" else ():
@@ -250,7 +251,7 @@ def matrix_flops(plan: Plan) -> dict[int, int]:
 
 
 def _touched_bytes(plan: Plan, updates: Iterable[Tick]) -> int:
-    """Return the bytes that these updates read and write."""
+    """Return the bytes that updates read and write."""
     blocks = plan.program.blocks
     return sum(blocks[key].nbytes * (2 if mode == "rw" else 1) for tick in updates for key, mode in tick.uses)
 
@@ -272,7 +273,7 @@ class _Costs:
             self._phases = {phase: work + sums.get(phase, NO_WORK) for phase, work in work_of_phases(plan).items()}
 
     def seconds(self) -> tuple[dict[str, float], tuple[str, ...]]:
-        """Return resource -> busy seconds of a step, and the used resources that were not measured."""
+        """Return the busy seconds of a step by resource, and the used resources that were not measured."""
         found = {
             "compute": self.computing_s(),
             "host": self._launching_s + self._leasing_s + self._transfers_s(),
@@ -299,10 +300,10 @@ class _Costs:
         return busy, max(sequential, key=seconds.__getitem__)
 
     def crossing_tokens(self, seconds: Mapping[str, float]) -> float | None:
-        """Return T*, the tokens above which computing takes longer than the slowest link and than a GPU's host.
+        """Return T*: the number of tokens above which computing takes longer than the slowest link and a GPU's host.
 
-        Activation bytes and kernel launches grow with the tokens, because micro-batches keep their length. All other
-        bytes and launches are constant.
+        Micro-batches keep their length, so activation bytes and kernel launches grow with the tokens. All other bytes
+        and launches are constant.
         """
         tokens, optimizer = self.shape.tokens_per_step, seconds.get("optimizer", 0.0)
         on_gpu = seconds.get("gpu optimizer", 0.0)
@@ -312,13 +313,13 @@ class _Costs:
             fixed["host"] = self._leasing_s + self._transfers_s(self._has_constant_size)
         else:  # a CPU launches, computes and leases sequentially
             per_token, optimizer = per_token + self._launching_s / tokens, optimizer + self._leasing_s
-        # If micro-batches run one at a time, only one of them hides updates, whatever the number of tokens.
+        # If micro-batches run one at a time, only one of them hides updates, regardless of the number of tokens.
         hiding_s = self._hiding_share * seconds.get("compute", 0.0)
         hiding_per_token, hiding_s = (hiding_s / tokens, 0.0) if self._runs_together else (0.0, hiding_s)
         crossing = 0.0
         for link, fixed_s in fixed.items():
             moved_per_token = (seconds.get(link, 0.0) - (fixed_s or 0.0)) / tokens
-            # Computing takes longer than the link as soon as either of the two terms of ``_busy_s`` does.
+            # Computing takes longer than the link as soon as either term of ``_busy_s`` does.
             terms = [(per_token, optimizer)]
             if self._on_gpu:
                 terms = [(per_token, 0.0), (per_token - hiding_per_token, optimizer - hiding_s)]
@@ -335,7 +336,7 @@ class _Costs:
         return crossing
 
     def _busy_s(self, compute: float, optimizer: float) -> float:
-        """Return the busy seconds of the processors. CPU times add up; a GPU computes layers during host updates."""
+        """Return the processors' busy seconds. CPU times add up, but a GPU computes layers during host updates."""
         if not self._on_gpu:
             return compute + optimizer
         hiding = compute * self._hiding_share
@@ -343,14 +344,15 @@ class _Costs:
 
     @property
     def _runs_together(self) -> bool:
-        """Whether all micro-batches of a step pass a layer before the next one."""
+        """Whether all micro-batches of a step pass through a layer before the next layer."""
         return self._plan.run.batch.order == "layer"
 
     @cached_property
     def _hiding_share(self) -> float:
-        """The share of compute time that overlaps host updates: one phase of the micro-batches that run together.
+        """The share of compute time that overlaps with host updates: one phase of the micro-batches that run together.
 
-        Updates that wait for the global norm overlap the forward of the next step. Other updates overlap the backward.
+        Updates that wait for the global norm overlap with the forward of the next step. Other updates overlap with the
+        backward.
         """
         phase: Phase = "forward" if self._plan.program.updates.are_deferred else "backward"
         num_apart = 1 if self._runs_together else max(1, len(self._plan.run.own_micro_batches))
@@ -362,7 +364,7 @@ class _Costs:
         return share / num_apart
 
     def _timed_s(self, *, updates: bool) -> float:
-        """Return the measured seconds of all update ticks if ``updates`` is True, else of the rest of a step."""
+        """Return the measured seconds of a step's updates if ``updates`` is True, else of the rest of the step."""
         plan = self._plan
         assert plan.ticks is not None
         timed = zip(plan.program.ticks, plan.ticks.seconds, strict=True)
@@ -370,7 +372,7 @@ class _Costs:
         return seconds if updates else seconds + plan.ticks.between_s
 
     def computing_s(self) -> float | None:
-        """Return the compute seconds. If only FLOPs are known, assume the rate of matrix products."""
+        """Return the compute seconds. If only FLOPs are known, the matmul rate is assumed."""
         if self._plan.ticks is not None:
             return self._timed_s(updates=False)
         if self._costs is None:
@@ -390,18 +392,18 @@ class _Costs:
 
     @property
     def _host_costs(self) -> DeviceCosts | None:
-        """Costs for the host's seconds; None if steps were timed or a rate is unknown."""
+        """Costs that determine the host's seconds. None if steps were timed or a rate is unknown."""
         return None if self._plan.ticks is not None or self._phases is None else self._costs
 
     @property
     def _launching_s(self) -> float:
-        """Host seconds to launch the kernels of all micro-batches."""
+        """Host seconds to launch all micro-batches' kernels."""
         costs = self._host_costs
         return 0.0 if costs is None else self._work.launches * self._num_micro_batches * costs.seconds_per_launch
 
     @property
     def _leasing_s(self) -> float:
-        """Host seconds for the leases of a step."""
+        """Host seconds for a step's leases."""
         costs = self._host_costs
         num_leases = sum(len(tick.uses) for tick in self._plan.program.ticks)
         return 0.0 if costs is None else num_leases * costs.seconds_per_lease
@@ -416,7 +418,7 @@ class _Costs:
         return 0.0 if costs is None else self._traffic.num_transfers("gpu", counts) * costs.seconds_per_transfer
 
     def _optimizer_s(self) -> float | None:
-        """Return the seconds of the update kernels; None for optimizers and formats that doctor does not measure."""
+        """Return the seconds of the update kernels, or None if doctor does not measure this optimizer or format."""
         if self._plan.ticks is not None:
             return self._timed_s(updates=True)
         plan, is_split = self._plan, self._plan.graph.dtype.itemsize == 2
@@ -435,7 +437,7 @@ class _Costs:
 
     @property
     def is_timed_optimizer(self) -> bool:
-        """Whether doctor times the kernel of this optimizer."""
+        """Whether doctor measures the kernel of this optimizer."""
         kinds = self._plan.optimizer.state_kinds(self._plan.graph.dtype.itemsize == 2)
         return type(self._plan.optimizer) is AdamW and bytes_per_parameter(kinds) == _ADAMW_BYTES
 
@@ -443,8 +445,8 @@ class _Costs:
     def _is_bound_by_ram(self) -> bool:
         """Whether memory bandwidth limits updates. False for bf16 or int8 moments and for custom optimizers.
 
-        On two cores, Lion, SGD and averages reach AdamW's bytes per second within 12 %. Updates of bf16 moments take
-        1.4 to 2.5 times as long as their bytes predict, and of int8 moments in blocks of 256 nine times as long.
+        On two cores, Lion, SGD and averages reach AdamW's bytes per second within 12 %. Updates take longer than their
+        bytes predict for bf16 moments (1.4 to 2.5 times) and for int8 moments in blocks of 256 (nine times).
         """
         optimizer = self._plan.optimizer
         inner = optimizer.inner if isinstance(optimizer, WeightAverage) else optimizer
@@ -452,15 +454,15 @@ class _Costs:
         return is_fp32 or isinstance(inner, Muon)
 
     def _products_s(self) -> float | None:
-        """Return the seconds of the orthogonalization, or None if the rate of its products is unknown."""
+        """Return the seconds of the orthogonalization, or None if its matmul rate is unknown."""
         flops = sum(matrix_flops(self._plan).values())
         rate = self._machine.matmul_flops_per_s.get(f"{self._plan.device.type}/bfloat16")
         return 0.0 if not flops else None if rate is None else flops / rate
 
     def _gpu_optimizer_s(self) -> float | None:
-        """Return the GPU seconds of updates: the bytes of updates in GPU memory at the GPU's rate.
+        """Return the GPU's seconds for updates in GPU memory, from their bytes and the GPU's rate.
 
-        The seconds include the GPU's orthogonalization for updates that otherwise run on the host.
+        The result includes the GPU's orthogonalization for updates that otherwise run on the host.
         """
         plan, gpu = self._plan, self._machine.gpu
         products = self._products_s() if self._on_gpu else 0.0
@@ -472,7 +474,7 @@ class _Costs:
         return _touched_bytes(plan, plan.device_updates) / rate + products
 
     def _links_s(self, traffic: Mapping[str, int]) -> dict[str, float | None]:
-        """Return the seconds of every link that moves bytes; None for a link that was not measured."""
+        """Return the seconds of each link that moves bytes, or None for a link that was not measured."""
         seconds: dict[str, float | None] = {}
         for name, budget in self._plan.budgets_by_tier.items():
             if not budget.is_addressable:
@@ -503,7 +505,7 @@ class _Costs:
         planned = self._plan.run.tiers.machine
         if planned is None:
             key = file_system_of(Path(self._plan.run.model.folder)).key
-        else:  # assume the first drive of the planned machine
+        else:  # assume the planned machine's first drive
             key = planned.drives[0].key if planned.drives else ""
         drive = self._machine.drives.get(key)
         return None if drive is None else nvme_seconds(read, 0, drive)
@@ -521,12 +523,12 @@ class _Costs:
         return Traffic(self._plan.program, placement.routes, placement.homes, placement.stays)
 
     def _has_constant_size(self, key: str) -> bool:
-        """Return whether a block's size is independent of the number of tokens."""
+        """Return whether a block's size does not depend on the number of tokens."""
         return self._plan.program.blocks[key].kind != "activations"
 
     @property
     def computing_note(self) -> str:
-        """The source of the compute time, with assumed rates."""
+        """Text with the source of the compute time and the assumed rates."""
         if self._plan.ticks is not None:
             return self._plan.ticks.note
         if self._phases is None or self._costs is None:
@@ -540,14 +542,14 @@ class _Costs:
 
     @property
     def computing_s_per_nvme_byte(self) -> float:
-        """Compute slowdown per moved byte: the mean over the paths, weighted by their shares of the bytes."""
+        """Compute slowdown per moved byte, as the mean over the paths weighted by their shares of the bytes."""
         shares = zip(self.shape.weights, self._drives.values(), strict=True)
         lost = sum(weight * (drive.computing_s_per_byte or 0.0) for weight, drive in shares if drive is not None)
         return lost / sum(self.shape.weights) if lost else 0.0
 
     @property
     def drives(self) -> Sequence[DriveProfile]:
-        """The profiles of the paths' drives that were measured."""
+        """Profiles of the paths' drives, as far as they were measured."""
         return [drive for drive in self._drives.values() if drive is not None]
 
     @property
@@ -584,7 +586,7 @@ def _notes(loaded: LoadedProfile, costs: _Costs, unmeasured: Sequence[str]) -> t
 
 
 def _striping(shape: StepShape) -> Sequence[str]:
-    """Return a note that the NVMe paths are assumed to be equally fast, if no rates are measured or configured."""
+    """Return a note that the NVMe paths are assumed to be equally fast, if no rates are known or configured."""
     if len(shape.paths) < 2 or shape.has_rates:
         return ()
     return (
@@ -598,15 +600,15 @@ def _days_ago(days: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunLength:
-    """Length and traffic of a whole run. Evaluations are not counted, and only ``saved_bytes`` counts saves.
+    """Length and traffic of a whole run. Evaluations are not counted. Only ``saved_bytes`` counts saves.
 
     Attributes:
-        num_steps: Steps, or None if only the data determines them.
-        num_tokens: Tokens; 0 if only the data determines them.
+        num_steps: Number of steps, or None if only the data determines it.
+        num_tokens: Number of tokens; 0 if only the data determines it.
         seconds: Seconds of all steps, or None if a rate was not measured.
         moved_bytes: Bytes by link, including the updates after the last step.
-        written_bytes: Bytes to all drives of ``[[tiers.nvme]]``.
-        share_of_limit: Written bytes as a share of the drives' write limits, or None if a drive has no limit.
+        written_bytes: Bytes written to all drives of ``[[tiers.nvme]]``.
+        share_of_limit: Written bytes as a fraction of the drives' write limits, or None if a drive has no limit.
         saved_bytes: Bytes that checkpoints write to ``output_dir``.
     """
 
@@ -628,8 +630,8 @@ def run_length(plan: Plan, num_steps: int | None, step_s: float | None) -> RunLe
     """Return the length and traffic of a whole run.
 
     Args:
-        num_steps: Number of steps according to the data, or None to use ``max_steps`` of the config.
-        step_s: Seconds of a step; None if a rate was not measured.
+        num_steps: Number of steps according to the data, or None to use the config's ``max_steps``.
+        step_s: Seconds of a step, or None if a rate was not measured.
     """
     if num_steps is None:
         num_steps = plan.run.max_steps

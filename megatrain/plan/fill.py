@@ -1,8 +1,8 @@
-"""Choice of the number of layers that save results if blocks move, so that a step is as short as possible.
+"""Chooses how many layers save results if blocks move, so that a step is as short as possible.
 
-If no block moves, results use memory that is otherwise free (kept.py). If blocks move, results either move
-themselves or displace blocks that then move. Results are added from the last layer backwards, in descending order of
-operations saved per byte, until a step gets no shorter (docs/decisions/0082-searches-for-room-stay-apart.md).
+If no block moves, results use memory that is otherwise free (kept.py). If blocks move, results move as well or displace
+blocks that then move. Results are added in descending order of operations saved per byte, from the last layer
+backwards, until steps get no shorter (docs/decisions/0082-searches-for-room-stay-apart.md).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from megatrain.engine.program import saving_results
 from megatrain.plan.kept import operations_per_byte, visits_with_results
 from megatrain.plan.plan import Plan
 
-#: The search resolves 1/24 of all results. Recomputing all results takes about a quarter of a step, so 1/24 of them is
-#: worth about a hundredth of a step.
+#: The search adds results in steps of 1/24 of all results. Recomputing all results takes about a quarter of a step, so
+#: 1/24 of them is worth about a hundredth of a step.
 _PARTS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class _Results:
-    """Results of a visit that may be saved.
+    """Results of a visit that can be saved.
 
     Attributes:
-        more_nbytes: Bytes per micro-batch, in addition to results of the same visit that come earlier in the order.
-        with_products: Whether to save results of products in addition to results of attention.
+        more_nbytes: Bytes per micro-batch, in addition to earlier entries for the same visit.
+        with_products: Whether to save results of matmuls in addition to results of attention.
     """
 
     visit: int
@@ -39,16 +39,16 @@ class _Results:
 def with_results(
     plan: Plan, placed: Callable[[Plan], Plan | None], seconds: Callable[[Plan], float], *, on_drives_bytes: int
 ) -> Plan:
-    """Return the plan whose number of layers that save results makes a step shortest, or ``plan`` if none helps.
+    """Return the plan with saved results whose step is shortest, or ``plan`` if saving results does not help.
 
-    The binary search first tries the largest number that fits. It assumes that each result saves as much time as the
-    previous one, until memory is full or a link is the bottleneck.
+    A binary search first tries the largest number of results that fits. It assumes that each result saves as much time
+    as the previous one, until memory is full or a link is the bottleneck.
 
     Args:
         plan: A step that moves blocks.
-        placed: Function that places and estimates a program; None if it does not fit or writes too much to drives.
+        placed: Function that places and estimates a program, or returns None if it does not fit or writes too much.
         seconds: Function that returns the seconds of a step.
-        on_drives_bytes: Bytes of results, or of blocks displaced by them, that may go to drives.
+        on_drives_bytes: Bytes of results, or of blocks displaced by results, that may go to drives.
     """
     order = _results_in_order(plan)
     room = _free_bytes(plan) + on_drives_bytes
@@ -56,7 +56,7 @@ def with_results(
     if not most:
         return plan
     best, best_s = plan, seconds(plan)
-    low, high, count = 0, most + 1, most  # best number so far, smallest number known as too large, next number to try
+    low, high, count = 0, most + 1, most  # best number so far, smallest number known as too large, next number
     while low < count < high:
         other = placed(_with_saved(plan, order[:count]))
         other_s = math.inf if other is None else seconds(other)
@@ -87,7 +87,7 @@ def _results_in_order(plan: Plan) -> Sequence[_Results]:
 
 
 def _free_bytes(plan: Plan) -> float:
-    """Return the free bytes for results; infinite with a read-only tier, because its blocks can be evicted."""
+    """Return the free bytes for results, or infinity with a read-only tier, because its blocks can be evicted."""
     placement, budgets = plan.placement, plan.budgets_by_tier
     if any(budget.is_read_only for budget in budgets.values()):
         return math.inf

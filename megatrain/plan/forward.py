@@ -1,7 +1,7 @@
-"""Plans of forward passes: weights are the only blocks, without gradients, state or saved activations.
+"""Plans of forward passes. Their only blocks are weights, without gradients, state or saved activations.
 
-Every pass reads the weights of each unit once for all of its micro-batches, so traffic does not depend on the tokens
-of a pass. Above T* tokens, computing hides the traffic (``Estimate.crossing_tokens``).
+Each pass reads every unit's weights once for all of the pass's micro-batches, so traffic does not depend on the number
+of tokens. Above T* tokens, computing hides the traffic (``Estimate.crossing_tokens``).
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ _COPIES = 3
 
 
 def forward_run(run: RunSpec) -> RunSpec:
-    """Return a run with a frozen model and without checkpoints, so that it needs no drives for them."""
+    """Return a run with a frozen model and without checkpoints, so that the run needs no drives for checkpoints."""
     checkpoint = replace(run.checkpoint, table=run.checkpoint.table.without_saves())
     return replace(run, model=replace(run.model, is_trained=False), checkpoint=checkpoint)
 
 
 def check_weights(run: RunSpec) -> None:
-    """Refuse to run a model with random weights. Such a model can only be planned.
+    """Raise an error for a model with random weights, because it can only be planned.
 
     Raises:
         ConfigError: ``model.train_from_scratch`` is set.
@@ -80,7 +80,7 @@ def check_weights(run: RunSpec) -> None:
 
 
 def score_bytes(run: RunSpec, top_k: int, width: int) -> int:
-    """Return the RAM for the scores of a pass until they are written.
+    """Return the RAM that a pass's scores need until they are written.
 
     Args:
         top_k: Number of scored vocabulary entries per token.
@@ -92,7 +92,7 @@ def score_bytes(run: RunSpec, top_k: int, width: int) -> int:
 def _traced_forward(
     run: RunSpec, graph: ModelGraph, trace: VisitTrace, *, padded: bool, packing_warning: str = ""
 ) -> TracedModel:
-    """Return a traced model without updates."""
+    """Return a traced model that is never updated."""
     in_place, encodings = find_frozen(run, graph)
     return TracedModel(
         run=run,
@@ -108,15 +108,15 @@ def _traced_forward(
 
 
 def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
-    """Plan passes that score the tokens of a model's rows.
+    """Plan passes that score the tokens of rows.
 
     Args:
         run: Result of ``forward_run``. Each of its steps is one pass.
-        top_k: Number of most likely vocabulary entries scored per token.
+        top_k: Number of most likely vocabulary entries to score per token.
         width: Size of each document's embedding; 0 without embeddings.
 
     Raises:
-        DoesNotFitError: A tier is too small; the error names a sufficient size.
+        DoesNotFitError: A tier is too small. The error contains a sufficient size.
         ModelFolderError: The model cannot be run.
         UnsupportedModelError: The model cannot be run.
     """
@@ -168,18 +168,18 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class GenerationPlan:
-    """A plan to continue prompts.
+    """A plan for continuing prompts.
 
     Attributes:
-        plan: Plan of the pass that generates one token for each prompt, with the KV cache in blocks.
-        first: Program of the first pass, which fills the cache.
+        plan: Plan of a pass that generates one token for each prompt, with the KV cache in blocks.
+        first: Program of the first pass, which fills the KV cache.
     """
 
     plan: Plan
     first: StepProgram
 
     def planned_bytes(self, num_passes: int) -> dict[str, int]:
-        """Return the bytes that each link moves in ``num_passes`` passes; the first one fills the cache."""
+        """Return the bytes that each link moves in ``num_passes`` passes. The first pass fills the KV cache."""
         placement = self.plan.placement
         moved = Counter(Traffic(self.first, placement.routes, placement.homes, {}).of_first_step())
         if num_passes > 1:
@@ -188,13 +188,13 @@ class GenerationPlan:
 
 
 def plan_generation(run: RunSpec) -> GenerationPlan:
-    """Plan the generation for the prompts of a batch, up to ``batch.max_length`` tokens including the new ones.
+    """Plan generation for a batch of prompts, with at most ``batch.max_length`` tokens including the new ones.
 
     Args:
         run: Result of ``forward_run``.
 
     Raises:
-        DoesNotFitError: A tier is too small; the error names a sufficient size.
+        DoesNotFitError: A tier is too small. The error contains a sufficient size.
         ModelFolderError: The model cannot be run.
         UnsupportedModelError: The model cannot be run.
     """
@@ -233,7 +233,7 @@ def _generation_programs(
     cache_nbytes: Mapping[int, int],
     num_micro_batches: int,
 ) -> tuple[StepProgram, StepProgram]:
-    """Return the programs of the pass that fills the cache, and of all later passes."""
+    """Return the program of the pass that fills the KV cache, and the program of all later passes."""
     first, others = (
         generation_program(weights, graph, trace, cache_nbytes, num_micro_batches=num_micro_batches, is_first=is_first)
         for is_first in (True, False)
@@ -242,7 +242,7 @@ def _generation_programs(
 
 
 def _generation_workspace_bytes(run: RunSpec, graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
-    """Return the workspace bytes of a generation pass in the compute tier."""
+    """Return a generation pass's workspace in the compute tier, in bytes."""
     vocab_size: int = graph.config.get_text_config().vocab_size
     logits = _COPIES_OF_LOGITS * 4 * run.batch.micro_batch_rows * vocab_size
     whole = round_up(whole_head_bytes(program, graph), PAGE_BYTES)
@@ -255,7 +255,7 @@ def with_prompts(run: RunSpec, rows: int, num_prompts: int, max_length: int) -> 
 
     Args:
         rows: Prompts of a micro-batch, at most ``num_prompts``.
-        num_prompts: Prompts per batch, which is rounded up to whole micro-batches.
+        num_prompts: Prompts per batch, rounded up to whole micro-batches.
         max_length: Tokens of a prompt and its completion.
     """
     num_rows = -(-num_prompts // rows) * rows
@@ -264,12 +264,12 @@ def with_prompts(run: RunSpec, rows: int, num_prompts: int, max_length: int) -> 
 
 
 def plan_averages(plan: Plan) -> Plan:
-    """Plan evaluation passes of a run that read its averaged weights from their homes.
+    """Plan evaluation passes that read a run's averaged weights from their homes.
 
     Averages are streamed in fp32 and rounded for each visit. The passes reuse the memory of gradients and activations.
 
     Raises:
-        DoesNotFitError: A tier is too small; the error names a sufficient size.
+        DoesNotFitError: A tier is too small. The error contains a sufficient size.
     """
     graph, trace = plan.graph, plan.trace
     program = reading_averages(evaluation_program(plan.program), graph, EMA.name)
@@ -290,10 +290,10 @@ def plan_averages(plan: Plan) -> Plan:
 
 
 def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) -> GenerationPlan:
-    """Plan to continue prompts between two steps of a run, with its weights at their homes.
+    """Plan to continue prompts between two steps of a run, with the run's weights at their homes.
 
-    The passes reuse the memory of gradients and activations. If not all prompts fit, fewer run together. This changes
-    no token, because the rows of a micro-batch stay the same.
+    The passes reuse the memory of gradients and activations. If not all prompts fit, fewer prompts run together. Tokens
+    do not depend on this, because a micro-batch keeps its rows.
 
     Args:
         plan: Plan of the training run.
@@ -301,7 +301,7 @@ def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) ->
         max_length: Tokens of the longest prompt and its completion.
 
     Raises:
-        DoesNotFitError: One micro-batch does not fit a tier; the error names a sufficient size.
+        DoesNotFitError: One micro-batch does not fit in a tier. The error contains a sufficient size.
         UnsupportedModelError: The model cannot generate with streamed weights.
     """
     graph, run = plan.graph, plan.run
@@ -329,7 +329,7 @@ def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) ->
 def _placed_samples(
     plan: Plan, run: RunSpec, trace: VisitTrace, cache_nbytes: Mapping[int, int]
 ) -> GenerationPlan | Shortfall:
-    """Return the plan for the prompts of ``run``, or the tier that is too small for them."""
+    """Return the plan for the prompts of ``run``, or the shortfall of a tier that is too small for them."""
     graph = plan.graph
     first, program = _generation_programs(plan.program, graph, trace, cache_nbytes, run.batch.num_micro_batches)
     workspace = dict.fromkeys(plan.budgets_by_tier, 0)

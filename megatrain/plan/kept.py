@@ -1,9 +1,9 @@
-"""Choice of the visits that keep their graphs, or save results, in the free memory of the compute tier.
+"""Chooses the visits that keep their graphs, or save results, in free memory of the compute tier.
 
-A kept graph avoids a second forward of its unit and the transfers of its inputs. It takes memory from the unit's
-forward to its backward, so the last visits come first, because their graphs live shortest
-(docs/decisions/0015-keep-graphs-where-memory-is-left.md). Saved results of attention or of all products take less
-memory than a graph and avoid most of the recompute. They are stored in blocks, like a unit's inputs
+A kept graph avoids a second forward of its unit and the transfers of the unit's inputs. It takes memory from the unit's
+forward to its backward. Graphs of the last visits live shortest, so the last visits come first
+(docs/decisions/0015-keep-graphs-where-memory-is-left.md). Saved results of attention or of all matmuls take less memory
+than a graph and avoid most of the recompute. They are stored in blocks, like a unit's inputs
 (docs/decisions/0027-saving-attention-alone.md, docs/decisions/0081-results-of-products.md).
 """
 
@@ -36,11 +36,11 @@ What = Literal["graphs", "results", "attention"]
 
 @dataclass(frozen=True)
 class KeptGraphs:
-    """A program with its kept graphs and saved results, and its placement.
+    """A placed program with its kept graphs and saved results.
 
     Attributes:
-        budgets: Tiers, with the kept graphs in the workspace of the compute tier.
-        nbytes: Bytes that the kept graphs add to the peak workspace, which may be less than the graphs take in total.
+        budgets: Budgets of the tiers. The compute tier's workspace includes the kept graphs.
+        nbytes: Bytes that the kept graphs add to the peak workspace. The graphs can take more in total.
     """
 
     program: StepProgram
@@ -50,7 +50,7 @@ class KeptGraphs:
 
 
 class GraphKeeper:
-    """Choice of the visits of one program that keep graphs, and of those that save results.
+    """Chooses the visits of a program that keep graphs, and the visits that save results.
 
     Args:
         program: A step that keeps no graphs.
@@ -74,16 +74,16 @@ class GraphKeeper:
         self._without_graphs = peak_bytes(self._in_visits)
 
     def solve(self, wanted: Literal["auto"] | int, results: Literal["auto"] | int = 0) -> KeptGraphs | Shortfall:
-        """Return the kept graphs and results with the placement, or the tier that is too small.
+        """Return the placement with its kept graphs and results, or a shortfall if a tier is too small.
 
-        The tier may be too small for the requested number, or for any choice.
+        The tier can be too small for the requested numbers, or for any choice.
 
         Args:
             wanted: ``auto`` keeps graphs of all last layers that fit, if the compute tier fetches nothing. A number
-                reserves memory for the graphs of this many layers before other blocks. A layer whose weights then
-                lose their home in the compute tier keeps no graph.
-            results: ``auto`` saves results of all last layers that fit and keep no graph, if no block moves. A
-                number saves results of products and attention of this many last layers, in any allowed home tier.
+                reserves memory for the graphs of this many last layers before other blocks. If this displaces a layer's
+                weights from the compute tier, the layer keeps no graph.
+            results: ``auto`` saves results of all last layers that fit and keep no graph, if no block moves. A number
+                saves results of matmuls and attention of this many last layers, in any allowed home tier.
         """
         saved = frozenset() if results == "auto" else self._last_with_results(results)
         visits = frozenset[int]() if wanted == "auto" else frozenset(self._last_candidates(wanted))
@@ -105,12 +105,12 @@ class GraphKeeper:
         return placement if isinstance(placement, Shortfall) else KeptGraphs(program, budgets, placement, nbytes)
 
     def _fill_free_memory(self, found: KeptGraphs, *, graphs: bool, results: bool) -> KeptGraphs:
-        """Keep graphs, or results, of all last visits that fit without a change of the placement.
+        """Keep graphs, or results, of all last visits that fit without changing the placement.
 
         The kind that saves more operations per byte comes first.
         """
         tier, placement = self._program.compute_tier, found.placement
-        # If blocks move, copies need the memory more. Without an exact trace, the size of graphs is unknown.
+        # If blocks move, copies need the memory more. If the trace is not exact, the size of graphs is unknown.
         is_known = self.trace.exact and not placement.working_bytes[tier]
         graphs &= is_known
         results &= is_known and not any(placement.traffic_bytes.values()) and tier in self._allowed["activations"]
@@ -122,16 +122,16 @@ class GraphKeeper:
         return left.kept()
 
     def with_graphs(self, nbytes: int) -> dict[str, TierBudget]:
-        """Return the budgets with ``nbytes`` for graphs added to the compute tier's workspace."""
+        """Return the budgets after adding ``nbytes`` for graphs to the compute tier's workspace."""
         tier = self._program.compute_tier
         budget = self._budgets[tier]
         return {**self._budgets, tier: replace(budget, workspace_bytes=budget.workspace_bytes + nbytes)}
 
     def candidates(self) -> list[int]:
-        """Return the visits whose graphs may be kept instead of a recompute.
+        """Return the visits whose graphs may be kept, which avoids a recompute.
 
-        A graph has views of the weights, so visits whose weights are decoded for each visit are excluded. If such a
-        visit reuses an input that an earlier visit saves, the earlier visit is also excluded.
+        A graph contains views of the weights, so visits that decode their weights are excluded. If such a visit reuses
+        an input that an earlier visit saves, the earlier visit is also excluded.
         """
         visits, are_run_again = self.trace.visits, self._recomputed_visits()
         left_out = {number for number in are_run_again if self._is_decoded(visits[number].unit)}
@@ -152,7 +152,7 @@ class GraphKeeper:
         above = ""
         for visit in reversed(visits) if num_layers else ():
             unit = self._graph.units[self.trace.visits[visit].unit]
-            if unit.is_layer or unit.layer not in ("", above):  # count consecutive visits of a layer once
+            if unit.is_layer or unit.layer not in ("", above):  # consecutive visits of a layer count once
                 num_layers -= 1
             if num_layers < 0:
                 return
@@ -163,7 +163,7 @@ class GraphKeeper:
         return visits_with_results(self.trace).intersection(self._last_visits(num_layers, self._recomputed_visits()))
 
     def nbytes(self, visits: Collection[int]) -> int:
-        """Return the bytes that the kept graphs of these visits add to the workspace."""
+        """Return the bytes that these visits' kept graphs add to the workspace."""
         graphs = kept_graphs(self.trace, self._program, visits, self._num_together)
         return round_up(peak_bytes([*self._in_visits, *graphs]) - self._without_graphs, PAGE_BYTES)
 
@@ -180,19 +180,19 @@ class GraphKeeper:
 
 
 class _FreeMemory:
-    """Allocation of the compute tier's free memory to kept graphs and saved results."""
+    """Distributes the compute tier's free memory to kept graphs and saved results."""
 
     def __init__(self, keeper: GraphKeeper, found: KeptGraphs, tier: str) -> None:
         self._keeper, self._found, self._tier = keeper, found, tier
         self._inputs = activations_of(found.program)
         self._kept: Mapping[What, frozenset[int]] = {
             "graphs": found.program.recompute.kept_graphs,
-            "results": frozenset(),  # in addition to the results that the given program saves
+            "results": frozenset(),  # in addition to results that the program already saves
             "attention": frozenset(),
         }
 
     def spend(self, what: What) -> None:
-        """Keep ``what`` of all last visits that fit. It replaces kinds that save less of a visit's recompute."""
+        """Keep ``what`` for all last visits that fit. It replaces kinds that save less of a visit's recompute."""
         if what == "graphs":
             visits = frozenset(self._keeper.candidates())
         else:
@@ -214,7 +214,7 @@ class _FreeMemory:
         return True
 
     def _added_bytes(self, kept: Mapping[What, frozenset[int]]) -> int:
-        """Return the additional bytes of the activation blocks."""
+        """Return the bytes that are added to activation blocks."""
         slot_bytes, blocks, visits = (
             self._found.budgets[self._tier].slot_bytes,
             self._found.program.blocks,
@@ -222,7 +222,7 @@ class _FreeMemory:
         )
         new_graphs = kept["graphs"] - self._found.program.recompute.kept_graphs
         dropped = [key for visit in new_graphs for key in self._inputs[visit]]
-        # One block of results for each block of the visit's first input.
+        # Each block of a visit's first input needs one block of results.
         added = sum(self._num_slots(visit) * slot_bytes(visits[visit].results.nbytes) for visit in kept["results"])
         added += sum(self._num_slots(visit) * slot_bytes(visits[visit].attention.nbytes) for visit in kept["attention"])
         return added - sum(slot_bytes(blocks[key].nbytes) for key in dropped)
@@ -252,7 +252,7 @@ class _FreeMemory:
 
 
 def visits_with_results(trace: VisitTrace, *, attention_alone: bool = False) -> frozenset[int]:
-    """Return the recomputed visits whose products, or attention alone, have results to save."""
+    """Return the recomputed visits that have results to save, of matmuls and attention or of attention alone."""
     return frozenset(
         number
         for number, visit in enumerate(trace.visits)
@@ -261,7 +261,7 @@ def visits_with_results(trace: VisitTrace, *, attention_alone: bool = False) -> 
 
 
 def operations_per_byte(trace: VisitTrace) -> dict[What, float]:
-    """Return the operations saved per byte by kind, without kinds that have no bytes."""
+    """Return the operations saved per byte, by kind. Kinds without bytes are omitted."""
     visits = [visit for visit in trace.visits if visit.is_recomputed]
     found: dict[What, tuple[int, int]] = {
         "graphs": (
@@ -275,28 +275,28 @@ def operations_per_byte(trace: VisitTrace) -> dict[What, float]:
 
 
 def _flops_and_bytes(results: Iterable[Savable]) -> tuple[int, int]:
-    """Return the total operations and bytes of results."""
+    """Return the total operations and total bytes of results."""
     found = list(results)
     return sum(each.work.computed_flops for each in found), sum(each.nbytes for each in found)
 
 
 def weights_stay(graph: ModelGraph, trace: VisitTrace, program: StepProgram, homes: Mapping[str, str]) -> bool:
-    """Return whether the weights of every kept graph are at home in the compute tier.
+    """Return whether the compute tier is the home of all weights that kept graphs use.
 
-    A graph has views of the weights' slots. Weights at home are neither moved nor written between a forward and its
-    backward, because all updates of a layout run before its first use in a step or after its last.
+    A graph contains views of the weights' slots. Weights at home do not move between a forward and its backward. They
+    are also not written, because all updates of a layout run before its first use in a step or after its last use.
     """
     return all(_are_at_home(graph, program, homes, trace.visits[visit].unit) for visit in program.recompute.kept_graphs)
 
 
 def _are_at_home(graph: ModelGraph, program: StepProgram, homes: Mapping[str, str], unit: int) -> bool:
-    """Return whether all weights of a unit are at home in the compute tier."""
+    """Return whether the compute tier is the home of all weights of a unit."""
     layouts = (graph.layouts[name] for name in layouts_of_unit(graph, unit))
     return all(homes[key] == program.compute_tier for layout in layouts for key in program.weight_keys(layout))
 
 
 def num_layers_kept(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> tuple[int, int]:
-    """Return the number of layers that keep all their graphs, and the number of layers that can keep graphs."""
+    """Return the number of layers that keep all their graphs, and the number of layers that could keep graphs."""
     layers: list[list[int]] = []  # visits by layer
     above = ""
     for number, visit in enumerate(trace.visits):

@@ -1,6 +1,6 @@
-"""Checks of a config against the machine: sizes that exceed it, paths that are not on a drive, missing mounts.
+"""Checks of a config against the machine: oversized tiers, paths that are not on a drive, missing mounts.
 
-A config that fails these checks can be planned, because the plan may be for another machine, but it cannot run here.
+A config that fails these checks cannot run here. It can be planned, because the plan may be for a different machine.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class BeyondMachineError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Objection:
-    """One reason against running a config on this machine.
+    """A reason against running a config on this machine.
 
     Attributes:
         key: Config key that causes the objection.
         text: The reason, as a sentence without a full stop.
-        kind: "size" (the config requests more than this machine has) and "place" (a path is not on the expected
-            drive, or no size can be chosen) prevent a run. "note" is only a warning.
+        kind: "size" (the config requests more than this machine has) and "place" (a path is not on the expected drive,
+            or no size can be chosen) prevent a run. "note" is only a warning.
     """
 
     key: str
@@ -56,11 +56,11 @@ class Objection:
 
 @dataclass(frozen=True, slots=True)
 class DrivePath:
-    """Path of one ``[[tiers.nvme]]`` entry, with the free and total bytes of its file system.
+    """Path of a ``[[tiers.nvme]]`` entry, with the free and total bytes of its file system.
 
     Attributes:
         key: Config key, for example ``tiers.nvme.0``.
-        file_system: File system that holds the path, or will hold it.
+        file_system: File system that contains the path, or will contain it.
     """
 
     key: str
@@ -71,7 +71,7 @@ class DrivePath:
 
     @property
     def size_bytes(self) -> int:
-        """The size in the config; 0 for "auto", which never exceeds the drive."""
+        """The configured size, or 0 for "auto", which never exceeds the drive."""
         return 0 if self.spec.size.is_auto else self.spec.size.resolve(self.total_bytes)
 
     @property
@@ -84,7 +84,7 @@ class DrivePath:
 
 
 def drive_paths(drives: Sequence[NvmeTierConfig]) -> list[DrivePath]:
-    """Look up the file system of each NVMe path, without creating or writing anything."""
+    """Return each NVMe path with its file system. Nothing is created or written."""
     found = []
     for number, drive in enumerate(drives):
         disk = file_systems.disk_usage(drive.path)
@@ -110,10 +110,10 @@ def refuse(objections: Sequence[Objection]) -> None:
 def find_objections(
     tiers: TierSpecs, device: torch.device, needs: Mapping[str, int] | None = None
 ) -> tuple[Objection, ...]:
-    """Compare the resources that a run needs with this machine. Return objections that prevent the run first.
+    """Compare the needs of a run with this machine. Return objections that prevent the run first.
 
     Args:
-        needs: Tier -> smallest capacity that the plan needs, or None without a plan.
+        needs: Smallest capacity that the plan needs, by tier, or None without a plan.
     """
     if tiers.machine is not None:
         return tuple(_compare_planned_machine(tiers, tiers.machine, device))
@@ -159,7 +159,7 @@ def _compare_planned_machine(tiers: TierSpecs, planned: PlannedMachine, device: 
 
 
 def _compare_ram(tiers: TierSpecs, needs: Mapping[str, int]) -> Iterator[Objection]:
-    """Compare the RAM tier, and the GPU tier that is emulated in RAM, with the RAM of this process."""
+    """Compare the RAM tier, and a GPU tier emulated in RAM, with the RAM available to this process."""
     sizes = {"tiers.ram.size": tiers.table.ram.size}
     names = ["ram"]
     if tiers.emulates_gpu:
@@ -181,7 +181,7 @@ def _compare_gpu(tiers: TierSpecs, device: torch.device, needs: Mapping[str, int
 
 
 def _compare_memory(sizes: Mapping[str, Size], need: int, total: int, free: int, has: str) -> Iterator[Objection]:
-    """Compare the total size of the tiers that share one memory with the size of that memory.
+    """Compare the total size of tiers in the same memory with the size of that memory.
 
     Args:
         sizes: Tier sizes by config key.
@@ -228,7 +228,7 @@ def _check_drive_sizes(paths: Sequence[DrivePath]) -> Iterator[Objection]:
 
 
 def _check_place(path: DrivePath, *, allows_tmpfs: bool) -> Iterator[Objection]:
-    """Check the kind of file system under a path, and whether it is the expected mount."""
+    """Check a path's kind of file system, and whether the path is on the expected mount."""
     key, shown, file_system = f"{path.key}.path", path.spec.path, path.file_system
     if file_system.nature == "memory" and not allows_tmpfs:
         text = f"{key}: {shown} is on {file_system.kind}, which {file_system.caution.partition(' ')[2]}, and are gone "
@@ -268,5 +268,5 @@ def _total_and_free(total: int, free: int) -> str:
 
 
 def _round_down(nbytes: int) -> str:
-    """Return a size in the notation of the config, rounded down."""
+    """Return a size in the config's notation, rounded down."""
     return f"{nbytes // GiB}GiB" if nbytes >= GiB else f"{max(1, nbytes // MiB)}MiB"

@@ -1,7 +1,7 @@
-"""Timing of a step's ticks on this machine: the engine runs steps of the real model with aliased blocks.
+"""Times a step's ticks on this machine. The engine runs steps of the real model with aliased blocks.
 
-All blocks share a limited memory (``SharedMemoryTier``), so a model larger than RAM can be measured. Kernels, shapes,
-leases and updates are real. Weights and tokens are random, and the learning rate is 0.
+All blocks share a limited amount of memory (``SharedMemoryTier``), so a model larger than RAM can be measured. Kernels,
+shapes, leases and updates are real. Weights and tokens are random, and the learning rate is 0.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tiered import Belady, TieredStore
 from tiered.ext import HostSlab, Slot, TierUsage, view_as
 from tiered.units import PAGE_BYTES, MiB, format_duration, format_size, round_up
 
-#: Far larger than the caches of a CPU, so that data leaves them before a step reads it again.
+#: Far more than a CPU's caches hold, so that data is evicted from the caches before a step reads it again.
 KIND_BYTES = 256 * MiB
 
-_LARGEST_WEIGHT = 0.03  # keeps activations from growing from layer to layer and from becoming denormal
+_LARGEST_WEIGHT = 0.03  # so that activations neither grow from layer to layer nor become denormal
 
 
 class _Ring(NamedTuple):
-    """Key of a list of slabs that the blocks of one kind, dtype and slot size alias round-robin."""
+    """Key of a list of slabs. The blocks with the same kind, dtype and slot size alias these slabs round-robin."""
 
     kind: str
     dtype: torch.dtype
@@ -47,15 +47,15 @@ class _Ring(NamedTuple):
 
 
 class SharedMemoryTier:
-    """RAM tier in which blocks of one kind and size alias a few slabs, limited by ``kind_bytes``.
+    """RAM tier in which blocks of the same kind and size alias a few slabs, limited by ``kind_bytes``.
 
-    If a kind fits, its blocks share no memory. Slabs are created as in ``RamTier``. Weights are small random numbers;
-    all other blocks start as zeros. Every lease is a view of existing memory, so a step takes as long as with homes
-    in RAM.
+    If all blocks of a kind fit in ``kind_bytes``, they share no memory. Slabs are created as in ``RamTier``. Weights
+    are small random numbers; all other blocks start as zeros. Every lease is a view of existing memory, so a step takes
+    as long as if all homes were in RAM.
 
     Args:
-        kind_bytes: Approximate bytes for the blocks of a kind, with at least one slab for each size. 0 means one slab
-            for each kind, as large as its largest block.
+        kind_bytes: Approximate limit for the blocks of one kind. Each size gets at least one slab. 0 means one slab per
+            kind, as large as the kind's largest block.
 
     Attributes:
         capacity_bytes: Bytes of all blocks without aliasing.
@@ -92,16 +92,16 @@ class SharedMemoryTier:
         return sum(slab.nbytes for slabs in self._slabs.values() for slab in slabs)
 
     def slot_bytes(self, nbytes: int) -> int:
-        """Return ``nbytes`` rounded up to a page."""
+        """Return ``nbytes`` rounded up to whole pages."""
         return round_up(nbytes, PAGE_BYTES)
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
-        """Return the slot of a block (resource: a uint8 tensor)."""
+        """Return the slot of a block. Its resource is a uint8 tensor."""
         self._used_bytes += self.slot_bytes(nbytes)
         return Slot(self.name, nbytes, self.slot_bytes(nbytes), self._places[name].tensor)
 
     def free(self, slot: Slot) -> None:
-        """Release the slot; its memory is freed when the tier closes."""
+        """Release the slot. Its memory is freed when the tier closes."""
         self._used_bytes -= slot.slot_bytes
         slot.resource = None
 
@@ -121,7 +121,7 @@ class SharedMemoryTier:
         return TierUsage(self.capacity_bytes, self._used_bytes, self._used_bytes)
 
     def close(self) -> None:
-        """Free the memory as soon as no view of it is left."""
+        """Free the memory as soon as no view of it exists."""
         self._places = {}
         slabs, self._slabs = self._slabs, {}
         for slab in (slab for ring in slabs.values() for slab in ring):
@@ -129,7 +129,7 @@ class SharedMemoryTier:
 
 
 def shared_bytes(blocks: Mapping[str, BlockPlan], kind_bytes: int) -> int:
-    """Return the bytes of the slabs of a tier for these blocks."""
+    """Return the bytes of all slabs that a tier for these blocks needs."""
     return sum(ring.slot_bytes * count for ring, count in _slab_counts(blocks, kind_bytes).items())
 
 
@@ -159,16 +159,16 @@ def _own_ring(block: BlockPlan) -> _Ring:
 
 def _make_slab(ring: _Ring) -> HostSlab:
     slab = HostSlab(ring.slot_bytes)
-    if ring.kind == "weights" and ring.slot_bytes and ring.dtype.is_floating_point:  # packed bytes stay zeros
+    if ring.kind == "weights" and ring.slot_bytes and ring.dtype.is_floating_point:  # packed blocks stay zero
         slab.tensor.view(ring.dtype).uniform_(-_LARGEST_WEIGHT, _LARGEST_WEIGHT)
     return slab
 
 
-#: Target seconds of timed steps, in whole steps of at least one micro-batch.
+#: Target duration of the timed steps. Whole steps of at least one micro-batch are run.
 BUDGET_S = 8.0
 #: Largest and smallest number of timed steps.
 MOST_STEPS, LEAST_STEPS = 7, 3
-#: A model whose single micro-batch computes longer than this, at the rate of matrix products, is not measured.
+#: If one micro-batch would compute longer than this at the matmul rate, the model is not measured.
 MOST_MICRO_BATCH_S = 60.0
 
 _MOST_STEPS_OF_A_RUN = 1000
@@ -177,7 +177,7 @@ MicroBatches = Sequence[Mapping[str, torch.Tensor]]
 
 
 class NotMeasurableError(Exception):
-    """The steps of a plan cannot be timed on this machine; the message states the reason."""
+    """The steps of a plan cannot be timed on this machine. The message contains the reason."""
 
 
 def measure_ticks(
@@ -187,14 +187,14 @@ def measure_ticks(
     kind_bytes: int = KIND_BYTES,
     flops_per_s: float | None = None,
 ) -> MeasuredTicks:
-    """Time steps of a plan.
+    """Time steps of a plan on this machine.
 
-    It reads no weights and no data, writes nothing, and uses at most the RAM tier's size.
+    The measurement reads no weights or data, writes nothing, and uses at most the RAM tier's size.
 
     Args:
         budget_s: Approximate duration. At least ``LEAST_STEPS`` steps are timed in any case.
-        kind_bytes: See ``SharedMemoryTier``. Reduced if the RAM tier is small.
-        flops_per_s: Rate of matrix products, or None if unknown.
+        kind_bytes: See ``SharedMemoryTier``. It is reduced if the RAM tier is small.
+        flops_per_s: Matmul rate, or None if unknown.
 
     Raises:
         NotMeasurableError: The device is a GPU, RAM is too small, or one micro-batch would compute for minutes.
@@ -213,7 +213,7 @@ def measure_ticks(
     tier = SharedMemoryTier(blocks, _kind_bytes(plan, workspace, kind_bytes))
     threads = KernelThreads()
     try:
-        # Use the same limit of freed memory as a run, because a lower limit makes steps slower.
+        # Limit freed memory as in a run, because a lower limit makes steps slower.
         most_bytes = before_bytes + tier.memory_bytes + plan.kept_bytes + HEAP_BYTES
         most_bytes += max(computing_bytes(trace, plan.program))
         with TieredStore([tier], Belady()) as store, freed_memory_kept(store, most_bytes):
@@ -228,7 +228,7 @@ def measure_ticks(
 
 
 def _kind_bytes(plan: Plan, workspace: int, kind_bytes: int) -> int:
-    """Return the largest ``kind_bytes`` for which blocks and workspace fit into RAM."""
+    """Return the largest ``kind_bytes`` with which blocks and workspace fit in RAM."""
     room = min(plan.budgets["ram"], available_ram_bytes())
     while True:
         need = workspace + shared_bytes(plan.program.blocks, kind_bytes)
@@ -246,7 +246,7 @@ def _time_steps(plan: Plan, steps: _Steps, budget_s: float, memory_bytes: int) -
     num_few, num_many = 1, most
     if not steps.takes_any_number:
         num_few = most
-    steps.run(num_few)  # this step compiles kernels, touches memory, and has no update
+    steps.run(num_few)  # this step has no update, compiles kernels and touches memory
     one_s = steps.run(num_few).total_s
     if steps.takes_any_number and most > 1:
         two_s = steps.run(2).total_s
@@ -282,7 +282,7 @@ def _medians(steps: Sequence[_TimedStep]) -> tuple[list[float], float]:
 
 @dataclass(frozen=True, slots=True)
 class _TimedStep:
-    """Seconds of one step: of each tick by its number, and in total."""
+    """Seconds of one step: for each tick, by number, and in total."""
 
     seconds: tuple[float, ...]
     total_s: float
@@ -293,7 +293,7 @@ class _TimedStep:
 
 
 class _TickTimer(Timeline):
-    """Timer of the ticks of a program."""
+    """Timeline that records the seconds of a program's ticks."""
 
     def __init__(self, program: StepProgram) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ class _TickTimer(Timeline):
         self._now: tuple[int, float] | None = None
 
     def on_op(self, op: TimedOp | None) -> None:
-        """Record that the engine starts an op of the tape, or ends a step (None)."""
+        """Record that the engine starts an op of the tape, or that it ends a step (None)."""
         now_s = time.perf_counter()
         if self._now is not None:
             number, start_s = self._now
@@ -309,13 +309,13 @@ class _TickTimer(Timeline):
         self._now = None if op is None else (op.tick, now_s)
 
     def take(self) -> tuple[float, ...]:
-        """Return the seconds so far, and reset them."""
+        """Return the seconds recorded so far, and reset them."""
         found, self._seconds = tuple(self._seconds), [0.0] * len(self._seconds)
         return found
 
 
 class _Steps:
-    """Consecutive steps of a plan's engine, each with the update of the previous one."""
+    """Runs consecutive steps on a plan's engine. Each step includes the previous step's update."""
 
     def __init__(self, plan: Plan, store: TieredStore, threads: KernelThreads) -> None:
         run = plan.run
@@ -325,7 +325,7 @@ class _Steps:
         self._micro_batches = synthetic_batches(plan)
         self._watch = _TickTimer(plan.program)
         homes = dict.fromkeys(plan.program.blocks, "ram")
-        # With the compute tier set to RAM, a step computes the same, even if the plan emulates a GPU.
+        # Set the compute tier to RAM. A step computes the same even if the plan emulates a GPU.
         updates = replace(plan.program.updates, in_compute_tier=False)
         program = replace(plan.program, compute_tier="ram", updates=updates)
         # Set a schedule as in a run, because the prefetcher's work also takes time.
@@ -340,7 +340,7 @@ class _Steps:
         self._number = 0
 
     def run(self, num_micro_batches: int) -> _TimedStep:
-        """Run a step with the first ``num_micro_batches`` micro-batches."""
+        """Run a step with only the first ``num_micro_batches`` micro-batches."""
         start_s = time.perf_counter()
         self._engine.step(self._micro_batches[:num_micro_batches], number=self._number, lr=0.0)
         total_s = time.perf_counter() - start_s
@@ -349,9 +349,9 @@ class _Steps:
 
 
 def synthetic_batches(plan: Plan) -> list[dict[str, torch.Tensor]]:
-    """Return the micro-batches of a step in the format of real data: full rows, every token trained.
+    """Return the micro-batches of a step in the format of real data: full rows in which every token is trained.
 
-    Packed rows of conversations hold two documents each, which needs a mask. Packed rows of plain text hold one.
+    Packed rows of conversations contain two documents each, so that a mask is needed. Packed rows of text contain one.
     """
     generator = torch.Generator().manual_seed(plan.run.seed)
     shape = (plan.micro_batch_size, plan.run.batch.max_length)
@@ -377,11 +377,11 @@ def timed(
     on_problem: Callable[[str], None] = lambda text: None,
     measure: Callable[..., MeasuredTicks] = measure_ticks,
 ) -> Plan:
-    """Return a plan with timed steps, or the plan itself if they cannot be timed.
+    """Return a plan with timed steps, or the plan itself if its steps cannot be timed.
 
     Args:
-        on_progress: Receives the name of the measurement.
-        on_problem: Receives the reason if steps are not timed.
+        on_progress: Called with the name of the measurement.
+        on_problem: Called with the reason if steps are not timed.
     """
     on_progress("steps of this model")
     machine = load_profile().machine
@@ -395,7 +395,7 @@ def timed(
 
 
 def with_ticks(plan: Plan, ticks: MeasuredTicks) -> Plan:
-    """Return a plan whose estimate replays measured ticks at the measured rates of drives and buses."""
+    """Return a plan whose estimate replays measured ticks, at the measured rates of drives and buses."""
     plan = replace(plan, ticks=ticks)
     estimate = estimate_step(plan, plan.shape, load_profile())
     plan = replace(plan, estimate=estimate)

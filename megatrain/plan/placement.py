@@ -1,4 +1,4 @@
-"""Placement of blocks: homes, the memory that they leave, and the resulting traffic."""
+"""Placement of blocks: their homes, the memory that remains free, and the resulting traffic."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tiered import Mode
 from tiered.ext import Routes
 from tiered.units import format_size
 
-#: Kind of blocks -> allowed home tiers, preferred first. ``in place``: for weights read from the model's folder.
+#: Allowed home tiers by kind of block, preferred first. ``in place`` is for weights read from the model's folder.
 Homes = Mapping[Kind | Literal["in place"], Sequence[str]]
-#: Function from content bytes to slot bytes of a tier.
+#: Function that rounds content bytes up to a tier's slot bytes.
 SlotBytes = Callable[[int], int]
-#: Share of the compute tier that buffers for more than two ticks leave free, because layers may allocate more memory
-#: than the trace recorded.
+#: Share of the compute tier that buffers for more than two ticks must leave free, because layers may allocate more
+#: memory than the trace recorded.
 _UNBUFFERED_SHARE = 0.05
 
 
@@ -45,17 +45,17 @@ class PlacementSpec:
 
 @dataclass(frozen=True, slots=True)
 class TierBudget:
-    """The planner's budget for a tier: its capacity, its slot rounding, and its other contents.
+    """The planner's budget for a tier: capacity, slot rounding, and contents other than blocks.
 
     Attributes:
-        workspace_bytes: Bytes outside blocks.
-        generations: Number of committed generations of its durable blocks, in addition to the live blocks.
-        filling_bytes: Bytes to load or save the weights of one layout, in addition to the durable blocks.
+        workspace_bytes: Bytes outside of blocks.
+        generations: Number of committed generations of the tier's durable blocks, in addition to the live blocks.
+        filling_bytes: Bytes for loading or saving the weights of one layout, in addition to the durable blocks.
         residency: Rules for homes in the compute tier if that tier is not RAM.
-        links: Pairs (source, destination) of its links with faster tiers, one for each direction.
-        is_addressable: Whether blocks can be used in place; otherwise they are copied to other tiers for use.
-        is_read_only: Whether blocks at home there exist from the start and are never written.
-        is_durable: Whether it keeps its part of checkpoints. Other tiers write their part to ``output_dir``.
+        links: Pairs (source, destination) of the tier's links with faster tiers, one for each direction.
+        is_addressable: Whether blocks can be used in place. Otherwise they are copied to other tiers for use.
+        is_read_only: Whether blocks with their home in the tier exist from the start and are never written.
+        is_durable: Whether the tier keeps its part of checkpoints. Other tiers write their part to ``output_dir``.
         num_processes: Processes on this host, each with this capacity. The config sets the size for all processes.
     """
 
@@ -73,7 +73,7 @@ class TierBudget:
     num_processes: int = 1
 
     def generation_bytes(self, block: BlockPlan) -> int:
-        """Return the bytes that the generations of a block take if its home is this tier."""
+        """Return the bytes that a block's generations take if this tier is the block's home."""
         return self.generations * self.slot_bytes(block.nbytes) if block.is_saved else 0
 
 
@@ -82,21 +82,21 @@ class Placement:
     """The homes of all blocks, the peak contents of each tier, and the bytes that each link moves per step.
 
     Attributes:
-        homes: Block key -> tier.
-        home_bytes: Tier -> kind -> slot bytes.
-        working_bytes: Tier -> bytes of the largest working set of a tick without homes, or of loading the weights of a
-            layout if that needs more.
-        median_working_bytes: Tier -> low median of the working sets of all ticks.
-        traffic_bytes: ``"src->dst"`` -> block bytes moved per step, between the first and the last.
-        first_traffic_bytes: Bytes of a first step, which has nothing to update.
-        last_traffic_bytes: Bytes of the updates after the last step.
+        homes: Home tier by block key.
+        home_bytes: Slot bytes by tier and kind.
+        working_bytes: Bytes by tier of a tick's largest working set without homes, or of loading a layout's weights if
+            that needs more.
+        median_working_bytes: Low median of all ticks' working sets, by tier.
+        traffic_bytes: Block bytes moved per step between the first and the last step, by link ``"src->dst"``.
+        first_traffic_bytes: The same for a first step, which has nothing to update.
+        last_traffic_bytes: The same for the updates after the last step.
         lookahead: Whether the copies of two consecutive ticks always fit together (double buffering).
-        workspace_bytes: Tier -> bytes outside blocks.
+        workspace_bytes: Bytes outside of blocks, by tier.
         stays: Copies that stay in a tier until their next use.
-        generation_bytes: Tier -> bytes reserved for committed generations, in addition to the live blocks.
-        buffers: Tier -> slot bytes -> number of buffers for copies of that size, created before the first step. In a
-            tier without an entry, a copy may have to free a buffer of another size first.
-        missing_bytes: Tier of a run on a GPU -> additional bytes that fixed buffers for each size would need.
+        generation_bytes: Bytes reserved for committed generations in addition to the live blocks, by tier.
+        buffers: Number of buffers for copies, by tier and slot bytes. They are created before the first step. In a tier
+            without an entry, a copy may first have to free a buffer of a different size.
+        missing_bytes: Additional bytes that fixed buffers for each size would need, by tier, for runs on a GPU.
     """
 
     homes: Mapping[str, str]
@@ -115,7 +115,7 @@ class Placement:
     missing_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def run_traffic_bytes(self, num_steps: int) -> dict[str, int]:
-        """Return the block bytes that each link moves in a run of ``num_steps`` steps, at least 1."""
+        """Return the block bytes that each link moves in a run of at least one step."""
         assert num_steps >= 1, num_steps
         return {
             link: self.first_traffic_bytes[link] + (num_steps - 1) * nbytes + self.last_traffic_bytes[link]
@@ -123,7 +123,7 @@ class Placement:
         }
 
     def peak_bytes(self, tier: str) -> int:
-        """Return the smallest capacity of ``tier`` that this placement needs."""
+        """Return the capacity that this placement needs in a tier."""
         other_bytes = self.workspace_bytes.get(tier, 0) + self.generation_bytes.get(tier, 0)
         return sum(self.home_bytes[tier].values()) + self.working_bytes[tier] + other_bytes
 
@@ -133,12 +133,12 @@ class PlacementSolver:
 
     Args:
         tiers: Budgets, fast to slow.
-        open_bytes: Tier -> bytes kept free of homes, for prefetched copies and write-backs.
+        open_bytes: Bytes kept free of homes for prefetched copies and write-backs, by tier.
         stay_share: Share of the free memory, after homes and working sets, that copies may take between uses.
         given: Homes of blocks that already exist, by key.
 
     Attributes:
-        tiers: Tier -> budget.
+        tiers: Budgets by tier.
         order: Names of the tiers, fast to slow.
     """
 
@@ -159,9 +159,9 @@ class PlacementSolver:
         self._allowed = allowed
         self._open_bytes = dict(open_bytes or {})
         self._stay_share = stay_share
-        #: key -> (tick, group) of its uses. Group 0 is held for the tick; other groups pass.
+        #: (tick, group) of each block's uses, by key. Group 0 is held for the tick; other groups pass.
         self.groups_of: dict[str, list[tuple[int, int]]] = {key: [] for key in program.blocks}
-        #: key -> update ticks whose tier depends on its home, see ``StepProgram.tier_of``.
+        #: Update ticks whose tier depends on a block's home, by key; see ``StepProgram.tier_of``.
         self.deciding: dict[str, list[int]] = {}
         modes: dict[str, list[Mode]] = {key: [] for key in program.blocks}
         for number, tick in enumerate(program.ticks):
@@ -172,7 +172,7 @@ class PlacementSolver:
             if tick.phase == "update":
                 for key, _ in tick.uses:
                     self.deciding.setdefault(key, []).append(number)
-        #: tier -> key -> bytes of its slot there.
+        #: Bytes of each block's slot, by tier and key.
         self.slots = {
             tier.name: {key: tier.slot_bytes(block.nbytes) for key, block in program.blocks.items()} for tier in tiers
         }
@@ -200,7 +200,7 @@ class PlacementSolver:
         full = state.overfull(ahead=False)
         if full is not None:
             return self._shortfall(full, state)
-        # Without a GPU, reallocating buffers costs page faults, which matter less than the memory of fixed buffers.
+        # Without a GPU, reallocating buffers costs page faults. Those matter less than the memory of fixed buffers.
         kept = [name for name in ("gpu", "ram") if self.program.compute_tier == "gpu"]
         return Settled(
             state,
@@ -209,7 +209,7 @@ class PlacementSolver:
         )
 
     def _best_fill(self) -> tuple[_Fill, bool]:
-        """Return the homes that save most traffic, or if they overflow the last tier, homes that use less of it."""
+        """Return the homes that save most traffic. If they overflow the last tier, return homes that use less of it."""
         state, ahead = self._fill(self._promotion_key)
         last = self.order[-1]
         if self.tiers[last].generations and state.overfull(ahead=False) == last:
@@ -242,7 +242,7 @@ class PlacementSolver:
         return state, ahead
 
     def _make_residents(self, state: _Fill, *, ahead: bool) -> None:
-        """Make the compute tier the home of all blocks if they fit, else of the blocks that save most time."""
+        """Make the compute tier the home of all blocks, or if they do not fit, of the blocks that save most time."""
         if self._residents is None:
             return
 
@@ -256,7 +256,7 @@ class PlacementSolver:
     def _place_overflow_in_compute_tier(self, state: _Fill, *, ahead: bool) -> None:
         """Move gradients that overflow RAM into free memory of the compute tier instead of to drives.
 
-        They cross the bus once in either case, so the choice of residents did not move them.
+        The choice of residents did not move these gradients, because they cross the bus once in either case.
         """
         residency = self.tiers[self.program.compute_tier].residency
         if residency is None or "gradients" not in residency.kinds:
@@ -271,7 +271,7 @@ class PlacementSolver:
         return residency is not None and block.kind in residency.kinds and is_there
 
     def open_bytes(self, tier: str) -> int:
-        """Return the bytes of a tier kept free of homes, in addition to the working sets of the ticks."""
+        """Return the bytes of a tier that stay free of homes, in addition to the ticks' working sets."""
         return self._open_bytes.get(tier, 0)
 
     def _homes(self, block: BlockPlan) -> Sequence[str]:
@@ -281,15 +281,15 @@ class PlacementSolver:
         return self._allowed["in place" if block.in_place else block.kind]
 
     def _promotion_key(self, block: BlockPlan) -> tuple[float, ...]:
-        """Return a sort key: bytes saved per byte held, descending, then kind, so that each kind stays together."""
+        """Return a sort key: bytes saved per byte held, descending, then the kind, so that each kind stays together."""
         return (-float(self._num_moves[block.key]), KINDS.index(block.kind))
 
     def _relief_key(self, block: BlockPlan) -> tuple[float, ...]:
-        """Return a sort key that puts blocks with generations first, because they take their bytes several times."""
+        """Return a sort key that puts blocks with generations first, because each occupies several times its size."""
         return (not block.is_saved, *self._promotion_key(block))
 
     def stops(self, home: str, used_in: str) -> tuple[str, ...]:
-        """Return the tiers, other than the home of a block, in which a use of the block needs memory."""
+        """Return the tiers, other than a block's home, in which a use of the block needs memory."""
         found = self._stops.get((home, used_in))
         if found is None:
             found = self._stops[home, used_in] = tuple(tier for _, tier in self._routes.between(home, used_in))
@@ -311,7 +311,7 @@ class PlacementSolver:
         return Shortfall(tier, need, have, advice + self._less_for_checkpoints(tier, state))
 
     def _less_for_checkpoints(self, tier: str, state: _Fill) -> str:
-        """Return sentences that state the need with fewer or no checkpoints on a tier."""
+        """Return sentences that state the smaller need with fewer checkpoints on a tier, or without any."""
         generations = self.tiers[tier].generations
         if not state.generation_bytes[tier]:
             return ""
@@ -324,13 +324,13 @@ class PlacementSolver:
         return f"{text} would need {need} ({format_size(need)})."
 
     def _need_with(self, generations: int, tier: str) -> int:
-        """Return the smallest capacity of a tier that keeps ``generations`` generations."""
+        """Return the smallest capacity of a tier that can keep ``generations`` generations."""
         tiers = [replace(t, generations=generations) if t.name == tier else t for t in self.tiers.values()]
         solver = PlacementSolver(self.program, tiers, self._allowed, self._open_bytes, self._stay_share, self._given)
         return solver._best_fill()[0].peak(tier, ahead=False)
 
     def describe(self, settled: Settled) -> Placement:
-        """Return the full placement that results from settled homes."""
+        """Return the placement that results from settled homes."""
         state = settled.state
         home_bytes: dict[str, dict[Kind, int]] = {name: dict.fromkeys(KINDS, 0) for name in self.order}
         for key, block in self.program.blocks.items():
@@ -367,7 +367,7 @@ class Settled:
 
     Attributes:
         lookahead: Whether the copies of two consecutive ticks always fit together.
-        buffer_room: Tier of a run on a GPU -> memory for its buffers.
+        buffer_room: Memory for buffers by tier, for runs on a GPU.
     """
 
     state: _Fill
@@ -376,12 +376,12 @@ class Settled:
 
     @property
     def missing_bytes(self) -> dict[str, int]:
-        """Tier -> additional bytes that its buffers would need."""
+        """Additional bytes that buffers would need, by tier."""
         return {name: room.missing_bytes for name, room in self.buffer_room.items() if room.missing_bytes}
 
 
 class _Fill:
-    """Homes that a search changes, with the resulting bytes of every tier and tick."""
+    """Homes that a search changes, with the resulting bytes of each tier and tick."""
 
     def __init__(self, solver: PlacementSolver, homes: dict[str, str]) -> None:
         self.solver, self.homes = solver, homes
@@ -389,7 +389,7 @@ class _Fill:
         self._tiers = solver.tiers
         self._home_bytes = dict.fromkeys(solver.order, 0)
         self._durable_bytes = dict.fromkeys(solver.order, 0)
-        #: tier -> bytes of its committed generations, in addition to its live blocks.
+        #: Bytes of committed generations in addition to the live blocks, by tier.
         self.generation_bytes = dict.fromkeys(solver.order, 0)
         for key, block in solver.program.blocks.items():
             self._count(block, homes[key], 1)
@@ -411,7 +411,7 @@ class _Fill:
             self._working[name].put(number, sizes)
 
     def _passes_through(self, tier: str, used_in: str, key: str) -> int:
-        """Return the slot bytes that one use of a block needs in ``tier``, in addition to its home."""
+        """Return the slot bytes that a use of a block needs in ``tier`` in addition to the block's home."""
         return self.solver.slots[tier][key] if tier in self.solver.stops(self.homes[key], used_in) else 0
 
     def working_sets(self, tier: str) -> list[int]:
@@ -439,7 +439,7 @@ class _Fill:
         return [max(0, min(free, spare + most - pair)) if share else 0 for pair in pairs]
 
     def choose_buffers(self, tier: str, stays: Stays) -> dict[int, int]:
-        """Return slot bytes -> number of buffers, enough for the longest run of consecutive ticks that fits.
+        """Return the number of buffers by slot bytes, enough for the longest run of consecutive ticks that fits.
 
         The remaining memory goes to the sizes that move most bytes. The copies of two ticks are assumed to fit.
         """
@@ -468,12 +468,12 @@ class _Fill:
         return chosen
 
     def room_for_copies(self, tier: str) -> int:
-        """Return the bytes of a tier left by homes, workspace and generations."""
+        """Return the bytes of a tier that homes, workspace and generations leave free."""
         taken = self._home_bytes[tier] + self._tiers[tier].workspace_bytes + self.generation_bytes[tier]
         return self._tiers[tier].capacity_bytes - taken
 
     def copies_by_tick(self, tier: str, stays: Stays | None = None) -> list[TickCopies]:
-        """Return the copies in ``tier`` at each tick: copies of used blocks with another home, and copies that stay."""
+        """Return the copies in ``tier`` at each tick: used blocks with a different home, and copies that stay."""
         by_tick = []
         for tick, used_in in zip(self._ticks, self._used_in, strict=True):
             slots = [
@@ -489,7 +489,7 @@ class _Fill:
         return by_tick
 
     def overfull(self, *, ahead: bool) -> str | None:
-        """Return the first tier, fast to slow, whose peak exceeds its capacity."""
+        """Return the first tier, fast to slow, whose peak exceeds its capacity, or None."""
         for name in self.solver.order:
             if self.peak(name, ahead=ahead) > self._tiers[name].capacity_bytes:
                 return name
@@ -513,10 +513,10 @@ class _Fill:
         return False
 
     def _is_too_full(self, keys: Sequence[str], tier: str, *, ahead: bool) -> bool:
-        """Return True if blocks certainly do not fit into a tier, which avoids a trial move for most candidates.
+        """Return True if blocks certainly do not fit into a tier. This avoids a trial move for most candidates.
 
-        The fullest tick loses at most the copies of these blocks. An update tick may lose all its contents, because it
-        may run in another tier.
+        The fullest tick loses at most the copies of these blocks. An update tick can lose all its contents, because it
+        can move to a different tier.
         """
         budget, slots, working = self._tiers[tier], self.solver.slots[tier], self._working[tier]
         grown, left = 0, working.largest(ahead=ahead)
@@ -548,7 +548,7 @@ class _Fill:
         self.homes[key] = tier
         for number in solver.deciding.get(key, ()):
             used_in = solver.program.tier_of(self._ticks[number], self.homes)
-            if used_in != self._used_in[number]:  # the whole tick now runs in another tier
+            if used_in != self._used_in[number]:  # the whole tick now runs in a different tier
                 self._used_in[number] = used_in
                 self._recount(number)
 
@@ -563,7 +563,7 @@ class _WorkingSets:
     """Bytes that each tick of a step needs in one tier in addition to homes, and their maximum.
 
     Attributes:
-        by_tick: Bytes of every tick: the held group plus the largest passing group.
+        by_tick: Bytes of each tick: the held group plus the largest passing group.
     """
 
     def __init__(self, num_ticks: int) -> None:
@@ -577,12 +577,12 @@ class _WorkingSets:
         self._changed: dict[bool, set[int]] = {False: set(), True: set()}  # ticks to push to the heaps
 
     def put(self, tick: int, groups: list[int]) -> None:
-        """Set the bytes of each group of a tick; group 0 is held."""
+        """Set the bytes of each group of a tick. Group 0 is held."""
         self._groups[tick] = groups
         self._set(tick, groups[0] + max(groups[1:], default=0))
 
     def add(self, tick: int, group: int, nbytes: int) -> None:
-        """Add bytes to a group of a tick; group 0 is held."""
+        """Add bytes to a group of a tick. Group 0 is held."""
         groups = self._groups[tick]
         groups[group] += nbytes
         self._set(tick, groups[0] + max(groups[1:], default=0))
@@ -594,7 +594,7 @@ class _WorkingSets:
             self._changed[True].update((tick, (tick or len(self.by_tick)) - 1))
 
     def largest(self, *, ahead: bool) -> int:
-        """Return the bytes of the fullest tick, or if ``ahead`` is True, of the fullest pair of consecutive ticks."""
+        """Return the bytes of the fullest tick, or if ``ahead`` is True, of the fullest two consecutive ticks."""
         heap, changed = self._heaps[ahead], self._changed[ahead]
         if len(heap) + len(changed) > 4 * len(self.by_tick):
             heap[:] = [(-self._bytes_from(tick, ahead=ahead), tick) for tick in range(len(self.by_tick))]
@@ -608,7 +608,7 @@ class _WorkingSets:
         return -heap[0][0] if heap else 0
 
     def fullest(self, *, ahead: bool) -> tuple[int, ...]:
-        """Return the tick or ticks that the last call of ``largest`` found."""
+        """Return the tick or ticks that the last call to ``largest`` found."""
         first = self._heaps[ahead][0][1] if self._heaps[ahead] else 0
         return (first, (first + 1) % len(self.by_tick)) if ahead and self.by_tick else (first,)
 

@@ -1,4 +1,4 @@
-"""Records of a plan: all decisions before a run starts. ``megatrain.plan.show`` prints them."""
+"""Records of a plan, which contains all decisions made before a run starts. ``megatrain.plan.show`` prints them."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class BatchSpec:
     """The rows of a step and their split into micro-batches.
 
     Attributes:
-        num_rows: Rows of ``max_length`` tokens in a step.
+        num_rows: Number of rows in a step. Each has ``max_length`` tokens.
         max_length: Tokens in a row.
-        given_rows: Rows of a micro-batch, or None for the number closest to ``aimed_tokens``.
-        single_rows: Whether micro-batches have one row by default, because the kernels cannot otherwise separate
-            packed documents.
+        given_rows: Rows of a micro-batch, or None to choose the number closest to ``aimed_tokens``.
+        single_rows: Whether micro-batches have one row by default, because the kernels cannot otherwise separate packed
+            documents.
         order: "layer" runs all micro-batches through each layer before the next layer.
         aimed_tokens: Target tokens of a micro-batch; see ``MICRO_BATCH_TOKENS``.
         num_lanes: Lanes that add the gradients of micro-batches (``ranks/lanes.py``), or None for one per rank.
@@ -78,9 +78,9 @@ class BatchSpec:
 
     @property
     def micro_batch_rows(self) -> int:
-        """Rows of a micro-batch: as given, else the largest divisor within ``aimed_tokens`` that fills all lanes.
+        """Rows of a micro-batch: as configured, else the largest divisor within ``aimed_tokens`` that fills all lanes.
 
-        It does not depend on the number of processes, which may change at each start and must not affect results.
+        The number of processes has no influence, because it can change at each start and must not affect results.
         """
         if self.given_rows is not None:
             return self.given_rows
@@ -101,12 +101,12 @@ class BatchSpec:
         return self.together(self.num_micro_batches)
 
     def together(self, num_micro_batches: int) -> int:
-        """Return how many of ``num_micro_batches`` run through a layer before the next layer."""
+        """Return how many of ``num_micro_batches`` run through one layer before any of them runs through the next."""
         return num_micro_batches if self.order == "layer" else 1
 
     @property
     def num_tokens(self) -> int:
-        """Token positions in a step, padding included."""
+        """Token positions in a step, including padding."""
         return self.num_rows * self.max_length
 
 
@@ -121,7 +121,7 @@ class RunSpec:
         grad_dtype: Dtype of gradients between two visits.
         is_deterministic: Whether only deterministic kernels are allowed.
         objective: Loss that the steps minimize, and noise on the embeddings.
-        num_epochs: Passes over the data, unless ``max_steps`` sets the length of the run.
+        num_epochs: Passes over the data if ``max_steps`` is None.
         max_steps: Maximum number of steps, or None if ``num_epochs`` sets the length.
         recompute: Config of activation checkpointing.
         advanced: Table ``[advanced]``, for example prefetch and eviction.
@@ -159,7 +159,7 @@ class RunSpec:
 
     @property
     def lanes(self) -> RankLanes:
-        """Assignment of a step's lanes to ranks."""
+        """Assignment of the step's lanes to ranks."""
         return RankLanes(self.num_lanes, self.world.size, self.world.num_hosts)
 
     @property
@@ -169,7 +169,7 @@ class RunSpec:
 
     @property
     def one_at_a_time(self) -> RunSpec | None:
-        """A copy of the run that computes one micro-batch at a time. None if results or nothing would change."""
+        """A copy of the run with one micro-batch at a time, or None if that would change results or nothing."""
         same_bits = self.world.is_single and self.num_lanes == 1 and self.grad_dtype == torch.float32
         if not same_bits or self.batch.num_micro_batches < 2 or self.batch.order == "micro_batch":
             return None
@@ -199,11 +199,11 @@ class RunSpec:
 
     @property
     def num_fullest_tokens(self) -> int:
-        """Token positions in the micro-batches of the busiest rank, which all other ranks wait for."""
+        """Token positions in the busiest rank's micro-batches. All other ranks wait for this rank."""
         return max(map(self.tokens_of_rank, range(self.world.size)))
 
     def as_fullest_rank(self, size: int, num_hosts: int = 1) -> RunSpec:
-        """Return the run of the busiest rank in a hypothetical world; ties go to the lowest rank.
+        """Return the run as the busiest rank of a hypothetical world executes it. Ties go to the lowest rank.
 
         Args:
             size: Number of ranks on all hosts.
@@ -220,7 +220,7 @@ class RunSpec:
 
     @property
     def traced_on(self) -> torch.device:
-        """Device whose kernels the plan counts: the run's device, or the CPU if the plan is for another machine."""
+        """Device whose kernels the plan counts: the run's device, or the CPU if the plan is for a different machine."""
         return self.device if self.tiers.machine is None else torch.device("cpu")
 
     @property
@@ -230,7 +230,7 @@ class RunSpec:
 
     @property
     def uses_liger(self) -> bool:
-        """Whether liger-kernel computes norms and MLPs; False if the choice is not yet made."""
+        """Whether liger-kernel computes norms and MLPs. False before the choice is made."""
         return self.model.table.use_liger_kernel is True
 
     def with_liger(self, *, uses_liger: bool) -> RunSpec:
@@ -240,17 +240,17 @@ class RunSpec:
 
     @property
     def flash(self) -> FlashKernels:
-        """Kernels of flash attention; torch's own if the choice is not yet made."""
+        """Kernels of flash attention. Torch's own before the choice is made."""
         kernels = self.model.table.flash_attention
         return "FA2" if kernels == "auto" else kernels
 
     def with_flash(self, kernels: str) -> RunSpec:
-        """Return the run with other kernels of flash attention."""
+        """Return the run with these kernels of flash attention."""
         table = self.model.table.model_copy(update={"flash_attention": kernels})
         return replace(self, model=replace(self.model, table=table))
 
     def with_packing(self, packing: bool | Literal["concat"]) -> RunSpec:
-        """Return the run with another packing of its data."""
+        """Return the run with this packing of its data."""
         single_rows = self.batch.single_rows and bool(packing)
         data, batch = self.data.with_keys(packing=packing), replace(self.batch, single_rows=single_rows)
         return replace(self, data=data, batch=batch)
@@ -258,12 +258,12 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTicks:
-    """Measured seconds of a step in which every block has its home in the tier that uses it.
+    """Measured seconds of a step in which every block's home is the tier that uses the block.
 
     Attributes:
-        seconds: Seconds of each tick of the program, by its number.
-        between_s: Seconds of a step outside its ticks.
-        num_steps: Number of timed steps; seconds are their medians.
+        seconds: Median seconds of each tick of the program, by number.
+        between_s: Median seconds of a step outside its ticks.
+        num_steps: Number of timed steps.
         num_micro_batches: Number of micro-batches in the timed steps.
         is_extrapolated: Whether the timed steps had fewer micro-batches than the plan's steps.
         memory_bytes: Peak memory of the measurement, including workspace.
@@ -287,7 +287,7 @@ class MeasuredTicks:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Inputs of the estimate other than the plan.
+    """Inputs of the estimate, apart from the plan.
 
     Attributes:
         tokens_per_step: Tokens of one rank (T).
@@ -305,12 +305,12 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class Occasion:
-    """An operation of a run outside its steps, with its traffic to and from drives.
+    """Drive traffic of a run outside its steps.
 
     Attributes:
         name: ``start`` (loading the model's weights), ``checkpoint`` (the first one) or ``export``.
-        read_bytes: Bytes from the model's folder or the tiers' drives. An export also reads back its files.
-        written_bytes: Bytes to the tiers' drives or to ``output_dir``.
+        read_bytes: Bytes read from the model's folder or the tiers' drives. An export also reads back its files.
+        written_bytes: Bytes written to the tiers' drives or to ``output_dir``.
         linked_bytes: Bytes of a checkpoint that stay on the drives and are only linked.
         seconds: Seconds at measured rates on otherwise idle drives, or None if a rate is unknown.
     """
@@ -324,24 +324,24 @@ class Occasion:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds per step at measured rates with full overlap: a lower bound on the time of a step.
+    """Seconds per step at measured rates with perfect overlap, which is a lower bound on the real time.
 
-    If steps of the model were timed, ``step_s`` is the expected time, including waits.
+    If steps of the model were timed, ``step_s`` is the expected time instead, including waits.
 
     Attributes:
-        seconds: Resource -> busy seconds in a step. Resources are ``compute``, ``host`` (launches operators and leases
-            blocks), ``optimizer`` on the host, ``gpu optimizer``, ``nvme``, ``ram->gpu`` and ``gpu->ram``.
-        unmeasured: Resources without a rate in the profile; with any, ``step_s`` is None.
+        seconds: Busy seconds in a step, by resource: ``compute``, ``host`` (launches operators and leases blocks),
+            ``optimizer`` on the host, ``gpu optimizer``, ``nvme``, ``ram->gpu`` and ``gpu->ram``.
+        unmeasured: Resources without a rate in the profile. If there are any, ``step_s`` is None.
         step_s: Seconds per step, or None if a rate is unknown.
-        bound_by: Resource that decides ``step_s``.
-        crossing_tokens: Tokens per step above which computing takes longer than moving (T*). 0 means always; None means
+        bound_by: Resource that determines ``step_s``.
+        crossing_tokens: Tokens per step (T*) above which computing takes longer than moving. 0 means always; None means
             never or unknown.
-        written_bytes: NVMe path -> bytes written in a step.
-        run_written_bytes: NVMe path -> bytes written in the run, or None if its length is unknown.
+        written_bytes: Bytes written in a step, by NVMe path.
+        run_written_bytes: Bytes written in the run, by NVMe path, or None if the run's length is unknown.
         computing_s_per_nvme_byte: Compute slowdown per byte moved to or from a drive; 0 if unknown.
-        seconds_per_nvme_copy: Time of the step's thread per moved block; 0 if unknown.
+        seconds_per_nvme_copy: Time that moving a block takes on the step's thread; 0 if unknown.
         is_timed: Whether steps of the model were timed.
-        notes: Age of the rates, or why there are none.
+        notes: Age of the rates, or the reason why there are none.
         occasions: Traffic of the run outside its steps.
     """
 
@@ -379,19 +379,20 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class TracedModel:
-    """The model of a run before placement. It does not depend on tier sizes and gradient dtypes.
+    """The model of a run before placement. It does not depend on tier sizes or gradient dtypes.
 
     Attributes:
-        run: The run with packing and kernels chosen for the model.
+        run: The run, with packing and kernels chosen for the model.
         padded: Whether rows may have padding or hold several documents.
-        trace: Visits of its units in a step, with memory and FLOPs for one micro-batch.
+        trace: Visits of the model's units in a step, with memory and FLOPs for one micro-batch.
         optimizer: Optimizer for updates in RAM.
         device_optimizer: Optimizer for groups in GPU memory, or None.
-        host_updates: Why all updates run in RAM despite a GPU tier, or "".
-        packing_warning: Why ``run.data`` does not use the default packing. Empty for the default or a configured value.
-        flash_note: Why ``model.flash_attention = "auto"`` chose FA2 on a GPU, or "".
+        host_updates: Reason why all updates run in RAM despite a GPU tier, or "".
+        packing_warning: Reason why ``run.data`` does not use the default packing. Empty for the default or a configured
+            value.
+        flash_note: Reason why ``model.flash_attention = "auto"`` chose FA2 on a GPU, or "".
         in_place: Frozen layouts that may stay in the model's folder, by name.
-        encodings: Layout name -> encoding of its weight, as in ``StepProgram``.
+        encodings: Encoding of each layout's weight, by layout name, as in ``StepProgram``.
     """
 
     run: RunSpec
@@ -410,17 +411,17 @@ class TracedModel:
 
 @dataclass(frozen=True)
 class Plan:
-    """All decisions before a run starts.
+    """All decisions made before a run starts.
 
     Attributes:
-        run: The traced model's run, or a variant with another order of micro-batches.
+        run: The traced model's run, or a variant with a different order of micro-batches.
         budgets_by_tier: Budgets of the tiers, fast to slow.
-        estimate: Time and drive wear of a step at rates measured on this machine.
+        estimate: Time of a step and its writes to drives, at rates measured on this machine.
         ticks: Seconds of each tick, if steps of this model were timed. No decision depends on them.
-        kept_bytes: Workspace bytes of the compute tier for graphs that are kept for the backward.
+        kept_bytes: Workspace bytes of the compute tier for kept graphs.
         objections: Reasons against running the plan on this machine.
-        library_memory: A sentence on the GPU memory left to libraries, or "" without a GPU.
-        passthrough_tensors: Description of untrained tensors in the model's folder; "" if none were found.
+        library_memory: A sentence about the GPU memory left to libraries, or "" without a GPU.
+        passthrough_tensors: Description of untrained tensors in the model's folder; "" if there are none.
     """
 
     run: RunSpec
@@ -462,7 +463,7 @@ class Plan:
 
     @property
     def for_passes(self) -> StreamedModel:
-        """The model as an engine runs it in forward passes. No copies stay between two passes."""
+        """The model as an engine runs it in forward passes, where no copies stay between two passes."""
         return replace(self.for_steps, program=evaluation_program(self.program), stays={})
 
     def recipe(self) -> StepRecipe:
@@ -496,7 +497,7 @@ class Plan:
 
     @property
     def shape(self) -> StepShape:
-        """The inputs of the estimate other than the plan."""
+        """The inputs of the estimate, apart from the plan."""
         tiers = self.run.tiers
         paths = [drive.path for drive in tiers.table.nvme]
         return StepShape(self.run.num_own_tokens, self.run.max_steps, paths, tiers.rates, tiers.has_rates)
@@ -515,27 +516,27 @@ class Plan:
 
     @property
     def traffic(self) -> Mapping[str, int]:
-        """Bytes moved by each link in one step."""
+        """Bytes moved in one step, by link."""
         return self.placement.traffic_bytes
 
     @property
     def checkpoint_bytes_in_output_dir(self) -> int:
-        """Bytes of one checkpoint that are written to ``output_dir``, because no durable tier keeps them."""
+        """Bytes of one checkpoint that are written to ``output_dir``, because no durable tier contains them."""
         return self._checkpoint_bytes(is_kept_by_tier=False)
 
     @property
     def guesses(self) -> Sequence[str]:
-        """Guesses about the workspace and their reasons; empty if it is exact."""
+        """Guesses about the workspace and their reasons. Empty if the workspace is known exactly."""
         return self.trace.guesses
 
     @property
     def checkpoint_bytes_on_drives(self) -> int:
-        """Bytes of one checkpoint that stay on the drives. A whole copy writes them to ``output_dir``."""
+        """Bytes of one checkpoint that stay on the drives. A whole copy also writes them to ``output_dir``."""
         return self._checkpoint_bytes(is_kept_by_tier=True)
 
     @property
     def checkpoint_traffic(self) -> Mapping[str, int]:
-        """Bytes by link that a checkpoint moves to RAM, from tiers that are neither addressable nor durable."""
+        """Bytes that a checkpoint moves to RAM from tiers that are neither addressable nor durable, by link."""
         moved = Counter[str]()
         for key, home in self.placement.homes.items():
             budget, block = self.budgets_by_tier[home], self.program.blocks[key]
@@ -561,7 +562,7 @@ class Plan:
         return [tick for tick in self.program.ticks if tick.phase == "update"]
 
     def warm_up(self) -> None:
-        """Compile or load the update kernels of host and device before the first step."""
+        """Compile or load the update kernels of the host and the device, so that the first step does not have to."""
         gradients = {block.dtype for block in self.program.blocks.values() if block.kind == "gradients"}
         formats = [(self.graph.dtype.itemsize == 2, dtype) for dtype in gradients]
         self.optimizer.warm_up(formats)
@@ -572,7 +573,7 @@ class Plan:
         device_kernels.warm_up(self.device, self.graph.dtype)
 
     def num_updated(self, *, on_gpu: bool) -> int:
-        """Return the number of weights that a step updates on a GPU, or on the host, which may emulate a GPU."""
+        """Return the number of weights that a step updates, on a GPU or on the host (which can emulate a GPU)."""
         there = self.device_updates if self.device.type == "cuda" else ()
         return self.num_updated_by(there if on_gpu else [tick for tick in self.updates if tick not in there])
 

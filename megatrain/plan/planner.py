@@ -1,4 +1,4 @@
-"""Planning of a run: model graph, program of a step, placement. Reads no data and allocates nothing."""
+"""Plans a run: model graph, program of a step, placement. Planning reads no data and allocates nothing."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from megatrain.plan.traced import trace_model
 from megatrain.ranks.lanes import micro_batches_of_rank
 
 #: Shares of RAM and GPU memory that the planner tries to leave free for copies if some blocks are streamed
-#: (docs/decisions/0008-open-room.md). The usual share comes first.
+#: (docs/decisions/0008-open-room.md). The first is the usual share.
 OPEN_SHARES = (0.1, 0.0, 0.2, 0.35)
-#: Share of that free memory for copies that stay until their next use (docs/decisions/0009-stays.md).
+#: Share of that free memory that copies may use until their next use (docs/decisions/0009-stays.md).
 STAY_SHARE = 0.9
 _NUM_TRIES = 4
-#: A later plan is preferred only if its step takes less than this share of the shortest step so far.
+#: A later plan is preferred only if its step takes less than this fraction of the shortest step so far.
 WORTHWHILE = 0.99
-#: Results that layers save may increase writes to drives by at most this factor, unless the config requests them.
+#: Saved results of layers may increase writes to drives by at most this factor, unless the config requests them.
 _MOST_WEAR = 1.1
 
 
@@ -56,21 +56,22 @@ def plan_run(
     Args:
         padded: Whether rows may have padding or hold several documents. None derives it from the data: False for
             micro-batches of one row with one document.
-        with_remedies: Whether an error lists config changes that reduce the need, which takes a few more plans to find.
-        like: Plan of the same model, dtype and objective with other tiers or another batch. Planning reuses its model,
-            and its trace if micro-batches have the same shape on the same kind of device. This saves most of the time.
-        capacities: Bytes by tier. They override the capacities of the run.
+        with_remedies: Whether an error lists config changes that reduce the need. Finding them takes a few more plans.
+        like: Plan of the same model, dtype and objective with different tiers or a different batch. Planning reuses its
+            model, and its trace if micro-batches have the same shape on the same kind of device. This saves most of the
+            time.
+        capacities: Capacities in bytes, by tier. They override the run's capacities.
         most_ahead: Maximum number of visits that several ranks gather weights ahead.
         passes_parts: Whether to process the vocabulary one part at a time if possible. None lets the planner choose.
 
     Raises:
-        DoesNotFitError: A tier is too small; the error names a sufficient size.
+        DoesNotFitError: A tier is too small. The error contains a sufficient size.
         ModelFolderError: The model cannot be trained.
         UnsupportedModelError: The model cannot be trained.
         FreezeError: The model cannot be trained.
         AdapterError: The model has no modules for these adapters.
         OptimizerError: A parameter group matches no parameter, or a custom optimizer cannot be created.
-        ConfigError: Several ranks cannot run this config.
+        ConfigError: The config does not support several ranks.
     """
     check_ranks(run)
     model = trace_model(run, padded, None if like is None else like.traced)
@@ -86,7 +87,7 @@ def plan_run(
 
 
 def _plan_first_fit(attempts: Attempts) -> Plan | Shortfall:
-    """Return the plan of the first program that fits, with the shortest step found, else the smallest shortfall."""
+    """Return the shortest step found for the first program that fits, or the smallest shortfall if none fits."""
     placed, profile = attempts.first_that_fits(), attempts.profile
     if isinstance(placed, Shortfall):
         return placed
@@ -111,12 +112,12 @@ def _plan_of(attempts: Attempts, placed: KeptGraphs) -> Plan:
 
 
 def estimated(plan: Plan, profile: LoadedProfile) -> Plan:
-    """Return the plan with its estimate at the rates of a profile."""
+    """Return the plan with an estimate at the rates of a profile."""
     return replace(plan, estimate=estimate_step(plan, plan.shape, profile))
 
 
 def _with_streams_of_config(plan: Plan, profile: LoadedProfile) -> Plan:
-    """Return the plan in which a GPU updates the configured number of groups in RAM, if it is a number."""
+    """Return the plan with the configured number of groups in RAM updated by the GPU, if a number is configured."""
     count = plan.run.advanced.stream_updates
     if count == "auto":
         return plan
@@ -127,7 +128,7 @@ def _with_streams_of_config(plan: Plan, profile: LoadedProfile) -> Plan:
 
 
 def _with_shortest_step(plan: Plan, profile: LoadedProfile) -> Plan:
-    """If blocks move, shorten a step by memory left free for copies, results that layers save, and streamed updates."""
+    """If blocks move, shorten a step with free memory for copies, saved results, and streamed updates."""
     if not any(plan.traffic.values()):
         return plan
     plan = fastest(estimated(other, profile) for other in with_open_room(plan))
@@ -141,9 +142,9 @@ def _with_shortest_step(plan: Plan, profile: LoadedProfile) -> Plan:
 def _may_run_one_at_a_time(plan: Plan) -> bool:
     """Return whether running one micro-batch at a time is allowed and may shorten a step.
 
-    Results are bit-identical. A step then keeps activations of only one micro-batch, so more of them fit. But weights
-    and gradient sums outside the compute tier would move for each micro-batch, and drives would have only one backward
-    to transfer state, not a whole step.
+    Results are bit-identical. A step then keeps activations of only one micro-batch, so a larger share of them fits.
+    But weights and gradient sums outside the compute tier would move for each micro-batch, and drives would have only
+    one backward, instead of a whole step, to transfer state.
     """
     run, recompute = plan.run, plan.program.recompute
     is_open = run.advanced.micro_batch_order == "auto" and run.recompute.mode == "auto"
@@ -169,9 +170,9 @@ def _uses_drives(plan: Plan) -> bool:
 
 
 def _is_shorter(plan: Plan, other: Plan) -> bool:
-    """Return whether a step with one micro-batch at a time takes less time than another.
+    """Return whether a step of ``plan``, with one micro-batch at a time, takes less time than a step of ``other``.
 
-    It compares the estimates. Without rates, ``plan`` must compute less and move no more bytes than ``other``.
+    The estimates are compared. Without rates, ``plan`` must compute less and must not move more bytes than ``other``.
     """
     step_s, other_s = _step_s(plan), _step_s(other)
     if math.inf in (step_s, other_s):
@@ -181,15 +182,15 @@ def _is_shorter(plan: Plan, other: Plan) -> bool:
 
 
 def objections_to(plan: Plan) -> tuple[Objection, ...]:
-    """Compare a plan with this machine. Objections that refuse a run come first."""
+    """Compare a plan with this machine. Return objections that prevent the run first."""
     run = plan.run
     return (*_object_to_untraced_layers(plan), *find_objections(run.tiers, run.device, plan.totals))
 
 
 def _object_to_untraced_layers(plan: Plan) -> Iterator[Objection]:
-    """Object to an automatic GPU tier size if the trace could not determine the layers' memory outside the tier.
+    """Object to an automatic GPU tier size if the trace could not determine the layers' memory outside of the tier.
 
-    The forward of each layer failed on fake tensors, so the plan assumes that it computes nothing.
+    Every layer's forward failed on fake tensors, so the plan assumes that layers compute nothing.
     """
     tiers, device, trace = plan.run.tiers, plan.run.device, plan.trace
     layers = [visit for visit in trace.visits if plan.graph.units[visit.unit].is_layer]
@@ -206,10 +207,10 @@ def _object_to_untraced_layers(plan: Plan) -> Iterator[Objection]:
 
 
 def check_ranks(run: RunSpec) -> None:
-    """Raise an error for a config that several ranks cannot run.
+    """Raise an error if the config does not support more than one rank.
 
     Raises:
-        ConfigError: A key has an unsupported value; the error names all such keys.
+        ConfigError: A key has an unsupported value. The error contains all such keys.
     """
     if run.world.is_single:
         return
@@ -230,7 +231,7 @@ def _too_few_lanes(run: RunSpec) -> Problem:
 
 
 def _problems_of_ranks(run: RunSpec) -> Iterator[Problem]:
-    """Yield the reasons why several ranks, each with at least one lane, cannot run the config."""
+    """Yield the reasons why the config does not support several ranks that each have at least one lane."""
     world = run.world
     several = f"with {world.size} processes"
     if 1 < world.num_hosts < world.size:
@@ -264,7 +265,7 @@ def _has_work_for_all(num_ranks: int, num_lanes: int, num_micro_batches: int) ->
 
 
 def _too_few_micro_batches(run: RunSpec) -> Problem:
-    """Return the problem of a step without a micro-batch for some rank, with sufficient values."""
+    """Return the problem that some rank has no micro-batch in a step, with values that solve it."""
     size, lanes, batch = run.world.size, run.num_lanes, run.batch
     count, together = batch.num_micro_batches, batch.rows_per_example
     # A new run has one lane per process unless the config sets the number.
@@ -286,7 +287,7 @@ def _too_few_micro_batches(run: RunSpec) -> Problem:
         f"training.gradient_accumulation_steps = {count}: with {size} processes each needs a micro-batch, but a step "
         "has only that many"
     )
-    # Prefer a step of the same rows in smaller micro-batches, else a larger step.
+    # Prefer smaller micro-batches of the same rows. Otherwise suggest a larger step.
     finer = (n for n in range(enough, examples + 1) if examples % n == 0 and _has_work_for_all(size, lanes, n))
     same = next(finer, None)
     if same is not None:
@@ -302,10 +303,10 @@ def _count_processes(count: int) -> str:
 
 
 def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
-    """Let layers save results if that shortens a step that moves blocks. Return the new plan, or the plan itself.
+    """Save results of layers if that shortens a step that moves blocks. Return the new plan, or the plan itself.
 
-    The results also move, so the decision needs rates: a replay with the rates of this machine, or the estimate for
-    another machine.
+    The results also move, so the decision needs rates. It uses a replay with the rates of this machine, or the estimate
+    for a planned machine.
     """
     run, is_elsewhere = plan.run, plan.run.tiers.machine is not None
     is_open = run.recompute.mode == "auto" and run.model.table.compiler is None
@@ -324,35 +325,35 @@ def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
         return found if _step_s(found) < WORTHWHILE * _step_s(plan) else plan
     if found is plan:
         return plan
-    # ``found`` uses the first of ``OPEN_SHARES``, so try only the other shares.
+    # ``found`` already uses the first of ``OPEN_SHARES``, so try only the other shares.
     others = (other for other in islice(_with_new_placement(found), 1, None) if _adds_little_wear(other, plan))
     return fastest(chain((plan, found), (estimated(other, profile) for other in others)))
 
 
 def _adds_little_wear(plan: Plan, other: Plan) -> bool:
-    """Return whether a plan writes hardly more to drives than another plan. More wear needs the user's consent.
+    """Return whether ``plan`` writes hardly more to drives than ``other``. The user must consent to more wear.
 
-    The results of layers are many times larger than gradients and state, so only the config may move them to drives.
+    The results of layers are many times larger than gradients and state, so only the config can move them to drives.
     """
     return nvme_written_bytes(plan.traffic) <= _MOST_WEAR * nvme_written_bytes(other.traffic)
 
 
 def _step_s(plan: Plan) -> float:
-    """Return the estimated seconds of a step; infinite if a rate is unknown."""
+    """Return the estimated seconds of a step, or infinity if a rate is unknown."""
     step_s = plan.estimate.step_s if plan.estimate is not None else None
     return math.inf if step_s is None else step_s
 
 
 def _replayed_s(plan: Plan) -> float:
-    """Return the replayed seconds of a step; infinite if a rate is unknown."""
+    """Return the replayed seconds of a step, or infinity if a rate is unknown."""
     replayed = replay(plan)
     return math.inf if replayed is None else replayed.step_s
 
 
 def _with_streamed_updates(plan: Plan, count: int) -> StepProgram:
-    """Return the program that updates ``count`` of the groups in RAM in the compute tier, spread over the step.
+    """Return a program in which the compute tier updates ``count`` groups from RAM, spread over the step.
 
-    While the CPU updates the groups in between, the bus has time to fetch a streamed group.
+    While the CPU updates the groups between them, the bus has time to fetch the next streamed group.
     """
     program, homes = plan.program, plan.placement.homes
     if not program.updates.in_compute_tier or program.compute_tier == "ram":
@@ -364,15 +365,15 @@ def _with_streamed_updates(plan: Plan, count: int) -> StepProgram:
 
 
 def _is_updated_from_ram(program: StepProgram, tick: Tick, homes: Mapping[str, str]) -> bool:
-    """Return whether a group is updated in RAM and its weight and state have their home there."""
+    """Return whether a group is updated in RAM and RAM is the home of its weight and state."""
     own = (key for key, _ in tick.uses if key not in tick.spent)
     return program.tier_of(tick, homes) == "ram" and all(homes[key] == "ram" for key in own)
 
 
 def _plans_with_streamed_updates(plan: Plan, machine: MachineProfile | None) -> Iterator[Plan]:
-    """Yield plans in which a GPU updates the number of groups from RAM that balances its bus with the CPU.
+    """Yield plans in which a GPU updates some groups from RAM, so that its bus and the CPU are equally busy.
 
-    A second plan has half that number, because the bus also carries other bytes.
+    The second plan has half that number of groups, because the bus also carries other bytes.
     """
     seconds = plan.estimate.seconds if plan.estimate is not None else {}
     host_s, gpu = seconds.get("optimizer", 0.0), machine.gpu if machine is not None else None
@@ -389,12 +390,12 @@ def _plans_with_streamed_updates(plan: Plan, machine: MachineProfile | None) -> 
 
 
 def _with_new_placement(plan: Plan) -> Iterator[Plan]:
-    """Yield a changed program with each new placement of ``with_open_room``, without the old placement."""
+    """Yield a changed program with each new placement of ``with_open_room``. The old placement is skipped."""
     return (other for other in with_open_room(plan) if other.placement is not plan.placement)
 
 
 def _add_remedies(found: Shortfall, attempts: Attempts) -> Shortfall:
-    """Return the shortfall of a run with the config changes that reduce its need."""
+    """Return a shortfall with the config changes that reduce the run's need."""
     graph = attempts.model.graph
     layers = (unit.module for unit in graph.units if unit.is_layer)
     can_cut_experts = has_experts_to_cut(layers, graph.num_parameters)
@@ -402,13 +403,13 @@ def _add_remedies(found: Shortfall, attempts: Attempts) -> Shortfall:
 
 
 def _least_bytes(attempts: Attempts, run: RunSpec, tier: str) -> int | None:
-    """Return the smallest sufficient capacity of a tier of a run, or None if another tier is too small."""
+    """Return the smallest sufficient capacity of a tier, or None if another tier is too small."""
     model = attempts.model
     if run.model.table.split_experts != model.run.model.table.split_experts:
         model = trace_model(run, model.padded, None)
     capacity = 0
     while True:
-        # Try again with the reported need: placement is greedy, so more memory may lead to different homes.
+        # Try again with the reported capacity, because greedy placement may choose different homes with more memory.
         placed = Attempts(run, model, attempts.profile, {tier: capacity}).first_that_fits()
         if not isinstance(placed, Shortfall):
             return capacity
@@ -420,8 +421,8 @@ def _least_bytes(attempts: Attempts, run: RunSpec, tier: str) -> int | None:
 def with_open_room(plan: Plan) -> Iterator[Plan]:
     """Yield the plan with different shares of RAM and GPU memory left free for copies, the usual share first.
 
-    Homes save traffic, and free memory lets the prefetcher work further ahead. Results are the same. On a GPU, copies
-    of each size get separate buffers if these fit in addition to the homes
+    Homes save traffic, while free memory lets the prefetcher work further ahead. Results are the same. On a GPU, copies
+    of each size get separate buffers if these buffers fit in addition to the homes
     (docs/decisions/0025-buffers-made-before-the-first-step.md).
     """
     budgets = list(plan.budgets_by_tier.values())
@@ -450,9 +451,10 @@ def _with_buffers(solver: PlacementSolver, room: Mapping[str, int]) -> Settled |
 
 
 def fastest(plans: Iterable[Plan]) -> Plan:
-    """Return the plan whose replayed step is the shortest, or the first plan if this machine was not measured.
+    """Return the plan whose replayed step is shortest, or the first plan if this machine was not measured.
 
-    Also return the first plan for another machine: its rates are too rough, and a replay of a large model takes long.
+    For a planned machine, also return the first plan, because its rates are imprecise and a large model takes long to
+    replay.
     """
     best, best_s = None, math.inf
     seen: list[tuple[Mapping[str, str], frozenset[int], Recompute]] = []

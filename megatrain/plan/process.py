@@ -1,7 +1,7 @@
-"""Predicted resident memory of a run's process, for users who set a container limit. CUDA's memory is not counted.
+"""Predicts the resident memory of a run's process, for users who set a container limit. CUDA memory is not counted.
 
-The RAM tier is exact. The rest is the current memory of this process plus the memory that a run loads later. The
-prediction relies on ``engine/freed_memory.py`` to return freed memory to the system in time.
+The RAM tier is known exactly. The rest is this process's current memory plus the memory that a run loads later. The
+prediction assumes that ``engine/freed_memory.py`` returns freed memory to the system in time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KERNELS_BYTES = 120 * MiB
 _DATA_BYTES = 14 * MiB
 #: Memory of a tokenizer per byte of its ``tokenizer.json``, measured with a vocabulary of 128,000.
 _TOKENIZER_FACTOR = 26
-#: Heap memory that steps free but the C library keeps (of small tensors). The benchmark measured 0 to 80 MiB.
+#: Heap memory of small tensors that steps free but the C library keeps. The benchmark measured 0 to 80 MiB.
 HEAP_BYTES = 40 * MiB
 _KERNELS_MODULE = "megatrain.optim.kernels"
 
@@ -36,12 +36,12 @@ class ProcessMemory:
     """Parts of a run's peak resident memory.
 
     Attributes:
-        tier_bytes: The RAM tier, and the GPU tier if it is emulated in RAM. Includes prefetched copies, which may fill
+        tier_bytes: The RAM tier, and the GPU tier if it is emulated in RAM. Includes prefetched copies, which can fill
             the tier up to its capacity.
-        libraries_bytes: Current memory of the process: Python, libraries, the model without weights, and the plan.
+        libraries_bytes: The process's current memory: Python, libraries, the model without weights, and the plan.
         kernels_bytes: Update kernels and their compiler; 0 if they are already loaded.
         data_bytes: The tokenizer and rows.
-        heap_bytes: Freed memory kept by the C library.
+        heap_bytes: Freed memory that the C library keeps.
     """
 
     tier_bytes: int
@@ -52,17 +52,17 @@ class ProcessMemory:
 
     @property
     def non_tier_bytes(self) -> int:
-        """Bytes outside the tiers."""
+        """Bytes outside of the tiers."""
         return self.libraries_bytes + self.kernels_bytes + self.data_bytes + self.heap_bytes
 
     @property
     def total_bytes(self) -> int:
-        """The smallest sufficient memory limit of a container."""
+        """The smallest sufficient memory limit for a container."""
         return self.tier_bytes + self.non_tier_bytes
 
 
 def process_memory(plan: Plan) -> ProcessMemory:
-    """Predict the memory of the process that runs a plan. Call it in the planning process, before training."""
+    """Predict the memory of the process that runs a plan. Call this in the planning process, before training."""
     tokenizer = Path(plan.run.model.tokenizer_folder, "tokenizer.json")
     tokenizer_bytes = tokenizer.stat().st_size if tokenizer.is_file() else 0
     return ProcessMemory(
@@ -75,10 +75,11 @@ def process_memory(plan: Plan) -> ProcessMemory:
 
 
 def most_resident_bytes(plan: Plan) -> int:
-    """Return the largest resident memory at the start of an op, including the bytes in which the op computes.
+    """Return the limit of resident memory at the start of an op. It includes the bytes in which the op computes.
 
-    Within it, the process stays in its planned memory: the op may still allocate the rest of the workspace, such as
-    streams between layers. Call it when the run begins, because memory loaded by then counts as measured.
+    Below this limit, the process stays in its planned memory, because the op may still allocate the rest of the
+    workspace, such as streams between layers. Call this when the run begins, because memory loaded by then counts as
+    measured.
     """
     still_free = sum(plan.placement.workspace_bytes.values()) - plan.kept_bytes
     still_free -= max(computing_bytes(plan.trace, plan.program))
@@ -104,6 +105,6 @@ def resident_bytes(plan: Plan, tier: str) -> int:
 
 
 def own_bytes() -> int:
-    """Return the resident memory of this process, after the C library has returned freed memory."""
+    """Return this process's resident memory, after the C library has returned freed memory to the system."""
     trim()
     return int(psutil.Process().memory_info().rss)

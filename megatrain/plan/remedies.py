@@ -1,9 +1,9 @@
-"""Config changes that let a run fit, each with the size that it needs.
+"""Finds config changes that make a run fit, each with the size that the run then needs.
 
-Gradients that wait for a global norm are a quarter of a run's bytes. So the first remedies store gradients in bf16 or
-on a drive, or avoid the norm. Other remedies stream the experts of a layer in parts, or run one micro-batch at a time
-to keep the activations of only one. Each size comes from a plan made with the change, so a change that is reported
-to fit does fit.
+Gradients that wait for a global norm are a quarter of a run's bytes. The first remedies therefore store gradients in
+bf16 or on a drive, or avoid the norm. Other remedies stream a layer's experts in parts, or run one micro-batch at a
+time so that only one micro-batch's activations exist. Each change is planned, so a change that is reported to fit does
+fit.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from megatrain.plan.shortfall import Remedy, Shortfall
 
 __all__ = ["add_remedies"]
 
-#: Maps a run and a tier to the smallest sufficient capacity of the tier, or None if another tier is too small.
+#: Maps a run and a tier to the tier's smallest sufficient capacity, or None if another tier is too small.
 LeastBytes = Callable[["RunSpec", str], int | None]
 
 
 def add_remedies(
     found: Shortfall, run: RunSpec, least_bytes: LeastBytes, *, can_cut_experts: bool = False
 ) -> Shortfall:
-    """Add the config changes that would help to the shortfall of a run.
+    """Add the config changes that would help to a run's shortfall.
 
     Args:
         least_bytes: Function that plans a changed run and returns the capacity that a tier needs.
-        can_cut_experts: Whether the model has experts that ``model.split_experts`` would cut.
+        can_cut_experts: Whether the model has experts that ``model.split_experts`` would split.
     """
     remedies: list[Remedy] = []
     for change, other in _changes(run, can_cut_experts):
@@ -63,13 +63,13 @@ def _changes(run: RunSpec, can_cut_experts: bool) -> Iterator[tuple[str, RunSpec
 
 
 def _without_norm(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
-    """Yield the changes that avoid a global gradient norm."""
+    """Yield config changes that make the global gradient norm unnecessary."""
     changes = []
     if run.optimizer.nonfinite != "skip" and run.optimizer.max_grad_norm > 0:
         changes.append("optimizer.max_grad_norm = 0")
     if not run.model.table.split_experts:  # clipping by layer excludes split experts
         changes.append('optimizer.clip_scope = "layer"')
-    if changes:  # both changes have the same need, so plan only one
+    if changes:  # all these changes have the same need, so plan only one
         by_layer = run.optimizer.model_copy(update={"clip_scope": "layer"})
         yield ", or ".join(changes), replace(run, optimizer=by_layer)
 
@@ -82,7 +82,7 @@ def _may_cut_experts(run: RunSpec) -> bool:
 
 
 def _with_drive(run: RunSpec) -> RunSpec:
-    """Return the run with a drive as an additional home for every kind of block whose home the planner chooses."""
+    """Return the run with a drive as an additional home for each kind of block whose home the planner chooses."""
     homes = {kind: list(tiers) for kind, tiers in run.placement.homes.items()}
     for kind in run.placement.residents:
         homes[kind].append("nvme")

@@ -1,4 +1,4 @@
-"""Choice of the blocks that have their home in the compute tier, by the seconds saved per byte."""
+"""Chooses the blocks whose home is the compute tier, by the seconds saved per byte."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Residency:
     """Rules for homes in the compute tier if that tier is not RAM.
 
     Attributes:
-        kinds: Kinds of blocks that may have their home there.
-        bus_s_per_byte: Seconds per byte moved between that tier and RAM. 1 without measured rates, so that candidates
-            are ranked by bytes.
+        kinds: Kinds of blocks that may have their home in the compute tier.
+        bus_s_per_byte: Seconds per byte moved between the compute tier and RAM. 1 without measured rates, so that
+            candidates are ranked by bytes.
         host_update_s_per_element: Seconds per weight updated in RAM. 0 without measured rates.
     """
 
@@ -41,11 +41,12 @@ class _PlacementCandidate:
 
 @dataclass(frozen=True, slots=True)
 class _CostInputs:
-    """Inputs to the cost of a candidate other than the tiers' rates.
+    """Inputs to a candidate's cost, apart from the tiers' rates.
 
     Attributes:
         keys: Blocks whose homes affect the cost: the candidate's blocks and their groups.
-        pattern: Equal for candidates whose costs are equal whenever the homes of their ``keys``, in order, are equal.
+        pattern: Number shared by candidates that have equal costs whenever the homes of their ``keys``, in order, are
+            equal.
     """
 
     keys: tuple[str, ...]
@@ -53,23 +54,24 @@ class _CostInputs:
 
 
 class ResidentChooser:
-    """Greedy choice of residents of the compute tier.
+    """Greedy choice of the compute tier's residents.
 
     Args:
-        slot_bytes: Function from content bytes to slot bytes of that tier.
+        slot_bytes: Function that rounds content bytes up to that tier's slot bytes.
     """
 
     def __init__(self, program: StepProgram, residency: Residency, slot_bytes: Callable[[int], int]) -> None:
         self._program, self._residency, self._slot_bytes = program, residency, slot_bytes
         self._tier = program.compute_tier
-        #: Groups by block key. A block that several gradients share is in several groups, and its moves depend on all.
+        #: Groups by block key. A block that several gradients share is in several groups, and its moves depend on all
+        #: groups.
         self._groups: dict[str, list[tuple[str, ...]]] = {}
         self._moves: dict[tuple[str, str, tuple[str, ...]], int] = {}
         self._uses: dict[str, list[tuple[int, Mode]]] = {key: [] for key in program.blocks}
-        #: Tier of every tick with the current homes, cached because a shared gradient block has hundreds of uses.
+        #: Each tick's tier with the current homes. It is cached, because a shared gradient block has hundreds of uses.
         self._tiers_now = [self._tier] * len(program.ticks)
-        self._tiers_now_of: dict[str, tuple[str, ...]] = {}  # key -> tiers of its uses, computed on demand
-        #: Block key -> update ticks whose tier depends on the block's home.
+        self._tiers_now_of: dict[str, tuple[str, ...]] = {}  # tiers of a block's uses by key, computed on demand
+        #: Update ticks whose tier depends on a block's home, by block key.
         self._deciding: dict[str, list[int]] = {}
         for number, tick in enumerate(program.ticks):
             for key, mode in tick.uses:
@@ -89,7 +91,7 @@ class ResidentChooser:
         for number, candidate in enumerate(self._candidates):
             for key in candidate.keys:
                 self._candidates_of_key.setdefault(key, []).append(number)
-        #: Cost inputs by candidate. Most layers of a model are identical, so only a few costs are computed.
+        #: Cost inputs by candidate. Most layers of a model are identical, so few costs are computed.
         self._cost_inputs: dict[int, _CostInputs | None] = {}
         self._numbers_of_patterns: dict[Hashable, int] = {}
         self._patterns: dict[tuple[str, ...], int] = {}
@@ -101,7 +103,7 @@ class ResidentChooser:
             return
         updates = [tick for tick in self._program.ticks if tick.phase == "update"]
         for number, tick in enumerate(updates):
-            # Spread residents over the model: a resident layer leaves time to fetch the next one.
+            # Spread residents over the model, because a resident layer leaves time to fetch the next layer.
             rank = (-1.0, number * _GOLDEN % 1.0)
             keys = tuple(key for key, _ in tick.uses)
             yield _PlacementCandidate(keys, rank)
@@ -115,7 +117,7 @@ class ResidentChooser:
             yield _PlacementCandidate(tuple(part.key for part in parts), (KINDS.index(parts[0].kind), number))
 
     def everything(self) -> Sequence[str]:
-        """Return all blocks if every kind may be resident, so that a step needs no copies; else return no blocks."""
+        """Return all blocks if every kind may be resident, so that a step needs no copies, else no blocks."""
         return list(self._program.blocks) if len(self._residency.kinds) == len(KINDS) else ()
 
     def choose(
@@ -127,9 +129,9 @@ class ResidentChooser:
         """Move blocks to the compute tier, in descending order of seconds saved per byte.
 
         Args:
-            homes: Tier by block key; ``try_move`` changes it.
-            try_move: Makes the compute tier the home of blocks. Returns False if they do not fit.
-            is_needed: If given, blocks move as long as it returns True, even if that costs time.
+            homes: Tier by block key. ``try_move`` changes it.
+            try_move: Makes the compute tier the home of blocks, or returns False if they do not fit.
+            is_needed: While it returns True, blocks move even if that costs time.
         """
         self._tiers_now = [self._program.tier_of(tick, homes) for tick in self._program.ticks]
         self._tiers_now_of.clear()
@@ -147,7 +149,7 @@ class ResidentChooser:
                 self._push(queue, self._affected_candidates(keys, homes), homes)
 
     def _update_tick_tiers(self, keys: Sequence[str], homes: Mapping[str, str]) -> None:
-        """Update the tiers of ticks after blocks have moved."""
+        """Update the ticks' tiers after blocks have moved."""
         for tick, tier in self._tiers_with(keys, homes).items():
             if self._tiers_now[tick] != tier:
                 self._tiers_now[tick] = tier
@@ -166,10 +168,10 @@ class ResidentChooser:
         return tuple(key for key in self._candidates[number].keys if homes[key] != self._tier)
 
     def _affected_candidates(self, keys: Sequence[str], homes: Mapping[str, str]) -> Sequence[int]:
-        """Return the candidates whose cost may have changed after blocks of their groups have moved."""
+        """Return the candidates whose cost may have changed because blocks of their groups moved."""
         groups = {id(group): group for key in keys for group in self._groups.get(key, ((key,),))}
         related = {key for group in groups.values() for key in group}
-        # A shared block that is already resident still moves as often as before, so it affects no other cost.
+        # A shared block that is already resident moves as often as before, so it affects no other cost.
         related -= {key for key in related if self._is_shared(key) and homes[key] == self._tier}
         return sorted({number for key in related for number in self._candidates_of_key.get(key, ())})
 
@@ -177,11 +179,11 @@ class ResidentChooser:
         return len(self._groups.get(key, ())) > 1
 
     def _linked_blocks(self, key: str) -> tuple[str, ...]:
-        """Return the blocks whose moves depend on the home of one block: its group, or itself if it is shared."""
+        """Return the blocks whose moves depend on a block's home: its group, or the block itself if it is shared."""
         return (key,) if self._is_shared(key) else self._groups.get(key, ((key,),))[0]
 
     def _cost_of(self, number: int, keys: Sequence[str], homes: Mapping[str, str]) -> float:
-        """Return the cost of moving the remaining blocks of a candidate, cached for identical candidates."""
+        """Return the cost of moving a candidate's remaining blocks. The cost is cached for identical candidates."""
         if number not in self._cost_inputs:
             self._cost_inputs[number] = self._find_cost_inputs(self._candidates[number])
         around = self._cost_inputs[number]
@@ -203,7 +205,7 @@ class ResidentChooser:
         return _CostInputs(keys, self._numbers_of_patterns.setdefault(pattern, len(self._numbers_of_patterns)))
 
     def _pattern_of(self, keys: tuple[str, ...]) -> int:
-        """Return a number shared by all key sequences whose blocks match pairwise in size and use."""
+        """Return a number that key sequences share if their blocks match pairwise in size and use."""
         if keys not in self._patterns:
             wholes = dict[str, int]()
             pattern = tuple(
@@ -221,7 +223,7 @@ class ResidentChooser:
         return self._patterns[keys]
 
     def _use_pattern(self, key: str) -> tuple[Hashable, ...]:
-        """Return all properties of a block's uses that affect its moves, except homes."""
+        """Return all properties of a block's uses, apart from homes, that affect how often it moves."""
         pattern, before = [], -1
         for number, mode in self._uses[key]:
             tick = self._program.ticks[number]
@@ -232,7 +234,7 @@ class ResidentChooser:
         return tuple(pattern)
 
     def _cost(self, keys: Sequence[str], homes: Mapping[str, str]) -> float:
-        """Return the extra seconds of a step per byte if blocks move; negative if the move saves time."""
+        """Return the extra seconds of a step per byte if blocks move. The result is negative if the move saves time."""
         related = tuple(dict.fromkeys(other for key in keys for other in self._linked_blocks(key)))
         after = ChainMap(dict.fromkeys(keys, self._tier), homes)  # type: ignore[arg-type]
         loads = self._load(related, after, self._tiers_with(keys, after)), self._load(related, homes, {})
@@ -241,17 +243,17 @@ class ResidentChooser:
         return more_s / max(1, sum(self._slot_bytes(self._program.blocks[key].nbytes) for key in keys))
 
     def _tiers_with(self, keys: Sequence[str], homes: Mapping[str, str]) -> dict[int, str]:
-        """Return the tiers of the ticks that depend on the homes of these blocks."""
+        """Return the tiers of the ticks that depend on these blocks' homes."""
         ticks = {number for key in keys for number in self._deciding.get(key, ())}
         return {number: self._program.tier_of(self._program.ticks[number], homes) for number in ticks}
 
     def _load(self, keys: Sequence[str], homes: Mapping[str, str], tiers: Mapping[int, str]) -> tuple[int, int]:
-        """Return the bytes that these blocks move over the bus in a step, and the elements updated in RAM.
+        """Return the bytes that blocks move over the bus in a step, and the number of elements updated in RAM.
 
         Args:
-            tiers: Tick -> tier, for ticks whose tier changes.
+            tiers: Tier by tick, for ticks whose tier changes.
         """
-        moved, num_moves = 0, dict[tuple[str, str], int]()  # parts of a whole have the same uses
+        moved, num_moves = 0, dict[tuple[str, str], int]()  # parts of a whole layout have the same uses
         for key in keys:
             block, home = self._program.blocks[key], homes[key]
             if (block.whole, home) not in num_moves:

@@ -1,6 +1,6 @@
-"""The tiers that a run may have, fast to slow: when a run has them, their budgets, and how they are made.
+"""Tiers that a run can have, fast to slow. Each class decides whether a run has the tier, and creates it.
 
-A new tier is one class here, and its name and keys in ``megatrain/machine/table.py``.
+To add a tier, add a class here, and the tier's name and config keys in ``megatrain/machine/table.py``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tiered.ext import UnifiedTier, check_rates, plan_chunks
 from tiered.units import PAGE_BYTES, GiB, round_up
 
 _GPU_ALIGNMENT_BYTES = 512
-#: RAM that each rank keeps for Python, torch and libraries if ``tiers.ram.size`` is "auto".
+#: RAM that each rank leaves to Python, torch and libraries if ``tiers.ram.size`` is "auto".
 _RANK_BYTES = GiB
 
 
 class RunTier(ABC):
-    """A tier that a run may have.
+    """A tier that a run can have.
 
     Attributes:
         name: Name of the tier in plans, in ``[placement]`` and in the store.
@@ -39,11 +39,11 @@ class RunTier(ABC):
 
     @abstractmethod
     def budget(self, run: RunSpec, workspace: int) -> TierBudget:
-        """Return its capacity, rounding and links, given the workspace bytes of a step in the compute tier."""
+        """Return the tier's capacity, rounding and links. ``workspace`` is a step's workspace in the compute tier."""
 
     @abstractmethod
     def make(self, plan: Plan, budget: TierBudget, on_notice: Callable[[str], None] | None) -> Tier:
-        """Return the tier with a budget of the plan, which calls ``on_notice`` with messages for the user."""
+        """Create the tier with its budget in the plan. It calls ``on_notice`` with messages for the user."""
 
 
 class _GpuMemory(RunTier):
@@ -64,7 +64,7 @@ class _GpuMemory(RunTier):
 
 
 class _HostMemory(RunTier):
-    """Memory of the host, which a GPU shares on some machines."""
+    """Memory of the host. On some machines, the GPU shares it."""
 
     name = "ram"
 
@@ -126,17 +126,17 @@ class _Drives(RunTier):
         )
 
 
-#: All tiers, fast to slow. The model's folder is no tier of its own: ``budgets.with_folder`` adds it after RAM.
+#: All tiers, fast to slow. ``budgets.with_folder`` adds the model's folder after RAM.
 RUN_TIERS: tuple[RunTier, ...] = (_GpuMemory(), _HostMemory(), _Drives())
 
 
 def tier_names(tiers: TierSpecs, device: torch.device) -> list[str]:
-    """Return the writable tiers of a run, fast to slow."""
+    """Return the names of a run's writable tiers, fast to slow."""
     return [tier.name for tier in RUN_TIERS if tier.is_used(tiers, device)]
 
 
 def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
-    """Return the writable tiers of a run, fast to slow, with their capacities, roundings and links.
+    """Return the budgets of a run's writable tiers, fast to slow, with capacities, roundings and links.
 
     Args:
         workspace: Workspace bytes of a step in the compute tier.
@@ -145,10 +145,10 @@ def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
 
 
 def make_tier(plan: Plan, budget: TierBudget, on_notice: Callable[[str], None] | None) -> Tier:
-    """Return the writable tier with a budget of the plan."""
+    """Create the writable tier that has this budget in the plan."""
     return next(tier for tier in RUN_TIERS if tier.name == budget.name).make(plan, budget, on_notice)
 
 
 def both_ways(fast: str, slow: str) -> tuple[tuple[str, str], ...]:
-    """Return the two links between two tiers."""
+    """Return the links in both directions between two tiers."""
     return (fast, slow), (slow, fast)

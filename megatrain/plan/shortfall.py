@@ -1,4 +1,4 @@
-"""A tier that is too small for a run, with the config changes that would help."""
+"""A tier that is too small for a run, and config changes that would help."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Remedy:
     """A config change that reduces the bytes that a run needs in a tier.
 
     Attributes:
-        fits: Whether the tier has this capacity. Always True for a drive that the change adds.
+        fits: Whether the tier's capacity is then sufficient. Always True for a drive that the change adds.
     """
 
     change: str
@@ -36,8 +36,8 @@ class Shortfall:
 
     Attributes:
         need_bytes: The smallest sufficient capacity.
-        remedies: Changes of the config that reduce the need.
-        message: Replacement for the default message, which names the tier and its bytes. Unused if empty.
+        remedies: Config changes that reduce the need.
+        message: Message that replaces the default message with the tier and its bytes. Unused if empty.
     """
 
     tier: str
@@ -56,12 +56,12 @@ class Shortfall:
 
 
 class DoesNotFitError(Exception):
-    """The run does not fit its tiers. Raised before anything is allocated.
+    """The run does not fit in its tiers. Raised before anything is allocated.
 
     Attributes:
         tier: The tier that is too small.
         need_bytes: The smallest sufficient capacity.
-        remedies: Changes of the config that reduce the need.
+        remedies: Config changes that reduce the need.
     """
 
     def __init__(self, shortfall: Shortfall) -> None:

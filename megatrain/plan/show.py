@@ -1,4 +1,4 @@
-"""Text of a plan: its headline, the rows of its table, messages, and the lines of its estimate."""
+"""Text of a plan: headline, table rows, messages, and lines of the estimate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEPS_OF_WEAR = 1000
 
 
 def headline(plan: Plan) -> str:
-    """Return the model, its dtype and the tokens of a step in one line."""
+    """Return one line with the model, its dtype and the tokens of a step."""
     run, count = plan.run, plan.graph.num_parameters
     name = run.model.name.rstrip("/").split("/")[-1]
     size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
@@ -39,7 +39,7 @@ def headline(plan: Plan) -> str:
 
 
 def table_rows(plan: Plan) -> Sequence[tuple[str, Mapping[str, int], str]]:
-    """Return (kind, tier -> bytes, note) for each row of the table."""
+    """Return (kind, bytes by tier, note) for each row of the table."""
     notes = _notes(plan)
     rows: list[tuple[str, Mapping[str, int], str]] = [
         (kind, {tier: plan.placement.home_bytes[tier][kind] for tier in plan.tiers}, notes[kind]) for kind in KINDS
@@ -68,7 +68,7 @@ def table_rows(plan: Plan) -> Sequence[tuple[str, Mapping[str, int], str]]:
 
 
 def messages(plan: Plan) -> Sequence[str]:
-    """Return the messages of a plan next to its table: moves, tiers of updates, guesses."""
+    """Return the messages that accompany a plan's table: moves, tiers of updates, guesses."""
     estimates = [f"the workspace is estimated: {guess}" for guess in plan.guesses]
     if plan.trace.uncounted:
         estimates.append(f"the FLOPs of a step are unknown: {'; '.join(plan.trace.uncounted)}")
@@ -100,7 +100,7 @@ def messages(plan: Plan) -> Sequence[str]:
 
 
 def process_line(memory: ProcessMemory) -> str:
-    """Return a line with the predicted memory of the process in the RAM tier and outside it."""
+    """Return a line with the predicted memory of the process, inside and outside of the RAM tier."""
     tier, rest = format_size(memory.tier_bytes), format_size(memory.non_tier_bytes)
     return (
         f"process         about {format_size(memory.total_bytes)} of RAM: {tier} in the tier + {rest} of Python and "
@@ -109,7 +109,7 @@ def process_line(memory: ProcessMemory) -> str:
 
 
 def _recompute_notes(plan: Plan) -> Sequence[str]:
-    """Return a message on the recomputed layers, their cost, and the memory that would reduce it."""
+    """Return a message about the recomputed layers, their cost, and the memory that would avoid recomputing."""
     trace, recompute = plan.trace, plan.program.recompute
     kept, layers = num_layers_kept(plan.graph, trace, plan.program)
     if kept == layers or not is_counted(trace):
@@ -140,7 +140,7 @@ def _recompute_notes(plan: Plan) -> Sequence[str]:
 
 
 def _expert_notes(plan: Plan) -> tuple[str, ...]:
-    """Return a message on the number of expert parts that the tokens of a step will probably reach."""
+    """Return a message about the number of expert parts that a step's tokens will probably reach."""
     parts = [visit for visit in plan.trace.visits if visit.chance_of_no_token]
     if not parts or not plan.run.world.is_single:
         return ()
@@ -216,7 +216,7 @@ def _notes(plan: Plan) -> dict[Kind, str]:
 
 
 def estimate_lines(estimate: Estimate) -> Sequence[str]:
-    """Return an estimate as lines: busy seconds, the step, and writes to drives."""
+    """Return the lines of an estimate: busy seconds, the step, and writes to drives."""
     lines = []
     if estimate.seconds:
         parts = "  ".join(f"{name} {format_duration(seconds)}" for name, seconds in estimate.seconds.items())
@@ -232,7 +232,7 @@ def estimate_lines(estimate: Estimate) -> Sequence[str]:
 
 
 def _occasion_line(occasion: Occasion) -> str:
-    """Return a line on an operation outside the steps, or "" if it moves nothing."""
+    """Return a line about an operation outside of steps, or "" if it moves nothing."""
     read, written = format_size(occasion.read_bytes), format_size(occasion.written_bytes)
     parts = {
         "start": [

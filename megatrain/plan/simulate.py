@@ -1,7 +1,7 @@
-"""Replay of a planned step in virtual time: its duration and its stalls.
+"""Replays a planned step in virtual time, to find its duration and its stalls.
 
 The store, its prefetcher and its evictions are real (``tiered.simulation``). Only data movement and arithmetic are
-replaced by their durations, so a stall in the replay comes from the schedule, not from noise of the machine.
+replaced by their durations. A stall in the replay therefore comes from the schedule, not from noise of the machine.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _MOST_LOST = 0.9  # transfers slow computing by at most this factor, so that the
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRates:
-    """Rates given to the replay, in bytes, FLOPs and parameters per second.
+    """Rates for the replay, in bytes, FLOPs and parameters per second.
 
     Attributes:
         nvme_bytes_per_s: Combined rate of reads and writes.
-        bus_bytes_per_s: Rate in each direction between RAM and GPU.
-        flops_per_s: Achieved rate in forward and backward, including launches and operators other than products.
+        bus_bytes_per_s: Rate between RAM and GPU, in each direction.
+        flops_per_s: Rate reached in forward and backward, including launches and operators other than matmuls.
         update_params_per_s: Rate of the optimizer kernel on the host.
         gpu_update_params_per_s: Rate of the optimizer kernel on a GPU, or None if the host emulates the GPU.
-        products_flops_per_s: Rate of a GPU's orthogonalization for updates on the host. None if there is none, or if
-            ``update_params_per_s`` includes it.
-        peer_bytes_per_s: Rate in each direction between this rank and the other ranks, on this host or on other hosts.
+        products_flops_per_s: Rate of a GPU's orthogonalization for updates on the host. None if there is no
+            orthogonalization, or if ``update_params_per_s`` includes it.
+        peer_bytes_per_s: Rate between this rank and the other ranks on all hosts, in each direction.
         others_bytes_per_s: Rates of storage tiers other than ``nvme``, by tier name.
-        computing_s_per_nvme_byte: Compute slowdown per byte moved to or from a drive. Used with timed ticks only.
-        seconds_per_nvme_copy: Time of the step's thread per copy to or from a drive. Used with timed ticks only.
+        computing_s_per_nvme_byte: Compute slowdown per byte moved to or from a drive. Used only with timed ticks.
+        seconds_per_nvme_copy: Time of the step's thread per copy to or from a drive. Used only with timed ticks.
     """
 
     nvme_bytes_per_s: float
@@ -58,7 +58,7 @@ class SimulatedRates:
 
 
 def measured_rates(plan: Plan) -> SimulatedRates | None:
-    """Return the rates behind the plan's estimate, or None if a rate was not measured on this machine."""
+    """Return the rates behind the plan's estimate, or None if this machine lacks a measurement of one of them."""
     estimate = plan.estimate
     if estimate is None or estimate.step_s is None:
         return None
@@ -93,15 +93,15 @@ def measured_rates(plan: Plan) -> SimulatedRates | None:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """Means of one step after the warm-up.
+    """Means over one step after the warm-up.
 
     Attributes:
-        compute_s: Seconds of computing, updates included; the rest is stalls.
+        compute_s: Seconds of computing, including updates. The rest of the step is stalls.
         stall_s: Seconds by cause.
         prefetch_on_time: Prefetched copies per step that arrived before their use.
         prefetch_late: Prefetched copies per step for which the step waited.
         prefetch_wasted: Prefetched copies per step that were evicted unused.
-        moved_bytes: Bytes per step by link.
+        moved_bytes: Bytes per step, by link.
     """
 
     step_s: float
@@ -124,7 +124,7 @@ class SimulatedStep:
 
 
 def simulate_step(plan: Plan, tokens_per_step: int, rates: SimulatedRates) -> SimulatedStep:
-    """Replay steps of a plan and return the mean after the warm-up."""
+    """Replay steps of a plan and return their mean after the warm-up."""
     replay = _Replay(plan, tokens_per_step, rates)
     for number in range(_NUM_WARM_STEPS):
         replay.step(number)
@@ -155,7 +155,7 @@ def replay(plan: Plan, num_tokens: int | None = None) -> SimulatedStep | None:
     """Replay a step at the rates behind the plan's estimate. Return None if a rate was not measured.
 
     Args:
-        num_tokens: Tokens of the step. Defaults to the tokens of this rank.
+        num_tokens: Tokens of the step. Default: this rank's tokens.
     """
     rates, estimate = measured_rates(plan), plan.estimate
     if rates is None or estimate is None:
@@ -164,9 +164,9 @@ def replay(plan: Plan, num_tokens: int | None = None) -> SimulatedStep | None:
 
 
 def step_seconds(plan: Plan) -> float | None:
-    """Return the expected seconds of a step from a replay with stalls, or None if this machine was not measured.
+    """Return the seconds of a step from a replay with stalls, or None if this machine was not measured.
 
-    For another machine, return the lower bound: a replay would add less than the uncertainty of its rates.
+    For a planned machine, return the lower bound, because a replay would add less than the uncertainty of the rates.
     """
     if plan.run.tiers.machine is not None:
         return None if plan.estimate is None else plan.estimate.step_s
@@ -175,20 +175,20 @@ def step_seconds(plan: Plan) -> float | None:
 
 
 class _Replay:
-    """A store of simulated tiers that hold the plan's blocks, and the clock that the replayed steps advance."""
+    """A store of simulated tiers with the plan's blocks, and the clock that replayed steps advance."""
 
     def __init__(self, plan: Plan, tokens_per_step: int, rates: SimulatedRates) -> None:
         self._plan, self._tokens, self._rates = plan, tokens_per_step, rates
         self.clock = SimulatedClock()
         self.compute_s = 0.0
-        # All ranks run in lockstep, so they wait for the same time. Collectives run one at a time, concurrently with
-        # the layers if the program gathers ahead.
+        # All ranks run in lockstep, so each waits for the same time. Collectives run one at a time. If the program
+        # gathers ahead, they run concurrently with the layers.
         self.peer_wait_s = 0.0
         self._peer_free_s = 0.0
         self._gathered_s: dict[tuple[str, int], float] = {}  # arrival times of each tick's full copies
         self._flops, self._products = tick_flops(plan), matrix_flops(plan)
         self._drive: SimulatedChannel | None = None
-        # The step's thread queues kernels, so it can run an update on the host while a GPU computes.
+        # The step's thread only queues kernels, so it can run an update on the host while a GPU computes.
         self._is_queued = plan.device.type != "cpu" and plan.ticks is None
         self._queued_s = 0.0  # seconds of GPU ticks since the last host tick
         tiers = [
@@ -225,7 +225,7 @@ class _Replay:
 
     def _links(self) -> list[SimulatedLink]:
         budgets, links = self._plan.budgets_by_tier, []
-        # Reads and writes of a storage tier share a channel, even if they bypass RAM, because the bus is faster.
+        # Reads and writes of a storage tier share a channel even if they bypass RAM, because the bus is faster.
         storage = {
             name: SimulatedChannel(self.clock, self._rates.of_storage(name))
             for name, budget in budgets.items()
@@ -274,7 +274,7 @@ class _Replay:
         if op.phase == "gather":
             assert op.serves is not None
             self._gathered_s[op.serves, op.visit] = self._peer_free_s
-        # The step waits for each part that is gathered or exchanged within a tick.
+        # The step waits for each part that is gathered or exchanged inside a tick.
         if op.serves is None or not self._plan.program.sharding.gathers_ahead:
             self._wait_for_peers(self._peer_free_s)
 
@@ -304,7 +304,7 @@ class _Replay:
         return 0 if self._drive is None else self._drive.num_submitted
 
     def _compute(self, seconds: float) -> None:
-        """Advance the clock by the compute time and by its slowdown from concurrent transfers."""
+        """Advance the clock by the compute time, including its slowdown from concurrent transfers."""
         while seconds > _SHORTEST_S:
             before_s = 0.0 if self._drive is None else self._drive.busy_s
             self.compute_s += seconds
@@ -315,7 +315,7 @@ class _Replay:
             seconds = min(moved * self._rates.computing_s_per_nvme_byte, _MOST_LOST * seconds)
 
     def _seconds(self, op: Op) -> float:
-        """Return the measured seconds of a tick, or an estimate from its FLOPs or its updated parameters."""
+        """Return a tick's measured seconds, or an estimate from its FLOPs or updated parameters."""
         if self._plan.ticks is not None:
             return self._plan.ticks.seconds[op.tick]
         if op.phase == "update":

@@ -1,4 +1,4 @@
-"""Choice of the copies that stay in a tier from one use to the next, within free memory and buffers."""
+"""Chooses copies that stay in a tier from one use to the next, within free memory and buffers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Stay:
 
     Attributes:
         start: Tick of the first use.
-        stop: Tick of the next use; not greater than ``start`` if it falls in the next step.
-        between: Ticks between the uses, where the copy takes extra memory.
-        ends: The ticks ``start`` and ``stop``, if the copy takes extra memory there.
-        nbytes: Bytes of its slot.
+        stop: Tick of the next use. It is at most ``start`` if it belongs to the next step.
+        between: Ticks between the uses. The copy takes extra memory there.
+        ends: Those of the ticks ``start`` and ``stop`` at which the copy takes extra memory.
+        nbytes: Size of the copy's slot.
     """
 
     key: str
@@ -41,7 +41,7 @@ class Stay:
         return chain(*self.between, self.ends)
 
     def fits(self, left: Sequence[int]) -> bool:
-        """Return whether the copy fits into ``left``, the free bytes at every tick."""
+        """Return whether the copy fits in ``left``, the free bytes at every tick."""
         if any(left[end] < self.nbytes for end in self.ends):
             return False
         return all(min(left[each.start : each.stop]) >= self.nbytes for each in self.between)
@@ -57,9 +57,9 @@ def choose_stays(
     """Return the stays that fit. Stays that take memory for fewer ticks are chosen first.
 
     Args:
-        slot_bytes: Tier -> function from content bytes to slot bytes.
-        room: Tier -> free bytes for stays at every tick.
-        buffers: Tier -> buffers that must still fit. Updated for each chosen stay.
+        slot_bytes: Function by tier that rounds content bytes up to slot bytes.
+        room: Free bytes for stays at every tick, by tier.
+        buffers: Buffers that must still fit, by tier. Updated for each chosen stay.
     """
     left = {tier: list(by_tick) for tier, by_tick in room.items()}
     chosen: dict[tuple[int, str], int] = {}
@@ -83,10 +83,10 @@ def _possible_stays(
             tier = program.tier_of(tick, homes)
             if start == stop or homes[key] == tier or tier != program.tier_of(following, homes):
                 continue
-            if key in tick.spent or mode == "w":  # the next use does not read these contents
+            if key in tick.spent or mode == "w":  # the next use does not read the current contents
                 continue
             between = [range(start + 1, stop)] if stop > start else [range(start + 1, length), range(stop)]
-            # The working set of a tick includes only its largest passing group, but every copy that stays.
+            # A tick's working set includes only the largest passing group, but every copy that stays.
             ends = [end for end in (start, stop) if key not in dict(program.ticks[end].held)]
             nbytes = slot_bytes[tier](program.blocks[key].nbytes)
             yield Stay(key, tier, start, stop, tuple(each for each in between if each), tuple(ends), nbytes)
@@ -101,12 +101,12 @@ def _uses(program: StepProgram) -> dict[str, list[tuple[int, str]]]:
 
 
 def _pairs_with(ticks: Iterable[int], num_ticks: int) -> set[int]:
-    """Return the first ticks of all pairs of consecutive ticks that contain one of ``ticks``."""
+    """Return the first tick of each pair of consecutive ticks that contains one of ``ticks``."""
     return {(number - before) % num_ticks for number in ticks for before in (0, 1)}
 
 
 class BufferBudget:
-    """Buffers for the copies of any two consecutive ticks, separate for each size, within a number of bytes."""
+    """Buffers for the copies of any two consecutive ticks, counted per size, within a number of bytes."""
 
     def __init__(self, copies: Sequence[TickCopies], room_bytes: int) -> None:
         counts = CopyWindows(copies).counts(2)
@@ -116,12 +116,12 @@ class BufferBudget:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes by which the buffers exceed the memory; 0 if they fit."""
+        """Bytes by which the buffers exceed the available memory; 0 if they fit."""
         return max(0, -self._left_bytes)
 
     def add(self, stay: Stay, num_ticks: int) -> bool:
-        """Add a copy that stays if its buffer fits. Return whether it was added."""
-        used = {stay.start, stay.stop} - {*stay.held}  # the counts of these ticks already include the copy
+        """Add a copy that stays, if its buffer fits. Return whether it was added."""
+        used = {stay.start, stay.stop} - {*stay.held}  # these ticks' counts already include the copy
         windows = _pairs_with(stay.held, num_ticks) - _pairs_with(used, num_ticks)
         counts = self._counts.setdefault(stay.nbytes, [0] * num_ticks)
         before = self._most.get(stay.nbytes, 0)

@@ -1,4 +1,4 @@
-"""[placement] and [advanced]: homes of the kinds of blocks, and options for measurements."""
+"""[placement] and [advanced]: homes by kind of block, and options for measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatrain.machine.table import TierName
 
 
 def _as_placement(value: object) -> object:
-    """Accept "auto", one tier, or several in order of preference."""
+    """Accept "auto", one tier, or several tiers in order of preference."""
     if isinstance(value, str) and value != "auto":
         return (value,)
     return as_tuple(value)
@@ -47,7 +47,7 @@ GroupCount = Annotated[
 
 
 class PlacementConfig(Table, json_schema_extra=all_alter("no")):
-    """``[placement]``: "auto", or tiers in order of preference, per kind of bytes."""
+    """``[placement]``: for each kind of bytes, "auto" or tiers in order of preference."""
 
     weights: Preference = key(
         'Parameters in the compute dtype. "folder": frozen parameters are read from the model\'s folder at each '

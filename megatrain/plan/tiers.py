@@ -1,4 +1,4 @@
-"""The planned tiers of a run, the store over them, and the free space that their drives need."""
+"""Creates the planned tiers of a run and their store, and checks the free space on their drives."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def open_store(
     on_event: Callable[[Event], None] | None = None,
     loader: WeightLoader | None = None,
 ) -> TieredStore:
-    """Open the store of a run, without blocks. The caller closes it.
+    """Open a run's store, without blocks. The caller closes it.
 
     Args:
-        on_notice: Receives notices about the drives, from any thread.
-        on_event: Receives every copy and wait, from any thread.
-        loader: Reader of the model's folder, for blocks that have their home in it.
+        on_notice: Called with notices about the drives, from any thread.
+        on_event: Called for every copy and wait, from any thread.
+        loader: Reader of the model's folder, for blocks whose home is the folder.
 
     Raises:
         ModelFolderError: The folder has changed since planning.
         LockedError: Another run uses an NVMe path.
-        UnusableDirectoryError: An NVMe path holds other files.
+        UnusableDirectoryError: An NVMe path contains other files.
     """
     run = plan.run
     checkpoints = run.world.folder_in(run.output_dir / CHECKPOINTS_NAME)
@@ -78,7 +78,7 @@ def open_store(
             on_event=on_event,
         )
     except BaseException:
-        for tier in tiers:  # no store owns the tiers, so nothing else closes them
+        for tier in tiers:  # no store owns the tiers yet, so close them here
             tier.close()
         raise
     for drive in run.tiers.table.nvme:
@@ -87,14 +87,14 @@ def open_store(
 
 
 def claim_folders(plan: Plan) -> None:
-    """Claim the parents of the rank folders, and free the files of ended runs in folders of other rank numbers.
+    """Claim the parents of the rank folders. Free the files of ended runs in folders with other rank numbers.
 
-    Without these claims, a single process could not later use a folder that only ranks have used. The first rank of
-    each host calls this function before any rank opens its store.
+    Without these claims, a single process could not later use a folder that only ranks have used. On each host, the
+    first rank calls this function before any rank opens its store.
 
     Raises:
         LockedError: Another run uses one of the folders.
-        UnusableDirectoryError: A folder holds other files.
+        UnusableDirectoryError: A folder contains other files.
     """
     run = plan.run
     if not run.world.is_single:
@@ -115,7 +115,7 @@ def claim_folders(plan: Plan) -> None:
 def make_tiers(
     plan: Plan, on_notice: Callable[[str], None] | None = None, loader: WeightLoader | None = None
 ) -> list[Tier]:
-    """Return the planned tiers of a run, fast to slow. The model's folder is included only with a loader.
+    """Return the planned tiers of a run, fast to slow. Include the model's folder only if there is a loader.
 
     Raises:
         ModelFolderError: The folder has changed since planning.
@@ -142,9 +142,9 @@ def _folder_source(plan: Plan, loader: WeightLoader) -> FolderSource:
 
 
 def register_blocks(store: TieredStore, plan: Plan, *, durable: bool) -> None:
-    """Register the blocks of a plan at their homes: weights and optimizer state if ``durable``, else all other blocks.
+    """Register a plan's blocks at their homes: weights and optimizer state if ``durable``, else all other blocks.
 
-    Commits save weights and optimizer state, except blocks that the model's folder contains.
+    Commits save weights and optimizer state, except blocks that are in the model's folder.
     """
     for block in plan.program.blocks.values():
         if (block.kind in DURABLE_KINDS) == durable:
@@ -162,7 +162,7 @@ def unregister_transient_blocks(store: TieredStore, plan: Plan) -> None:
 
 
 def register_transient_blocks(store: TieredStore, plan: Plan) -> None:
-    """Register and reserve the memory of training steps: the inverse of ``unregister_transient_blocks``."""
+    """Register and reserve the memory of training steps again, after ``unregister_transient_blocks``."""
     register_blocks(store, plan, durable=False)
     reserve(store, plan.placement.workspace_bytes)
     keep_buffers(store, plan)
@@ -170,10 +170,10 @@ def register_transient_blocks(store: TieredStore, plan: Plan) -> None:
 
 @contextmanager
 def step_memory_lent(store: TieredStore, plan: Plan, other: Plan) -> Iterator[None]:
-    """Lend the step memory of a plan to the passes of another plan within the context.
+    """Lend a plan's step memory to the passes of another plan inside the context.
 
-    Both plans must have the same weights and optimizer state. Enter the context between two steps with no update
-    pending, because the lent memory loses its contents. The store has no schedule on entry and on exit.
+    Both plans must have the same weights and optimizer state. Enter the context between two steps, without pending
+    updates, because the lent memory loses its contents. The store has no schedule on entry and on exit.
     """
     store.set_schedule(None)
     store.wait_idle()
@@ -187,14 +187,14 @@ def step_memory_lent(store: TieredStore, plan: Plan, other: Plan) -> Iterator[No
 
 
 def reserve(store: TieredStore, nbytes: Mapping[str, int], *, sign: int = 1) -> None:
-    """Reserve workspace bytes by tier; ``sign=-1`` releases them."""
+    """Reserve workspace bytes by tier. ``sign=-1`` releases them."""
     for tier, count in nbytes.items():
         if count:
             store.reserve(tier, sign * count)
 
 
 def keep_buffers(store: TieredStore, plan: Plan) -> None:
-    """Create the buffers for copies in steps. Call this after registering all blocks and reserving the workspace."""
+    """Allocate the buffers that training steps need for copies. Register all blocks and reserve the workspace first."""
     for tier, counts in plan.placement.buffers.items():
         store.keep_buffers(tier, counts)
 
@@ -202,8 +202,8 @@ def keep_buffers(store: TieredStore, plan: Plan) -> None:
 def set_schedule(store: TieredStore, schedule: Schedule, lookahead_bytes: int | None) -> None:
     """Replace the prefetcher's schedule. Prefetch at most ``lookahead_bytes``; None means that only memory limits it.
 
-    Tick numbers of the old schedule are invalid in the new one. So the function removes the old schedule, sets the tick
-    to the one before the new start, and only then sets the new schedule.
+    Tick numbers of the old schedule are invalid in the new schedule. Therefore, the old schedule is removed before the
+    tick is set to the one before the new start. Only then is the new schedule set.
     """
     store.set_schedule(None)
     store.advance(schedule.start - 1)
@@ -211,10 +211,10 @@ def set_schedule(store: TieredStore, schedule: Schedule, lookahead_bytes: int | 
 
 
 def check_folders(spec: CheckpointSpec) -> None:
-    """Check that the folders for drives and checkpoints hold no unrelated files, without writing anything.
+    """Check that the folders for drives and checkpoints contain no unrelated files. Nothing is written.
 
     Raises:
-        UnusableDirectoryError: A folder holds unrelated files.
+        UnusableDirectoryError: A folder contains unrelated files.
     """
     for path in (*spec.drives, spec.output_dir / CHECKPOINTS_NAME):
         if path.is_dir():
@@ -224,14 +224,15 @@ def check_folders(spec: CheckpointSpec) -> None:
 def check_drives(plan: Plan) -> None:
     """Check that the drives have the free space that the plan needs. Files of earlier starts count as free space.
 
-    The drive of ``output_dir`` also needs ``checkpoint.min_free_disk``, because no save begins with less free space.
+    The drive of ``output_dir`` also needs ``checkpoint.min_free_disk``, because saves start only with this much free
+    space.
 
     Raises:
-        DoesNotFitError: A drive is too small; the error names the bytes that it needs.
+        DoesNotFitError: A drive is too small. The error contains the needed bytes.
     """
     spec, world = plan.run.checkpoint, plan.run.world
     needs = _drive_needs(plan)
-    for path in spec.drives:  # every rank of a host needs this number of bytes
+    for path in spec.drives:  # every rank of a host needs these bytes
         needs[path] *= world.local_size
     owned = _owned_bytes(spec, world)
     drives: dict[int, list[Path]] = {}
@@ -245,7 +246,7 @@ def check_drives(plan: Plan) -> None:
 
 
 def _owned_bytes(spec: CheckpointSpec, world: World) -> dict[Path, int]:
-    """Return the bytes that earlier starts of the run have written, by path, for all ranks of a host."""
+    """Return the bytes that earlier starts of the run wrote, by path, for all ranks of a host."""
     checkpoints = spec.output_dir / CHECKPOINTS_NAME
     neighbours = [replace(world, rank=world.host_number * world.local_size + rank) for rank in range(world.local_size)]
     owned = {
@@ -254,12 +255,12 @@ def _owned_bytes(spec: CheckpointSpec, world: World) -> dict[Path, int]:
     }
     own_files = chain(statuses_below(checkpoints), statuses_below(spec.output_dir / COPIES_NAME))
     sizes = {status.st_ino: status.st_blocks * 512 for status in own_files}
-    owned[checkpoints] = sum(sizes.values())  # counted by inode, because copies may be links to checkpoint files
+    owned[checkpoints] = sum(sizes.values())  # counted by inode, because copies can be links to checkpoint files
     return owned
 
 
 def _drive_shortfall(plan: Plan, paths: Sequence[Path], need: int, have: int) -> Shortfall:
-    """Return the shortfall of a drive, with the settings that use its space."""
+    """Return the shortfall of a drive, with the settings that determine the used space."""
     spec = plan.run.checkpoint
     table, checkpoints = spec.table, spec.output_dir / CHECKPOINTS_NAME
     tier = "output_dir" if paths == [checkpoints] else "nvme"
@@ -283,7 +284,7 @@ def _drive_shortfall(plan: Plan, paths: Sequence[Path], need: int, have: int) ->
 
 
 def _drive_needs(plan: Plan) -> Counter[Path]:
-    """Return the peak bytes that the run stores, by path."""
+    """Return the run's peak bytes on drives, by path."""
     spec, tiers = plan.run.checkpoint, plan.run.tiers
     table = spec.table
     needs = Counter[Path]()
@@ -294,7 +295,7 @@ def _drive_needs(plan: Plan) -> Counter[Path]:
             for path_index, count in Counter(cut.path_of_chunk).items():
                 needs[spec.drives[path_index]] += sets * cut.chunk_bytes * count
     if table.is_on:
-        # All ranks write their parts of a checkpoint to the same folder.
+        # All ranks write their parts of a checkpoint into the same folder.
         of_all = plan.checkpoint_bytes_in_output_dir * plan.run.world.size
         in_output_dir = table.num_generations * of_all + table.min_free_disk
         in_output_dir += table.num_copies * plan.checkpoint_bytes_on_drives * plan.run.world.size

@@ -1,8 +1,8 @@
-"""Planning with several ranks: they exchange capacities and rates, and each rank plans with the minimum.
+"""Planning with several ranks, which exchange their capacities and rates. Each rank plans with the minimum.
 
-Every rank makes its own plan, because homes of blocks may differ if drives are smaller. Collectives and predictions
-must agree: ranks wait for each other in every collective, so the slowest rank determines the time of a step.
-Therefore every rank plans with the smallest tiers and the slowest rate of each link, drive and processor.
+Each rank makes its own plan, because homes of blocks can differ if some drives are smaller. Collectives and predictions
+must agree. Ranks wait for each other in every collective, so the slowest rank determines the time of a step. Therefore
+every rank plans with the smallest tiers and the slowest rate of each link, drive and processor.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from megatrain.ranks.collectives import RanksDifferError
 
 __all__ = ["RankRates", "limit_gathers_ahead", "plan_together", "slowest_rates"]
 
-#: Collective that returns the values of all ranks, by rank.
+#: Collective that returns the values of all ranks, in rank order.
 Gather = Callable[[Any], Sequence[Any]]
 _Record = TypeVar("_Record", DriveProfile, GpuProfile, MachineProfile)
-#: Fields whose larger value is slower.
+#: Fields whose larger value is the slower one.
 _LOSSES = ("computing_s_per_byte", "seconds_per_copy")
-#: Rates that are ignored if not measured. If any other rate is missing, the step is not predicted.
+#: Rates that are ignored if they were not measured. If any other rate is missing, the step's time is not predicted.
 _LIMITS = ("sustained_write_bytes_per_s",)
 
 
 @dataclass(frozen=True, slots=True)
 class RankRates:
-    """Rates measured on the machine of one rank.
+    """Rates measured on one rank's machine.
 
     Attributes:
         name: Name of the rank in messages.
         machine: Rates of the machine, or None if it was not measured.
         drives: Rates of drives by location (the n-th drive, ``output_dir``, the model's folder); None if not measured.
-        note: Why the file of rates was not used, or None.
+        note: Reason why the file of rates was not used, or None.
     """
 
     name: str
@@ -50,21 +50,22 @@ class RankRates:
 
 @dataclass(frozen=True, slots=True)
 class _RankResources:
-    """Capacities by tier and rates that a rank sends to the other ranks before planning."""
+    """Capacities by tier and rates. Each rank sends them to the other ranks before planning."""
 
     capacities: Mapping[str, int]
     rates: RankRates
 
 
 def plan_together(run: RunSpec, gather: Gather) -> Plan:
-    """Plan this rank's part of a run with the minimum capacities and rates over all ranks. A collective.
+    """Plan this rank's part of a run with the minimum capacities and rates over all ranks. This is a collective.
 
-    All plans agree on collectives, on the rates behind choices, and on the predicted seconds of the slowest rank. Homes
-    of blocks may differ.
+    All plans have the same collectives, the same rates behind choices, and the same predicted seconds, which are those
+    of the slowest rank. Homes of blocks can differ.
 
     Raises:
         RanksDifferError: The ranks have different tiers.
-        DoesNotFitError: The run does not fit on this rank. All other errors of ``plan_run`` are also per rank.
+        DoesNotFitError: The run does not fit on this rank. Other ranks may not raise this or other errors of
+            ``plan_run``.
     """
     capacities = {name: budget.capacity_bytes for name, budget in tier_budgets(run, 0).items()}
     of_ranks: Sequence[_RankResources] = gather(_RankResources(capacities, _rates_of(run)))
@@ -79,7 +80,7 @@ def plan_together(run: RunSpec, gather: Gather) -> Plan:
     run = replace(run, tiers=replace(run.tiers, profile=rates))
     plan = plan_run(run, capacities=least)
     if any(gather(bool(plan.program.cuts.passing))) and not plan.program.cuts.passing:
-        # If one rank must process the vocabulary in parts, all ranks must, because parts change the collectives.
+        # If one rank must process the vocabulary in parts, all ranks must do so, because parts change the collectives.
         plan = plan_run(run, like=plan, capacities=least, passes_parts=True)
     plan = limit_gathers_ahead(plan, min(gather(plan.program.sharding.gathers_ahead)), least)
     assert plan.estimate is not None
@@ -89,7 +90,7 @@ def plan_together(run: RunSpec, gather: Gather) -> Plan:
 def limit_gathers_ahead(plan: Plan, most_ahead: int, capacities: Mapping[str, int] | None = None) -> Plan:
     """Return this rank's plan with weights gathered at most ``most_ahead`` visits ahead.
 
-    ``most_ahead`` is the minimum over all ranks, because the free memory of ranks differs.
+    ``most_ahead`` is the minimum over all ranks, because ranks have different amounts of free memory.
     """
     if plan.program.sharding.gathers_ahead <= most_ahead:
         return plan
@@ -103,7 +104,7 @@ def limit_gathers_ahead(plan: Plan, most_ahead: int, capacities: Mapping[str, in
 
 
 def _with_slowest_step(estimate: Estimate, run: RunSpec, gather: Gather) -> Estimate:
-    """Return the estimate with the seconds of the slowest rank, which may have more micro-batches. A collective.
+    """Return the estimate with the slowest rank's seconds. That rank may have more micro-batches. This is a collective.
 
     If one rank cannot predict a step, for example because its drives were not measured, no rank predicts it.
     """
@@ -123,7 +124,7 @@ def _with_slowest_step(estimate: Estimate, run: RunSpec, gather: Gather) -> Esti
 
 
 def _locations(run: RunSpec) -> dict[str, Path]:
-    """Return the locations of a rank's files, by names that are the same on all ranks."""
+    """Return the locations of this rank's files, under names that are the same on all ranks."""
     drives = {f"tiers.nvme.{number}": drive.path for number, drive in enumerate(run.tiers.table.nvme)}
     return {**drives, "output_dir": run.output_dir, "the model's folder": Path(run.model.folder)}
 
@@ -136,13 +137,13 @@ def _rates_of(run: RunSpec) -> RankRates:
 
 
 def slowest_rates(of_ranks: Sequence[RankRates], rank: int, places: Mapping[str, Path]) -> LoadedProfile:
-    """Return the profile that a rank plans with: the lowest measured value of every rate over all ranks.
+    """Return the profile with which a rank plans: for every rate, the lowest measured value over all ranks.
 
-    A rate that one rank has not measured is unknown for the run.
+    A rate that was not measured on every rank is unknown.
 
     Args:
         rank: The rank that plans. The names of drives differ between ranks.
-        places: Locations as named in ``RankRates.drives``, on this rank.
+        places: Locations on this rank, under the names in ``RankRates.drives``.
     """
     unmeasured = [each.name for each in of_ranks if each.machine is None]
     if unmeasured:
@@ -165,7 +166,7 @@ def slowest_rates(of_ranks: Sequence[RankRates], rank: int, places: Mapping[str,
                 lines.append(f"rates           of {_listed(names)}, drive of {place}: not measured")
             continue
         drive = _slowest(measured, rank, slower)
-        # Two locations on one drive here may be on two drives on another rank.
+        # Locations that share a drive here may be on different drives on another rank.
         drives[key] = _slowest([drives.get(key, drive), drive], 0, set())
     known = {key: drive for key, drive in drives.items() if key not in unknown}
     if slower:
@@ -175,10 +176,10 @@ def slowest_rates(of_ranks: Sequence[RankRates], rank: int, places: Mapping[str,
 
 
 def _slowest(records: Sequence[_Record], own: int, slower: set[int]) -> _Record:
-    """Return the rank's own record, with each rate replaced by the lowest one.
+    """Return the rank's own record, with each rate replaced by the lowest rate.
 
     Args:
-        slower: Receives the ranks that have a lower rate than another rank.
+        slower: Set to which ranks are added that have a lower rate than another rank.
     """
     changes: dict[str, Any] = {}
     for name in type(records[own]).model_fields:
@@ -205,7 +206,7 @@ def _slowest(records: Sequence[_Record], own: int, slower: set[int]) -> _Record:
 
 
 def _slowest_indices(values: Sequence[float | None], slowest: float | None) -> list[int]:
-    """Return the indices of the values that equal ``slowest``, or none if all values do."""
+    """Return the indices of the values that equal ``slowest``, or no indices if all values are equal."""
     if slowest is None or all(value == slowest for value in values):
         return []
     return [number for number, value in enumerate(values) if value == slowest]

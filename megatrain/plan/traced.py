@@ -1,4 +1,4 @@
-"""Tracing of a run's model: all facts that planning reads from the model's folder, tokenizer and forward."""
+"""Traces a run's model, to collect all facts that planning needs from the model's folder, tokenizer and forward."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from megatrain.trace.trace import trace_visits
 
 
 def trace_model(run: RunSpec, padded: bool | None, like: TracedModel | None) -> TracedModel:
-    """Build the model, trace a step of it, and create its optimizer.
+    """Build the model, trace one step, and create the optimizer.
 
     Args:
-        padded: Whether rows may have padding or hold several documents; None derives it from the data.
-        like: Model of another plan. Its graph is reused, and so is its trace if micro-batches have the same shape.
+        padded: Whether rows may have padding or hold several documents. None derives this from the data.
+        like: Model of another plan. Its graph is reused. Its trace is reused if micro-batches have the same shape.
     """
     run, graph = _settle_kernels(run, like)
     run, packing_warning = settle_rows(run, graph)
@@ -70,7 +70,7 @@ def trace_model(run: RunSpec, padded: bool | None, like: TracedModel | None) -> 
 
 
 def _settle_kernels(run: RunSpec, like: TracedModel | None) -> tuple[RunSpec, ModelGraph]:
-    """Decide whether the run uses liger's kernels. Return the run and its model, reused from ``like`` if possible."""
+    """Decide whether the run uses liger's kernels. Return the run and its model, which can be reused from ``like``."""
     if run.model.table.use_liger_kernel == "auto":
         if like is not None and like.run.device.type == run.device.type:
             run = run.with_liger(uses_liger=like.run.uses_liger)
@@ -88,7 +88,7 @@ def _settle_kernels(run: RunSpec, like: TracedModel | None) -> tuple[RunSpec, Mo
 
 
 def takes_liger_kernels(run: RunSpec) -> bool:
-    """Return whether a run with ``use_liger_kernel = "auto"`` uses liger's kernels if they support its model."""
+    """Return whether ``use_liger_kernel = "auto"`` uses liger's kernels for a run, if they support its model."""
     is_open = run.model.table.compiler is None and run.task != "distill"
     return is_open and run.device.type == "cuda" and has_liger_kernels()
 
@@ -96,7 +96,7 @@ def takes_liger_kernels(run: RunSpec) -> bool:
 def _trace_with_flash(
     run: RunSpec, graph: ModelGraph, padded: bool, like: TracedModel | None
 ) -> tuple[RunSpec, VisitTrace, str]:
-    """Choose flash attention and trace. Return the run, its trace, and why it uses torch's kernels, or ""."""
+    """Choose flash attention and trace. Return the run, its trace, and a reason for torch's kernels or ""."""
     is_open, note = run.model.table.flash_attention == "auto", ""
     if is_open and like is not None and like.run.device.type == run.device.type:
         run = run.with_flash(like.run.flash)
@@ -118,7 +118,7 @@ def _trace_with_flash(
 
 
 def choose_flash(run: RunSpec) -> tuple[FlashKernels, str]:
-    """Return the kernels for ``flash_attention = "auto"``, and why they are torch's own, or ""."""
+    """Return the kernels for ``flash_attention = "auto"``, and the reason if they are torch's own, or ""."""
     if run.device.type != "cuda":
         return "FA2", ""
     if run.model.table.compiler is not None:
@@ -158,21 +158,21 @@ def _flash_note(reason: str) -> str:
 
 
 def _traced_on(run: RunSpec) -> tuple[str, int, int, str]:
-    """Return the inputs of a trace other than the model, such as the device, because GPU and CPU kernels differ."""
+    """Return a trace's inputs other than the model. The device is one of them, because GPU and CPU kernels differ."""
     return run.device.type, run.batch.micro_batch_rows, run.batch.max_length, run.flash
 
 
 def settle_rows(run: RunSpec, graph: ModelGraph) -> tuple[RunSpec, str]:
-    """Return the run with a packing that the model supports, and why it is not the default, or ""."""
+    """Return the run with a packing that the model supports, and the reason if it is not the default, or ""."""
     packing, warning = settle_packing(run.model, graph, run.data.table.packing, is_default=run.data.has_default_packing)
     return run.with_packing(packing), warning
 
 
 def check_positions(model: ModelSpec, max_length: int, graph: ModelGraph) -> None:
-    """Refuse rows that are longer than the model's learned positions.
+    """Raise an error if rows are longer than the model's learned positions.
 
     Raises:
-        ConfigError: The error names data.max_length.
+        ConfigError: Rows are too long. The error refers to data.max_length.
     """
     positions = num_learned_positions(graph)
     if positions is not None and max_length > positions:
@@ -182,13 +182,13 @@ def check_positions(model: ModelSpec, max_length: int, graph: ModelGraph) -> Non
 
 
 def trace_run(run: RunSpec, graph: ModelGraph, *, padded: bool, top_k: int | None = None) -> VisitTrace:
-    """Trace a micro-batch, or with ``top_k`` only a forward that scores ``top_k`` vocabulary entries per token.
+    """Trace one micro-batch. With ``top_k``, trace only a forward that scores ``top_k`` vocabulary entries per token.
 
     Raises:
         ConfigError: Rows are longer than the model's learned positions.
     """
     check_positions(run.model, run.batch.max_length, graph)
-    # Trace with the run's settings, because they determine the kernels and the memory that kernels use.
+    # Trace with the run's settings, because they determine the kernels and the kernels' memory.
     with (
         deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic),
         fakes_standing_for_gpu(enabled=run.is_traced_elsewhere),
@@ -219,7 +219,7 @@ def _example(run: RunSpec) -> Mapping[str, Tensor] | None:
 
 
 def make_graph(run: RunSpec) -> ModelGraph:
-    """Build the model of a run without weights."""
+    """Build a run's model without weights."""
     graph = run.model.build(run.dtype)
     if run.model.table.mlp_rows:
         tile_mlps(graph, run.model.table.mlp_rows)
@@ -243,16 +243,16 @@ def _frozen_blocks(run: RunSpec, graph: ModelGraph) -> Mapping[str, FrozenBlock]
     frozen = [layout for layout in graph.layouts.values() if not layout.trainable]
     if run.model.table.train_from_scratch or not frozen:
         return {}
-    if not run.world.is_single:  # the folder has only whole tensors
+    if not run.world.is_single:  # the folder contains only whole tensors
         return {}
     try:
         return frozen_blocks(open_loader(run.model.folder, graph), frozen, graph.dtype)
-    except (ModelFolderError, OSError):  # a plan needs no weights, and a run reports the error
+    except (ModelFolderError, OSError):  # a plan needs no weights, and the run will report the error
         return {layout.name: unread_block(layout, graph.dtype) for layout in frozen}
 
 
 def _vocabulary(graph: ModelGraph) -> frozenset[str]:
-    """Return the names of the parameters of embeddings and of the output head."""
+    """Return the names of the parameters of the embeddings and the output head."""
     modules = {name: module for name, module in graph.model.named_modules() if isinstance(module, nn.Embedding)}
     head = graph.model.get_output_embeddings()
     modules |= {name: module for name, module in graph.model.named_modules() if module is head}
@@ -261,7 +261,7 @@ def _vocabulary(graph: ModelGraph) -> frozenset[str]:
 
 
 def _device_optimizer(optimizer: Optimizer, device: torch.device, compute_tier: str) -> tuple[Optimizer | None, str]:
-    """Return the optimizer for blocks in GPU memory, or None and why the GPU tier has no such optimizer."""
+    """Return the optimizer for blocks in GPU memory. If there is none, return None and the reason."""
     if compute_tier == "ram":
         return None, ""
     try:

@@ -1,4 +1,4 @@
-"""Bytes that the steps of a program move over each link, given the homes of its blocks."""
+"""Bytes that a program's steps move over each link, given the homes of its blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tiered.ext import Routes
 
 
 class Traffic:
-    """Counter of the block bytes that each link ``"src->dst"`` moves."""
+    """Counts the block bytes that each link ``"src->dst"`` moves."""
 
     def __init__(self, program: StepProgram, routes: Routes, homes: Mapping[str, str], stays: Stays) -> None:
         self._program, self._routes, self._homes = program, routes, homes
@@ -21,24 +21,24 @@ class Traffic:
         self._last = compile_step(program, homes, stays, passes=False, pinned=pinned)
 
     def of_first_step(self) -> dict[str, int]:
-        """Return the bytes that the first step moves. It starts without copies and without pending updates."""
+        """Return the bytes that the first step moves. This step starts without copies and without pending updates."""
         return self._count(self._first)
 
     def of_step(self, counts: Callable[[str], bool] | None = None) -> dict[str, int]:
-        """Return the bytes that a step between the first and the last moves.
+        """Return the bytes that each step between the first and the last moves.
 
         Args:
-            counts: Filter of blocks by key. All blocks count by default.
+            counts: Filter of blocks by key. By default, all blocks count.
         """
         return self._count(self._step, counts)
 
     def num_transfers(self, tier: str, counts: Callable[[str], bool] | None = None) -> int:
-        """Return the number of blocks that a step between the first and the last moves into or out of a tier."""
+        """Return how many blocks each step between the first and the last moves into or out of a tier."""
         transfers = self._step.transfers(self._homes)
         return sum(tier in (src, dst) and (counts is None or counts(key)) for key, src, dst in transfers)
 
     def of_last_updates(self) -> dict[str, int]:
-        """Return the bytes of the updates after the last step, including the final write-backs to the homes."""
+        """Return the bytes that the updates after the last step move, including the final write-backs to homes."""
         moved = self._count(self._last)
         for key, pinned in self._last.pinned.items():
             if pinned.is_newer:
