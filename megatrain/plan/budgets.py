@@ -58,7 +58,7 @@ def with_residents(
     """Return the budgets with the rules for homes in GPU memory, and with the RAM needed to load weights.
 
     Args:
-        profile: Rates of this machine if its GPU computes. Without rates, the planner ranks homes by bytes.
+        profile: Rates of this machine if its GPU computes. Without rates, the planner orders homes by bytes.
     """
     budgets = {**budgets, "ram": replace(budgets["ram"], filling_bytes=filling_bytes(program))}
     if program.compute_tier == "ram":

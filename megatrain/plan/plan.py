@@ -418,7 +418,7 @@ class Plan:
         budgets_by_tier: Budgets of the tiers, fast to slow.
         estimate: Time of a step and its writes to drives, at rates measured on this machine.
         ticks: Seconds of each tick, if steps of this model were timed. No decision depends on them.
-        kept_bytes: Workspace bytes of the compute tier for kept graphs.
+        kept_bytes: Workspace bytes of the compute tier for graphs that are kept until the backward.
         objections: Reasons against running the plan on this machine.
         library_memory: A sentence about the GPU memory left to libraries, or "" without a GPU.
         passthrough_tensors: Description of untrained tensors in the model's folder; "" if there are none.

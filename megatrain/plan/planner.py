@@ -37,7 +37,7 @@ STAY_SHARE = 0.9
 _NUM_TRIES = 4
 #: A later plan is preferred only if its step takes less than this fraction of the shortest step so far.
 WORTHWHILE = 0.99
-#: Saved results of layers may increase writes to drives by at most this factor, unless the config requests them.
+#: Results that layers save may increase writes to drives by at most this factor, unless the config requests them.
 _MOST_WEAR = 1.1
 
 
@@ -128,7 +128,7 @@ def _with_streams_of_config(plan: Plan, profile: LoadedProfile) -> Plan:
 
 
 def _with_shortest_step(plan: Plan, profile: LoadedProfile) -> Plan:
-    """If blocks move, shorten a step with free memory for copies, saved results, and streamed updates."""
+    """If blocks move, shorten a step with free memory for copies, results that layers save, and streamed updates."""
     if not any(plan.traffic.values()):
         return plan
     plan = fastest(estimated(other, profile) for other in with_open_room(plan))
