@@ -1,4 +1,4 @@
-"""Export of a checkpoint to a Hugging Face folder, piece by piece, without a store or a GPU, even during the run."""
+"""Exports a checkpoint to a Hugging Face folder, piece by piece, without a store or a GPU, even during the run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tiered.ext import dtype_from_name
 
 __all__ = ["OnProgress", "export_checkpoint"]
 
-#: Callback with the current activity, the finished bytes and the total bytes. Every byte is written and then read back.
+#: Called with the current activity, the finished bytes and the total bytes. Every byte is written and then read back.
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -52,16 +52,16 @@ def export_checkpoint(
     overwrite: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Path:
-    """Write a checkpoint as a Hugging Face folder, as the run does at its end. Takes a few pieces of 16 MiB of RAM.
+    """Write a checkpoint as a Hugging Face folder, as a run does at its end. This needs RAM for a few 16 MiB pieces.
 
     Args:
-        run: ``output_dir``, its folder of checkpoints, or ``snap/<generation>`` in it.
+        run: ``output_dir``, its folder of checkpoints, or ``snap/<generation>`` in that folder.
         out: Folder to create. It may exist if it is empty.
-        step: Step of the checkpoint. Defaults to the newest.
-        dtype: Dtype of the weights. Defaults to the run's config. fp32 writes the exact master weights.
-        max_shard_size: Maximum weight bytes in one file. Defaults to the run's config.
-        model_folder: Copy of the model's folder, if the run's folder is gone.
-        merge: Whether to merge adapters into the model or to write only adapters. Defaults to the run's config.
+        step: Step of the checkpoint. Default: the newest checkpoint.
+        dtype: Dtype of the weights. Default: as in the run's config. fp32 writes the exact master weights.
+        max_shard_size: Maximum bytes of weights in one file. Default: as in the run's config.
+        model_folder: Copy of the model's folder, if the original folder no longer exists.
+        merge: Whether to merge adapters into the model or to write only adapters. Default: as in the run's config.
         ema: Whether to write the average of the trained weights (``optimizer.ema_decay``) instead of the weights.
         overwrite: Whether to replace an earlier export of this program in ``out``.
 
@@ -69,7 +69,7 @@ def export_checkpoint(
         The absolute path of the finished folder.
 
     Raises:
-        CheckpointError: The checkpoint is missing, is damaged, belongs to another model, or was removed meanwhile.
+        CheckpointError: The checkpoint is missing or damaged, belongs to a different model, or was removed meanwhile.
         ConfigError: The config in the checkpoint has keys that this version does not know.
         ModelFolderError: The model's folder cannot be used.
         ExportError: ``out`` cannot be written.
@@ -84,7 +84,7 @@ def export_checkpoint(
     graph = replace(model, folder=str(folder)).build(source.dtype)
     loader = None if model.table.train_from_scratch else open_loader(folder, graph)
     source.check(graph, folder, loader)
-    # If the user gave a new path of the model's folder, read the tokenizer from it too.
+    # If the user passed a new path for the model's folder, also read the tokenizer from that path.
     companions = folder if model.tokenizer_folder == model.folder else Path(model.tokenizer_folder)
     copy_from = companions if companions.is_dir() else folder
     if adapters_of(graph) is not None and not (table.merge if merge is None else merge):
@@ -122,7 +122,7 @@ def _model_folder(found: Checkpoint, model: ModelSpec, given: Path | str | None)
 
 
 class _CheckpointWeights:
-    """The master weights of a checkpoint, one layout at a time."""
+    """Master weights in a checkpoint, one layout at a time."""
 
     def __init__(self, found: Checkpoint, on_progress: OnProgress | None, *, is_ema: bool) -> None:
         self._found, self._on_progress, self._is_ema = found, on_progress, is_ema
@@ -140,10 +140,10 @@ class _CheckpointWeights:
             )
 
     def check(self, graph: ModelGraph, folder: Path, loader: WeightLoader | None) -> None:
-        """Check that the blocks belong to this model, or raise ``CheckpointError``.
+        """Raise ``CheckpointError`` if the blocks do not belong to this model.
 
         Args:
-            loader: Reader of the model's folder, for frozen weights that the checkpoint does not contain.
+            loader: Reader of the model's folder, for frozen weights that are not in the checkpoint.
         """
         self._graph, self._loader = graph, loader
         if loader is not None and BASE_CHECKSUM in self._found.state.model:
@@ -168,7 +168,7 @@ class _CheckpointWeights:
 
     @contextmanager
     def weights(self, layout: UnitLayout) -> Iterator[ReadMaster]:
-        """Yield a reader of a unit's fp32 master weights. This method is a ``WeightSource``."""
+        """Yield a reader of a unit's fp32 master weights. ``WeightSource`` is the type of this method."""
         self._unit = layout.name
         weights = self._parts(weight_key(layout.name))
         averages = self._parts(state_key(layout.name, EMA.name)) if self._is_ema else []  # empty for frozen weights
@@ -212,7 +212,7 @@ class _CheckpointWeights:
         return found
 
     def _read_parts(self, parts: Sequence[tuple[range, str]], dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """Return elements from one block or several."""
+        """Return elements that can be in several blocks."""
         found: list[Tensor] = []
         for part, key in parts:
             first, last = max(start, part.start), min(stop, part.stop)
@@ -221,7 +221,7 @@ class _CheckpointWeights:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _read(self, key: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """Read and verify elements of a block in whole pieces, and cache the last piece of each kind."""
+        """Read and verify a block's elements in whole pieces. Cache the last piece of each kind."""
         first, last, step = start * dtype.itemsize, stop * dtype.itemsize, self._reader.piece_bytes
         out = torch.empty(stop - start, dtype=dtype)
         memory = out.view(torch.uint8)
@@ -249,7 +249,7 @@ class _CheckpointWeights:
             )
 
     def _read_folder(self, layout: UnitLayout, start: int, stop: int) -> Tensor:
-        """Return a range of frozen weights from the model's folder, rounded to the compute dtype of the run."""
+        """Return a range of frozen weights from the model's folder, rounded to the run's compute dtype."""
         assert self._loader is not None
         master = torch.zeros(stop - start)
         with self._graph.plain_model():
@@ -262,7 +262,7 @@ class _CheckpointWeights:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Convert a store error about a damaged or missing generation into an error with advice."""
+        """Convert store errors about a damaged or missing generation to an error with advice."""
         found = self._found
         try:
             yield

@@ -1,4 +1,4 @@
-"""Export of a finished run's model, with the trained weights or the weights of the best evaluation."""
+"""Exports a finished run's model, with the trained weights or the weights of the best evaluation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["FinalExport"]
 
 @dataclass(frozen=True, slots=True)
 class FinalExport:
-    """Export to ``output_dir/final``, unit by unit. All ranks call it, and rank 0 writes.
+    """Export to ``output_dir/final``, unit by unit. All ranks must call it, but only rank 0 writes.
 
     Attributes:
         weights: The trained weights in the store.
@@ -48,10 +48,10 @@ class FinalExport:
         Args:
             step: Number of finished steps.
             best: Best evaluation, or None.
-            spec: Rule that decides whether to export the model of the best evaluation, and with which weights.
+            spec: Rule that decides whether the best evaluation's model is exported, and with which weights.
 
         Raises:
-            ExportStopped: A stop was requested, and all ranks raise this error.
+            ExportStopped: A stop was requested while several ranks export. All ranks raise this error.
             KeyboardInterrupt: A stop was requested.
             ExportError: The folder cannot be written.
         """
@@ -72,14 +72,14 @@ class FinalExport:
         return self.plan.run.output_dir / FINAL_NAME
 
     def _run_on_first_rank(self, export: Callable[[], Path]) -> Path:
-        """Run an export that reads only files on rank 0, while all other ranks wait for it."""
+        """Run an export that reads only files. It runs on rank 0, and all other ranks wait for it."""
         if self.group.world.is_single:
             return export()
         folder: Path | None = None
         if self.group.world.is_first:
             with contextlib.suppress(KeyboardInterrupt):
                 if not self.signals.stop_requested:
-                    self.signals.steps_are_over()  # from now on, a stop raises KeyboardInterrupt
+                    self.signals.steps_are_over()  # a stop request now raises KeyboardInterrupt
                     folder = export()
         folder = self.group.broadcast(folder)
         if folder is None:
@@ -87,7 +87,7 @@ class FinalExport:
         return folder
 
     def _write_saved(self, best: Best, *, is_average: bool) -> Path:
-        """Write the model of the best evaluation from its checkpoint."""
+        """Write the best evaluation's model from its checkpoint."""
         run = self.plan.run
         what = "the average of the weights" if is_average else "the model"
         self.on_message(f"exporting {what} of step {best.step}, the best one: {best.metric} {best.value:.4f}")
@@ -104,7 +104,7 @@ class FinalExport:
         )
 
     def _write_trained(self, weights: WeightSource, step: int) -> Path:
-        """Write the weights of the store, as a whole model or as adapters."""
+        """Write the weights in the store, either as a whole model or as adapters."""
         run = self.plan.run
         dtype = export_dtype(run.export, run.dtype)
         tokenizer, record = Path(run.model.tokenizer_folder), {"step": step}

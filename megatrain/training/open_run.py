@@ -1,6 +1,6 @@
-"""The open store of a run, with weights and optimizer state, on which engines work.
+"""The open store of a run, which contains its weights and optimizer state. Engines work on this store.
 
-Training steps and commands that only run forward passes (``scoring``, ``generation``) use it.
+Training steps use it, and so do commands that only run forward passes (``scoring``, ``generation``).
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def open_run(
     source: WeightSource | None = None,
     weights: StartWeights | None = None,
 ) -> Iterator[OpenRun]:
-    """Open the store of a plan, without blocks. Leaving the context closes it.
+    """Return a context that opens the store of a plan, without blocks, and closes it on exit.
 
     Args:
-        on_message: Called with messages for the user of the run.
-        activity: Progress shared with a live view. Defaults to a private one.
+        on_message: Called with messages for the user.
+        activity: Progress shared with a live view. Default: not shared.
         group: The ranks of the run, or None for a single process.
-        source: Source of the weights. Defaults to the model's folder or its initialization.
-        weights: Result of ``open_weights``. If None, ``open_run`` calls it.
+        source: Source of the weights. Default: the model's folder or its initialization.
+        weights: Result of ``open_weights``. If None, ``open_run`` calls ``open_weights``.
 
     Raises:
         ModelFolderError: The weights do not fit the model.
@@ -72,7 +72,7 @@ def open_run(
         LockedError: Another run uses an NVMe path.
     """
     run, group, activity = plan.run, group or RankGroup.single(), activity or Activity()
-    # All checks that can refuse the run come before any allocation.
+    # Run all checks that can reject the run before anything is allocated.
     weights = weights or open_weights(plan, on_message)
     if weights.loader is not None and weights.loader.origin.passthrough.names:
         on_message(str(weights.loader.origin.passthrough))
@@ -81,11 +81,11 @@ def open_run(
         group.one_after_the_other(lambda: claim_folders(plan) if group.world.local_rank == 0 else None)
     check_drives(plan)
     if is_with_all:
-        group.wait_for_all()  # opening a store removes files of dead runs, which the checks of other ranks count
+        group.wait_for_all()  # opening removes files of dead runs, which other ranks' checks count
     timeline = Timeline()
-    # Each rank reports on its own drives, so other ranks send their notices to rank 0.
+    # Each rank reports on its own drives, so the other ranks send their notices to rank 0.
     notice = on_message if group.world.is_first else group.notify
-    # The store closes first, so that errors of its device are still explained.
+    # The store closes first, so that errors of its device can still be explained.
     with (
         device_errors_explained(),
         deterministic_kernels(plan.device, type(plan.graph.model).__name__, enabled=run.is_deterministic),
@@ -111,11 +111,11 @@ def _freed_memory(plan: Plan, store: TieredStore) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class StartWeights:
-    """The weights that a run starts from. Their headers, sizes and names are checked.
+    """The weights from which a run starts. Headers, sizes and names are already checked.
 
     Attributes:
         loader: Loader of the model's folder, or None for random weights.
-        source: Source of all weights, adapters included.
+        source: Source of all weights, including adapters.
     """
 
     loader: WeightLoader | None
@@ -123,7 +123,7 @@ class StartWeights:
 
 
 def open_weights(plan: Plan, on_message: Callable[[str], None] = lambda text: None) -> StartWeights:
-    """Check the headers, sizes and names of a run's weights. Download a hub model first, but read no weights.
+    """Check the headers, sizes and names of a run's weights. This downloads a hub model, but reads no weights.
 
     Args:
         on_message: Called after each downloaded file.
@@ -145,7 +145,7 @@ def open_weights(plan: Plan, on_message: Callable[[str], None] = lambda text: No
 
 
 def inspect_weights(plan: Plan) -> tuple[str, Exception | None]:
-    """Return a line about the tensors that an export copies, and the error that a run with these weights raises.
+    """Return a line about the tensors that an export copies, and the error that a run with these weights would raise.
 
     A plan needs no weights, so a folder without weights causes neither an error nor a download.
     """
@@ -167,15 +167,15 @@ def inspect_weights(plan: Plan) -> tuple[str, Exception | None]:
 
 
 class OpenRun:
-    """The open store of a plan, for use by one thread.
+    """The open store of a plan. Used by one thread.
 
     Args:
         store: Store without blocks.
-        on_message: Called with messages for the user of the run.
+        on_message: Called with messages for the user.
 
     Attributes:
-        store: Store, which has all blocks after ``load``.
-        engine: Last result of ``make_engine``; None before it and after ``end_steps``.
+        store: Store, which contains all blocks after ``load``.
+        engine: Last result of ``make_engine``; None before that and after ``end_steps``.
     """
 
     def __init__(
@@ -192,10 +192,10 @@ class OpenRun:
         self._activity, self._on_message = activity, on_message
 
     def load(self, candidates: Sequence[Checkpoint] = ()) -> Checkpoint | None:
-        """Fill weights and optimizer state unit by unit, then reserve the memory of training steps.
+        """Fill weights and optimizer state unit by unit. Then reserve the memory of training steps.
 
         Args:
-            candidates: Checkpoints to start from, best first. A damaged one is reported and skipped.
+            candidates: Checkpoints to start from, best first. Damaged checkpoints are reported and skipped.
 
         Returns:
             The loaded checkpoint, or None if the run starts from the model's weights.
@@ -210,14 +210,14 @@ class OpenRun:
         checkpoint = self.weights.load(candidates)
         if isinstance(source := self.weights.source, AdaptedWeights):
             self._on_message(source.describe(checkpoint))
-        # Reserve this memory after loading, because the fp32 copy of a loaded unit uses it. So a run that fits can
-        # also start.
+        # Reserve this memory only now, because loading used it for the fp32 copy of a unit. A run that fits can
+        # therefore also start.
         register_transient_blocks(self.store, self.plan)
         self._report_memory()
         return checkpoint
 
     def _report_memory(self) -> None:
-        """Report the time for making RAM resident and page-locked, if it was long."""
+        """Report how long it took to make RAM resident and page-locked, if that took long."""
         ram = self.store.tier("ram")
         if not isinstance(ram, RamTier) or ram.populate_s + ram.pin_s < _MIN_REPORTED_S:
             return
@@ -231,8 +231,8 @@ class OpenRun:
 
         Args:
             num_steps: Number of consecutive steps.
-            first_step: Number of steps already done.
-            num_updates: Number of these steps whose gradient was used.
+            first_step: Number of finished steps.
+            num_updates: Number of finished steps whose gradient was used.
         """
         plan = self.plan
         self.schedule_steps(first_step, num_steps)
@@ -250,17 +250,17 @@ class OpenRun:
         return engine
 
     def schedule_steps(self, first_step: int, num_steps: int) -> None:
-        """Schedule steps for the prefetcher. The first of them starts without a pending update."""
+        """Schedule steps for the prefetcher. The first of these steps starts without a pending update."""
         schedule = self.plan.program.schedule(self.plan.placement.homes, num_steps, first_step=first_step)
         set_schedule(self.store, schedule, self.plan.run.advanced.prefetch_bytes)
 
     def finish_updates(self) -> None:
-        """Run the update that the last step left pending."""
+        """Apply the update that the last step left pending."""
         if self.engine is not None:
             self.engine.finish_updates()
 
     def end_steps(self) -> None:
-        """Run the pending update, then release the memory of training steps. Weights and optimizer state stay."""
+        """Apply the pending update and release the memory of training steps. Weights and optimizer state stay."""
         self.finish_updates()
         self.engine = None
         self.store.set_schedule(None)

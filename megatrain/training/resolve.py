@@ -1,4 +1,4 @@
-"""Resolution of a config to the values of a run: numbers, paths, dtypes and choices, derived once.
+"""Resolves a config to a run's numbers, paths, dtypes and choices. Each value is derived only here.
 
 Code below the trainer uses these records and does not know the config. Each record is defined next to its users.
 """
@@ -138,10 +138,10 @@ def resolve_model(config: RunConfig) -> ModelSpec:
 
 
 def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
-    """Return the split of a step into micro-batches.
+    """Return how a step is split into micro-batches.
 
     Args:
-        device: Type of the compute device. Without a config value, a GPU gets more tokens per micro-batch.
+        device: Type of the compute device. If the config sets no number, a GPU gets more tokens per micro-batch.
     """
     return BatchSpec(
         num_rows=config.rows_per_step,
@@ -157,7 +157,7 @@ def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
 
 
 def resolve_tiers(config: RunConfig, planned: PlannedMachine | None = None) -> TierSpecs:
-    """Return the resources that a run may use on this machine, or on the planned one."""
+    """Return the resources that a run may use on this machine, or on the planned machine."""
     return _tiers(
         config.tiers,
         file_bytes=config.advanced.file_size,
@@ -192,9 +192,9 @@ def _tiers(
 
 
 def _placement(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:
-    """Return the allowed homes for each kind of block.
+    """Return the allowed homes of each kind of block.
 
-    GPU memory is an allowed home if the config names it. The planner chooses all other residents of GPU memory.
+    GPU memory is an allowed home if the config lists it. Otherwise the planner chooses the residents of GPU memory.
     """
     table = config.placement
     wanted: Mapping[Kind, Literal["auto"] | tuple[str, ...]] = {
@@ -208,14 +208,14 @@ def _placement(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:
     for kind in KINDS:
         names = wanted[kind]
         homes[kind] = default if names == "auto" else [tier for tier in names if tier in tiers] or default
-    # Frozen weights are already in the folder, so a drive would only hold a second copy.
+    # Frozen weights are already in the folder, so a drive would only contain a second copy.
     names = ("ram", FOLDER) if table.weights == "auto" else table.weights
     homes["in place"] = [tier for tier in names if tier in (*tiers, FOLDER)] or default
     return PlacementSpec(homes, frozenset(kind for kind in KINDS if wanted[kind] == "auto" or "gpu" in wanted[kind]))
 
 
 def resolve_checkpoint(config: RunConfig) -> CheckpointSpec:
-    """Return the locations of checkpoints and the rules for saving and pruning them."""
+    """Return where checkpoints are stored, and the rules for saving and pruning them."""
     drives = tuple(drive.path for drive in config.tiers.nvme)
     return CheckpointSpec(config.checkpoint, config.output_dir, drives, config.tiers.on_disk_full)
 
@@ -236,7 +236,7 @@ def resolve_evaluation(config: RunConfig) -> EvaluationSpec:
 
 
 def resolve_best(config: RunConfig) -> BestSpec:
-    """Return the rule for the best evaluation, and its effects."""
+    """Return the rule that selects the best evaluation, and the effects of this selection."""
     table, evaluations = config.evaluation, resolve_evaluation(config)
     metric, greater = table.metric_for_best_model, table.greater_is_better
     sets = [NAME] if config.data.val_size is not None else [source.name for source in evaluations.sources]
@@ -253,5 +253,5 @@ def resolve_best(config: RunConfig) -> BestSpec:
 
 
 def resolve_logging(config: RunConfig) -> LoggingSpec:
-    """Return the destinations of the run's metrics."""
+    """Return the destinations of a run's metrics."""
     return LoggingSpec(config.logging, config.run_name, config.output_dir, resolved_values(config), to_toml(config))

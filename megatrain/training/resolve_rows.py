@@ -1,4 +1,4 @@
-"""Resolution of the model folder, tokenizer folder and data sets of a config, without importing torch."""
+"""Resolves a config's model folder, tokenizer folder and data sets, without importing torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["resolve_data", "resolve_folders"]
 
 
 def resolve_folders(config: RunConfig) -> tuple[str, str]:
-    """Return the folders of the model and of its tokenizer. Download missing files except weights from the hub.
+    """Return the folders of the model and its tokenizer. Download missing hub files, except weights.
 
     Raises:
         HubError: The hub has no such model, or cannot be reached.

@@ -1,4 +1,4 @@
-"""The rows of a run: its tokenizer, the check of token ids, and the batches."""
+"""A run's tokenizer, the check of its token ids, and its batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_token_ids(model: ModelSpec, dataset: TokenDataset, graph: ModelGraph) 
 
 
 def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenizerFast) -> BatchLoader:
-    """Create the loader of a run's batches, positioned at the first step.
+    """Create the loader of a run's batches. It starts at the first step.
 
     Raises:
         DataError: The teacher's scores do not match the data, or are damaged.

@@ -1,4 +1,4 @@
-"""Creation of a run's checkpoint writer, and of the copier of its whole checkpoints."""
+"""Creates a run's checkpoint writer, and the copier of its whole checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["make_copier", "make_writer"]
 
 
 def make_copier(plan: Plan, group: RankGroup, on_message: Callable[[str], None]) -> CheckpointCopier:
-    """Create the copier of all ranks' checkpoints. A collective.
+    """Create the copier of all ranks' checkpoints. This is a collective.
 
     Args:
         on_message: Called with messages for the user.
@@ -37,13 +37,13 @@ def make_writer(
     best: Checkpoint | None,
     remote_save_number: int = 0,
 ) -> CheckpointWriter:
-    """Create this rank's writer of checkpoints, which works with the writers of the other ranks.
+    """Create this rank's checkpoint writer, which cooperates with the other ranks' writers.
 
     Args:
         on_message: Called with messages for the user.
         loaded: Checkpoint from which the run resumes, or None for a new run.
-        best: Checkpoint of the best evaluation so far, which is never pruned, or None.
-        remote_save_number: Largest save number of the copies at a URL.
+        best: Checkpoint of the best evaluation so far, or None. It is never pruned.
+        remote_save_number: Largest save number among the copies at a URL.
     """
     run = plan.run
     path = run.output_dir / CHECKPOINTS_NAME

@@ -1,4 +1,4 @@
-"""Start of a run from its model's weights or from a checkpoint, with the state of its first step."""
+"""Starts a run from its model's weights or from a checkpoint, and creates the state of its first step."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ __all__ = ["RunStart", "describe_model", "with_decays", "with_kept_rules"]
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """Search for the checkpoint that a run resumes from, and for the state before its first step.
+    """Finds the checkpoint from which a run resumes, and creates the state before its first step.
 
     Attributes:
         config_toml: Config of the run, as in ``RunState``.
-        changes_from: Returns the changes from another ``config_toml`` to this run's config.
-        loader: Batches of the run. ``state`` moves it to the resumed position.
+        changes_from: Returns the differences between a checkpoint's ``config_toml`` and this run's config.
+        loader: Batches of the run. ``state`` moves the loader to the resumed position.
         best: Rule for the best evaluation.
         allows_changes: Whether to resume a checkpoint even if config changes alter results.
         on_message: Called with messages for the user.
@@ -62,7 +62,7 @@ class RunStart:
     on_message: Callable[[str], None]
 
     def find(self) -> tuple[Sequence[Checkpoint], RunSummary | None]:
-        """Return the checkpoints to start from, best first, and the summary of a run that is already done.
+        """Return the checkpoints to start from, best first, and a summary if the run is already done.
 
         Raises:
             CheckpointError: Checkpoints exist but cannot be used.
@@ -92,12 +92,12 @@ class RunStart:
         )
 
     def already_done(self, checkpoint: Checkpoint) -> RunSummary | None:
-        """Return the summary of a run that is already done, or None if steps or the export are missing."""
+        """Return the summary of a run that is already done. Return None if steps or the export are missing."""
         run = self.plan.run
         return already_done(checkpoint, self.num_steps, run.output_dir, run.export.dtype, self.best)
 
     def _report_end(self, summary: RunSummary) -> None:
-        """Report that the run is done, and how to train for more steps."""
+        """Report that the run is done, and how the user can train for more steps."""
         done = f"all {self.num_steps} steps" if summary.num_steps == self.num_steps else f"{summary.num_steps} steps"
         if summary.num_steps > self.num_steps:
             done += f", but the config requests {self.num_steps}"
@@ -115,7 +115,7 @@ class RunStart:
         )
 
     def _copy_last(self, checkpoint: Checkpoint) -> None:
-        """Copy the checkpoint of a finished run if the config requests copies and no earlier start has copied it."""
+        """Copy a finished run's checkpoint if the config requests copies and no earlier start made this copy."""
         # Only this rank is running, but a copy into a folder needs all ranks of the checkpoint.
         if not checkpoint.is_copy and (not checkpoint.is_listed or self.plan.run.checkpoint.table.copy_url is not None):
             drive_bytes = self.plan.checkpoint_bytes_on_drives
@@ -124,11 +124,11 @@ class RunStart:
                 copier.finish()
 
     def _check_before_fetch(self, checkpoint: Checkpoint) -> None:
-        """Raise an error, before any download, if this run cannot resume from a remote checkpoint."""
+        """Raise an error if this run cannot resume from a remote checkpoint. This happens before any download."""
         model, url = self.plan.run.model, self.plan.run.checkpoint.table.copy_url
         try:
             self.check_changes(checkpoint, allow=self.allows_changes)
-            # Weights that are not yet downloaded from a hub are compared after the download.
+            # Weights that are still to be downloaded from a hub are compared after the download.
             if not model.table.train_from_scratch and (model.hub is None or not missing_weights(model.hub)):
                 folder_record(self.plan, open_loader(model.folder, self.plan.graph).origin, checkpoint)
         except (CheckpointError, ConfigChangedError) as error:
@@ -138,10 +138,10 @@ class RunStart:
             ) from error
 
     def check_changes(self, checkpoint: Checkpoint, *, allow: bool) -> None:
-        """Compare the config, the model and the rows of this run with those that a checkpoint records.
+        """Compare the run's config, model and rows with the records of a checkpoint.
 
         Raises:
-            ConfigChangedError: A difference alters results, and ``allow`` is not set.
+            ConfigChangedError: A difference alters results, and ``allow`` is False.
         """
         check_changes(
             self.changes_from(checkpoint.state.config_toml),
@@ -153,7 +153,7 @@ class RunStart:
         )
 
     def check_loaded(self, loaded: Checkpoint | None, candidates: Sequence[Checkpoint]) -> None:
-        """Report notable facts of the loaded checkpoint.
+        """Report what is special about the loaded checkpoint.
 
         Args:
             loaded: One of the candidates, or None for a new run.
@@ -162,7 +162,7 @@ class RunStart:
         if loaded is None:
             return
         if loaded is not candidates[0]:
-            # ``find`` has checked only the newest checkpoint, and an older one may have a different config.
+            # ``find`` checked only the newest checkpoint, and an older checkpoint may have a different config.
             self.check_changes(loaded, allow=True)
         if loaded.state.arithmetic != ARITHMETIC:
             self.on_message(
@@ -174,9 +174,9 @@ class RunStart:
     def state(
         self, loaded: Checkpoint | None, candidates: Sequence[Checkpoint], record: Mapping[str, Any]
     ) -> tuple[RunState, Checkpoint | None]:
-        """Return the state before the first step, and the checkpoint of the best evaluation so far, if any.
+        """Return the state before the first step, and the checkpoint of the best evaluation so far, or None.
 
-        This method also moves the loader to the resumed position.
+        This also moves the loader to the resumed position.
 
         Args:
             loaded: Checkpoint from which the run resumes, or None for a new run.
@@ -253,7 +253,7 @@ class RunStart:
         )
 
     def _has_same_criterion(self, before: RunState) -> bool:
-        """Return whether an earlier start chose its best evaluation by the current metric."""
+        """Return whether an earlier start chose its best evaluation by the same metric as this run."""
         if before.best is None:
             return True
         then = resolve_best(config_from_toml(before.config_toml))
@@ -267,7 +267,7 @@ class RunStart:
 
 
 def with_kept_rules(run: RunSpec) -> RunSpec:
-    """Return the run with open settings taken from the checkpoint that it resumes from.
+    """Return the run with open settings taken from the checkpoint from which it resumes.
 
     The settings are the number of lanes, the tokens of a micro-batch, Muon's treatment of fused parameters, and the
     kernels of liger and flash attention. They affect the plan, so call this function before planning.
@@ -290,9 +290,9 @@ def with_kept_rules(run: RunSpec) -> RunSpec:
 
 
 def describe_model(plan: Plan) -> Mapping[str, Any]:
-    """Return ``RunState.model``: a description of the model and of the settings that affect its arithmetic."""
+    """Return ``RunState.model``, which describes the model and the settings that affect its arithmetic."""
     graph, folder = plan.graph, plan.run.model.folder
-    # On a CPU, the number of threads affects the last bits of matrix products and sums.
+    # On a CPU, the number of threads affects the last bits of matmuls and sums.
     threads = {"threads": torch.get_num_threads()} if plan.device.type == "cpu" else {}
     return {
         "name": plan.run.model.name,
@@ -309,14 +309,14 @@ def describe_model(plan: Plan) -> Mapping[str, Any]:
 
 
 def _decays(plan: Plan, exclude: Sequence[str]) -> str:
-    """Return a checksum of the names of the parameters that weight decay applies to."""
+    """Return a checksum of the names of all parameters with weight decay."""
     entries = [entry for layout in plan.graph.layouts.values() if layout.trainable for entry in layout.entries]
     names = {entry.parameter for entry in entries if decays(entry, exclude)}
     return checksum("\n".join(sorted(names)).encode())
 
 
 def with_decays(checkpoint: Checkpoint, plan: Plan) -> Checkpoint:
-    """Add the checksum of the parameters that weight decay applies to, if an older checkpoint does not record it.
+    """Add the checksum of parameters with weight decay to an older checkpoint that does not record it.
 
     The checksum is derived from the globs in the checkpoint's config. In older versions, vectors never decayed.
     """

@@ -1,4 +1,4 @@
-"""Resources that a step uses (seconds, bytes by link and drive), and its metrics for loggers."""
+"""Resources that a step uses (seconds, bytes by link and drive), and the metrics that loggers receive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tiered import StoreStats, TieredStore
 
 __all__ = ["StepMeter", "StepUsage", "add_by_key", "link_bytes"]
 
-#: Number of latest steps in the mean step time. The first steps are slower, because they compile kernels.
+#: Number of latest steps in the mean step time. A run's first steps are slower, because they compile kernels.
 _MEAN_OF_STEPS = 20
 
 Number = TypeVar("Number", int, float)
@@ -58,7 +58,7 @@ class StepUsage:
 
 
 class StepMeter:
-    """Meter of a run's steps since this start.
+    """Measures a run's steps since this start.
 
     Args:
         steps_per_epoch: Steps in one pass over all rows.
@@ -76,7 +76,7 @@ class StepMeter:
         self._step_start_s, self._before, self._process_before = self._start_s, store.stats(), _process_usage()
 
     def start(self) -> None:
-        """Start the measurement of a step."""
+        """Start to measure a step."""
         self._step_start_s, self._before = time.perf_counter(), self._store.stats()
         self._process_before = _process_usage()
 
@@ -164,5 +164,5 @@ def link_bytes(moved: StoreStats) -> dict[str, int]:
 
 
 def add_by_key(numbers: Mapping[str, Number], others: Mapping[str, Number], factor: int = 1) -> dict[str, Number]:
-    """Add two mappings by key, with the values of ``others`` multiplied by ``factor``."""
+    """Add two mappings by key. The values of ``others`` are multiplied by ``factor`` first."""
     return {name: numbers.get(name, 0) + factor * others.get(name, 0) for name in {**numbers, **others}}

@@ -57,12 +57,12 @@ __all__ = ["Trainer"]
 
 
 def _plan_for_rank(run: RunSpec, group: RankGroup) -> Plan:
-    """Plan the run for this rank. A collective."""
+    """Plan the run for this rank. This is a collective."""
     return plan_run(run) if group.world.is_single else plan_together(replace(run, world=group.world), group.gather)
 
 
 class Trainer:
-    """One run of one config. It allocates and writes nothing before ``train`` or ``open``.
+    """One run of one config. Nothing is allocated or written before ``train`` or ``open`` is called.
 
     ``train`` executes the run from its start, or from its newest checkpoint, to its end. Callers that control the steps
     themselves use ``open``::
@@ -73,27 +73,27 @@ class Trainer:
             engine.step(micro_batches, number=0, lr=1e-3)
 
     Args:
-        observer: Receives every step, evaluation, checkpoint and message. None disables it.
-        plan: Plan of this config, if it already exists.
-        activity: Progress shared with a live view. Defaults to a private one.
+        observer: Receives every step, evaluation, checkpoint and message. None discards them.
+        plan: Plan of this config, if there already is one.
+        activity: Progress shared with a live view. Default: not shared.
         allow_config_change: Whether to resume a checkpoint even if config changes alter results.
-        exit_code_of: Returns the exit code of the process after an error or a summary, for ``status.json``.
+        exit_code_of: Returns the process's exit code after an error or a summary, for ``status.json``.
         group: The ranks of the run, or None for a single process.
 
     Attributes:
-        config: The given config, with the planner's choices for open keys and the commit of a hub model.
+        config: The config, with the planner's choices for open keys and with the commit of a hub model.
         plan: Plan with the homes of all blocks and the traffic of each step.
         run: Resolved config from which the plan was made.
-        prepared: Weights, rows, evaluation sets and learning rates, each created at its first use.
-        opened: Open store of the run, during ``train``.
+        prepared: Weights, rows, evaluation sets and learning rates. Each is created when it is first used.
+        opened: The run's open store, during ``train``.
         state: Progress of the run, during ``train``.
 
     Raises:
-        DoesNotFitError: The run does not fit its tiers.
+        DoesNotFitError: The run does not fit in its tiers.
         ConfigError: data.max_length exceeds the model's positions.
         ModelFolderError: The model is unusable.
         UnsupportedModelError: The model is unusable.
-        TypeError: The config is a file name.
+        TypeError: ``config`` is a file name.
     """
 
     opened: OpenRun
@@ -127,9 +127,10 @@ class Trainer:
     # -- the whole run -------------------------------------------------------------------------------------------------
 
     def train(self) -> RunSummary:
-        """Train from the start, or from the newest checkpoint, to the end, and write ``output_dir/final``.
+        """Train from the start, or from the newest checkpoint, to the end. Then write ``output_dir/final``.
 
-        All predictable errors are raised before the first step, most of them before a write to ``output_dir``.
+        All predictable errors are raised before the first step, and most of them before anything is written to
+        ``output_dir``.
 
         Returns:
             Summary of the run, with ``interrupted`` set if a signal ended the run early.
@@ -139,20 +140,20 @@ class Trainer:
             DataError: The data cannot be used.
             BeyondMachineError: The tiers' sizes exceed this machine.
             ConfigError: ``output_dir`` cannot be written, or the path of a drive is not on a drive.
-            ExportError: Other files occupy the folder of the exported model.
+            ExportError: The folder for the exported model contains other files.
             CheckpointError: A checkpoint cannot be used or written.
-            ConfigChangedError: Config changes would alter the results of the checkpoint's run.
+            ConfigChangedError: Config changes would alter the results of the run that wrote the checkpoint.
             LockedError: Another run uses ``output_dir``.
             TieredError: Storage failed.
             OSError: Storage failed.
             NonFiniteGradientError: A gradient is NaN or infinite, and ``optimizer.nonfinite`` is ``stop``. The last
                 checkpoint is kept.
-            KeyboardInterrupt: A second signal, or a signal after which the run could not save.
+            KeyboardInterrupt: A second signal arrived, or the run could not save after a signal.
         """
         check_ranks_agree(self.plan, dict(config_lines(self.config)), self.group)
         lines = [each.line for each in self.prepare()]
         with self._in_folder():
-            self.group.wait_for_all()  # ranks write nothing before rank 0 owns the folder
+            self.group.wait_for_all()  # no rank may write before rank 0 owns the folder
             # Rank 0 searches for checkpoints and reports whether steps are left. An error on rank 0 ends all ranks.
             start = self.prepared.start(self.config, self.observer.on_message, allows_changes=self._allow_config_change)
             candidates, summary = self.group.broadcast(start.find() if self.group.world.is_first else ((), None))
@@ -170,7 +171,7 @@ class Trainer:
         return summary
 
     def _run(self) -> RunSummary:
-        """Run the loop that trains, evaluates and saves, then export the model."""
+        """Train, evaluate and save in a loop, then export the model."""
         self._begin()
         before = self.opened.store.stats()
         with self.signals:
@@ -200,7 +201,7 @@ class Trainer:
                 folder = self.export()
                 self.copier.finish()
             except KeyboardInterrupt as stop:
-                # If only this rank knows of the stop, raise: the other ranks wait for its next request.
+                # If only this rank received the request, raise, because the other ranks wait for its next request.
                 is_known_to_all = self.group.world.is_single or isinstance(stop, ExportStopped)
                 if self.saver.saved_step != self.state.step or not is_known_to_all:
                     raise
@@ -212,33 +213,33 @@ class Trainer:
         return self.state.step < self.state.max_steps and not self.prepared.best.is_over(Best.of_state(self.state.best))
 
     def is_paused(self) -> bool:
-        """Return whether the run waits until the user frees space on a drive. Thread-safe."""
+        """Return whether the run waits for the user to free space on a drive. Thread-safe."""
         return self._saver is not None and (self._saver.is_waiting or self.opened.store.is_paused)
 
     # -- preparation, which writes nothing to output_dir -------------------------------------------------------
 
     def _preparation(self) -> Preparation:
-        """Return a new preparation, which creates its parts on demand."""
+        """Return a new ``Preparation``, which creates its parts when they are first used."""
         return Preparation(
             self.plan, self.config, lambda text: self.observer.on_message(text), gather=self.group.gather
         )
 
     def prepare(self) -> Iterator[CheckResult]:
-        """Check and create all parts for the first step, and yield the findings. A collective.
+        """Create and check everything that the first step needs. Yield the findings. This is a collective.
 
         Raises:
-            Exception: The first error of a part; see ``train`` for the types.
+            Exception: The first error of a part. ``train`` lists the types.
         """
         self.prepared, group = self._preparation(), self.group
         prepared = self.prepared
         prepared.limits()
         if group.world.is_first:
             prepared.folders()
-        # A finished run needs neither weights nor free space, but whether steps are left is known only from the data.
+        # A finished run needs neither weights nor free space, but only the data shows whether steps are left.
         if not (self.run.output_dir / FINAL_NAME / RECORD_FILE).is_file():
             assert prepared.weights, "unusable weights and full drives are refused here"
         self.activity.begin("reading the data")
-        # The first rank of a host tokenizes rows into the cache, and the other ranks read them from the cache.
+        # The first rank of a host writes tokenized rows to the cache. The other ranks read them from the cache.
         yield from group.one_after_the_other(lambda: list(prepared.rows()))
         fingerprint = {"the fingerprint of the rows": prepared.loader.dataset.fingerprint()}
         check_same(group.gather, "data", fingerprint, "Give all ranks the same files in [[data.train]]")
@@ -249,10 +250,10 @@ class Trainer:
         yield from prepared.warnings()
 
     def make_loader(self, on_message: Callable[[str], None] | None = None) -> BatchLoader:
-        """Read the data from the cache or tokenize it, and return the batches of the run from its first step.
+        """Read the data from the cache or tokenize it. Return the run's batches, starting with the first step.
 
         Args:
-            on_message: Called with the reports on rows. Defaults to the observer.
+            on_message: Called with the reports on rows. Default: the observer.
 
         Raises:
             DataError: The data cannot be used, or more than ``data.max_dropped`` of a source is dropped or cut.
@@ -264,7 +265,7 @@ class Trainer:
 
     @contextmanager
     def _in_folder(self) -> Iterator[None]:
-        """Lock ``output_dir`` on rank 0, and write ``status.json`` there within the context."""
+        """On rank 0, lock ``output_dir`` and keep ``status.json`` up to date inside the context."""
         if not self.group.world.is_first:
             yield
             return
@@ -292,7 +293,7 @@ class Trainer:
                 self.observer = given
 
     def _report_start(self, candidates: Sequence[Checkpoint], lines: Sequence[str]) -> None:
-        """Report the start, and the findings about data unless an earlier start reported them for the same data."""
+        """Report the start. Report findings about the data only if no earlier start reported them for the same data."""
         continued = candidates[0].state if candidates else None
         if self.group.world.is_first:
             self.observer.on_ready(None if continued is None else continued.step)
@@ -307,10 +308,10 @@ class Trainer:
     # -- load ----------------------------------------------------------------------------------------------------
 
     def open(self, weights: StartWeights | None = None) -> AbstractContextManager[OpenRun]:
-        """Open the store of the run, without blocks, and close it on exit. Raises the same errors as ``open_run``.
+        """Return a context that opens the run's store, without blocks. It raises the same errors as ``open_run``.
 
         Args:
-            weights: Result of ``open_weights``. If None, ``open_run`` calls it.
+            weights: Result of ``open_weights``. If None, ``open_run`` calls ``open_weights``.
         """
         return open_run(
             self.plan,
@@ -322,7 +323,7 @@ class Trainer:
 
     @contextmanager
     def _resumed(self, start: RunStart, candidates: Sequence[Checkpoint]) -> Iterator[None]:
-        """Load the weights and the state of the checkpoint, and create the saver, the evaluator and the loggers."""
+        """Load the checkpoint's weights and state. Create the saver, the evaluator and the loggers."""
         run, plan, on_message = self.run, self.plan, self.observer.on_message
         opened = self.opened
         checkpoint = opened.load(candidates)
@@ -330,7 +331,7 @@ class Trainer:
         drive_bytes = plan.checkpoint_bytes_on_drives
         for line in describe_drives(run.checkpoint, drive_bytes * run.world.local_size):
             on_message(line)
-        # The stack exits before the store closes: first the loggers, then the copier, which reads checkpoints.
+        # The stack exits before the store closes. The loggers close first, then the copier, which reads checkpoints.
         with ExitStack() as stack:
             self.copier = stack.enter_context(make_copier(plan, self.group, on_message))
             saved = None
@@ -341,7 +342,7 @@ class Trainer:
             if self.group.world.is_first:
                 write_resolved(self.config)
                 write_plan(plan, step)
-            # Read the evaluations before the loggers start, because one of them removes later steps from the file.
+            # Read the evaluations before the loggers start, because a logger removes later steps from the file.
             evaluations = {}
             if step is not None and self.group.world.is_first:
                 evaluations = last_evaluations(run.output_dir / METRICS_NAME, step)
@@ -355,7 +356,7 @@ class Trainer:
             self._is_continued = checkpoint is not None
             self.signals = RunSignals(
                 stops_after_step=run.checkpoint.table.save_on_signal,
-                # The saver's own wait for space does not count, because the saver polls for a stop and may still save.
+                # The saver's wait for space does not count, because the saver checks for stops and may still save.
                 is_stuck=lambda: opened.store.is_paused,
                 activity=self.activity,
             )
@@ -399,7 +400,7 @@ class Trainer:
             yield
 
     def _prepare(self, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
-        """Run the task's preparation for the first step, and return the task's record for checkpoints."""
+        """Run the task's preparation for the first step. Return the record that the task adds to checkpoints."""
         context = PrepareContext(
             self.plan,
             self.opened.store,
@@ -415,9 +416,9 @@ class Trainer:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _schedule_to_next_stop(self) -> None:
-        """Schedule only the steps until the next evaluation or checkpoint for the prefetcher.
+        """Schedule steps for the prefetcher, but only until the next evaluation or checkpoint.
 
-        An evaluation or checkpoint runs the pending update without the forward that follows it in a step. If blocks
+        An evaluation or checkpoint applies the pending update without the forward that follows it in a step. If blocks
         were prefetched for that forward, timing would determine whether the update evicts them.
         """
         self.opened.schedule_steps(self.state.step, self._num_steps_to_next_stop)
@@ -429,10 +430,10 @@ class Trainer:
         return (evaluates if saves is None else min(evaluates, saves)) - step
 
     def _begin(self) -> None:
-        """Compile the kernels and report the start."""
+        """Compile the kernels and report the start of the run."""
         run, plan, state = self.run, self.plan, self.state
         self.activity.begin("compiling kernels of the optimizer")
-        # The first rank compiles the kernels, and the other ranks load them from the cache.
+        # The first rank compiles the kernels, and the other ranks load the compiled kernels from the cache.
         self.group.one_after_the_other(plan.warm_up)
         self._observers.on_start(
             RunInfo(run.name, self.config.task, str(plan.device), run.output_dir, state.max_steps, run.batch.num_tokens)
@@ -489,7 +490,7 @@ class Trainer:
         self._observers.on_step(self._meter.metrics(self.state, batch, result, lr, usage, records, self._warmup_steps))
 
     def _end_steps(self) -> None:
-        """Run the update of the last step and write the timeline."""
+        """Apply the last step's update and write the timeline."""
         if self.consensus.is_hung_up:
             self._observers.on_message("the terminal was closed (SIGHUP): stopping after this step, and saving")
         self.activity.begin("making the last update")
@@ -502,7 +503,7 @@ class Trainer:
     # -- evaluate, save, export ----------------------------------------------------------------------------------
 
     def evaluate(self) -> None:
-        """Evaluate if an evaluation is due. The next step then starts without a pending update."""
+        """Evaluate if an evaluation is due, after applying the pending update. The next step starts without one."""
         if self.evaluator.is_due(self.state.step) and not self.consensus.stops:
             self.opened.finish_updates()
             self.evaluator.run(self.state.step)
@@ -510,13 +511,13 @@ class Trainer:
             self._update_best()
 
     def _update_best(self) -> None:
-        """Update the best evaluation after this step. Skip step 0, because it has no checkpoint."""
+        """Compare this step's evaluation with the best one. Step 0 is skipped, because it has no checkpoint."""
         step = self.state.step
         found = {name: each for name, each in self.evaluator.latest.items() if each.step == step}
         if not self.prepared.best.is_on or step == 0 or len(found) < len(self.evaluator.names):
             return
         value = self.prepared.best.value_of(found)
-        # Use rank 0's value, because a perplexity may differ in its last bit on another type of CPU.
+        # Use rank 0's value, because the last bit of a perplexity can differ between types of CPU.
         best = self.group.broadcast(self.prepared.best.after(Best.of_state(self.state.best), step, value))
         self.state = replace(self.state, best=best.to_state())
         if self.prepared.best.is_over(best):
@@ -526,7 +527,7 @@ class Trainer:
             )
 
     def save_if_due(self) -> None:
-        """Save if the config or a signal requests it after this step. Training continues during the write."""
+        """Save if the config or a signal requests a checkpoint after this step. Training continues during the write."""
         if self.consensus.stops:
             return  # ``save_last`` saves this step
         step, best = self.state.step, Best.of_state(self.state.best)
@@ -536,11 +537,11 @@ class Trainer:
             self.signals.save_requested = False
             self.activity.begin("saving")
             self.saver.save(self.state.saved_now())
-            # If a stop was requested while the ranks waited for space, run no further step, as a single process does.
+            # If a stop was requested while the ranks waited for space, run no further step, like a single process.
             self.consensus.agree_to_stop()
 
     def save_last(self) -> None:
-        """Save after the last step or before a stop, and wait until all checkpoints are on disk."""
+        """Save after the last step or before a stop. Return when all checkpoints are on disk."""
         table = self.run.checkpoint.table
         if table.save_strategy != "no" or (self.consensus.stops and table.save_on_signal):
             self.activity.begin("saving")
@@ -550,7 +551,7 @@ class Trainer:
 
     @contextmanager
     def _checkpoint(self) -> Iterator[None]:
-        """Run the pending update, and begin a checkpoint within the context. The next step starts without an update.
+        """Apply the pending update, and begin a checkpoint inside the context. The next step starts without an update.
 
         The next steps are scheduled after the context, because prefetched copies could affect the checkpoint's reads.
         """
@@ -560,9 +561,9 @@ class Trainer:
         self._schedule_to_next_stop()
 
     def _finish_copies(self) -> None:
-        """Wait for the copies that are due. Another stop signal cancels them."""
+        """Wait for the copies that are due. A further stop signal cancels them."""
         try:
-            if self.group.world.is_single:  # with several ranks, a cancelled copy would leave other ranks waiting
+            if self.group.world.is_single:  # with several ranks, cancelling would leave other ranks waiting
                 self.signals.steps_are_over()
             self.copier.finish()
         except KeyboardInterrupt:
