@@ -21,22 +21,22 @@ __all__ = [
 ]
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-#: transformers reads this variable at each call of flash-attn, whose backward otherwise adds in the order of arrival.
+#: Variable that transformers reads at each call to flash-attn. Without it, the backward is not deterministic.
 _FLASH_ATTENTION = "FLASH_ATTENTION_DETERMINISTIC"
-#: Settings with which cuBLAS adds in the same order in every run. torch accepts no other settings.
+#: Settings that make cuBLAS add in the same order in every run. torch accepts no other settings.
 _REPEATABLE = (":4096:8", ":16:8")
 
 
 class DeterminismError(RuntimeError):
-    """Raised if the process can no longer become deterministic. The text has the cause and the remedy."""
+    """Raised if the process can no longer become deterministic. The message states cause and remedy."""
 
 
 @contextmanager
 def deterministic_kernels(device: torch.device, model_type: str, *, enabled: bool = True) -> Iterator[None]:
-    """Use deterministic kernels within the context. By default some kernels add with atomics, in the order of arrival.
+    """Use deterministic kernels within the context. By default, some kernels add in varying order, with atomics.
 
-    Does nothing on the CPU. torch reads the setting of cuBLAS once, at the first matrix product on a GPU. ``import
-    megatrain`` sets it, so import megatrain before that product.
+    Does nothing on the CPU. torch reads the cuBLAS setting once, at the first matmul on a GPU. ``import megatrain``
+    writes the setting, so import megatrain before the first matmul.
 
     Args:
         model_type: Class of the model, for error messages.
@@ -77,14 +77,14 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
 
 @contextmanager
 def cublas_setting_read(device: torch.device) -> Iterator[None]:
-    """Make torch read the setting of cuBLAS, and unset it within the context, which makes products faster.
+    """Make torch read the cuBLAS setting, then unset it within the context to make matmuls faster.
 
-    Enter it within ``deterministic_kernels``, before the model's first product. torch 2.11 checks the setting once, but
-    parses it with regular expressions at every product, which takes 36 us of host time instead of 4 (docs/log.md). The
-    setting is the size of the workspace that torch passes to cuBLAS with each product. Any size gives one order of
-    addition, and all products of a run use the same size: torch's default, because the setting is unset. The workspace
-    of the first product is freed, because torch would pass it to cuBLAS with the new size. A smaller size set by the
-    user stays in place. Later versions of torch parse the setting once, so this function does nothing.
+    Enter this context within ``deterministic_kernels``, before the model's first matmul. torch 2.11 checks the setting
+    once, but parses it at every matmul, which takes 36 us of host time instead of 4 (docs/log.md). The setting is the
+    size of the workspace that torch passes to cuBLAS. Any size makes cuBLAS deterministic, and while the setting is
+    unset all matmuls use torch's default size. The workspace of the first matmul is freed, because torch would pass it
+    to cuBLAS with the new size. A smaller size that the user has set stays in place. Later versions of torch parse the
+    setting once, and with them this function does nothing.
     """
     global _is_read
     setting = os.environ.get(_CUBLAS)
@@ -105,7 +105,7 @@ def cublas_setting_read(device: torch.device) -> Iterator[None]:
 
 
 def _parses_setting_once() -> bool:
-    """Return whether torch stores the size of the cuBLAS workspace, as versions with a function to change it do."""
+    """Return whether torch parses the setting only once. Such versions have a function to change the workspace size."""
     return hasattr(torch.backends.cuda, "cublas_workspace_size")
 
 
@@ -140,7 +140,7 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator: "
 
 
 class DeviceError(RuntimeError):
-    """Raised if the compute device fails or runs out of memory. The text has the cause and the remedy."""
+    """Raised if the compute device fails or runs out of memory. The message states cause and remedy."""
 
 
 @contextmanager
@@ -175,7 +175,7 @@ def _explain(error: BaseException) -> str | None:
 
 
 def _failure_of_device(error: BaseException | None) -> BaseException | None:
-    """Return the device error in the chain of causes, because a failed transfer wraps it."""
+    """Return the device error in an error's chain of causes, or None. A failed transfer wraps the device error."""
     while error is not None and not isinstance(error, torch.AcceleratorError):
         error = error.__cause__
     return error

@@ -1,4 +1,4 @@
-"""Choice of the flash attention kernels behind torch's operators: FA2 (part of torch), or FA3 or FA4 from a package.
+"""Choice of the flash attention kernels that torch's operators use: FA2 from torch, or FA3 or FA4 from a package.
 
 torch registers the package's kernels for the operators that models call. The choice affects the whole process.
 """
@@ -30,24 +30,24 @@ FlashKernels = Literal["FA2", "FA3", "FA4"]
 
 _PACKAGES = {"FA3": "flash-attn-3", "FA4": "flash-attn-4"}
 _ARCHITECTURES = {"FA3": "Hopper (H100, H200, GH200)", "FA4": "Blackwell (B200, B300, GB200, GB300)"}
-#: Major compute capability -> kernels made for it. No package supports consumer Blackwell (12).
+#: Kernels by major compute capability. No package supports consumer Blackwell (12).
 _OF_CAPABILITY: dict[int, FlashKernels] = {9: "FA3", 10: "FA4"}
-#: Substring of the GPU's name -> kernels, for plans made without the GPU.
+#: Kernels by a substring of the GPU's name, for plans that are made without the GPU.
 _OF_NAME: dict[str, FlashKernels] = {
     **dict.fromkeys(("H100", "H200", "H20", "H800"), "FA3"),
     **dict.fromkeys(("B100", "B200", "B300"), "FA4"),
 }
 _planned: FlashKernels = "FA2"
-#: Number of backwards to compare; shape of their queries (heads, tokens, width); number of key heads.
+#: Number of backward passes to compare, shape of their queries (heads, tokens, width), and number of key heads.
 _NUM_TRIES, _TRIED_SHAPE, _TRIED_KEY_HEADS = 4, (16, 4096, 128), 4
 
 
 def flash_of_gpu(device: torch.device, planned_gpu: str | None) -> FlashKernels:
-    """Return the newest kernels made for a GPU.
+    """Return the newest kernels that support a GPU.
 
     Args:
-        device: GPU of this machine; unused if ``planned_gpu`` is given.
-        planned_gpu: Name of a GPU of another machine, or None.
+        device: GPU of this machine; ignored if ``planned_gpu`` is given.
+        planned_gpu: Name of a GPU in another machine, or None.
     """
     if planned_gpu is None:
         is_nvidia = torch.version.hip is None and torch.version.cuda is not None
@@ -57,9 +57,9 @@ def flash_of_gpu(device: torch.device, planned_gpu: str | None) -> FlashKernels:
 
 
 def why_unusable(kernels: FlashKernels, device: torch.device, planned_gpu: str | None) -> str:
-    """Return why a GPU cannot use the kernels, with the remedy; "" if it can.
+    """Return why a GPU cannot use the kernels, with the remedy, or "" if it can.
 
-    Assumes that another machine has the package.
+    If ``planned_gpu`` is given, the package is assumed to be installed on its machine.
     """
     if kernels == "FA2":
         return ""
@@ -73,13 +73,13 @@ def why_unusable(kernels: FlashKernels, device: torch.device, planned_gpu: str |
 
 @contextmanager
 def flash_kernels(kernels: FlashKernels, repeatable_on: torch.device | None = None) -> Iterator[None]:
-    """Select the kernels of torch's flash attention within the context.
+    """Use these kernels for torch's flash attention within the context.
 
     Args:
-        repeatable_on: Device on which the kernels of a package must be deterministic; None to skip the check.
+        repeatable_on: Device on which to check that the package's kernels are deterministic; None for no check.
 
     Raises:
-        UnsupportedModelError: If torch cannot select kernels, or if the package is missing or does not work.
+        UnsupportedModelError: If torch cannot switch kernels, or if the package is missing or does not work.
     """
     with _activated(kernels) as reason:
         if reason:
@@ -91,7 +91,7 @@ def flash_kernels(kernels: FlashKernels, repeatable_on: torch.device | None = No
 
 @contextmanager
 def _activated(kernels: FlashKernels) -> Iterator[str]:
-    """Activate kernels within the context. Yield the reason for a failure, or ""."""
+    """Activate kernels within the context. Yield why that failed, or ""."""
     attention: Any = torch.nn.attention
     if kernels == "FA2":
         yield ""
@@ -120,7 +120,7 @@ def unsupported_flash(kernels: FlashKernels, reason: str) -> UnsupportedModelErr
 
 
 def check_repeatable(kernels: FlashKernels, device: torch.device) -> None:
-    """Check that a few backwards are bit-identical, because some builds of FA3 ignore the determinism flag.
+    """Check that several backward passes are bit-identical, because some builds of FA3 ignore the determinism flag.
 
     Raises:
         UnsupportedModelError: If the results differ.
@@ -152,9 +152,9 @@ def _compare_backwards(kernels: FlashKernels, device: torch.device) -> None:
 
 @contextmanager
 def flash_planned(kernels: FlashKernels) -> Iterator[None]:
-    """Let traces count the workspace of these kernels, within the context.
+    """Make traces count the workspace of these kernels within the context.
 
-    The setting is process-wide, because each greenlet of a trace has a separate context.
+    The setting is process-wide, because a context variable would have a separate value in each greenlet of a trace.
     """
     global _planned
     before, _planned = _planned, kernels
@@ -165,5 +165,5 @@ def flash_planned(kernels: FlashKernels) -> Iterator[None]:
 
 
 def planned_flash() -> FlashKernels:
-    """Return the kernels whose workspace a trace counts."""
+    """Return the kernels whose workspace traces count."""
     return _planned

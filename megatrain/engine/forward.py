@@ -1,4 +1,4 @@
-"""Forward and backward of an unmodified model, whose weights are streamed unit by unit.
+"""Forward and backward of an unmodified model. Its weights are streamed one unit at a time.
 
 One pass over the model takes these steps:
 
@@ -7,14 +7,14 @@ One pass over the model takes these steps:
   passes the call to the engine and suspends the forward (`suspend.py`).
 3. When all micro-batches wait at the same unit, `UnitVisit.forward` leases and binds the weights, runs the unit for
   each micro-batch and releases the weights. `Trunk.run` resumes the forwards with the results.
-4. The forwards end at the cut before the head. `ChunkedHead` runs the head over a few rows of logits at a time, and
-   returns the gradients of the trunk's outputs (`head.py`).
+4. The forwards end at the cut before the head. `ChunkedHead` computes a few rows of logits at a time, and returns the
+   gradients of the trunk's outputs (`head.py`).
 5. One `torch.autograd.backward` over the model's own graph reaches the visits in reverse. `UnitVisit.backward` leases
    the weights again, recomputes the unit and accumulates the gradients of its parameters.
 
-Hugging Face's code determines the computation. The engine determines only when the weights of a unit are in memory. In
-layer order all micro-batches pass a unit before any of them reaches the next one. So each direction of a step fetches
-its weights once.
+Hugging Face's code determines the computation. The engine determines only when a unit's weights are in memory. In layer
+order, all micro-batches run a unit before any of them reaches the next unit. Each direction of a step therefore fetches
+each unit's weights once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class NoTrainedTokensError(Exception):
 
 
 class VisitOrderError(Exception):
-    """Raised if the model calls its units in another order than planned, or if micro-batches differ in their order."""
+    """Raised if the order of unit calls differs from the plan or between micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,8 +80,8 @@ class QueuedLoss:
     """Loss of one optimizer step, which the device may still be computing.
 
     Attributes:
-        terms: Scalars on the compute device. The loss is their sum in double precision, in order (decision 0099).
-        figures: Metrics that the loss reports in addition to its value.
+        terms: Scalars on the compute device. The loss is their sum, added in order in double precision (decision 0099).
+        figures: Additional metrics that the loss reports.
     """
 
     terms: tuple[Tensor, ...]
@@ -94,7 +94,7 @@ class SummedLoss:
     """Cross entropy of an evaluation pass.
 
     Attributes:
-        terms: Sums over tokens with a label. `math.fsum` adds them exactly, so that grouping has no effect.
+        terms: Sums over labelled tokens. `math.fsum` adds them exactly, so the grouping of tokens has no effect.
     """
 
     terms: tuple[float, ...]
@@ -103,14 +103,14 @@ class SummedLoss:
 
 @dataclass(frozen=True, slots=True)
 class PassOrder:
-    """Order of a pass and chunk sizes of its logits. Only chunk sizes change the rounding of results.
+    """Order in which a pass runs units, micro-batches and chunks of logits. Only chunk sizes affect rounding.
 
     Attributes:
         by: "layer" runs all micro-batches of a unit before the next unit; "micro_batch" runs one micro-batch at a time.
-        head_rows: Rows of logits computed at a time; None for the model's default. Compare only runs with the same
-            value.
-        head_columns: Columns of the vocabulary computed at a time; 0 for whole logits; None for the default.
-        parts_in_turn: Whether all rows use a part of the vocabulary before the next part.
+        head_rows: Number of rows whose logits are computed together; None for the model's default. Compare only runs
+            with the same value.
+        head_columns: Number of vocabulary columns computed together; 0 for whole logits; None for the default.
+        parts_in_turn: Whether all rows use one part of the vocabulary before any row uses the next part.
     """
 
     by: Literal["layer", "micro_batch"] = "layer"
@@ -126,14 +126,14 @@ class LayerRunner:
     call its units as planned, and `UnsupportedModelError` if a layer does something that streaming cannot reproduce.
 
     Args:
-        trace: Expected visits, which the forward is checked against; None for no check.
+        trace: Planned visits, with which each forward is compared; None for no comparison.
         objective: Loss and noise; None for plain cross entropy.
-        recompute: Forward results kept for the backward. Weights of visits with kept graphs must stay unchanged and in
-            place until that backward.
-        context: Factory of the context around a pass; None for the context of the graph's converters.
+        recompute: Forward results that are kept for the backward. If a visit keeps its graph, its weights must stay in
+            place and unchanged until its backward.
+        context: Function that returns the context of a pass; None for the context of the graph's converters.
 
     Attributes:
-        bounds: Modules of all units with slots for their weights, by index.
+        bounds: All units, in order, with slots for their weights.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class LayerRunner:
         )
 
     def _make_part_weight(self) -> PartWeight | None:
-        """Return a placeholder for the weight that computes the logits; None if logits must be whole."""
+        """Return a placeholder for the weight that computes the logits, or None if logits must be whole."""
         if self._plan is None or self._plan.cut_weight is None:
             return None
         name = self._plan.cut_weight
@@ -191,22 +191,22 @@ class LayerRunner:
 
     @property
     def head_units(self) -> tuple[int, ...]:
-        """Indexes of the units that run in the head phase. Their visits come last."""
+        """Indexes of the units that run in the head phase, after all other units."""
         return tuple(unit.index for unit in self._plan.units) if self._plan else ()
 
     @property
     def visits(self) -> VisitSequence:
-        """Visits of the running pass before the head."""
+        """Visits of the current pass, without the head."""
         return self._trunk.visits
 
     @property
     def head_rows(self) -> int:
-        """Rows of logits computed at a time; 0 if the head is not chunked."""
+        """Number of rows whose logits are computed together; 0 if the head is not chunked."""
         return self._head_rows if self._plan else 0
 
     @property
     def head_columns(self) -> int:
-        """Columns of the vocabulary computed at a time; 0 if logits are whole."""
+        """Number of vocabulary columns computed together; 0 if logits are whole."""
         return self._head_columns
 
     @property
@@ -218,12 +218,12 @@ class LayerRunner:
 
     @property
     def logits_flops(self) -> int:
-        """FLOPs of one row of logits that are computed in parts; 0 if logits are whole."""
+        """FLOPs needed for one row of logits, or 0 if logits are whole."""
         return 2 * self._part_weight.numel() if self._part_weight is not None and self._head_columns else 0
 
     @property
     def by_part_in_head(self) -> frozenset[str]:
-        """Owner's name of the weight whose gradient the head can compute one part at a time; empty if there is none.
+        """Name of the head's weight, if its gradient can be computed one part at a time; otherwise empty.
 
         Empty if the head has other trainable weights, because their gradients would be summed in a different order.
         """
@@ -234,7 +234,7 @@ class LayerRunner:
 
     @property
     def head_part_nbytes(self) -> int:
-        """Bytes of the graph of one part's logits for a full piece; 0 if logits are whole."""
+        """Size of the graph that the head keeps for one vocabulary part of a full piece; 0 if logits are whole."""
         if self._plan is None or not self._head_columns:
             return 0
         start, stop = max(self._plan.ranges(self._head_columns), key=lambda words: words[1] - words[0])
@@ -254,11 +254,11 @@ class LayerRunner:
         `BlockAccess.gradients` receives the gradients.
 
         Args:
-            micro_batches: `input_ids` and `labels` [B, S], optionally `attention_mask`, `position_ids`; CPU tensors.
+            micro_batches: CPU tensors `input_ids` and `labels` [B, S], optionally `attention_mask` and `position_ids`.
                 All or none of the micro-batches have the extra inputs of the loss (``base.batch_keys.LOSS_PREFIX``).
-            num_items: Number of tokens in the mean of the loss; None for the number of labels in these micro-batches.
+            num_items: Number by which the loss is divided; None for the number of labels in these micro-batches.
             seed: Seed of the step. Each micro-batch has a separate random stream (`micro_batch_seed`).
-            first_number: Number of the first of these micro-batches in the step.
+            first_number: Position of ``micro_batches[0]`` in the step.
             size: Result of ``Loss.size_of_step``; None if these micro-batches are the whole step.
 
         Raises:
@@ -296,12 +296,12 @@ class LayerRunner:
     def evaluate(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> SummedLoss:
         """Run the forward of all micro-batches in eval mode and in layer order.
 
-        The loss is plain cross entropy, without dropout, objective or auxiliary terms. Only hidden states live between
-        units. The pass changes no activation blocks, gradients or random states of training.
+        The loss is plain cross entropy, without dropout, objective or auxiliary terms. Only hidden states are kept
+        between units. The pass does not change the activation blocks, gradients or random states of training.
         """
         shifted = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]
         counts = {number: count_labels(labels) for number, labels in enumerate(shifted)}
-        # Skip micro-batches without a label. But run at least one micro-batch, because the program plans the ticks.
+        # Skip micro-batches without a label, but run at least one, because the pass must run all planned ticks.
         counts = {number: count for number, count in counts.items() if count} or {0: 0}
         with self._evaluating(micro_batches, {number: shifted[number] for number in counts}) as (batches, rows):
             losses = self._forward_pass(batches, rows, counts)
@@ -311,10 +311,10 @@ class LayerRunner:
     def _evaluating(
         self, micro_batches: Sequence[Mapping[str, Tensor]], shifted: Mapping[int, Tensor]
     ) -> Iterator[tuple[dict[int, dict[str, Any]], dict[int, LabelledRows]]]:
-        """Yield micro-batches and their labelled rows on the compute device, for forwards in eval mode.
+        """Switch the model to eval mode, and yield micro-batches and their labelled rows on the compute device.
 
         Args:
-            shifted: Next-token labels [B * S] on the host, by number of each micro-batch to run.
+            shifted: Next-token labels [B * S] on the host, by number. Only these micro-batches are yielded.
         """
         model, random_state = self._graph.model, self._random.get()
         model.eval()
@@ -336,18 +336,18 @@ class LayerRunner:
         temperature: float = 1.0,
         on_hidden: Callable[[int, Tensor], None] | None = None,
     ) -> list[TokenScores]:
-        """Run the forward of all micro-batches in eval mode, and return the scores of all positions with a label.
+        """Run the forward of all micro-batches in eval mode, and return the scores of all labelled positions.
 
-        Only hidden states live between units. The scores of a micro-batch do not depend on other micro-batches.
+        Only hidden states are kept between units. The scores of a micro-batch do not depend on other micro-batches.
 
         Args:
-            on_hidden: Function called with the number of each micro-batch and its last hidden states [B, S, H].
+            on_hidden: Function called with each micro-batch's number and last hidden states [B, S, H].
 
         Returns:
-            Scores of the positions with a label, row by row, for each micro-batch.
+            Scores for each micro-batch, row by row.
 
         Raises:
-            UnsupportedModelError: If the hidden states are not available.
+            UnsupportedModelError: If ``on_hidden`` is given, but the model's hidden states are not available.
         """
         shifted = {number: shifted_labels(batch["labels"]).reshape(-1) for number, batch in enumerate(micro_batches)}
         with self._evaluating(micro_batches, shifted) as (batches, rows):
@@ -361,7 +361,7 @@ class LayerRunner:
         temperature: float,
         on_hidden: Callable[[int, Tensor], None] | None = None,
     ) -> Iterator[TokenScores]:
-        """Yield the scores of one group of micro-batches on the compute device; see `score`."""
+        """Yield the scores of each micro-batch. The inputs are on the compute device; see `score`."""
         with torch.no_grad(), without_auxiliary_loss(self._graph.model), self._trunk.prepared():
             outputs = self._trunk.run(batches, 0)
             self._trunk.check_visit_count()
@@ -380,12 +380,9 @@ class LayerRunner:
                 yield joined_scores([top.scores()])
 
     def outputs(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """Run the forward of all micro-batches like `evaluate`, and return their logits.
+        """Run the forward of all micro-batches like `evaluate`, and return their logits on the host.
 
-        Only for models whose forward is not cut before the head, because they have few outputs per text or token.
-
-        Returns:
-            `logits` of each micro-batch on the host, in the shape that the model returns.
+        The model must not have a chunked head. Such a model has only a few outputs per text or token.
         """
         assert self._plan is None, "a model with a chunked head has no whole logits"
         shifted = {number: shifted_labels(batch["labels"]).reshape(-1) for number, batch in enumerate(micro_batches)}
@@ -406,11 +403,11 @@ class LayerRunner:
         """Run the forward like `evaluate`, and return the log-probability of each row's labels, by micro-batch.
 
         Args:
-            micro_batches: Micro-batches like those for `queue`. Extra inputs of losses are ignored.
+            micro_batches: As in `queue`, but the extra inputs of losses are ignored.
         """
         shifted = [shifted_labels(batch["labels"]) for batch in micro_batches]
         counts = [[count_labels(row) for row in labels] for labels in shifted]
-        # Run at least one micro-batch, even without a label, because the program plans the ticks.
+        # Run at least one micro-batch, even without a label, because the pass must run all planned ticks.
         chosen = [number for number, own in enumerate(counts) if any(own)] or [0]
         labels_of_chosen = {number: shifted[number].reshape(-1) for number in chosen}
         with self._evaluating(micro_batches, labels_of_chosen) as (batches, rows), self._trunk.prepared():
@@ -441,8 +438,8 @@ class LayerRunner:
         """Run forward and backward of one group of micro-batches, and return their loss terms.
 
         Args:
-            rows: Positions with a label, and their shifted labels.
-            first_number: Number of micro-batch 0 in the step.
+            rows: Labelled positions and their shifted labels.
+            first_number: Position of micro-batch 0 in the step.
         """
         with (
             torch.enable_grad(),
@@ -452,7 +449,7 @@ class LayerRunner:
         ):
             outputs = self._trunk.run(batches, seed, first_number)
             losses, roots, grads = self._run_heads(outputs, batches, rows, losses_by_number, num_items)
-            del outputs  # frees tensors that the backward does not start from
+            del outputs  # frees outputs that the backward does not need
             self._trunk.check_visit_count()
             self.visits.start_backward()
             if roots:
@@ -466,11 +463,11 @@ class LayerRunner:
         rows: Mapping[int, LabelledRows],
         counts: Mapping[int, int],
     ) -> list[Tensor]:
-        """Run only the forward, and return loss terms, each a sum over tokens."""
+        """Run only the forward, and return loss terms. Each term is a sum over tokens."""
         with self._trunk.prepared():
             outputs = self._trunk.run(batches, 0)
             self._trunk.check_visit_count()
-            if self._plan is None:  # convert the model's own loss, a mean, to a sum
+            if self._plan is None:  # the model's own loss is a mean, so convert it to a sum
                 return [output["loss"] * counts[number] for number, output, _ in outputs if counts[number]]
             with self._head_on(batches, rows, outputs) as (head, items):
                 return head.evaluate(items)
@@ -483,14 +480,14 @@ class LayerRunner:
         losses_by_number: Mapping[int, MicroBatchLoss],
         num_items: int,
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return the loss terms, the roots of the backward, and the gradients of the roots."""
+        """Return the loss terms, the tensors from which the backward starts, and the gradients of these tensors."""
         losses: list[Tensor] = []
         roots: list[Tensor] = []
         grads: list[Tensor] = []
         if self._plan is None:
             for number, output, _ in outputs:
                 count = len(rows[number][1])
-                if count:  # without labels, the model's own loss, a mean, is NaN
+                if count:  # the model's own loss is a mean, which is NaN without labels
                     losses.append(output["loss"].detach() * (count / num_items))
                     roots.append(output["loss"])
                     grads.append(torch.full_like(output["loss"], count / num_items))
@@ -511,7 +508,7 @@ class LayerRunner:
         outputs: Sequence[SuspendedOutput],
         losses_by_number: Mapping[int, MicroBatchLoss] = MappingProxyType({}),
     ) -> Iterator[tuple[ChunkedHead, list[TrunkOutput]]]:
-        """Yield the head and its inputs, with its units unstubbed. Evaluations pass no losses."""
+        """Yield the head and its inputs. The stubs of the head's units are removed. Evaluations pass no losses."""
         assert self._plan is not None
         plan, first = self._plan, len(self.visits)
         bounds = [(self.bounds[unit.index], first + offset) for offset, unit in enumerate(plan.units)]
@@ -548,7 +545,7 @@ class LayerRunner:
 
 
 def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
-    """Move a model's buffers to a device. Buffers that share a tensor still share it afterwards."""
+    """Move a model's buffers to a device. Buffers that share a tensor continue to share one tensor."""
     moved: dict[int, Tensor] = {}
     for module in model.modules():
         for leaf, buffer in module._buffers.items():
@@ -562,12 +559,12 @@ def _is_on(tensor: Tensor, device: torch.device) -> bool:
     return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
-#: Number of a micro-batch, result of its forward, and final state of its random stream.
+#: A micro-batch's number, the result of its forward, and the final state of its random stream.
 SuspendedOutput = tuple[int, Any, tuple[Tensor, ...]]
 
 
 class _TrunkReached(BaseException):
-    """Signal that aborts a forward at the cut before the head. Model code cannot catch it as an `Exception`."""
+    """Signal that aborts a forward at the cut before the head. Not an `Exception`, so model code does not catch it."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
@@ -582,14 +579,14 @@ def _trunk_stub(trunk_forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Trunk:
-    """Runner of the forwards of all micro-batches, up to the cut before the head, or to the end without a cut.
+    """Runner of the forwards of all micro-batches, which end at the cut before the head if there is a cut.
 
     Args:
         visits: Sequence to which each pass appends its visits.
-        bounds: Modules of all units with slots for their weights, by index.
+        bounds: All units, in order, with slots for their weights.
         head: Plan of the cut before the head; None if the forward runs to its end.
-        trace: Expected visits, which the forward is checked against; None for no check.
-        mirror: Host copies of the inputs, read by the model's own code; None if that code reads from the device.
+        trace: Planned visits, with which each forward is compared; None for no comparison.
+        mirror: Context in which the model's own code reads inputs from host copies; None to read from the device.
         recompute: Forward results that visits keep for the backward.
     """
 
@@ -614,7 +611,7 @@ class Trunk:
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Replace all weights by placeholders, and the forwards of all units by stubs, within the context."""
+        """Replace all weights by placeholders and all units' forwards by stubs within the context."""
         cut: dict[torch.nn.Module, Callable[..., Any]] = {}
         if self._head is not None:
             cut[self._head.trunk] = _trunk_stub(self._head.trunk.forward)
@@ -622,10 +619,10 @@ class Trunk:
             yield
 
     def run(self, batches: Mapping[int, dict[str, Any]], seed: int, first_number: int = 0) -> list[SuspendedOutput]:
-        """Run the forward of every micro-batch, in the current grad mode. Requires the `prepared` context.
+        """Run the forward of every micro-batch in the current grad mode. Call this within the `prepared` context.
 
         Args:
-            first_number: Number of micro-batch 0 in the step.
+            first_number: Position of micro-batch 0 in the step.
         """
         self.visits.clear()
         anchor = torch.zeros((), device=self._device, requires_grad=torch.is_grad_enabled())
@@ -643,7 +640,7 @@ class Trunk:
         try:
             for forward in forwards:
                 forward.start()
-            # In lockstep, all forwards wait at the same unit, the unit runs for each forward, and all forwards resume.
+            # Run in lockstep: when all forwards wait at the same unit, run the unit for each, then resume all of them.
             while any(forward.call is not None for forward in forwards):
                 visit, waiting = self._next_visit(forwards, anchor)
                 results = visit.forward(waiting)
@@ -665,7 +662,7 @@ class Trunk:
     def _next_visit(
         self, forwards: Sequence[SuspendedForward], anchor: Tensor
     ) -> tuple[UnitVisit, list[SuspendedForward]]:
-        """Return the next visit and the forwards that wait at its unit. Some forwards can skip an optional unit."""
+        """Return the next visit and the forwards that wait at its unit. Forwards can skip an optional unit."""
         number = len(self.visits)
         units = self._graph.units
         waiting = self._at_optional_unit(number, forwards)
@@ -692,7 +689,7 @@ class Trunk:
     def _at_optional_unit(
         self, number: int, forwards: Sequence[SuspendedForward]
     ) -> tuple[int, list[SuspendedForward]] | None:
-        """Return the optional unit of a visit and the forwards that wait at it; None if the unit is not optional.
+        """Return a visit's optional unit and the forwards that wait there, or None if the unit is not optional.
 
         A planned visit takes place even if no forward waits, so that traffic does not depend on the data.
         """
@@ -708,7 +705,7 @@ class Trunk:
         return unit, [forward for forward in forwards if forward.call and forward.call.unit_index == unit]
 
     def _visit(self, number: int, unit: int, anchor: Tensor, absent: Sequence[int]) -> UnitVisit:
-        """Return a new visit with its planned policies."""
+        """Create the visit ``number`` and append it to the pass. Micro-batches in ``absent`` skip the visit."""
         visits, access, random = self.visits, self.visits.access, self.visits.random
         planned = None if self._trace is None else self._trace.visits[number]
         keeping: GraphKeeping | InputSaving = GraphKeeping(random)
@@ -732,7 +729,7 @@ class Trunk:
         return visit
 
     def _saved_results(self, number: int, planned: TracedVisit | None) -> Callable[[], SavedResults] | None:
-        """Return the factory of a visit's saved results; None if the visit saves no results."""
+        """Return a function that creates a visit's saved results, or None if the visit saves none."""
         if number not in self._recompute.saving:
             return None
         with_products = number in self._recompute.saved_results
@@ -745,7 +742,7 @@ class Trunk:
 
         def forward(suspended: SuspendedForward) -> Any:
             try:
-                # Model code uses the parameters of containers directly, so their copies live as long as the forward.
+                # Model code uses containers' parameters directly, so bind copies that last for the whole forward.
                 for unit in containers:
                     values = suspend(UnitCall(unit.index, (), {}, None))
                     for leaf, value in values.items():

@@ -1,9 +1,9 @@
 """Generation with streamed weights: transformers' own ``generate``, suspended at every unit of every forward.
 
-All micro-batches generate in lockstep, each in a separate greenlet (``suspend.py``). One pass over the units yields one
-token of every prompt, so each weight is fetched once per token of the whole batch. A block of the store holds a layer's
-tensors of the model's cache. While the layer runs, they are in the cache. The tokens equal the tokens of a plain
-``generate``, because masks, cache and order of sampling are the same.
+All micro-batches generate in lockstep, each in a separate greenlet (``suspend.py``). One pass over the units generates
+one token for every prompt, so a pass fetches each weight only once. Between passes, each layer's cache tensors are
+stored in blocks, and the layer's visit loads them into the cache. The tokens equal the tokens of a plain ``generate``,
+because masks, cache and sampling order are the same.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ _ALIGNMENT_BYTES = 64
 
 
 class GenerationAccess(WeightAccess, Protocol):
-    """Interface through which the running model requests the blocks of a generation."""
+    """Interface through which the running model requests blocks while it generates."""
 
     def cache_block(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor | None]:
-        """Lease the cache block of a visit and micro-batch, uint8 [N]; yield None if the visit caches nothing."""
+        """Lease the cache block of a visit and micro-batch, uint8 [N]. Yield None if the visit caches nothing."""
 
 
 class GenerationRunner:
-    """Runner of functions that call a model's forward repeatedly, in lockstep.
+    """Runner that executes several functions in lockstep, each of which calls a model's forward repeatedly.
 
     Args:
-        bounds: Modules of all units with slots for their weights, by index; None to create them.
-        trace: Expected visits of each forward; None for no check.
-        num_micro_batches: Planned number of micro-batches. Their cache blocks are leased even if fewer functions run.
-        any_rank: Collective from whether this rank continues to whether any rank continues, so that all ranks run the
-            same number of passes. None for a single process.
+        bounds: All units, in order, with slots for their weights; None to create them.
+        trace: Planned visits, with which each forward is compared; None for no comparison.
+        num_micro_batches: Planned number of micro-batches. If fewer functions run, all planned cache blocks are leased.
+        any_rank: Collective that takes whether this rank continues, and returns whether any rank does. All ranks
+            therefore run the same number of passes. None for a single process.
 
     Attributes:
-        kept_nbytes: Visit -> bytes of the cache of the first micro-batch at the end of the last run.
+        kept_nbytes: Final size in bytes, by visit, of the first micro-batch's cache in the last run.
     """
 
     def __init__(
@@ -98,20 +98,18 @@ class GenerationRunner:
         seeds: Sequence[int],
         on_pass: Callable[[int], None] = lambda number: None,
     ) -> list[Any]:
-        """Run functions to completion. Each function is the ``generate`` of one micro-batch, or a forward.
+        """Run functions to completion in eval mode, and return their results.
 
         Args:
-            functions: Functions that call the graph's model any number of times, in eval mode.
+            functions: Functions that call the graph's model any number of times, for example its ``generate``. There is
+                one function per micro-batch.
             caches: Transformers caches that the functions pass to the model.
             seeds: Seed of each function's random stream.
             on_pass: Function called before each pass over the units, with the number of the pass.
 
-        Returns:
-            The results of the functions.
-
         Raises:
-            VisitOrderError: If forwards call different units, or other units than planned.
-            UnsupportedModelError: If the model stores tensors in the cache that no block has memory for.
+            VisitOrderError: If functions reach different units, or units that differ from the plan.
+            UnsupportedModelError: If a visit stores tensors in the cache although no block was planned for them.
         """
         model, random_state = self._graph.model, self._random.get()
         model.eval()
@@ -165,7 +163,7 @@ class GenerationRunner:
     def _run_visit(
         self, visit: int, bound: BoundUnit, forwards: Sequence[SuspendedForward], kept: Sequence[_KeptCache]
     ) -> list[Callable[[], None]]:
-        """Run a unit for every forward that waits for it. Return functions that resume the forwards."""
+        """Run a unit for every waiting forward. Return functions that resume the forwards."""
         self._access.begin("forward", visit)
         resumes: list[Callable[[], None]] = []
         calls = [forward.call for forward in forwards if forward.call is not None]
@@ -181,7 +179,7 @@ class GenerationRunner:
             bound.look_up(calls)
             call_index = 0
             for forward, cache in zip(forwards, kept, strict=True):
-                # Lease for ended forwards also, because the traffic of a pass must not depend on the tokens.
+                # Also lease blocks of forwards that have ended, because a pass's traffic must not depend on tokens.
                 with self._access.cache_block(visit, forward.micro_batch) as room:
                     if forward.call is None:
                         continue
@@ -199,7 +197,7 @@ class GenerationRunner:
     def _with_whole_head(
         self, unit: Unit, weights: Mapping[str, Tensor | MatrixParts]
     ) -> Mapping[str, Tensor | MatrixParts]:
-        """Return weights in a form that the unit's own forward accepts. Only the head needs its weights whole."""
+        """Return the weights to bind. Only the head needs whole weights, so its parts are copied into one tensor."""
         if unit.module is not self._graph.model.get_output_embeddings():
             return weights
         return {name: self._whole_weight(name, each) for name, each in weights.items()}
@@ -218,7 +216,7 @@ class GenerationRunner:
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
-        """Replace weights by placeholders and units' forwards by stubs. Load containers at each forward."""
+        """Replace weights by placeholders and units' forwards by stubs. Each forward loads containers' parameters."""
         containers = [unit for unit in self._graph.units if unit.is_container]
         model = self._graph.model
         forward = model.forward
@@ -243,7 +241,7 @@ def _resume_with(forward: SuspendedForward, value: Any) -> Callable[[], None]:
 
 @dataclass(frozen=True, slots=True)
 class _CacheTensor:
-    """Tensor of a cache that is stored in a block, with its place in the cache and its start in the block."""
+    """Cache tensor that is stored in a block. Its place in the cache is ``holder[key]``."""
 
     holder: Any
     key: Any
@@ -253,10 +251,10 @@ class _CacheTensor:
 
 
 class _KeptCache:
-    """Transformers cache whose tensors are stored in one block per visit. The cache contains placeholders for them.
+    """Transformers cache whose tensors are stored in one block per visit, with placeholders in the cache.
 
     Args:
-        cache: Cache whose layers hold tensors, or lists and dicts of them.
+        cache: Cache whose layers contain tensors, or lists and dicts of tensors.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -266,13 +264,13 @@ class _KeptCache:
 
     @property
     def nbytes(self) -> dict[int, int]:
-        """Visit -> number of bytes that its block needs now."""
+        """Bytes that each visit's block currently needs, by visit."""
         found = {visit: kept[-1] for visit, kept in self._of_visit.items() if kept}
         return {visit: last.start + aligned(last.shape.numel() * last.dtype.itemsize) for visit, last in found.items()}
 
     @contextmanager
     def loaded(self, visit: int, room: Tensor | None) -> Iterator[None]:
-        """Load the visit's tensors from ``room`` into the cache. On exit, store its current tensors in ``room``."""
+        """Load a visit's tensors from ``room`` into the cache. On exit, move the cache's tensors back to ``room``."""
         for each in self._of_visit.get(visit, ()):
             assert room is not None, visit
             nbytes = each.shape.numel() * each.dtype.itemsize
@@ -287,7 +285,7 @@ class _KeptCache:
         if room is None:
             return
         taken = [holder[key] for holder, key in found]
-        # Clone views of the room: an unchanged tensor is a view, and its place in the room may have changed.
+        # An unchanged tensor is still a view of the room. Clone it first, because its place in the room may change.
         taken = [each.clone() if _shares_memory(each, room) else each for each in taken]
         kept, start = [], 0
         for (holder, key), tensor in zip(found, taken, strict=True):
@@ -302,7 +300,7 @@ class _KeptCache:
 
 
 def aligned(nbytes: int) -> int:
-    """Return the number of bytes of a tensor in a block, rounded up to the alignment."""
+    """Round a tensor's size up to the alignment of tensors in a block."""
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
@@ -311,7 +309,7 @@ def _shares_memory(tensor: Tensor, room: Tensor) -> bool:
 
 
 def _places(cache: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (holder, key) of every floating-point tensor in the layers of a cache. Other tensors are small."""
+    """Yield (holder, key) for every floating-point tensor in a cache. All other tensors are small and stay there."""
     for layer in cache.layers:
         yield from _places_in(vars(layer))
 
@@ -331,7 +329,7 @@ def frozen_program(
     compute_tier: str,
     frozen: FrozenWeights,
 ) -> StepProgram:
-    """Return a program without ticks, for a model that is not trained, with one block of weights per layout."""
+    """Return a program for a model that is not trained. It has one block per layout's weight, and no ticks."""
     blocks: dict[str, BlockPlan] = {}
     for layout in graph.layouts.values():
         encoding, stays = frozen.encodings.get(layout.name), layout.name in frozen.in_place
@@ -353,14 +351,14 @@ def generation_program(
 ) -> StepProgram:
     """Return the program of one pass. The first pass processes all prompt tokens, later passes one token per prompt.
 
-    With several ranks, each rank has some of the prompts and a shard of each weight. Ticks gather the weights before
-    each visit.
+    With several ranks, each rank has some of the prompts and a shard of each weight. Weights are gathered before each
+    visit.
 
     Args:
-        program: Program with the blocks of the weights. Only its durable blocks are used.
+        program: Program that contains the blocks of weights.
         trace: Visits of a forward without a separate head.
-        cache_nbytes: Visit -> maximum bytes of its cache for one micro-batch.
-        is_first: Whether the cache is still empty.
+        cache_nbytes: Maximum size of one micro-batch's cache in bytes, by visit.
+        is_first: Whether this is the first pass, so that the cache is still empty.
     """
     blocks = {key: block for key, block in program.blocks.items() if block.kind in DURABLE_KINDS}
     ticks: list[Tick] = []
@@ -393,9 +391,9 @@ def generation_program(
 
 
 def whole_head_bytes(program: StepProgram, graph: ModelGraph) -> int:
-    """Return the bytes of the head's whole weight in the compute tier, if its blocks are parts; otherwise 0.
+    """Return the size of the buffer for the head's whole weight; 0 if the weight has one block.
 
-    Several ranks gather the whole weight, so the result is 0.
+    With several ranks the result is also 0, because the gather already creates the whole weight.
     """
     if not program.sharding.shards.are_whole:
         return 0

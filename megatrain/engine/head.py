@@ -1,14 +1,14 @@
-"""Head phase: compute a model's loss and its gradients over a few rows of logits at a time.
+"""Head phase: compute the loss and its gradients from a few rows of logits at a time.
 
 Logits are the largest activation of a step: [tokens, vocabulary] in fp32. The engine therefore cuts the model after its
 decoder (the *trunk*). The rest of the model, the head, runs on pieces of the hidden states whose tokens have labels.
-Each piece calls the model's own `forward` with a stub for the trunk, so Hugging Face's code still computes norms,
-scaling and soft caps of logits.
+For each piece, the engine calls the model's own `forward` with a stub for the trunk. Hugging Face's code therefore
+still computes norms, scaling and soft caps of logits.
 
-If only elementwise operations follow the last product, a piece is computed for one part of the vocabulary at a time. It
-takes two passes (`vocabulary.py`): the first pass computes the loss, and the second pass, in reverse order, the
-gradients. The second pass reuses the graphs of parts that the first pass kept, and recomputes the logits of the other
-parts. Results are bit-identical in both cases.
+If only elementwise operations follow the last matmul, a piece is computed one part of the vocabulary at a time
+(`vocabulary.py`), in two passes. The first pass computes the loss. The second pass computes the gradients, in reverse
+order. It reuses the graphs that the first pass kept, and recomputes the logits of all other parts. The choice of kept
+graphs does not change results.
 
 `plan_head` finds the cut with a trial run (`head_plan.py`). `HeadModel` runs the model after the cut (`head_model.py`).
 `HeadWeights` leases the weights (`head_weights.py`), and `ChunkedHead` runs the pieces through both passes.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ChunkedHead", "HeadTiling"]
 
-#: Loss terms of a micro-batch, tensors that cross the cut, and their gradients.
+#: A micro-batch's loss terms, its tensors that cross the cut, and the gradients of these tensors.
 HeadResult = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
@@ -49,11 +49,11 @@ class HeadTiling:
     """Partition of a micro-batch's logits: rows are split into pieces, and the vocabulary into parts.
 
     Attributes:
-        columns: Maximum columns per part of the vocabulary; 0 if logits are whole.
-        kept_parts: Number of parts of a piece whose graphs the first pass keeps for the second pass, at least one.
-            Results do not depend on it.
-        in_turn: Whether all rows use a part of the vocabulary before the next part, so that one part is needed at a
-            time. No graphs are kept then. Results do not depend on it.
+        rows: Maximum number of rows per piece.
+        columns: Maximum number of columns per part; 0 if logits are whole.
+        kept_parts: Number of parts per piece, at least one, whose graphs the first pass keeps. Does not affect results.
+        in_turn: Whether all rows use one part of the vocabulary before any row uses the next part. No graphs are kept
+            then. Does not affect results.
     """
 
     vocab_size: int
@@ -64,10 +64,10 @@ class HeadTiling:
 
 
 class ChunkedHead:
-    """Head that computes the loss of all micro-batches of a pass, and the gradients of the trunk's outputs.
+    """Head that computes the loss of a pass, and the gradients of the trunk's outputs.
 
     Attributes:
-        figures: Metrics of the loss over the micro-batches that ran.
+        figures: Metrics of the loss for the micro-batches run so far.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ChunkedHead:
                 yield (item.micro_batch, *result)
 
     def evaluate(self, outputs: Sequence[TrunkOutput]) -> list[Tensor]:
-        """Return the summed loss of each piece of all outputs, in order. Requires `no_grad`.
+        """Return the summed loss of each piece of all outputs, in order. Call this within `no_grad`.
 
         The head leases its weights once for all outputs.
         """
@@ -127,7 +127,7 @@ class ChunkedHead:
         return losses
 
     def score(self, outputs: Sequence[TrunkOutput], k: int, temperature: float) -> Iterator[TokenScores]:
-        """Yield the scores of the labelled rows of each output, on the host. Requires `no_grad`.
+        """Yield each output's scores of labelled rows, on the host. Call this within `no_grad`.
 
         The head leases its weights once for all outputs.
         """
@@ -145,12 +145,12 @@ class ChunkedHead:
                 yield joined_scores(found)
 
     def _resume(self, item: TrunkOutput) -> None:
-        """Restore a micro-batch's random stream at the end of its trunk, and show the micro-batch as current."""
+        """Restore the random state that a micro-batch had at the end of its trunk, and make the micro-batch current."""
         self._activity.micro_batch = item.micro_batch + 1
         self._random.set(item.random_state)
 
     def _run_one(self, item: TrunkOutput, num_items: int, leaves: Leaves) -> HeadResult:
-        """Run all pieces of one micro-batch in order. All weights are leased."""
+        """Run all pieces of one micro-batch in order. The caller has leased all weights."""
         losses: list[Tensor] = []
         leaves.at(item)
         hidden_grad = self._hidden_grad(item)
@@ -164,9 +164,9 @@ class ChunkedHead:
         return self._result(item, num_items, losses, hidden_grad)
 
     def _run_compared(self, item: TrunkOutput, num_items: int, leaves: Leaves, hidden_grad: Tensor | None) -> Tensor:
-        """Return the loss of a micro-batch whose loss compares rows, and accumulate its gradients for weights and rows.
+        """Return a micro-batch's loss, and accumulate its gradients, for losses that compare rows.
 
-        The loss gets all rows before any gradient is computed, because it compares rows of different pieces.
+        All rows are added to the loss before any gradient is computed, because the loss compares rows across pieces.
         """
         rows = self._add_row_logits(item, num_items)
         loss = self._compare(item, rows)
@@ -177,7 +177,7 @@ class ChunkedHead:
         return loss
 
     def _add_row_logits(self, item: TrunkOutput, num_items: int) -> list[RowsLoss]:
-        """Pass the logits of all pieces and parts of a micro-batch to the loss, and return the losses of the pieces."""
+        """Add all logits of a micro-batch to the loss, and return the loss object of each piece."""
         rows: list[RowsLoss] = []
         for piece in self._pieces(item, num_items, takes_logits=True):
             assert piece.loss is not None
@@ -187,7 +187,7 @@ class ChunkedHead:
         return rows
 
     def _compare(self, item: TrunkOutput, rows: Sequence[RowsLoss]) -> Tensor:
-        """Return the loss of a micro-batch whose loss compares rows. Call it after all rows were added."""
+        """Return a micro-batch's loss, for losses that compare rows. Call this after all rows have been added."""
         loss, figures = item.loss.compare(rows)
         self.figures += figures
         return loss
@@ -197,7 +197,7 @@ class ChunkedHead:
         return self._weights.parts if self._tiling.columns else [None]
 
     def log_probs(self, outputs: Sequence[TrunkOutput]) -> list[Tensor]:
-        """Return the log-probabilities of all labels of each output, in order. Requires `no_grad`.
+        """Return the log-probabilities of each output's labels, in order. Call this within `no_grad`.
 
         The head leases its weights once for all outputs.
         """
@@ -226,7 +226,7 @@ class ChunkedHead:
             pieces = [list(self._pieces(item, num_items)) for item in outputs]
             together = [piece for own in pieces for piece in own]
             self._add_all_logits(together)
-            if self._weights.passes:  # the second pass is a separate tick, because a tick leases each block once
+            if self._weights.passes:  # a tick leases each block once, so the second pass is a separate tick
                 stack.close()
                 units = self._weights.bound(stack)
             leaves = self._weights.leaves(stack, units)
@@ -251,7 +251,7 @@ class ChunkedHead:
         return results
 
     def _add_all_logits(self, pieces: Sequence[HeadRows]) -> None:
-        """Pass the logits of all pieces to the loss, one part of the vocabulary at a time."""
+        """Add the logits of all pieces to their losses, one part of the vocabulary at a time."""
         for block in self._weights.blocks():
             with block as parts:
                 for part in parts:
@@ -259,7 +259,7 @@ class ChunkedHead:
                         self._add_logits(piece, part, is_kept=False)
 
     def _hidden_grad(self, item: TrunkOutput) -> Tensor | None:
-        """Return zeros for the gradient of the trunk's output [B * S, H]; None if it has no gradient."""
+        """Return zeros [B * S, H] for the gradient of the trunk's output, or None if the output has no gradient."""
         hidden: Tensor = item.output["last_hidden_state"]
         has_gradient = hidden.requires_grad and len(item.rows)
         return torch.zeros_like(hidden.detach().reshape(-1, hidden.shape[-1])) if has_gradient else None
@@ -272,12 +272,12 @@ class ChunkedHead:
         takes_logits: bool = False,
         compared: Sequence[RowsLoss] | None = None,
     ) -> Iterator[HeadRows]:
-        """Yield the pieces of a micro-batch, whose rows of the trunk's output are graph leaves.
+        """Yield the pieces of a micro-batch. Each piece's rows of the trunk's output are a new graph leaf.
 
         Args:
             num_items: Number of labels in the whole step.
-            takes_logits: Whether the loss always gets logits, even if the model's own function could compute it.
-            compared: Losses of the pieces, which already have all logits; None to create new losses.
+            takes_logits: Whether to pass logits to the loss even if the model's own function could compute the loss.
+            compared: Loss objects of the pieces, which already have all logits; None to create new ones.
         """
         in_parts = takes_logits or self._tiling.columns > 0
         hidden: Tensor = item.output["last_hidden_state"]
@@ -308,7 +308,7 @@ class ChunkedHead:
         return losses, crossing, grads
 
     def _run_piece(self, piece: HeadRows, num_items: int, leaves: Leaves) -> Tensor:
-        """Return the loss of a piece, and accumulate its gradients for weights and rows."""
+        """Return the loss of a piece, and accumulate the gradients of weights and hidden states."""
         if piece.loss is None:
             loss = self._model.loss(piece.item, piece.output, piece.labels, num_items)
             leaves.add_gradients(piece, loss, torch.ones_like(loss), [])
@@ -323,7 +323,7 @@ class ChunkedHead:
     def _add_logits(self, piece: HeadRows, part: VocabularyPart | None, *, is_kept: bool) -> None:
         """Add the logits of a part, or all logits, to the loss. Optionally keep their graph for the second pass."""
         assert piece.loss is not None
-        # Do not use `no_grad`, because both passes must use the same kernels.
+        # Do not use `no_grad` here, because both passes must use the same kernels.
         saving = nullcontext() if is_kept or not torch.is_grad_enabled() else without_saved_tensors()
         with saving:
             logits = self._model.logits(piece.item, piece.output, part)
@@ -332,7 +332,7 @@ class ChunkedHead:
             piece.kept.append(logits)
 
     def _add_gradients(self, piece: HeadRows, part: VocabularyPart | None, leaves: Leaves) -> None:
-        """Accumulate the gradients of a part's logits. Recompute the logits if they were not kept."""
+        """Accumulate the gradients that a part contributes. Recompute the part's logits if they were not kept."""
         assert piece.loss is not None
         logits = piece.kept.pop() if piece.kept else self._model.logits(piece.item, piece.output, part)
         trained = [part.weight] if part is not None and part.weight.requires_grad else []
@@ -341,7 +341,7 @@ class ChunkedHead:
 
 
 def _bare_output(output: Any) -> Any:
-    """Return a copy of a trunk's output without the differentiable tensors that only the auxiliary loss uses."""
+    """Return a copy of a trunk's output that omits differentiable tensors, which only the auxiliary loss uses."""
     bare = copy.copy(output)
     for key, value in output.items():
         if key != "last_hidden_state" and has_differentiable(value):

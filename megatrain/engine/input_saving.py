@@ -1,8 +1,8 @@
-"""Runs whose inputs are saved in blocks. The backward runs the unit again to rebuild the graph.
+"""Runs of units whose inputs are saved in blocks. The backward runs the unit again to rebuild the graph.
 
 This is activation checkpointing per unit: in the first run, autograd saves nothing. A visit can also save results of
-attention, or of attention and products (`saved_results.py`). Its recompute then reads these results instead of
-computing them. The recompute always skips products that no gradient needs (`unneeded.py`).
+attention, or of attention and matmuls (`saved_results.py`). The recompute then reads these results instead of
+computing them. The recompute always skips matmuls whose results no gradient needs (`unneeded.py`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = ["AbsentMicroBatches", "InputSaving", "SavedInputs"]
 
 
 class InputSaving:
-    """Strategy that saves the inputs of each run of a visit.
+    """Strategy that saves the inputs of a visit's runs.
 
     Args:
-        saved_results: Factory of the object that saves results of a run; None if runs save no results.
-        unneeded: Owner's names of the weights whose products the recompute skips.
+        saved_results: Function that creates a run's ``SavedResults``; None if runs save no results.
+        unneeded: Names of the weights whose matmuls the recompute skips.
     """
 
     recomputes = True
@@ -70,7 +70,7 @@ class InputSaving:
         return result, SavedInputs(self, run, places, results, len(result.outputs))
 
     def _put(self, forward: SuspendedForward, index: int, stream: Tensor, *, shares: bool) -> tuple[int, int]:
-        """Save an input unless an earlier visit saved the same tensor. Return the block's visit and input index."""
+        """Save an input if no earlier visit has saved the same tensor. Return the block's visit and input index."""
         place = forward.place_of(stream) if shares else None
         if place is not None:
             self.access.reuse_activation(self.visit, forward.micro_batch, index, place)
@@ -81,7 +81,7 @@ class InputSaving:
         return self.visit, index
 
     def matrices(self, run: UnitRun, *, needed: bool) -> dict[int, str]:
-        """Return id -> owner's name of the bound weights whose products the recompute needs, or else skips."""
+        """Return the names, by id, of the bound weights whose matmuls the recompute needs or does not need."""
         if not (self._unneeded or needed):
             return {}
         owners = run.bound.matrices()

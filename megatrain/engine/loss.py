@@ -1,14 +1,14 @@
 """Interface of losses, the quantities that steps minimise.
 
-A head never has all logits of a step at once. It iterates over pieces of the labelled rows and over parts of the
+A head never holds all logits of a step at once. It iterates over pieces of the labelled rows and over parts of the
 vocabulary (`head.py`). A loss therefore consists of three classes:
 
-- `Loss` is part of the plan. It extracts the tensors that it needs from a micro-batch, and data about the whole step.
-- `MicroBatchLoss` is created from these tensors on the compute device. It computes the loss of each piece of rows or,
-  if the loss compares rows with each other, of all rows together.
-- `RowsLoss` receives the logits of some rows part by part, then returns their loss and the gradients of the logits.
+- `Loss` is part of the plan. It extracts the tensors that the loss needs, both from each micro-batch and from the step.
+- `MicroBatchLoss` is created from the extracted tensors, on the compute device. It creates a `RowsLoss` for each piece.
+  If the loss compares rows with each other, `MicroBatchLoss` also computes the loss of all rows together.
+- `RowsLoss` receives the logits of some rows, one part at a time. It returns the rows' loss and the logits' gradients.
 
-`cross_entropy.py` defines the built-in loss. Tasks (`megatrain/tasks`) define other losses, unknown to the engine.
+`cross_entropy.py` defines the built-in loss. Tasks (`megatrain/tasks`) define further losses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Loss", "PartialMean", "MicroBatchLoss", "RowsLoss", "mean_figures"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialMean:
-    """Contribution to a reported mean of a step: a sum over some examples.
+    """Contribution to a mean that a step reports: a sum over some examples.
 
     Attributes:
         total: Scalar, on the compute device or on the host.
@@ -42,19 +42,19 @@ class PartialMean:
 
 
 class RowsLoss(Protocol):
-    """Loss of some rows whose logits are computed in parts of the vocabulary.
+    """Loss of some rows whose logits are computed one vocabulary part at a time.
 
-    The caller adds all parts in order. Then it reads the loss, and the gradients of the parts in any order.
+    Add all parts in order before reading the loss. The gradients of the parts can be read in any order.
     """
 
     def add(self, logits: Tensor, start: int) -> None:
-        """Add the logits [rows, columns] of the vocabulary from ``start`` on."""
+        """Add the logits [rows, columns] of the part that starts at column ``start``."""
 
     def loss(self) -> Tensor:
-        """Return the contribution of these rows to the loss of the step, a scalar on the compute device."""
+        """Return these rows' contribution to the step's loss, a scalar on the compute device."""
 
     def gradient(self, logits: Tensor, start: int) -> Tensor:
-        """Return the gradient of a part's logits, in their dtype. Called once per part."""
+        """Return the gradient with respect to a part's logits, in the dtype of the logits. Called once per part."""
 
 
 class MicroBatchLoss(Protocol):
@@ -64,39 +64,39 @@ class MicroBatchLoss(Protocol):
     def compares_rows(self) -> bool:
         """Whether the gradient of a row depends on other rows.
 
-        If True, all rows of a micro-batch are added before any gradient is computed, and no logits are kept.
+        If so, all rows of a micro-batch are added before any gradient is computed, and no logits are kept.
         """
         return False
 
     def for_rows(
         self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool
     ) -> RowsLoss | None:
-        """Return the loss of some rows; None if the model's own loss function computes it from whole logits.
+        """Return the loss of some rows, or None if the model's own loss function computes it from whole logits.
 
         Args:
-            labels: Vocabulary indexes of the labels, [rows].
-            first: Position of the first row among the micro-batch's rows with a label.
-            num_items: Number of rows with a label in the whole step, by which means divide.
-            in_parts: Whether logits come in parts, so that the model's own loss function cannot compute the loss.
+            labels: Token ids of the labels, [rows].
+            first: Position of the first row among the micro-batch's labelled rows.
+            num_items: Number of labelled rows in the whole step, by which a mean is divided.
+            in_parts: Whether logits are computed in parts. The model's own loss function then cannot be used.
         """
 
     def compare(self, rows: Sequence[RowsLoss]) -> tuple[Tensor, Sequence[PartialMean]]:
-        """Return the loss and its metrics after all rows were added. Only called if ``compares_rows``.
+        """Return the loss and its metrics. Called after all rows were added, and only if ``compares_rows`` is true.
 
-        After this call, ``rows`` return the gradients of this loss.
+        After this call, ``gradient`` of each element of ``rows`` returns the gradient of this loss.
 
         Args:
-            rows: Results of ``for_rows`` for the pieces of the micro-batch, in order.
+            rows: Results of ``for_rows`` for all pieces of the micro-batch, in order.
         """
         raise AssertionError(f"{type(self).__name__} does not compare rows")
 
 
 class Loss(Protocol):
-    """Quantity that a step minimises. Equal losses have equal plans. Evaluations use plain cross entropy."""
+    """Quantity that training steps minimise. Losses that compare equal must have the same plan."""
 
     @property
     def refusal(self) -> str:
-        """Reason to refuse models with their own loss function; "" to accept them. It ends an error message."""
+        """End of the error message that refuses models with their own loss function; "" to accept such models."""
         return ""
 
     @property
@@ -106,21 +106,21 @@ class Loss(Protocol):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the data contains scores of the initial model of the run."""
+        """Whether the loss needs scores that the run's initial model gives to the data."""
         return False
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes per token that a micro-batch holds for the loss."""
+        """Additional bytes per token that a micro-batch holds for the loss."""
         return 0
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes per labelled row on the compute device, kept until all rows of a micro-batch were added."""
+        """Bytes per labelled row that the loss keeps on the compute device until all rows are added."""
         return 0
 
     def applied(self, model: PreTrainedModel) -> AbstractContextManager[None]:
-        """Change the model for training steps within the context."""
+        """Apply changes that the loss makes to the model in training steps, within the context."""
         return nullcontext()
 
     def read(self, batch: Mapping[str, Tensor], shifted: Tensor, positions: Tensor) -> Mapping[str, Tensor]:
@@ -129,16 +129,16 @@ class Loss(Protocol):
         Args:
             batch: Micro-batch on the host, including the keys that only losses read (``base.batch_keys.LOSS_PREFIX``).
             shifted: Next-token labels, [B * S].
-            positions: Positions in ``shifted`` with a label.
+            positions: Labelled positions in ``shifted``.
         """
         return {}
 
     def synthetic_inputs(self, num_rows: int, device: torch.device) -> Mapping[str, Tensor]:
-        """Return placeholder results of ``read`` for ``num_rows`` labelled rows, which a trace uses."""
+        """Return placeholders for the results of ``read``, for a trace with ``num_rows`` labelled rows."""
         return {}
 
     def size_of_step(self, micro_batches: Sequence[Mapping[str, Tensor]], shifted: Sequence[Tensor]) -> object:
-        """Return data about all micro-batches of a step, of all ranks, for the loss of each micro-batch."""
+        """Return what each micro-batch's loss needs to know about the whole step, which has these micro-batches."""
         return None
 
     def for_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
@@ -146,17 +146,17 @@ class Loss(Protocol):
 
         Args:
             host: Result of ``read``; empty in a trace.
-            placed: ``host`` on the compute device; result of ``synthetic_inputs`` in a trace.
+            placed: Copy of ``host`` on the compute device; in a trace, the result of ``synthetic_inputs``.
             size: Result of ``size_of_step``; None in a trace.
         """
 
     def step_metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """Return the metrics to report for a step, given the means of its metrics by name."""
+        """Return the metrics that a step reports, given the means of its ``PartialMean`` figures by name."""
         return means
 
 
 def mean_figures(figures: Iterable[PartialMean], numbers: Sequence[float]) -> dict[str, float]:
-    """Return the means of a step's metrics by name, given their totals as numbers."""
+    """Return the mean of each metric by name. ``numbers`` are the totals of ``figures`` on the host."""
     totals: dict[str, list[float]] = {}
     counts: dict[str, int] = {}
     for figure, number in zip(figures, numbers, strict=True):

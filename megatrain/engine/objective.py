@@ -26,8 +26,8 @@ class Objective:
 
     Attributes:
         loss: Loss to minimise. All losses except plain cross entropy need a chunked head.
-        neftune_noise_alpha: Alpha of uniform noise on the output of the input embedding; 0 for no noise. The noise is
-            at most alpha / sqrt(tokens in a row x width). The micro-batch's random stream generates it, like dropout.
+        neftune_noise_alpha: Strength of the uniform noise on input embeddings; 0 for no noise. The noise is at most
+            alpha / sqrt(tokens in a row x width). Noise and dropout use the same random stream of the micro-batch.
     """
 
     loss: Loss = PLAIN
@@ -35,7 +35,7 @@ class Objective:
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[None]:
-        """Make the model's own forward compute this objective within the context."""
+        """Add the noise and the changes of the loss to the model's forward within the context."""
         with self.loss.applied(model):
             if not self.neftune_noise_alpha:
                 yield
@@ -48,7 +48,7 @@ class Objective:
 
 
 def _noise(alpha: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-    """Return a forward hook that adds noise. A recompute draws the same noise, because its random state is the same."""
+    """Return a forward hook that adds noise. A recompute restores the random state, so it draws the same noise."""
 
     def add_noise(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         largest = float(np.float32(alpha) / np.sqrt(np.float32(output.shape[1] * output.shape[2])))

@@ -1,7 +1,7 @@
 """Weights whose parts are leased one at a time, so that the whole matrix is never in memory.
 
-`F.embedding` looks up rows in the parts of the weight. The rows of all micro-batches are looked up before the first
-micro-batch runs, so that each part is leased once.
+`F.embedding` looks up rows in the parts of a weight. Each part must be leased only once, so the rows of all
+micro-batches are looked up before the first micro-batch runs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["PartedWeight", "RowLookUps", "lease_passing_parts"]
 
 
 class RowLookUps:
-    """Rows of passing weights that the runs of a unit need.
+    """Early look-up of the rows that a unit's runs need from passing weights.
 
     Attributes:
-        call_index: Position of the current run's call in the look-up.
+        call_index: Position of the current run among the calls passed to ``look_up``.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class RowLookUps:
 
     @contextmanager
     def bound(self, leaves: Iterable[Tensor]) -> Iterator[None]:
-        """Use the passing weights among the bound weights within the context."""
+        """Look up rows in those bound weights whose parts pass, within the context."""
         self._weights = [leaf for leaf in leaves if isinstance(leaf, PartedWeight) and leaf.parts.passes]
         try:
             yield
@@ -46,10 +46,10 @@ class RowLookUps:
             self._weights = []
 
     def look_up(self, calls: Sequence[UnitCall], begin: Callable[[UnitCall], Any]) -> list[list[Tensor]]:
-        """Look up the rows that calls of the unit will need. Each part is leased once.
+        """Look up the rows that calls of the unit will need, leasing each part once.
 
         Args:
-            begin: Function that starts to run a call. The run is aborted at its look-up.
+            begin: Function that starts to run a call. The run is aborted when it looks up rows.
 
         Returns:
             Row indexes, by weight and call.
@@ -77,7 +77,7 @@ class RowLookUps:
 
 
 def lease_passing_parts(weights: Mapping[str, Tensor | MatrixParts]) -> None:
-    """Lease each part of the passing weights without using it, because traffic must not depend on data."""
+    """Lease each part of the passing weights without using the part, because traffic must not depend on data."""
     for weight in weights.values():
         if not isinstance(weight, Tensor) and weight.passes:
             for number in range(len(weight.rows)):
@@ -86,10 +86,10 @@ def lease_passing_parts(weights: Mapping[str, Tensor | MatrixParts]) -> None:
 
 
 class PartedWeight(AbsentWeight):
-    """Placeholder for a matrix whose rows are in several blocks. Only `F.embedding` accepts it.
+    """Placeholder for a matrix whose rows are stored in several blocks. Can be used only in `F.embedding`.
 
-    If all blocks are leased, the look-up is immediate. If one block is leased at a time, ``RowLookUps`` looks up the
-    rows of all micro-batches beforehand, so that each block is leased once.
+    If all blocks are leased together, `F.embedding` looks up the rows. If blocks are leased one at a time,
+    ``RowLookUps`` has looked up the rows of all micro-batches beforehand.
 
     Attributes:
         target: Receiver of the gradient; None if the weight is not trained.
@@ -104,14 +104,14 @@ class PartedWeight(AbsentWeight):
     def in_place_of(
         cls, absent: AbsentWeight, parts: MatrixParts, target: GradientTarget | None, look_ups: RowLookUps
     ) -> PartedWeight:
-        """Return a placeholder. With a target, it is a leaf of autograd graphs."""
+        """Return a placeholder for ``absent``. If there is a target, the placeholder requires a gradient."""
         weight: Any = Tensor._make_subclass(cls, absent, target is not None)
         weight.parts, weight.target, weight._look_ups, weight._found = parts, target, look_ups, []
         assert isinstance(weight, PartedWeight)
         return weight
 
     def look_up(self, wanted: Sequence[Tensor]) -> None:
-        """Look up the rows of each micro-batch."""
+        """Look up and keep the rows of each micro-batch."""
         self._found = list(_rows_in_parts(self, wanted))
 
     @classmethod
@@ -125,7 +125,7 @@ class PartedWeight(AbsentWeight):
 
 
 class _RowsWanted(BaseException):
-    """Signal that aborts a unit's forward at the look-up. Not an `Exception`, so model code does not catch it."""
+    """Signal that aborts a unit's forward at its look-up. Not an `Exception`, so model code does not catch it."""
 
     def __init__(self, weight: PartedWeight, indexes: Tensor) -> None:
         self.weight, self.indexes = weight, indexes
@@ -133,7 +133,7 @@ class _RowsWanted(BaseException):
 
 
 def _embedding_of_parts(indexes: Tensor, weight: PartedWeight, padding_idx: int | None = None, **_: Any) -> Tensor:
-    """Compute `F.embedding`. The trace found no options that change the weight or scale its gradient."""
+    """Compute `F.embedding`. The trace has ruled out options that change the weight or scale its gradient."""
     rows: Tensor | None
     if weight.parts.passes:
         if not weight._found:
@@ -148,12 +148,12 @@ def _embedding_of_parts(indexes: Tensor, weight: PartedWeight, padding_idx: int 
     return looked_up(indexes, rows, weight, padding_idx, weight.target)
 
 
-#: Bytes of temporary memory that a look-up on a device uses in addition to its result.
+#: Temporary memory that a look-up on a device uses in addition to its result.
 _LOOK_UP_NBYTES = 16 << 20
 
 
 def _rows_in_parts(weight: PartedWeight, wanted: Sequence[Tensor]) -> list[Tensor]:
-    """Return the rows of a matrix for several index tensors. Each part is leased once."""
+    """Return the rows of a matrix for several index tensors, leasing each part once."""
     width, parts = weight.parts.shape[1], weight.parts
     made = [torch.full((*each.shape, width), torch.nan, dtype=weight.dtype, device=each.device) for each in wanted]
     num_found = 0
@@ -170,7 +170,7 @@ def _rows_in_parts(weight: PartedWeight, wanted: Sequence[Tensor]) -> list[Tenso
                     num_found += len(at)
                     out.view(-1, width)[at] = rows.index_select(0, flat[at] - held.start).to(out.dtype)
                     continue
-                # Mask the rows, because selecting the rows of this part would need a host sync.
+                # Use a mask, because selecting the indexes that belong to this part would need a host sync.
                 step = max(1, _LOOK_UP_NBYTES // (width * out.element_size()))
                 for start in range(0, len(flat), step):
                     place = out.view(-1, width)[start : start + step]

@@ -1,18 +1,19 @@
 """Program of one training step: its blocks, its ticks in order, and the blocks that each tick uses.
 
-Every unit call of a forward is a *visit*. A step has one tick per visit forward, one for the head, one per visit
-backward, and one per group of weights to update:
+Every call of a unit in a forward is a *visit*. A step has one tick for each visit's forward, one for the head, one for
+each visit's backward, and one for the update of each group of weights:
 
     update 0, forward 0, update 1, forward 1, ..., head, ..., backward 1, backward 0
 
-With several ranks, each block holds a shard (`ranks/shards.py`), and gather and exchange ticks surround the visits:
+With several ranks, each block holds a shard (`ranks/shards.py`). Visits then have gather ticks before them and exchange
+ticks after them:
 
     update 0, gather 0, forward 0, ..., gather 0, backward 0, exchange 0
 
 A trace (`trace.py`) lists the units that a model visits and the tensors that each visit saves for its backward.
-`ProgramBuilder` turns the trace into a program. The planner uses the program to count bytes and to choose a home for
-every block. `tape.compile_step` turns the program and the homes into the leases of a step. The running model requests
-the leases through `BlockAccess`.
+`ProgramBuilder` turns the trace into a program. The planner reads the program to count bytes and to choose a home for
+every block. From the program and the homes, `tape.compile_step` derives the leases of a step. The running model
+requests the leases through `BlockAccess`.
 """
 
 from __future__ import annotations
@@ -91,17 +92,17 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class VisitMemory:
-    """Bytes that one visit of one micro-batch uses on the compute device outside of blocks.
+    """Device memory that one visit uses for one micro-batch, not counting blocks.
 
     Attributes:
-        held_nbytes: Live bytes at the start of the visit: hidden states, masks, tables; no weights or accumulators.
-        stays_nbytes: Bytes of `held_nbytes` that live until the backward (masks, tables, ids, autograd's saved tensors
-            between visits). In layer order each micro-batch holds these bytes once. It holds the rest of `held_nbytes`
-            twice, for this visit and for the next one.
-        forward_nbytes: Peak above `held_nbytes` from the start of the unit to the next visit.
-        backward_nbytes: Peak of recompute and backward above `held_nbytes`, including parameter gradients.
-        graph_nbytes: Size of the forward's graph if it is kept for the backward: tensors saved by autograd, inputs, and
-            weights cast to another dtype. The weights themselves and tensors that visits share are excluded.
+        held_nbytes: Bytes in use when the visit starts: hidden states, masks and tables, but no weights or gradients.
+        stays_nbytes: Portion of `held_nbytes` that stays in use until the backward: masks, tables, ids, and tensors
+            that autograd saves between visits. In layer order each micro-batch holds this portion once. It holds the
+            rest of `held_nbytes` twice, for the current visit and for the next visit.
+        forward_nbytes: Peak memory beyond `held_nbytes` between the start of this visit and the next visit.
+        backward_nbytes: Peak memory of recompute and backward beyond `held_nbytes`, including parameter gradients.
+        graph_nbytes: Size of the forward's graph, if the graph is kept for the backward. Counts inputs, tensors saved
+            by autograd, and weights cast to another dtype, but neither the weights nor tensors that visits share.
     """
 
     held_nbytes: int
@@ -117,15 +118,16 @@ class TracedVisit:
 
     Attributes:
         is_head: Whether the unit runs in the head phase, one piece at a time.
-        has_backward: Whether the unit has a backward. False if no parameter up to its output is trained, or if the loss
-            does not depend on its output. The backward announces such a visit, but leases no weights for it.
+        has_backward: Whether the unit has a backward. It has none if the loss does not depend on its output, or if no
+            parameter up to its output is trained. The backward still announces the visit, but leases no weights for it.
         saved: `(shape, dtype)` of every activation that is kept in a block until the backward.
-        reused: Input index -> (visit, index) of an earlier activation that is the same tensor and shares its block.
-        chance_of_no_token: Probability that one token is not routed to these experts, assuming uniform routing.
-        backward: Work of recompute and backward, as executed; `NO_WORK` for visits of the head.
-        by_part: Parameters whose weight and gradient the visit can process one part at a time, by their owners' names.
-        attention: Results of attention kernels that can be saved for the recompute.
-        results: Results of attention kernels and needed products that can be saved for the recompute.
+        reused: Maps an input's index to the (visit, index) of an earlier activation that is the same tensor. Both use
+            one block.
+        chance_of_no_token: Probability that one token is not routed to the visit's experts, assuming uniform routing.
+        backward: Work that recompute and backward execute; `NO_WORK` for visits of the head.
+        by_part: Names of parameters that the visit can process one part at a time, both weight and gradient.
+        attention: Attention results that can be saved for the recompute.
+        results: Attention results and matmul results that can be saved for the recompute.
     """
 
     unit: int
@@ -144,12 +146,12 @@ class TracedVisit:
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether the backward runs the unit a second time, unless its graph is kept."""
+        """Whether the backward recomputes the unit if the unit's graph is not kept."""
         return self.has_backward and not self.is_head
 
     @property
     def recompute(self) -> Work:
-        """Work of the recompute, which `backward` includes; `NO_WORK` without a recompute."""
+        """Work of the recompute, or `NO_WORK` if there is no recompute. `backward` includes this work."""
         return self.forward - self.unneeded.work if self.is_recomputed else NO_WORK
 
 
@@ -158,18 +160,17 @@ class VisitTrace:
     """Visits of one forward in order. The visits of the head come last.
 
     Attributes:
-        head_nbytes: Peak of the head phase of one micro-batch above the held bytes: one piece of logits with its
-            gradients, and the gradient of the trunk's output.
-        head_rows: Rows of logits computed at a time; 0 if the head is not chunked.
-        head_columns: Columns of the vocabulary computed at a time; 0 for the whole vocabulary.
-        head_part_nbytes: Size of the graph of one part's logits, if the graph is kept for the second pass.
-            ``head_nbytes`` includes one graph.
-        guesses: One sentence for each value that the trace guessed, with place and reason. Any guess makes the counts
-            estimates.
+        head_nbytes: Peak memory of the head phase for one micro-batch, not counting held bytes. Counts one piece of
+            logits, the piece's gradients, and the gradient of the trunk's output.
+        head_rows: Number of rows whose logits are computed together; 0 if the head is not chunked.
+        head_columns: Number of vocabulary columns computed together; 0 for the whole vocabulary.
+        head_part_nbytes: Size of the graph that the head keeps for one vocabulary part. ``head_nbytes`` includes the
+            graph of one part.
+        guesses: One sentence for each value that the trace guessed. If there are guesses, the counts are estimates.
         uncounted: Operators without a FLOP formula, with reasons. Byte counts do not depend on FLOP formulas.
         head: Work of the head's forward and backward if every token has a label and each logit is computed once.
-        logits_flops: FLOPs of computing all logits once. The second pass recomputes the logits that were not kept.
-        dense_masks: Reasons why the model builds [S, S] masks, whose memory grows with the square of the row length.
+        logits_flops: FLOPs needed to compute all logits once. The second pass recomputes the logits that were not kept.
+        dense_masks: Reasons why the model builds [S, S] masks. Their memory grows with the square of the row length.
     """
 
     visits: tuple[TracedVisit, ...]
@@ -187,7 +188,7 @@ class VisitTrace:
 
     @property
     def exact(self) -> bool:
-        """Whether byte counts are exact: true if no value was guessed."""
+        """Whether byte counts are exact, because no value was guessed."""
         return not self.guesses
 
 
@@ -196,11 +197,11 @@ ModelPhase = Literal["forward", "head", "backward"]
 Phase = Literal["forward", "head", "backward", "update", "gather", "exchange"]
 Kind = Literal["weights", "optimizer", "gradients", "activations"]
 
-#: (tick, key) of a use -> tick of the block's next use, until which the copy stays pinned. If that tick is not later
-#: than the first, it belongs to the next step.
+#: Maps the (tick, key) of a use to the tick of the block's next use. The copy stays pinned until the next use. If the
+#: next use has no later tick than the first use, it belongs to the next step.
 Stays = Mapping[tuple[int, str], int]
 
-#: (key, mode) of blocks that are leased together.
+#: Blocks that are leased together, as (key, mode) pairs.
 Group = tuple[tuple[str, Mode], ...]
 
 _DECODED_ALIGNMENT_BYTES = 64
@@ -208,19 +209,19 @@ _DECODED_ALIGNMENT_BYTES = 64
 #: Kinds of blocks whose contents outlive a step. Checkpoints hold these.
 DURABLE_KINDS: tuple[Kind, ...] = ("weights", "optimizer")
 
-#: Kinds in display order. If two kinds save the same number of bytes, the first one gets the faster tier.
+#: Kinds in display order. If two kinds save the same number of bytes, the first kind gets the faster tier.
 KINDS: tuple[Kind, ...] = ("weights", "activations", "gradients", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """Block of the run: a flat tensor of ``num_elements`` elements of ``dtype``.
+    """Description of a block, which is a flat tensor with ``num_elements`` elements.
 
     Attributes:
-        part_of: Common key of all parts, if the block is a part; otherwise empty.
-        in_folder: Whether the model folder has the contents and no step writes the block. Checkpoints then omit it.
-        in_place: Whether uses can read the block from the model folder, so that the folder can be its home.
-        num_packed: Number of elements that a block of packed bytes decodes to; 0 without packed bytes.
+        part_of: Key that all parts of a tensor have in common, if the block is a part; otherwise empty.
+        in_folder: Whether the model folder has the contents and no step writes the block. Checkpoints omit the block.
+        in_place: Whether the model folder can be the home of the block, because uses can read the block there.
+        num_packed: Number of elements after decoding, if the block holds packed bytes; otherwise 0.
     """
 
     key: str
@@ -234,7 +235,7 @@ class BlockPlan:
 
     @property
     def whole(self) -> str:
-        """Common key of all parts, or the block's own key if it is not a part."""
+        """Key that all parts have in common, or the block's own key if the block is not a part."""
         return self.part_of or self.key
 
     @property
@@ -243,28 +244,28 @@ class BlockPlan:
 
     @property
     def num_values(self) -> int:
-        """Number of elements that the block holds or decodes to."""
+        """Number of elements after decoding."""
         return self.num_packed or self.num_elements
 
     @property
     def is_saved(self) -> bool:
-        """Whether checkpoints hold the block."""
+        """Whether checkpoints contain the block."""
         return self.kind in DURABLE_KINDS and not self.in_folder
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """One position in a step, with the blocks that it uses.
+    """One position in a step, with the blocks used there.
 
     Attributes:
-        phase: Updates run in the tier that ``StepProgram.tier_of`` returns, all other phases in the compute tier.
-        visit: Index of the layout for ``update``; ordinal of the unit call for other phases.
-        held: (key, mode) of blocks leased together for the whole tick.
-        passing: Groups of (key, mode). The tick leases one group at a time. A group is an activation of a micro-batch,
+        phase: Updates run in the tier that ``StepProgram.tier_of`` returns. All other phases run in the compute tier.
+        visit: Index of the layout for ``update``, or number of the visit for other phases.
+        held: Blocks that are leased together for the whole tick.
+        passing: Groups of blocks. The tick leases one group at a time. A group is an activation of a micro-batch,
             or one part of a layout's state and gradient.
-        spent: Keys whose contents are dead after the tick. Their copies are discarded, never written back.
-        serves: Phase of the visit for which a ``gather`` or ``exchange`` tick moves weights or gradients; None for
-            other ticks. Passing parts are gathered and exchanged within the visit's own tick.
+        spent: Keys of blocks that no later tick reads. Their copies are discarded, never written back.
+        serves: Phase for which a ``gather`` or ``exchange`` tick moves weights or gradients; None for other ticks.
+            Passing parts are gathered and exchanged within the visit's own tick.
     """
 
     phase: Phase
@@ -276,19 +277,19 @@ class Tick:
 
     @property
     def uses(self) -> Group:
-        """All blocks of the tick, in the order of their leases."""
+        """All blocks of the tick, in lease order."""
         return (*self.held, *(use for group in self.passing for use in group))
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """How layouts are cut into blocks.
+    """Division of layouts into blocks.
 
     Attributes:
-        parts: Layout with several parts -> element ranges of the blocks of its state and gradients.
-        weights: Layouts whose weight also has one block per part, because all visits accept parts or because ranks own
-            shards of parts.
-        passing: (visit, layout) of gradients and cut weights whose parts are leased one at a time.
+        parts: Maps each layout with several parts to the parts' element ranges. Each kind of state and the gradient
+            have one block per part.
+        weights: Layouts whose weight also has one block per part. Either all visits accept parts, or ranks own shards.
+        passing: Pairs (visit, layout). The visit leases the layout's gradient, and its cut weight, one part at a time.
     """
 
     parts: Mapping[str, Sequence[range]] = field(default_factory=dict)
@@ -298,14 +299,14 @@ class Cuts:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Forward results that a step keeps so that the backward recomputes less. The step stays bit-identical.
+    """Choice of forward results that a step keeps so that the backward recomputes less.
 
-    A visit is in at most one of the first three sets.
+    The choice does not change the results of the step. A visit is in at most one of the first three sets.
 
     Attributes:
         kept_graphs: Visits whose graphs are kept for the backward. Their inputs have no blocks.
-        saved_attention: Visits that save their attention results in blocks for the recompute.
-        saved_results: Visits that save their attention and product results in blocks.
+        saved_attention: Visits that save attention results in blocks.
+        saved_results: Visits that save attention results and matmul results in blocks.
         kept_parts: Number of vocabulary parts whose logits the head keeps for its second pass.
     """
 
@@ -332,16 +333,18 @@ KEEP_NOTHING = Recompute()
 
 @dataclass(frozen=True, slots=True)
 class GroupUpdates:
-    """Time and tier of weight updates, and their traffic outside of blocks. Layouts are identified by index.
+    """Settings of weight updates: when they run, in which tier, and what they move in addition to blocks.
+
+    Layouts are identified by index.
 
     Attributes:
         are_deferred: Whether the next step runs the updates, because they need the gradient norm of the whole step.
         in_compute_tier: Whether the optimizer can update blocks in the compute tier.
         overlaps_device: Whether the host updates a layer while a device computes the next layer. If updates are not
             deferred, the overlap needs memory for the gradients of one more layer.
-        streamed: Layouts updated in the compute tier, whatever the homes of their blocks. The update fetches one part
-            at a time and writes it back.
-        sent_elements: Layout -> matrix elements that an update in RAM sends to the compute device and back, in bf16.
+        streamed: Layouts updated in the compute tier, wherever their blocks have their homes. The update fetches one
+            part at a time and writes it back.
+        sent_elements: Number of matrix elements, by layout, that an update in RAM sends to the compute device and back.
     """
 
     are_deferred: bool = True
@@ -353,12 +356,12 @@ class GroupUpdates:
 
 @dataclass(frozen=True, slots=True)
 class FrozenWeights:
-    """Sources of weights that are not trained.
+    """Where frozen weights come from.
 
     Attributes:
-        in_folder: Whether the model folder has the weights, so that checkpoints omit them.
+        in_folder: Whether the model folder has the frozen weights. Checkpoints then omit them.
         in_place: Names of layouts that can stay in the model folder. Each use reads their weights from there.
-        encodings: Layout -> encoding of its weight, if its blocks do not hold the weight itself.
+        encodings: Encodings of weights whose blocks do not hold the weight itself, by layout.
     """
 
     in_folder: bool = False
@@ -370,16 +373,14 @@ class FrozenWeights:
 class StepProgram:
     """All blocks and ticks of a step. Ticks are numbered by their position.
 
-    Deferred ``update`` ticks finish the previous step: clipping needs the global norm, which exists only after the
-    whole backward. The next step updates each group just before the forward that first reads its weights. The first
-    step runs no deferred updates, and the tape after the last step contains nothing else. An update that is not
-    deferred follows the backward that completes its gradient.
+    Deferred ``update`` ticks finish the previous step, because clipping needs the norm of all its gradients. Each group
+    is updated just before the first forward that reads its weights. The first step runs no deferred updates. After the
+    last step, a tape with only the deferred updates runs. An update that is not deferred runs after the backward that
+    completes its gradient.
 
     Attributes:
-        cuts: Layouts that are cut into parts, and the parts that ticks lease one at a time.
-        encodings: Layout -> encoding of its weight, if its blocks do not hold the weight itself. Each visit decodes the
-            weight.
-        occupants: (tick, key) -> gradient that a shared block holds in that tick (``sharing.py``).
+        encodings: Encodings of weights whose blocks do not hold the weight itself, by layout. Each visit decodes them.
+        occupants: Maps (tick, key) to the gradient that a shared block holds in that tick (``sharing.py``).
     """
 
     blocks: Mapping[str, BlockPlan]
@@ -393,28 +394,28 @@ class StepProgram:
     occupants: Mapping[tuple[int, str], BlockPlan] = field(default_factory=dict)
 
     def parts_of(self, layout: UnitLayout) -> Sequence[range]:
-        """Return the element ranges of a layout's parts: each has one block, or one shard per rank, of each state."""
+        """Return the element range of each part of a layout."""
         return self.cuts.parts.get(layout.name) or (range(layout.num_elements),)
 
     def owned_parts_of(self, layout: UnitLayout) -> Sequence[range]:
-        """Return the elements of a layout's parts that this rank owns: those in its blocks of state and gradients."""
+        """Return the range of elements that this rank owns in each part of a layout's state and gradient."""
         return [self.sharding.shards.owned(part) for part in self.parts_of(layout)]
 
     def weight_keys(self, layout: UnitLayout) -> list[str]:
-        """Return the keys of the blocks that hold a weight, its parts, or its encoding."""
+        """Return the keys of the blocks that hold a weight or its encoding."""
         encoding = self.encodings.get(layout.name)
         if encoding is not None and encoding.keys:
             return list(encoding.keys)
         return part_keys(weight_key(layout.name), len(self.weight_parts_of(layout)))
 
     def weight_parts_of(self, layout: UnitLayout) -> Sequence[range]:
-        """Return the element ranges of a layout's weight. Its blocks hold these ranges, or shards of them."""
+        """Return the element range for each block of a layout's weight. With ranks, a block holds a shard of it."""
         encoding = self.encodings.get(layout.name)
         is_cut = layout.name in self.cuts.weights or (encoding is not None and bool(encoding.keys))
         return self.parts_of(layout) if is_cut else (range(layout.num_elements),)
 
     def decoded_bytes(self, visit: int, layout: UnitLayout) -> int:
-        """Return the bytes that a visit needs to decode a weight; 0 if the blocks hold the weight itself."""
+        """Return the memory in bytes for a weight that a visit decodes; 0 if the blocks hold the weight itself."""
         encoding = self.encodings.get(layout.name)
         if encoding is None or not self.sharding.shards.are_whole:  # gathers already decode shards into full copies
             return 0
@@ -426,20 +427,20 @@ class StepProgram:
         return round_up(nbytes, _DECODED_ALIGNMENT_BYTES)  # keeps adjacent decoded weights aligned
 
     def gathered_dtype(self, key: str) -> torch.dtype:
-        """Return the dtype in which ranks gather a block. Averages are rounded to the compute dtype first."""
+        """Return the dtype in which ranks gather a block. Averages are rounded to this dtype before the gather."""
         block = self.blocks[key]
         return block.dtype if block.kind == "weights" else self.encodings[layout_of_key(block.whole)].dtype
 
     def gathered_bytes(self, key: str) -> int:
-        """Return the bytes of a block that a rank sends to each other rank."""
+        """Return how many bytes a rank sends to each other rank when a block is gathered."""
         return self.blocks[key].num_elements * self.gathered_dtype(key).itemsize
 
     def owned_weight_parts_of(self, layout: UnitLayout) -> Sequence[range]:
-        """Return the elements of a layout's weight that this rank owns, by block."""
+        """Return the range of elements that this rank owns in each block of a layout's weight."""
         return [self.sharding.shards.owned(part) for part in self.weight_parts_of(layout)]
 
     def full_elements(self, layout: UnitLayout) -> int:
-        """Return the number of elements of a full copy of a layout's weight or gradient, including shard padding."""
+        """Return how many elements a full copy of a layout's weight or gradient has, including shard padding."""
         return max(self.sharding.shards.gathered(part).stop for part in self.parts_of(layout))
 
     def links_between_ranks(self) -> list[str]:
@@ -448,9 +449,9 @@ class StepProgram:
         return peer_links(self.compute_tier, lanes.size, lanes.num_hosts)
 
     def bytes_outside_blocks(self, number: int) -> dict[str, int]:
-        """Return the bytes that the tick at position ``number`` moves outside of blocks, by link.
+        """Return how many bytes the tick at position ``number`` moves in addition to blocks, by link.
 
-        An update sends the directions of matrices to the compute device and back. Other ticks gather and exchange.
+        An update can send matrices to the compute device and back. Other ticks gather weights and exchange gradients.
         """
         tick, moved = self.ticks[number], dict[str, int]()
         if tick.phase == "update" and (sent := self.updates.sent_elements.get(tick.visit)):
@@ -458,7 +459,7 @@ class StepProgram:
         return moved if self.sharding.shards.are_whole else moved | self._collective_bytes(number)
 
     def _collective_bytes(self, number: int) -> dict[str, int]:
-        """Return the bytes that the tick at position ``number`` exchanges with other ranks, by link."""
+        """Return how many bytes the tick at position ``number`` sends to and receives from other ranks, by link."""
         tick = self.ticks[number]
         moved = dict.fromkeys(self.links_between_ranks(), 0)
         if tick.phase == "update":
@@ -472,11 +473,11 @@ class StepProgram:
         return moved
 
     def is_gathered(self, key: str) -> bool:
-        """Return whether ranks gather a block, because ticks other than updates read it as a weight."""
+        """Return whether ranks gather a block before the model reads it. False for activations and gradients."""
         return self.blocks[key].kind in DURABLE_KINDS
 
     def _count_collectives(self, moved: dict[str, int], shard: int, *, is_gather: bool) -> None:
-        """Add the bytes that a gather or an exchange of shards of ``shard`` bytes sends and receives."""
+        """Add the bytes that one collective sends and receives, for shards that have ``shard`` bytes each."""
         lanes, rank = self.sharding.lanes, self.sharding.shards.rank
         own = 1 if is_gather else len(lanes.sums_of_rank(rank))
         received = lanes.size - 1 if is_gather else lanes.num_sums - own
@@ -489,15 +490,15 @@ class StepProgram:
         return layout in self.cuts.weights and (visit, layout) in self.cuts.passing
 
     def state_keys(self, layout: UnitLayout, state: str) -> list[str]:
-        """Return the keys of one kind of a layout's state, one key per part."""
+        """Return the keys of the blocks for one kind of a layout's state, in order of the parts."""
         return part_keys(state_key(layout.name, state), len(self.parts_of(layout)))
 
     def gradient_keys(self, layout: UnitLayout, use: int) -> list[str]:
-        """Return the keys of a use site's gradient accumulators, one key per part."""
+        """Return the keys of a use site's gradient accumulators, in order of the parts."""
         return part_keys(gradient_key(layout.name, use), len(self.parts_of(layout)))
 
     def contents(self, tick: int, key: str) -> BlockPlan:
-        """Return the block that ``key`` holds in a tick: the block itself, or a gradient that shares its memory.
+        """Return the contents of the block ``key`` in a tick: the block itself, or a gradient that shares its memory.
 
         Args:
             tick: Position of a tick that uses the block.
@@ -505,10 +506,11 @@ class StepProgram:
         return self.occupants.get((tick, key)) or self.blocks[key]
 
     def chosen_ticks(self, *, updates: bool = True, passes: bool = True) -> dict[int, Tick]:
-        """Return the ticks of a step in order, by position.
+        """Return chosen ticks of a step in order, by position.
 
         Args:
             updates: Whether to include the deferred updates, which finish the previous step.
+            passes: Whether to include all other ticks.
         """
         return {n: tick for n, tick in enumerate(self.ticks) if (updates if self._is_deferred(tick) else passes)}
 
@@ -516,10 +518,10 @@ class StepProgram:
         return self.updates.are_deferred and tick.phase == "update"
 
     def tier_of(self, tick: Tick, homes: Mapping[str, str]) -> str:
-        """Return the tier of a tick's leases.
+        """Return the tier in which a tick leases its blocks.
 
-        An update runs in the compute tier if weights and state have their home there, or if the plan streams the
-        update. Other updates run in RAM.
+        An update uses the compute tier if its weights and state have their homes there, or if the plan streams it.
+        Other updates use RAM.
         """
         if tick.phase != "update":
             return self.compute_tier
@@ -527,7 +529,7 @@ class StepProgram:
             return "ram"
         if tick.visit in self.updates.streamed:
             return self.compute_tier
-        # Check the weight first, because it usually decides for a layer of many parts. Plans call this often.
+        # Check the weight first: in a layer with many parts it usually settles the answer. Plans call this often.
         groups = chain((tick.held,), tick.passing)
         is_there = all(homes[key] == self.compute_tier for group in groups for key, _ in group if key not in tick.spent)
         return self.compute_tier if is_there else "ram"
@@ -540,8 +542,8 @@ class StepProgram:
                 yield Access(number, key, tier, mode)
 
     def schedule(self, homes: Mapping[str, str], num_steps: int, *, first_step: int = 0) -> Schedule:
-        """Return the schedule of ``num_steps`` steps from ``first_step`` on, with the updates that finish them."""
-        # Reads at home move nothing. Writes at home count: the prefetcher must not fetch a copy before a write.
+        """Return the schedule of ``num_steps`` steps that start at ``first_step``, including their deferred updates."""
+        # Omit reads at home, which move nothing. Keep writes: the prefetcher must not fetch a copy before a write.
         streamed = [access for access in self.accesses(homes) if homes[access.key] != access.tier or access.mode != "r"]
         period = len(self.ticks)
         deferred = [number for number, tick in enumerate(self.ticks) if self._is_deferred(tick)]
@@ -550,33 +552,33 @@ class StepProgram:
 
 
 class WeightAccess(Protocol):
-    """Interface through which the running model requests the weights of a pass, in program order, on one thread."""
+    """Interface through which the running model requests weights, in program order and on one thread."""
 
     def begin(self, phase: ModelPhase, visit: int) -> None:
-        """Advance to the next tick: forward visits in order, the head (by its first visit), backward visits in reverse.
+        """Advance to the next tick: forward visits in order, then the head, then backward visits in reverse.
 
-        The model also announces visits that the loss does not depend on, and takes their planned leases without using
-        them. The order of ticks and the traffic then depend only on the model, never on data.
+        The head is announced by its first visit. The model also announces visits that do not affect the loss, and takes
+        their planned leases. The order of ticks and the traffic therefore depend only on the model, never on data.
         """
 
     def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, Tensor | MatrixParts]]:
-        """Lease a unit's weights, by the owner's full parameter name, in the compute dtype on the compute device.
+        """Lease a unit's weights in the compute dtype on the compute device, by full parameter name.
 
-        The value of a cut weight is a `MatrixParts`.
+        For a cut weight, the value is a `MatrixParts`.
         """
 
     def skip_weights(self, unit: Unit, visit: int) -> None:
-        """Skip a unit's weights, because no token of the step is routed to the unit. Call it instead of ``weights``.
+        """Skip a unit's weights. Called instead of ``weights`` if no token of the step is routed to the unit.
 
-        Planned traffic counts the skipped weights, so it is an upper bound.
+        Planned traffic is an upper bound, because it also counts skipped weights.
         """
 
     def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
-        """Announce which visits, from the current one on, will skip their weights in forward and backward.
+        """Announce which visits, starting with the current visit, will skip their weights in forward and backward.
 
         Args:
             visits: Visits of all experts of one layer.
-            idle: Visits without a token.
+            idle: Visits that get no token.
         """
 
 
@@ -593,15 +595,15 @@ class BlockAccess(WeightAccess, Protocol):
         """Copy an activation into its block. The block keeps no reference to the caller's tensor."""
 
     def reuse_activation(self, visit: int, micro_batch: int, index: int, place: tuple[int, int]) -> None:
-        """Record that an activation is the tensor at ``place``, an earlier (visit, index), and shares its block."""
+        """Record that an activation is the same tensor as, and shares the block of, the (visit, index) in ``place``."""
 
     def get_activation(self, visit: int, micro_batch: int, index: int) -> AbstractContextManager[Tensor]:
-        """Lease an activation, bit-identical to what was put. The contents are dead after its own visit's lease."""
+        """Lease an activation, bit-identical to the tensor that was put. Its own visit is the last to read it."""
 
     def results_block(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor]:
-        """Lease the block of saved results, uint8 [N]. The forward writes it, and the backward reads it once.
+        """Lease the block of saved results, uint8 [N]. The forward writes the block, and the backward reads it once.
 
-        Only visits that save results (``Recompute``) call it, after the activations of the micro-batch.
+        Called only by visits that save results (``Recompute``), after the activations of the micro-batch.
         """
 
 
@@ -610,7 +612,7 @@ class MatrixParts(Protocol):
 
     Attributes:
         shape: [rows, columns] of the matrix.
-        passes: Whether a tick leases each part once, one at a time. If False, all parts are available.
+        passes: Whether a tick leases the parts one at a time, each part once. If False, all parts are available.
     """
 
     @property
@@ -630,38 +632,38 @@ class GradientSink(Protocol):
     """Gradient accumulators of one use site, in fp32."""
 
     def at(self, micro_batch: int, /) -> None:
-        """Advance to a micro-batch, by its number in this process. The next gradients belong to it.
+        """Set the micro-batch, by its number in this process, to which the next gradients belong.
 
-        Call it in order of the micro-batches. Each ``rows`` context starts again with the first micro-batch.
+        Call this for the micro-batches in order. Each ``rows`` context starts again with the first micro-batch.
         """
 
     def rows_of_parts(self, name: str, /) -> Sequence[range]:
-        """Return the rows of each part to fill inside of ``part``, one part at a time; empty if parts do not pass."""
+        """Return the row range of each part that must be filled within ``part``; empty if parts do not pass."""
         return ()
 
     def part(self, name: str, number: int, /) -> AbstractContextManager[None]:
-        """Lease a part of a parameter's accumulator. Lease each part once. The head leases its parts in reverse."""
+        """Lease one part of a parameter's accumulator. Lease each part once. The head leases the parts in reverse."""
         raise AssertionError(f"{name} has no parts")
 
     def rows(self, name: str, start: int, stop: int, /) -> AbstractContextManager[None]:
-        """Accumulate the products of all micro-batches in these rows of the leased part."""
+        """Return a context in which all micro-batches add their products to these rows of the leased part."""
         raise AssertionError(f"{name} has no parts")
 
     def add(self, name: str, gradient: Tensor, /) -> None:
-        """Accumulate one micro-batch's gradient (compute dtype, parameter's shape). The first of a step overwrites."""
+        """Add one micro-batch's gradient, in the compute dtype. A step's first gradient overwrites the accumulator."""
 
     def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0, /) -> None:
-        """Accumulate the product of two matrices in the rows of a gradient from ``first_row`` on.
+        """Add the product of two matrices to the rows of a gradient that start at ``first_row``.
 
         Together, the products of a pass must cover all rows of the gradient.
         """
 
     def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None, /) -> None:
-        """Accumulate rows of a matrix in order, except rows whose index is ``ignored``."""
+        """Add rows to the gradient's rows at ``indexes``, in order. Rows whose index is ``ignored`` are skipped."""
 
 
 def activations_of(program: StepProgram) -> dict[int, set[str]]:
-    """Return the keys of the activation blocks of every visit before the head."""
+    """Return the keys of activation blocks, by visit, for all visits before the head."""
     keys: dict[int, set[str]] = {}
     for tick in program.ticks:
         if tick.phase == "forward":
@@ -728,10 +730,10 @@ def saving_results(
 
 
 def _saving_results(tick: Tick, program: StepProgram, num_written: int) -> Tick:
-    """Return a copy of a visit's tick that leases the block of results after the inputs of each micro-batch.
+    """Return a copy of a visit's tick in which each micro-batch also leases its results block, after its inputs.
 
     Args:
-        num_written: Number of inputs per micro-batch that this forward writes. Earlier visits wrote the rest.
+        num_written: Number of inputs per micro-batch that the visit's forward writes. Earlier visits write the rest.
     """
     groups: list[Group] = []
     num_groups = num_written if tick.phase == "forward" else 1
@@ -749,10 +751,10 @@ def _saving_results(tick: Tick, program: StepProgram, num_written: int) -> Tick:
 
 
 def evaluation_program(program: StepProgram) -> StepProgram:
-    """Return the program of one evaluation pass. It has only forward and head ticks, and only blocks of weights.
+    """Return the program of one evaluation pass, which has only the ticks of the forward and reads only weights.
 
-    An encoding can replace the block of a weight by other blocks. The pass leases each unit's weights once, for all of
-    its micro-batches. A program of an evaluation pass is returned unchanged.
+    If a weight has an encoding with other blocks, the pass reads those blocks. The pass leases each unit's weights once
+    for all micro-batches. The program of an evaluation pass stays the same if it is passed in again.
     """
     passes: dict[tuple[Phase, int, ModelPhase | None], Tick] = {}
     read = {key for encoding in program.encodings.values() for key in encoding.keys}
@@ -769,10 +771,10 @@ def evaluation_program(program: StepProgram) -> StepProgram:
 
 
 def reading_averages(program: StepProgram, graph: ModelGraph, kind: str) -> StepProgram:
-    """Return a program whose passes read averages instead of weights, and round them to the compute dtype.
+    """Return a program whose passes read averages instead of weights, and round the averages to the compute dtype.
 
-    Each block of a weight is replaced by a block of its average, or, if only the average is cut, by all blocks of the
-    average. Layouts without an average keep their weights.
+    Layouts without an average keep their weights. In other layouts, the block of the average replaces the block of the
+    weight. If only the average is cut into parts, all its blocks replace the weight's single block.
     """
     encodings, read = dict(program.encodings), dict[str, Group]()
     for layout in graph.layouts.values():
@@ -796,16 +798,14 @@ def reading_averages(program: StepProgram, graph: ModelGraph, kind: str) -> Step
 
 
 class ProgramBuilder:
-    """Builder of the program of a step, from a model's units and the trace of their visits.
+    """Builder of a step's program, from a model's units and a trace of their visits.
 
     Args:
-        trace: Visits of one forward, with the tensors that each visit saves for its backward.
-        order: ``layer`` (all micro-batches of a layer before the next layer) or ``micro_batch``.
+        order: ``layer`` runs all micro-batches of a layer before the next layer; ``micro_batch`` runs them one by one.
         optimizer: Optimizer that defines the kinds of state; None if no weights are updated.
         grad_dtype: Dtype of stored gradients.
-        updates: Time and tier of updates. The builder adds the traffic of updates outside of blocks.
-        frozen: Sources of weights that are not trained.
-        sharding: This rank's share of the step. Several ranks need the order ``layer``.
+        updates: Settings of updates. The builder fills in ``sent_elements``.
+        sharding: This rank's share of the step. Several ranks require the order ``layer``.
     """
 
     def __init__(
@@ -858,8 +858,8 @@ class ProgramBuilder:
         """Return the program.
 
         Args:
-            passing_parts: Whether to lease the parts of gradients and cut weights one at a time where possible. Results
-                stay bit-identical, but the head computes more logits a second time.
+            passing_parts: Whether to lease parts of gradients and cut weights one at a time where possible. Results
+                are bit-identical either way, but the head then recomputes more logits.
         """
         self._passing = frozenset(
             (visit, layout)
@@ -881,7 +881,7 @@ class ProgramBuilder:
     def _with_traffic(
         self, updates: GroupUpdates, optimizer: Optimizer | None, is_elementwise: Callable[[UnitLayout], bool]
     ) -> GroupUpdates:
-        """Return ``updates`` with the traffic of matrix updates outside of blocks."""
+        """Return ``updates`` with the number of matrix elements that each update sends to the device."""
         trained = {
             index: layout for index, layout in enumerate(self._graph.layouts.values()) if self._is_trained(layout)
         }
@@ -940,11 +940,11 @@ class ProgramBuilder:
                     yield BlockPlan(key, "activations", torch.Size(shape).numel(), dtype)
 
     def _is_trained(self, layout: UnitLayout) -> bool:
-        """Return whether a layout has gradients and state, because it is trainable and the model calls its module."""
+        """Return whether a layout is trainable and used by a visit. Only such layouts have gradients and state."""
         return layout.trainable and bool(self._uses[layout.name])
 
     def _slot_of(self, micro_batch: int) -> int:
-        """Return the number of a micro-batch's set of activation blocks; 0 if micro-batches run one at a time."""
+        """Return which set of activation blocks a micro-batch uses; 0 if micro-batches run one at a time."""
         return micro_batch if self._order == "layer" else 0
 
     # -- ticks -------------------------------------------------------------------------------------------------
@@ -964,9 +964,9 @@ class ProgramBuilder:
             yield from ticks
 
     def _with_collectives(self, ticks: Sequence[Tick]) -> Iterator[Tick]:
-        """Yield the ticks without their held blocks, with gather ticks before and exchange ticks after them.
+        """Add gather and exchange ticks, which take over the held blocks of the given ticks.
 
-        Ticks keep their passing blocks: activations, and parts, which they gather and exchange themselves.
+        The given ticks keep their passing blocks: activations, and parts that they gather and exchange themselves.
         """
         weights = [_blocks_of_kind("weight", tick.held) for tick in ticks]
         for gathers, tick in zip(gathers_before(ticks, weights, self._sharding.gathers_ahead), ticks, strict=True):
@@ -978,7 +978,7 @@ class ProgramBuilder:
                 yield Tick("exchange", tick.visit, (), summed, self._spent(summed), _model_phase(tick))
 
     def _exchanged(self, gradients: Group) -> Iterator[Group]:
-        """Yield each accumulator of a use site. At the first site, also yield the other sites' accumulators to add."""
+        """Yield one group per accumulator. The first use site's groups include the other sites' accumulators to add."""
         others: dict[str, Group] = {}
         for name, uses in self._uses.items():
             keys = [self._part_keys(gradient_key(name, use), name) for use in range(len(uses))]
@@ -987,7 +987,7 @@ class ProgramBuilder:
             yield ((key, mode), *others.get(key, ()))
 
     def _with_updates(self, ticks: Iterable[Tick]) -> Iterator[Tick]:
-        """Yield the ticks of the last pass, with each update after the tick that completes its gradient."""
+        """Insert each update into the ticks of the last pass, after the tick that completes its gradient."""
         waiting: deque[list[Tick]] = deque([] for _ in range(self._lead))
         for tick in ticks:
             yield tick
@@ -1004,7 +1004,7 @@ class ProgramBuilder:
             yield from updates
 
     def _with_deferred_updates(self, ticks: Sequence[Tick]) -> Iterator[Tick]:
-        """Yield the ticks of the first pass. Deferred updates come ``_lead`` ticks before the weight's first use."""
+        """Insert deferred updates into the ticks of the first pass, ``_lead`` ticks before a weight's first use."""
         updates: dict[int, list[Tick]] = {}
         for index, layout in enumerate(self._graph.layouts.values()):
             if self._is_trained(layout):
@@ -1048,7 +1048,7 @@ class ProgramBuilder:
 
     @staticmethod
     def _spent(passing: Iterable[Group]) -> frozenset[str]:
-        """Return the keys with contents that are dead after the read: activations and added gradients."""
+        """Return the keys of activations and added gradients, which are not needed after they are read."""
         return frozenset(key for group in passing for key, mode in group if mode == "r")
 
     def _update(self, index: int, layout: UnitLayout) -> Tick:
@@ -1098,9 +1098,9 @@ class ProgramBuilder:
         )
 
     def _passing_gradients(self, visits: Sequence[int], *, is_first: bool, is_last: bool) -> tuple[Group, ...]:
-        """Return the accumulators that the visits lease part by part, with the other use sites' accumulators to add.
+        """Return the accumulators that visits lease one part at a time, with other use sites' accumulators to add.
 
-        The backward fills the first use site last, and adds all other sites to it.
+        The backward fills the first use site's accumulator last, and then adds all other sites' accumulators to it.
         """
         groups: list[Group] = []
         for visit in visits:
@@ -1133,9 +1133,9 @@ class ProgramBuilder:
         return [name for name in self._layouts_of(visit) if self._graph.layouts[name].trainable]
 
     def _activations(self, visit: int, group: Sequence[int], mode: Mode) -> tuple[Group, ...]:
-        """Return the activations that a visit writes or reads. A reused tensor is in the block of an earlier visit.
+        """Return the activations that a visit writes or reads. Reused tensors are stored in blocks of earlier visits.
 
-        The forward leases each activation separately. The recompute of a micro-batch leases its activations together.
+        The forward leases each activation separately. A recompute leases all activations of its micro-batch together.
         """
         traced = self._trace.visits[visit]
         places = [
@@ -1149,7 +1149,7 @@ class ProgramBuilder:
         return tuple(((key, mode),) for own in keys for key in own)
 
     def _reused(self, visit: int, group: Sequence[int]) -> frozenset[str]:
-        """Return the activations that a visit reads but that visits earlier in the forward still need."""
+        """Return the activations that earlier visits still need in their backward after this visit has read them."""
         places = self._trace.visits[visit].reused.values()
         return frozenset(activation_key(at, self._slot_of(m), index) for m in group for at, index in places)
 
@@ -1158,11 +1158,11 @@ class ProgramBuilder:
 
 
 def gathers_before(ticks: Sequence[Tick], weights: Sequence[Group], ahead: int) -> Iterator[list[Tick]]:
-    """Yield, for each tick of a pass, the gather ticks that precede it.
+    """Yield a list of the gather ticks that run before each tick of a pass.
 
     Args:
         ticks: Forward, head and backward ticks in order.
-        ahead: Number of ticks by which a gather precedes the tick that needs its weight.
+        ahead: Number of additional ticks by which a weight is gathered early.
     """
     waiting = deque(
         Tick("gather", tick.visit, own, serves=_model_phase(tick)) for tick, own in zip(ticks, weights, strict=True)
@@ -1182,7 +1182,7 @@ def _blocks_of_kind(kind: str, group: Group) -> Group:
 
 
 def _is_added_to_held(group: Group) -> bool:
-    """Return whether a group has only gradients of other use sites, to be added to a held gradient."""
+    """Return whether a group contains other use sites' gradients, which are added to a held gradient."""
     gradients = _blocks_of_kind("grad", group)
     return bool(gradients) and all(mode == "r" for _, mode in gradients)
 
@@ -1193,12 +1193,12 @@ def _model_phase(tick: Tick) -> ModelPhase:
 
 
 def layouts_of_unit(graph: ModelGraph, unit: int) -> tuple[str, ...]:
-    """Return the names of the layouts whose parameters a unit uses, in order and without duplicates."""
+    """Return the names of the layouts that a unit uses, in order and without duplicates."""
     return tuple(dict.fromkeys(layout for _, _, layout in graph.units[unit].params))
 
 
 def uses_of_layouts(graph: ModelGraph, trace: VisitTrace) -> dict[str, list[int]]:
-    """Return the use sites of every layout: the visits that use it, in forward order."""
+    """Return the visits that use each layout, in forward order. These visits are the layout's use sites."""
     uses: dict[str, list[int]] = {name: [] for name in graph.layouts}
     for visit, traced in enumerate(trace.visits):
         for name in layouts_of_unit(graph, traced.unit):
@@ -1218,7 +1218,7 @@ def weight_block(
     """Return the block of a weight that is not cut into parts.
 
     Args:
-        num_elements: Number of elements in the layout, or in a rank's shard of it.
+        num_elements: Number of elements in the layout, or in this rank's shard of the layout.
         encoding: Encoding of the weight; None if the block holds the weight itself.
         in_place: Whether uses can read the weight from the model folder, if the folder has it.
     """
@@ -1234,7 +1234,7 @@ def weight_block(
 
 
 def decoded_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
-    """Return the largest number of bytes that one visit needs to decode weights. The head counts as one visit."""
+    """Return the peak memory in bytes of decoded weights in one visit. The head counts as one visit."""
 
     def bytes_of_visit(visit: int, unit: int) -> int:
         return sum(program.decoded_bytes(visit, graph.layouts[name]) for name in layouts_of_unit(graph, unit))
@@ -1249,7 +1249,7 @@ def weight_key(layout: str) -> str:
 
 
 def layout_of_key(key: str) -> str:
-    """Return the layout of a block of weight, state or gradients, given the common key of all parts."""
+    """Return the layout to which a key belongs. The key must not contain a part number."""
     return key.rpartition("/")[0]
 
 
@@ -1262,19 +1262,19 @@ def gradient_key(layout: str, use: int) -> str:
 
 
 def part_keys(key: str, num_parts: int) -> list[str]:
-    """Return the keys of the parts of ``key``, or the key itself if there is one part."""
+    """Return one key per part, or ``key`` itself if there is only one part."""
     return [key] if num_parts == 1 else [f"{key}.{part}" for part in range(num_parts)]
 
 
 def stored_keys(key: str, stored: Container[str]) -> list[str]:
-    """Return ``key``, or the keys of its parts in order, if blocks with these keys are stored; otherwise empty."""
+    """Return the stored keys of a block: ``key`` itself, or the keys of its parts in order; empty if none is stored."""
     if key in stored:
         return [key]
     return list(takewhile(stored.__contains__, (f"{key}.{part}" for part in count())))
 
 
 def kind_of_key(key: str) -> str:
-    """Return the kind in a block's key, without the part: ``weight``, ``low``, ``m``, ``grad`` and so on."""
+    """Return the kind that a block's key names, for example ``weight``, ``low``, ``m`` or ``grad``."""
     return key.rpartition("/")[2].partition(".")[0]
 
 

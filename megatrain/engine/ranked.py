@@ -1,18 +1,17 @@
-"""Step on several ranks. Every rank owns a shard of each block and computes some of the micro-batches.
+"""Steps on several ranks. Every rank owns a shard of each block and computes some of the micro-batches.
 
-`Ranks` implements the hooks of the executor (`leased.ShardingHooks`) for a process with shards of blocks. The running
+`Ranks` implements the executor's hooks (`leased.ShardingHooks`) for a process whose blocks hold shards. The running
 model gets full copies of weights, gathered from the shards of all ranks. Its gradients are summed in separate memory.
-An exchange splits the sums into shards and adds them in the order of lanes (`ranks/lanes.py`). Shards are leased,
-updated and moved like whole blocks. Copies and sums are not blocks but workspace, which
-`workspace.collective_transients` plans.
+An exchange splits the sums into shards and adds the shards in the order of lanes (`ranks/lanes.py`). Shards are leased,
+updated and moved like whole blocks. Full copies and sums are workspace, planned by `workspace.collective_transients`.
 
-Ticks of the program issue all collectives. Requests of the model issue none, because they depend on the data. Parts of
-the vocabulary that pass are gathered, and their gradients exchanged, within the tick in which they pass. Each part has
-a turn in this tick, even if the model does not request the part (`PartTurns`).
+The program's ticks determine all collectives, because the model's requests depend on the data. Passing parts of the
+vocabulary are gathered, and their gradients exchanged, within the visit's own tick. Each part has a turn in the tick,
+even if the model does not request the part (`PartTurns`).
 
 If the program gathers ahead (`Sharding.gathers_ahead`), collectives run concurrently with the layers. On a GPU they use
-a separate stream, and the streams wait for each other on the device, without blocking the host. The counted bytes of
-copies and sums are exact, because memory is freed only after both streams have finished with it.
+a separate stream. The two streams wait for each other on the device, without blocking the host. Memory is freed only
+after both streams have finished with it, so the counted bytes of copies and sums are exact.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ __all__ = ["Ranks", "parts_of_program"]
 
 
 class Ranks(ShardingHooks):
-    """Hooks of a process that owns shards of blocks and computes with full copies.
+    """Hooks for a process that owns shards of blocks and computes with full copies.
 
-    Used by one thread, which runs the step.
+    Used only by the thread that runs the step.
     """
 
     def __init__(self, collectives: Collectives, execution: TapeExecution, gradients: StepGradients) -> None:
@@ -84,11 +83,11 @@ class Ranks(ShardingHooks):
         self._turns.begin(self._parts_in_turn(op))
 
     def after_visit(self) -> None:
-        """Drop the full copies of the finished visit, and the sums that an exchange sent during the visit."""
+        """Drop the finished visit's full copies, and the sums that an exchange sent during the visit."""
         op = self._execution.op
         if op is None:
             return
-        # Finish the remaining turns first: they use blocks of this op, and all ranks finish them at this point.
+        # Finish the remaining turns first, because they use this op's blocks and all ranks finish them here.
         self._turns.pass_all(op)
         self.gradients.drop_sent_sums()
         self.weights.drop(op)
@@ -102,7 +101,7 @@ class Ranks(ShardingHooks):
         self.gradients.drop_sent_sums()
 
     def run(self, op: Op) -> None:
-        """Gather full copies, or exchange sums."""
+        """Run a gather op or an exchange op."""
         if op.phase == "gather":
             self.weights.gather(op)
         else:
@@ -110,27 +109,27 @@ class Ranks(ShardingHooks):
             self.gradients.exchange(op)
 
     def before_update(self, layout: UnitLayout) -> None:
-        """Combine a layer's norm and parameters with a gradient over all ranks."""
+        """Combine the ranks' gradient norms of a layer, and the sets of its parameters that have a gradient."""
         self._collect_now([layout], (), ())
 
     def collect_results(
         self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor], figures: Sequence[CountedTotal]
     ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
-        """Exchange and read the results of all ranks immediately; see ``ShardingHooks``."""
+        """Exchange the results of all ranks immediately; see ``ShardingHooks``."""
         found = self._collect_now(layouts, terms, figures)
         return lambda: found
 
     def _collect_now(
         self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor], figures: Sequence[CountedTotal]
     ) -> tuple[list[float], list[tuple[str, float, int]]]:
-        """Share the results of complete gradients among ranks, so that they cover all lanes.
+        """Combine the ranks' gradient norms, and return the loss terms and metrics of all ranks.
 
         Waits for all ranks and for the device.
 
         Args:
-            layouts: Layouts with complete gradients, equal on all ranks. Layouts whose norm is known are skipped.
+            layouts: Layouts with complete gradients, the same on all ranks. Layouts with a known norm are skipped.
             terms: Scalars whose sum is this rank's loss.
-            figures: Contributions of this rank to the metrics of preferences.
+            figures: This rank's contributions to the metrics of the loss.
 
         Returns:
             Terms and figures of all ranks, in the order of their micro-batches.
@@ -147,7 +146,7 @@ class Ranks(ShardingHooks):
         positions = [count + len(of_rank) for count, of_rank, _, _ in records]
         for layout in layouts:
             squares: list[Tensor] = []
-            # Iterate by part, then by rank: in the order of elements, so that the sum is bit-identical to one process.
+            # Iterate by part, then by rank. This is the order of elements, so the sum is bit-identical to one process.
             for part in self._program.parts_of(layout):
                 for rank, of_rank in enumerate(found):
                     count = -(-len(shards.owned(part, rank)) // SHARD_BLOCK_ELEMENTS)
@@ -164,7 +163,7 @@ class Ranks(ShardingHooks):
         return all_terms, all_figures
 
     def _parts_in_turn(self, op: Op) -> Iterator[deque[str]]:
-        """Yield, by group, the keys of the parts to gather or exchange while an op of the model runs."""
+        """Yield the keys of the parts to gather or exchange while a visit's op runs, one deque per group."""
         for group in op.passing:
             keys = zip(group, self._execution.content_keys(op, group), strict=True)
             found = deque(
@@ -179,11 +178,11 @@ class Ranks(ShardingHooks):
 
 
 class RankWindow:
-    """Memory counter and side stream of the collectives.
+    """Memory counter and stream of the collectives.
 
     Attributes:
         device: Device of the leased shards, known after the first gather.
-        side: Stream of collectives that run concurrently with the layers on a GPU; otherwise None.
+        side: GPU stream for collectives that run concurrently with the layers; None if they do not.
         live_bytes: Current total bytes of full copies, sums and received data.
     """
 
@@ -194,7 +193,7 @@ class RankWindow:
         self.live_bytes = self.peak_bytes = 0
 
     def start_step(self) -> None:
-        """Reset the counter and let the streams wait for each other: a failed step may have left work queued."""
+        """Reset the counter. Make both streams wait for each other, because a failed step may have left work queued."""
         self.live_bytes = 0
         if self.side is not None:
             self.side.wait_stream(torch.cuda.current_stream())
@@ -212,18 +211,18 @@ class RankWindow:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def wait_for_model(self) -> None:
-        """Let collectives wait on the device for the work that the model has queued."""
+        """Make later collectives wait, on the device, for the work that the model has queued."""
         if self.side is not None:
             self.side.wait_stream(torch.cuda.current_stream())
 
     def wait_for_collectives(self) -> None:
-        """Let the model wait on the device for queued collectives."""
+        """Make the model's later work wait, on the device, for the queued collectives."""
         if self.side is not None:
             torch.cuda.current_stream().wait_stream(self.side)
 
     @contextmanager
     def on_side_stream(self) -> Iterator[None]:
-        """Queue the work in this context on the stream of collectives, after earlier collectives."""
+        """Queue all work of the context on the collectives' stream, if there is one."""
         if self.side is None:
             yield
             return
@@ -232,15 +231,15 @@ class RankWindow:
 
     @contextmanager
     def within_tick(self) -> Iterator[None]:
-        """Queue the collectives in this context after the model's queued work and before its next work."""
-        # All collectives share one stream, so that the device runs them in the order of the tape.
+        """Queue the context's collectives between the work that the model has queued and its later work."""
+        # All collectives use one stream, so the device runs them in tape order.
         self.wait_for_model()
         with self.on_side_stream():
             yield
         self.wait_for_collectives()
 
     def event(self) -> Any:
-        """Return an event that follows the work queued so far on the stream of collectives."""
+        """Record and return an event on the collectives' stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.side)
         return event
@@ -249,10 +248,10 @@ class RankWindow:
 class PartTurns:
     """Order in which passing parts are gathered, and their gradients exchanged, within a tick.
 
-    The order does not depend on data: a part has a turn even if a rank has no rows or no gradient for it.
+    The order does not depend on data: a part has a turn even if a rank has no rows or no gradient for the part.
 
     Args:
-        pass_unused: Function that gathers or exchanges a part, given its key, that the model has not requested.
+        pass_unused: Function that gathers or exchanges a part that the model did not request, given the part's key.
     """
 
     def __init__(self, pass_unused: Callable[[str], None]) -> None:
@@ -264,11 +263,11 @@ class PartTurns:
         self._groups.clear()
 
     def begin(self, groups: Iterator[deque[str]]) -> None:
-        """Record the keys of a new tick's parts, by group."""
+        """Start a new tick, whose parts have these keys."""
         self._groups.extend(groups)
 
     def advance_to(self, key: str, op: Op) -> None:
-        """Advance to a part's turn. Gather or exchange the parts before it that the model did not request."""
+        """Advance to a part's turn. First gather or exchange all earlier parts, which the model did not request."""
         self.advance_to_group_of(key, op)
         group = self._groups[0]
         while (turn := group.popleft()) != key:
@@ -277,7 +276,7 @@ class PartTurns:
             self._groups.popleft()
 
     def advance_to_group_of(self, key: str, op: Op) -> None:
-        """Gather or exchange the remaining parts of the groups before a part's group."""
+        """Gather or exchange all remaining parts that come before a part's group."""
         self._pass_groups(key)
         assert self._groups, f"{key} has no turn in {op}"
 
@@ -296,8 +295,8 @@ class _CopiesOfTick:
     """Full copies of the weights of one tick.
 
     Attributes:
-        works: Asynchronous operations that fill the copies; None for a finished operation.
-        event: On a GPU, event after the operations that fill the copies.
+        works: Asynchronous operations that fill the copies; None for an operation that is already finished.
+        event: Event on a GPU, recorded after the operations that fill the copies.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -316,14 +315,14 @@ class _CopiesOfTick:
 
 @dataclass(frozen=True, slots=True)
 class _SentSums:
-    """Gradient sums that an exchange is sending."""
+    """Gradient sums that an exchange is sending, and the event that marks the end of the exchange."""
 
     sums: list[Tensor]
     event: Any
 
 
 class FullCopies:
-    """``WeightPlace`` whose weights are full copies, gathered from the shards of all ranks."""
+    """``WeightPlace`` that provides full copies of weights, gathered from the shards of all ranks."""
 
     def __init__(
         self, collectives: Collectives, execution: TapeExecution, window: RankWindow, turns: PartTurns
@@ -345,7 +344,7 @@ class FullCopies:
         return key in self._places
 
     def gather(self, op: Op) -> None:
-        """Gather full copies of weights for the tick that a gather op serves."""
+        """Gather the full copies of weights that a later visit needs."""
         assert op.serves is not None, op
         program, keys = self._program, self._execution.content_keys(op, op.held)
         names = dict.fromkeys(self._places[key][0] for key in keys)
@@ -365,10 +364,11 @@ class FullCopies:
         self._full.setdefault((op.serves, op.visit), deque()).append(full)
 
     def _gather_parts(self, copy: Tensor, parts: Sequence[range], own: Sequence[Tensor]) -> Any:
-        """Gather the parts of a layout. Return the asynchronous operation of the last part, if any.
+        """Gather the parts of a layout. Return the last part's operation if it is asynchronous.
 
-        Parts are gathered in order, because the padding of a part may extend into the next part, which overwrites it.
-        Each shard is first copied, which rounds an average, then gathered. Its lease need not wait for other ranks.
+        Parts are gathered in order, because a part's padding can extend into the next part, which then overwrites it.
+        Each shard is copied before the gather, so the shard's lease need not wait for other ranks. The copy also rounds
+        averages to the compute dtype.
         """
         work: Any = None
         goes_on = self._program.sharding.gathers_ahead > 0 and self._window.side is None
@@ -378,7 +378,7 @@ class FullCopies:
         return work
 
     def _gather_part(self, place: Tensor, shard: Tensor, *, is_async: bool = False) -> Any:
-        """Gather a part into its place. Return the operation if it is asynchronous."""
+        """Gather a part into ``place``. Return the operation if it is asynchronous."""
         shards = self._program.sharding.shards
         mine = place.view(shards.size, -1)[shards.rank]
         mine.copy_(shard)
@@ -408,7 +408,7 @@ class FullCopies:
         yield tensors
 
     def skip(self, layouts: Sequence[UnitLayout], visit: int) -> None:
-        """Lease and release the weights, because other ranks may need them and all ranks gather together."""
+        """Gather and drop the weights all the same, because all ranks gather together and other ranks may need them."""
         with self.for_visit(layouts, visit):
             pass
 
@@ -428,7 +428,7 @@ class FullCopies:
 
     @contextmanager
     def part(self, key: str) -> Iterator[Tensor]:
-        """Gather a part of a weight. Requires its turn."""
+        """Gather a part of a weight. Call this only when it is the part's turn."""
         name, number = self._places[key]
         part = self._program.weight_parts_of(self._graph.layouts[name])[number]
         with self._window.within_tick(), self._execution.lease([key]) as shards:
@@ -445,7 +445,7 @@ class FullCopies:
 class ExchangedGradients:
     """``GradientPlace`` that sums gradients in separate memory, then exchanges the sums between ranks.
 
-    Each rank adds up the sums of the shards that it owns.
+    Each rank adds up all ranks' sums for the shards that it owns.
     """
 
     def __init__(
@@ -479,7 +479,7 @@ class ExchangedGradients:
         return key in self._places
 
     def take_partials(self, layout: UnitLayout) -> list[Tensor]:
-        """Remove and return the partial sums of squares of this rank's shards of a gradient, by part."""
+        """Remove and return partial sums of squares for this rank's shards of a gradient, by part."""
         return [self._partials.pop((layout.name, part)) for part in range(len(self._program.parts_of(layout)))]
 
     def drop_sent_sums(self) -> None:
@@ -491,7 +491,7 @@ class ExchangedGradients:
 
     @contextmanager
     def held(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[LaneAccumulator]:
-        """Yield fp32 sums over this rank's micro-batches. A later op exchanges them; see ``GradientPlace``."""
+        """Yield fp32 sums over this rank's micro-batches. A later op exchanges the sums; see ``GradientPlace``."""
         made: list[dict[str, Tensor]] = []  # memory by layout, for each open sum of lanes
 
         def room() -> GradientAccumulator:
@@ -505,7 +505,7 @@ class ExchangedGradients:
             made.append(memory)
             targets: dict[str, Tensor | InPieces] = {}
             for layout in layouts:
-                # Use the pieces of a single process, because products of different shapes can round differently.
+                # Use the same pieces as a single process, because matmuls of different shapes can round differently.
                 parts = self._program.parts_of(layout)
                 targets.update(views_of_parts([_slice(memory[layout.name], part) for part in parts], parts, layout))
             return GradientAccumulator(targets, set())
@@ -527,7 +527,7 @@ class ExchangedGradients:
                 zero_gaps([sums[: layout.num_elements]], (range(layout.num_elements),), layout, filled)
 
     def exchange(self, op: Op) -> None:
-        """Add up the sums of all ranks. Each rank adds and stores its own shards."""
+        """Exchange gradient sums. Each rank adds up and stores the gradients of its own shards."""
         self._window.wait_for_model()  # wait until the model has computed the sums
         sent: list[Tensor] = []
         with self._window.on_side_stream():
@@ -547,18 +547,18 @@ class ExchangedGradients:
                 self._sending.append(_SentSums(sent, self._window.event()))
 
     def _exchange_part(self, keys: Sequence[str], tensors: Mapping[str, Tensor], sums: Sequence[Tensor]) -> None:
-        """Store the gradient of a part at one use site, summed over all ranks.
+        """Sum a part's gradient at one use site over all ranks, and store this rank's shard.
 
         Args:
-            keys: Key of the gradient, followed by keys of other use sites' gradients to add to it.
-            sums: One sum per range of this rank's lanes, with the concatenated shards of all ranks.
+            keys: Key of the gradient, followed by the keys of other use sites' gradients to add.
+            sums: One sum per range of this rank's lanes. Each contains the concatenated shards of all ranks.
         """
         name, use, part = self._places[keys[0]]
         elements = self._program.parts_of(self._graph.layouts[name])[part]
         block, *others = (tensors[key] for key in keys)
         owned = len(self._program.sharding.shards.owned(elements))
         block.copy_(self._added(sums))
-        # Zero the padding, where the sums contain elements of the next part.
+        # Zero the padding, because the sums contain elements of the next part there.
         block[owned:].zero_()
         if use > 0:
             return
@@ -567,10 +567,10 @@ class ExchangedGradients:
         self._partials[name, part] = partial_squares(block[:owned], self._gradients.threads)
 
     def _added(self, sums: Sequence[Tensor]) -> Tensor:
-        """Return the sum over all lanes of this rank's shard of a part.
+        """Exchange sums, and return the sum over all lanes for this rank's shard of a part.
 
         Args:
-            sums: One sum [ranks * N] per range of this rank's lanes, with the concatenated shards of all ranks.
+            sums: One sum [ranks * N] per range of this rank's lanes, containing the concatenated shards of all ranks.
         """
         lanes = self._program.sharding.lanes
         of_ranks = [lanes.sums_of_rank(each) for each in range(lanes.size)]
@@ -593,7 +593,7 @@ class ExchangedGradients:
 
     @contextmanager
     def part(self, layout: UnitLayout, visit: int, number: int, key: str) -> Iterator[list[Tensor]]:
-        """Yield memory for the sums of one part of a gradient when its turn comes; see ``GradientPlace``."""
+        """Yield memory for the sums of a gradient's part. Exchange them on exit, in turn; see ``GradientPlace``."""
         op = self._execution.current_op
         self._turns.advance_to_group_of(key, op)
         with self.summed_part(key, before=lambda: self._turns.advance_to(key, op)) as sums:
@@ -601,10 +601,10 @@ class ExchangedGradients:
 
     @contextmanager
     def summed_part(self, key: str, before: Callable[[], None] = lambda: None) -> Iterator[list[Tensor]]:
-        """Yield zeroed partial sums. Exchange them on exit.
+        """Yield zeroed memory for the sums of one part of a gradient. Exchange the sums on exit.
 
         Args:
-            before: Function that runs when the sums are complete, before the exchange.
+            before: Function called after the sums are complete and before the exchange.
         """
         name, use, number = self._places[key]
         layout = self._graph.layouts[name]
@@ -622,7 +622,7 @@ class ExchangedGradients:
 
     @contextmanager
     def open_sums(self) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Yield an allocator of open sums. Their memory counts until exit; see ``GradientPlace``."""
+        """Yield a function that allocates open sums. Their memory is counted until exit; see ``GradientPlace``."""
         made = 0
 
         def make(like: Tensor) -> Tensor:
@@ -637,7 +637,7 @@ class ExchangedGradients:
 
 
 def _on_host(tensors: Sequence[Tensor]) -> Tensor:
-    """Return double-precision numbers on the host, in order. Device numbers need one copy and one host sync."""
+    """Concatenate tensors in double precision on the host. Tensors on a device need one copy and one host sync."""
     if not tensors:
         return torch.empty(0, dtype=torch.float64)
     numbers = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors])
@@ -653,9 +653,9 @@ def _slice(tensor: Tensor, elements: range) -> Tensor:
 
 
 def parts_of_program(program: StepProgram, num_micro_batches: int) -> dict[str, str]:
-    """Return, by name, the properties that all ranks must share so that a step completes like on one process.
+    """Return the properties in which all ranks must agree, by name, because they determine the order of collectives.
 
-    Homes of blocks and numbers of micro-batches can differ between ranks, because they do not affect the order.
+    Homes of blocks can differ between ranks, because they do not affect this order.
     """
     lanes, updates = program.sharding.lanes, program.updates
     parts = {

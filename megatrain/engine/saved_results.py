@@ -1,11 +1,11 @@
-"""Results of attention and products that a forward saves, so that its recompute need not compute them.
+"""Results of attention and matmuls that a forward saves for its recompute.
 
-A recompute repeats its forward exactly, so a kernel would compute the same results again. A forward can therefore save
-results of kernels. For attention these are the output, the logsumexp that the backward needs, and the random state. For
-a product with a bound weight, it is the product. Other operations run again. Gradients come from the usual backward.
+A recompute repeats its forward exactly, so it can read the results of kernels instead of computing them again. A call
+of attention has three results: the output, the logsumexp that the backward needs, and the random state. A matmul with a
+bound weight has one result. All other operations run again. Autograd computes the gradients as usual.
 
-The recompute matches calls by order and arguments. It computes calls that differ or were not saved. Only fused kernels,
-which store no scores, are saved. Eager attention, the math kernel and attention with dropout run again.
+The recompute matches calls by order and arguments, and runs all calls that differ or were not saved. Only results of
+fused attention kernels are saved. Eager attention, the math kernel and attention with dropout run again.
 
 docs/decisions/0027-saving-attention-alone.md, docs/decisions/0081-results-of-products.md
 """
@@ -31,15 +31,15 @@ from tiered.units import round_up
 
 __all__ = ["NOT_SAVABLE", "ResultSizes", "Savable", "SavedResults"]
 
-#: Results are aligned like new tensors, because kernels select code by alignment.
+#: Results have the same alignment as new tensors, because alignment affects which code a kernel uses.
 _ALIGNMENT_BYTES = 512
-#: On a GPU, a kernel may return two random state scalars that its fake kernel returns on another device.
+#: Size of the two random state scalars that a kernel can return on a GPU. Its fake kernel returns them elsewhere.
 _RANDOM_STATE_BYTES = 2 * _ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Savable:
-    """Results of a visit's calls that can be saved for its recompute.
+    """Size of a visit's savable results, and the work that the recompute avoids if they are saved.
 
     Attributes:
         nbytes: Size of the block per micro-batch.
@@ -50,7 +50,7 @@ class Savable:
 
     @property
     def copying(self) -> Work:
-        """Work of copying the results to the block."""
+        """Work needed to copy the results to the block."""
         return Work(moved_nbytes=2 * self.nbytes)
 
 
@@ -59,7 +59,7 @@ NOT_SAVABLE = Savable()
 
 @dataclass(frozen=True, slots=True)
 class _ResultView:
-    """Place and layout of a result in a block."""
+    """Position, shape and strides of a result in a block."""
 
     start: int
     nbytes: int
@@ -74,7 +74,7 @@ class _ResultView:
 
 @dataclass(frozen=True, slots=True)
 class _SavedCall:
-    """Call of an operator: the signature of its arguments, and its results or their places in the block."""
+    """Saved call of an operator: its signature, and for each result either the value or its place in the block."""
 
     signature: Any
     results: tuple[Any, ...]
@@ -82,14 +82,13 @@ class _SavedCall:
 
 
 class SavedResults:
-    """Results of the calls in one run of a unit, saved in one block.
+    """Results of one run of a unit, saved in one block. Not thread-safe.
 
-    Attention calls are saved until the block is full, because their number and lengths can depend on data. Used by one
-    thread.
+    The number and lengths of attention calls can depend on data, so results are saved only until the block is full.
 
     Args:
-        attention_nbytes: Bytes at the start of the block for results of attention; None for the whole block.
-        with_products: Whether to save results of products in the remaining bytes.
+        attention_nbytes: Bytes at the start of the block that are reserved for attention; None for the whole block.
+        with_products: Whether to save results of matmuls in the remaining bytes.
     """
 
     def __init__(self, attention_nbytes: int | None = None, *, with_products: bool = False) -> None:
@@ -97,11 +96,11 @@ class SavedResults:
         self._calls: list[_SavedCall | None] = []
 
     def saving(self, room: Tensor, owners: Mapping[int, str]) -> AbstractContextManager[Any]:
-        """Return the context of the first run.
+        """Return a context that saves results. The forward runs in this context.
 
         Args:
-            room: Bytes on the compute device, uint8 [N].
-            owners: Id of each bound weight whose products can be saved -> owner's name.
+            room: Block on the compute device, uint8 [N].
+            owners: Names of the bound weights whose matmul results can be saved, by id of the weight.
         """
         self._calls = []
         stop = room.numel() if self._attention_nbytes is None else self._attention_nbytes
@@ -117,14 +116,14 @@ class SavedResults:
         return _calls(call, owners if self._with_products else {})
 
     def replaying(self, room: Tensor, owners: Mapping[int, str]) -> AbstractContextManager[Any]:
-        """Return the context of the recompute. Its results are views of ``room``, which must outlive the graph."""
+        """Return a context that replays results for the recompute. ``room`` must outlive the recompute's graph."""
         calls: Iterator[_SavedCall | None] = iter(self._calls)
 
         def call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             saved = next(calls, None)
             if saved is None or saved.signature != _signature((func, args, dict(kwargs))):
                 return func(*args, **kwargs)
-            # `.data` is an alias that is not a view, so autograd treats it as the operator's result.
+            # Use `.data`, which aliases the block without being a view. Autograd treats it like the operator's result.
             found = tuple(item.in_room(room).data if isinstance(item, _ResultView) else item for item in saved.results)
             return found if saved.are_several else found[0]
 
@@ -132,13 +131,13 @@ class SavedResults:
 
 
 class _BlockRange:
-    """Bytes of a block, from ``start`` to ``stop``, filled with results in order."""
+    """Byte range of a block, which is filled with results from ``start`` to ``stop``."""
 
     def __init__(self, room: Tensor, start: int, stop: int) -> None:
         self._room, self._used_bytes, self._stop = room, start, stop
 
     def save(self, signature: Any, result: Any) -> _SavedCall | None:
-        """Save the results of a call; return None if they do not fit, or if their layout has gaps."""
+        """Save the results of a call. Return None if the results do not fit, or if their memory has gaps."""
         results = (result,) if isinstance(result, Tensor) else result
         room, at, found = self._room, self._used_bytes, list[Any]()
         for item in results:
@@ -161,7 +160,7 @@ class ResultSizes:
     """Sizes of the results that a run of a unit can save, measured in a trace.
 
     Args:
-        flops_of: Function from an operator, its arguments and its result to the FLOPs of the call.
+        flops_of: Function that returns the FLOPs of a call, given the operator, its arguments and its result.
     """
 
     def __init__(
@@ -174,7 +173,7 @@ class ResultSizes:
         self._products: dict[str, Savable] = {}  # weight's owner -> its products
 
     def measuring(self) -> AbstractContextManager[Any]:
-        """Return the context of the measured run."""
+        """Return a context that measures the results of the run within it."""
 
         def call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             results = func(*args, **kwargs)
@@ -199,7 +198,7 @@ class ResultSizes:
         return _calls(call, self._owners, product)
 
     def results(self, unneeded: Container[str]) -> Savable:
-        """Return the results of attention and of all products whose weight is not in ``unneeded``."""
+        """Return the total of attention results and matmul results, except matmuls with weights in ``unneeded``."""
         found = self.attention
         for owner, product in self._products.items():
             if owner not in unneeded:
@@ -220,7 +219,7 @@ _Call = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 @contextmanager
 def _calls(call: _Call, owners: Mapping[int, str], product: Answer | None = None) -> Iterator[None]:
-    """Pass attention kernels to ``call``, and products with weights to ``product`` (default ``call``)."""
+    """Route attention kernels to ``call``, and matmuls with weights to ``product`` (by default also ``call``)."""
 
     def to_call(owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return call(func, args, kwargs)
@@ -234,10 +233,10 @@ def _calls(call: _Call, owners: Mapping[int, str], product: Answer | None = None
 
 
 class _AttentionKernelMode(TorchFunctionMode):
-    """Mode that passes attention kernels to ``call``.
+    """Mode that routes attention kernels to ``call``.
 
-    It dispatches operators through Python only within attention. Dispatching all operators of a layer would cost time
-    for each, and would make torch use other code paths for some operators.
+    Only operators within attention are dispatched through Python. Dispatching all operators of a layer would slow down
+    each of them, and would make torch use different code paths for some of them.
     """
 
     def __init__(self, call: _Call) -> None:
@@ -254,7 +253,7 @@ class _AttentionKernelMode(TorchFunctionMode):
 
 
 class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that passes forwards of fused attention kernels to ``call``."""
+    """Mode that routes forward calls of fused attention kernels to ``call``."""
 
     def __init__(self, call: _Call) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -270,12 +269,12 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_stored(item: Any, device: torch.device) -> bool:
-    """Return whether a result is stored in the block, unlike numbers, empty tensors and host tensors."""
+    """Return whether a result is stored in the block. Numbers, empty tensors and host tensors are not."""
     return isinstance(item, Tensor) and item.numel() > 0 and item.device == device
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements of a tensor fill a contiguous range of memory, in any order."""
+    """Return whether a tensor's elements fill a contiguous range of memory, in any order."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         if size == 1:
@@ -287,7 +286,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _signature(value: Any) -> Any:
-    """Return the arguments of a call, with shapes, strides, dtypes and devices instead of tensors."""
+    """Return a call's arguments, with each tensor replaced by its shape, strides, dtype and device."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.device
     if isinstance(value, Sequence) and not isinstance(value, str):

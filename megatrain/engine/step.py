@@ -5,9 +5,9 @@ blocks and gradient accumulators from `StoreAccess`. `StoreAccess` takes the nex
 blocks from the store, and then pins, evicts or discards each copy as the tape says. The tape is compiled before the
 step and lists all leases, fetches, pins and evictions, so the engine makes no decisions.
 
-Gradients are clipped exactly. The global norm is known only after the whole backward, so the next step runs the
-updates, each just before the forward that reads the updated weights. Without a global norm, the backward that completes
-a gradient also runs its update, with a factor from `LayerScales`.
+Clipping by the global norm is exact. The norm is known only after the whole backward, so the next step runs the
+updates. Each update runs just before the forward that reads the updated weights. Without a global norm, the backward
+that completes a gradient also runs its update, with a factor from `LayerScales`.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class StepResult:
     Attributes:
         loss: Token-weighted mean over the step, before the update.
         grad_norm: Global gradient norm before clipping.
-        skipped: Whether no gradient is used, because it was not finite.
-        left_out: Layers whose gradients are not used, because they were not finite.
-        figures: Metrics of the loss in this step, by name.
+        skipped: Whether the step updates no weights, because gradients were not finite.
+        left_out: Layers that are not updated, because their gradients were not finite.
+        figures: Metrics of the loss, by name.
     """
 
     loss: float
@@ -67,15 +67,15 @@ class StepResult:
 class StepEngine:
     """Engine of optimizer steps on blocks of a store. Used by one thread.
 
-    All ranks call the same methods in the same order, with all micro-batches of a step. Each rank computes its own
-    micro-batches. Losses, norms and decisions are equal on all ranks.
+    All ranks call the same methods in the same order, with all micro-batches of a step. Each rank computes only its own
+    micro-batches. Losses, norms and decisions are the same on all ranks.
 
     Args:
-        store: Store with all blocks of the program. The blocks of weights and optimizer state have contents.
+        store: Store with all blocks of the program. Weights and optimizer state must be loaded.
         threads: Threads for gradient sums and norms; None for torch's number of threads.
 
     Attributes:
-        num_updates: Number of steps whose gradient was used, which is the optimizer's step count.
+        num_updates: Number of steps that updated weights. This is the optimizer's step count.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class StepEngine:
     def step(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, number: int, lr: float) -> StepResult:
         """Run optimizer step ``number`` (from 0) on its micro-batches.
 
-        The next step, or an earlier call of ``finish_updates``, runs the update. Do not read weights or optimizer state
-        before it. If all blocks are in device memory, this step queues the update itself.
+        The update runs in the next step, or in ``finish_updates`` if that is called first. Do not read weights or
+        optimizer state before. If all blocks are in device memory, this step already queues the update.
 
         Raises:
-            NonFiniteGradientError: If the gradient is not finite. Weights and state are then unchanged. But if updates
-                are not deferred and other layers are updated already, the weights and state are unusable, and every
+            NonFiniteGradientError: If the gradient is not finite. Weights and state are unchanged, unless updates are
+                not deferred and some layers are already updated. In that case weights and state are unusable, and every
                 later call raises this error.
             NoTrainedTokensError: If no position of the step has a label.
         """
@@ -143,7 +143,7 @@ class StepEngine:
             self._pending = None  # the step has updated all groups
             arriving = self._send(queued)
             if self._access.updates_ahead:
-                # Queue updates before the host waits, so that the device updates while the host begins the next step.
+                # Queue updates before the host waits. The device then updates while the host begins the next step.
                 self._access.update_ahead(PendingUpdate(number, self._update_on_device(lr), self._access.with_gradient))
         result = self._read(queued, arriving)
         loss, norm = result.loss, result.grad_norm
@@ -164,7 +164,7 @@ class StepEngine:
         return result
 
     def _with_skipped_layers(self, scales: LayerScales, result: StepResult, number: int) -> StepResult:
-        """Return the result of a step whose backward updated the layers with finite gradients."""
+        """Add skipped layers to a step's result, or raise an error if the recipe does not skip nonfinite gradients."""
         if not scales.left_out:
             return result
         if not scales.num_used:
@@ -202,7 +202,7 @@ class StepEngine:
         return replace(queued, num_trained_tokens=sum(counts))
 
     def _send(self, queued: QueuedLoss) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
-        """Queue the transfer of loss, norms and figures to the host. Return the function that waits for them."""
+        """Queue the transfer of loss, norms and figures to the host. Return a function that waits for the transfer."""
         layouts = [layout for layout, _ in self._updater.trained.values()]
         own = [(figure.name, figure.total, figure.count) for figure in queued.figures]
         return self._access.collect_results(layouts, queued.terms, own)
@@ -210,7 +210,7 @@ class StepEngine:
     def _read(
         self, queued: QueuedLoss, arriving: Callable[[], tuple[list[float], list[tuple[str, float, int]]]]
     ) -> StepResult:
-        """Return loss, global norm and figures of all ranks. This is the only host sync of a step."""
+        """Wait for the results of all ranks, and return the step's result. A step has no other host sync."""
         layouts = [layout for layout, _ in self._updater.trained.values()]
         terms, figures = arriving()
         means = mean_figures([PartialMean(*each) for each in figures], [total for _, total, _ in figures])
@@ -222,7 +222,7 @@ class StepEngine:
         )
 
     def _update_on_device(self, lr: float) -> Update:
-        """Return the update of the finished step. Its factor is computed on the device, and can cancel the update."""
+        """Return the finished step's update. The device computes its factor, and cancels the update if necessary."""
         norms = [self._access.squared_norms[layout.name] for layout, _ in self._updater.trained.values()]
         squares = [norm for norm in norms if isinstance(norm, torch.Tensor)]
         assert len(squares) == len(norms), "a norm is on the host"
@@ -235,7 +235,7 @@ class StepEngine:
 
     @property
     def moved_bytes(self) -> Mapping[str, int]:
-        """Bytes moved outside of blocks, by link: Muon's matrices between RAM and device, and traffic between ranks."""
+        """Bytes moved in addition to blocks, by link: matrices of Muon, and traffic between ranks."""
         if not isinstance(self._updater.matrices, DeviceMatrices):
             return dict(self._collectives.moved_bytes)
         tier, nbytes = self._program.compute_tier, self._updater.matrices.moved_bytes
@@ -248,16 +248,16 @@ class StepEngine:
 
     @property
     def moving_s(self) -> Mapping[str, float]:
-        """Seconds spent transferring directions of matrices, by link."""
+        """Seconds spent transferring Muon's matrices, by link."""
         if not isinstance(matrices := self._updater.matrices, DeviceMatrices):
             return {}
         tier = self._program.compute_tier
         return {f"ram->{tier}": matrices.sent_s, f"{tier}->ram": matrices.fetched_s}
 
     def finish_updates(self) -> None:
-        """Run the pending update, if any. Weights and state then include the last step.
+        """Run the pending update, if any, so that weights and state include the last step.
 
-        Call it before a checkpoint, an export or an evaluation reads them.
+        Call this before a checkpoint, an export or an evaluation reads weights or state.
 
         Raises:
             NonFiniteGradientError: If weights and state are unusable after an earlier error; see ``step``.
@@ -270,7 +270,7 @@ class StepEngine:
 
 
 class EvaluationEngine:
-    """Engine of forwards on blocks of a store. Used by the training thread between steps, after ``finish_updates``."""
+    """Engine of evaluation passes on blocks of a store. Called from the training thread after ``finish_updates``."""
 
     def __init__(
         self,
@@ -304,7 +304,7 @@ class EvaluationEngine:
         """Run pass ``number`` (from 0) of the store's schedule.
 
         Args:
-            head: Method of ``LayerRunner`` that runs one forward of the micro-batches and returns its results.
+            head: Method of ``LayerRunner`` that runs one forward and returns its results.
 
         Raises:
             VisitOrderError: If the model calls its units in a different order in eval mode.
@@ -315,7 +315,7 @@ class EvaluationEngine:
         return found
 
     def finish(self) -> None:
-        """Evict the copies that are pinned for another pass."""
+        """Evict the copies that are still pinned for the next pass."""
         self._access.finish()
 
 

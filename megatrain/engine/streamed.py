@@ -1,4 +1,4 @@
-"""Arguments of the engines: a model whose weights are blocks of a store, and the recipe of its steps."""
+"""Arguments of the engines: a model whose weights are blocks of a store, and a recipe for optimizer steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["StepRecipe", "StreamedModel"]
 
 @dataclass(frozen=True, slots=True)
 class StreamedModel:
-    """Model that runs on a device while its weights are blocks of a store. A plan creates it.
+    """Model that runs on a device while its weights are blocks of a store. Created from a plan.
 
     Attributes:
         stays: Copies that stay in the compute tier between two uses. All other copies are fetched for each use.
@@ -38,16 +38,17 @@ class StreamedModel:
 
 @dataclass(frozen=True, slots=True)
 class StepRecipe:
-    """Recipe of a model's optimizer steps.
+    """Recipe for a model's optimizer steps.
 
     Attributes:
-        segments: Function from a layout to the segments to update, with their learning rates and decays.
+        segments: Function that returns the segments of a layout to update, with their learning rates and decays.
         max_grad_norm: Limit of the global norm, or of each layer's norm if updates are not deferred; 0 for no clipping.
         device_optimizer: Optimizer for updates in the compute tier; None if the program has none.
-        nonfinite: Treatment of a gradient that is NaN or infinite: ``stop`` raises, ``skip`` skips its update,
-            ``ignore`` uses it. If updates are not deferred, this applies to each layer separately.
-        seed: Seed of the random numbers for dropout and noise.
-        order: "layer" runs all micro-batches of a unit before the next unit; "micro_batch" runs one at a time.
+        nonfinite: What to do with NaN or infinite gradients: ``stop`` raises an error, ``skip`` skips the update,
+            ``ignore`` uses the gradients. If updates are not deferred, this applies to each layer separately.
+        seed: Seed for dropout and noise.
+        order: "layer" runs all micro-batches of a unit before the next unit; "micro_batch" runs one micro-batch at a
+            time.
     """
 
     optimizer: Optimizer

@@ -1,4 +1,4 @@
-"""Token scores: log-probabilities of labels and of the likeliest tokens, computed from logits in parts."""
+"""Log-probabilities of labels and of the likeliest tokens, computed from logits one vocabulary part at a time."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class TokenScores:
 
 
 class RunningTopK:
-    """Accumulator of the likeliest tokens of some rows, and of the probability of all other tokens, in fp32.
+    """Accumulator that finds each row's likeliest tokens and sums the probabilities of all other tokens, in fp32.
 
     Args:
-        labels: Vocabulary indexes of the labels, [rows].
-        k: Number of likeliest tokens per row, at most the size of the vocabulary; can be 0.
-        temperature: Divisor of the logits for the likeliest tokens. Probabilities of labels use temperature 1.
+        labels: Token ids of the labels, [rows].
+        k: Number of likeliest tokens per row, from 0 to the size of the vocabulary.
+        temperature: Temperature for the likeliest tokens. Labels always use temperature 1.
     """
 
     def __init__(self, labels: Tensor, k: int, temperature: float = 1.0) -> None:
@@ -48,7 +48,7 @@ class RunningTopK:
         self._ids = torch.empty(len(labels), 0, dtype=torch.long, device=labels.device)
 
     def add(self, logits: Tensor, start: int) -> None:
-        """Add the logits [rows, columns] of the vocabulary from ``start`` on."""
+        """Add the logits [rows, columns] of the part that starts at column ``start``."""
         values = logits.float()
         at, is_here = column_of(self._labels, start, values.shape[1])
         self._of_label = torch.where(is_here, values.gather(1, at).squeeze(1), self._of_label)
@@ -60,14 +60,14 @@ class RunningTopK:
         top, at = values.topk(min(self._k, values.shape[1]), dim=1)
         rest = values.scatter(1, at, -torch.inf).logsumexp(1)
         top, ids = torch.cat([self._top, top], 1), torch.cat([self._ids, at + start], 1)
-        # Add up tokens as they drop out, because 1 minus the probability of the likeliest tokens would lose precision.
+        # Sum the probabilities of tokens as they leave the top k. Computing 1 minus the top k would lose precision.
         self._top, order = top.topk(min(self._k, top.shape[1]), dim=1)
         dropped = top.scatter(1, order, -torch.inf).logsumexp(1)
         self._ids = ids.gather(1, order)
         self._rest = torch.logaddexp(self._rest, torch.logaddexp(rest, dropped))
 
     def scores(self) -> TokenScores:
-        """Return the scores. Call it after all parts were added."""
+        """Return the scores. Call this after all parts have been added."""
         total = torch.logaddexp(self._rest, self._top.logsumexp(1)) if self._k else self._log_sum
         return TokenScores(
             self._of_label - self._log_sum, self._ids, self._top - total.unsqueeze(1), self._rest - total

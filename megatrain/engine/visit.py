@@ -1,10 +1,10 @@
 """One visit of a unit: lease and bind its weights, and run its forward, its recompute and its backward.
 
-`UnitVisit` calls small policies, each in a separate file:
+`UnitVisit` uses policies from separate files:
 
-- idle (`idle.py`) fetches no weights if no token is routed to the unit;
-- passing (`passing.py`) looks up embedding rows for all micro-batches at once if the weight's parts pass;
-- kept (`graph_keeping.py`) keeps the graph for the backward, and saved (`input_saving.py`) keeps the inputs.
+- `idle.py` fetches no weights if no token is routed to the unit.
+- `passing.py` looks up embedding rows for all micro-batches at once if the weight's parts pass.
+- `graph_keeping.py` keeps graphs for the backward, or `input_saving.py` keeps inputs for the recompute.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ __all__ = ["UnitVisit", "VisitSequence"]
 
 
 class UnitVisit:
-    """Use site of a unit in one pass over a group of micro-batches.
+    """Visit of a unit in one pass over a group of micro-batches.
 
     Args:
-        keeping: Strategy that runs the unit in the forward and keeps its graphs or inputs.
+        keeping: Strategy that runs the unit in the forward and keeps either graphs or inputs.
         anchor: Scalar that requires grad. It connects units without differentiable inputs to the outer graph.
-        plans_backward: Whether the program has a backward of this visit, so that a skipped backward leases the weights.
+        plans_backward: Whether the program plans a backward of this visit. If so, a skipped backward also leases the
+            weights.
 
     Attributes:
-        pending_outputs: Outputs of the forward that the outer graph does not contain yet.
+        pending_outputs: Outputs of the forward that are not yet part of the outer graph.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class UnitVisit:
     # -- forward -----------------------------------------------------------------------------------------------
 
     def forward(self, forwards: Sequence[SuspendedForward]) -> list[Callable[[], Any]]:
-        """Run the unit for every forward that waits for it. Return functions that build the results."""
+        """Run the unit for every waiting forward. Return functions that build the results of the calls."""
         self._access.begin("forward", self.number)
         calls = [forward.call for forward in forwards if forward.call is not None]
         self._weights.record_calls(calls)
@@ -77,13 +78,13 @@ class UnitVisit:
         # Lease the weights ...
         with self._weights.leased() as weights, self.bound.bound(weights) as leaves:
             self._wanted = self.bound.look_up(calls)
-            # ... run the unit and save, for each micro-batch, what its backward needs ...
+            # ... run the unit for each micro-batch, and save the tensors that its backward needs ...
             for call_index, forward in enumerate(forwards):
                 self._activity.micro_batch = forward.micro_batch + 1
                 self._absent.put(before=forward.micro_batch)
                 runs.append(self._forward_one(UnitRun.from_call(self.bound, forward, call_index), forward, leaves))
             self._absent.put()
-        # ... and release them. The unit is now one node of the outer graph.
+        # ... and release the weights. Add the unit to the outer graph as one node.
         inputs = [tensor for run in runs for tensor in run.inputs]
         outputs: tuple[Tensor, ...] = ()
         if self.pending_outputs:
@@ -93,14 +94,14 @@ class UnitVisit:
         return [run.delivery(outputs) for run in runs]
 
     def _forward_one(self, run: UnitRun, forward: SuspendedForward, leaves: dict[str, Tensor]) -> _FirstRun:
-        """Run one micro-batch. Keep its graph or its inputs if it has a backward."""
+        """Run one micro-batch. If it needs a backward, keep its graph or its inputs."""
         tensors, originals = list(run.captured.tensors), run.captured.originals
         run.captured.forget_contents()
         start, inputs = len(self.pending_outputs), list[Tensor]()
         if run.is_differentiable:
             inputs = run.activations
             result, kept = self._keeping.run(run, forward, leaves)
-            # `.data` makes an alias that is not a view, so that the model may change it in place.
+            # Use `.data`, which aliases the output without being a view, because the model may change it in place.
             self.pending_outputs += [output.data for output in result.outputs]
             kept.record_aliases(self.pending_outputs[start:])
             self._kept.append(kept)
@@ -139,7 +140,7 @@ class UnitVisit:
                 start += kept.num_outputs
                 grad_inputs += self._backward_one(kept, grads, leaves, sink)
             self._absent.take()
-        # ... and release them.
+        # ... and release the leases.
         return grad_inputs
 
     def _backward_one(
@@ -160,14 +161,14 @@ class UnitVisit:
             return [next(grads) if requires else None for requires in kept.requires_grad]
 
     def replace_backward(self, instead: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
-        """Compute the input gradients with `instead()`, without leases, instead of running this visit."""
+        """Return the input gradients that `instead()` computes. This visit's backward does not run."""
         self.visits.begin_backward(self.number)
         grad_inputs = instead()  # runs while graphs and inputs still exist
         self._kept, self._wanted = [], []
         return grad_inputs
 
     def skip_backward(self) -> None:
-        """Consume this visit's leases without computing, because the loss of the step does not depend on it."""
+        """Take this visit's planned leases without computing, because the loss does not depend on the visit."""
         with ExitStack() as stack:
             if self._plans_backward or self._weights.is_idle:
                 lease_passing_parts(stack.enter_context(self._weights.leased()))
@@ -182,11 +183,11 @@ class UnitVisit:
 
 @dataclass(slots=True)
 class _FirstRun:
-    """Run of one micro-batch in the forward, with the result that resumes the suspended forward.
+    """Run of one micro-batch in a visit's forward.
 
     Attributes:
         inputs: Activations among the arguments, as tensors of the outer graph.
-        part: Positions of its outputs among the outputs of all micro-batches.
+        part: Positions of this run's outputs among the outputs of all micro-batches.
     """
 
     result: CapturedResult
@@ -197,17 +198,17 @@ class _FirstRun:
     forward: SuspendedForward
 
     def delivery(self, outputs: Sequence[Tensor]) -> Callable[[], Any]:
-        """Return a function that builds the result of the call from the outputs of all micro-batches."""
+        """Return a function that builds the result of the call, given the outputs of all micro-batches."""
         assert self.forward.call is not None
         own, collector = outputs[self.part], self.forward.call.collector
         return lambda: self.result.deliver(own, self.tensors, self.originals, collector)
 
 
 class _UnitFunction(torch.autograd.Function):
-    """Node of a visit in the outer graph, from the inputs of all micro-batches to their outputs.
+    """Node that represents a visit in the outer graph. It maps all micro-batches' inputs to their outputs.
 
-    The outer graph records the model's own code between units. Autograd runs the backward of this node after the
-    gradients of all micro-batches have arrived, so the visit leases its weights once for all micro-batches.
+    The outer graph records the model's own code between units. Autograd runs the node's backward after the gradients of
+    all micro-batches have arrived. The visit can therefore lease its weights once for all micro-batches.
     """
 
     @staticmethod
@@ -223,13 +224,13 @@ class _UnitFunction(torch.autograd.Function):
 
 
 class VisitSequence:
-    """Visits of one pass over a group of micro-batches, in forward order, with their shared state.
+    """Visits of one pass over a group of micro-batches, in forward order.
 
-    Their backwards run in reverse order. Autograd never calls a visit that the loss does not depend on. Each backward
-    therefore first closes the skipped visits before it, so that ticks follow the program.
+    Backwards run in reverse order. Autograd skips visits that the loss does not depend on. To follow the program's
+    ticks, each backward first closes the visits that autograd has skipped since the last one.
 
     Attributes:
-        run_backward: Function that runs a visit's backward: from output gradients to input gradients.
+        run_backward: Function that runs a visit's backward, given output gradients, and returns input gradients.
     """
 
     def __init__(self, access: BlockAccess, random: RandomStates, activity: Activity) -> None:
@@ -249,7 +250,7 @@ class VisitSequence:
         self._visits.append(visit)
 
     def clear(self) -> None:
-        """Drop the visits of a pass, to break the reference cycle between them and this object."""
+        """Drop the visits of a pass, which breaks the reference cycles between the visits and this object."""
         self._visits.clear()
 
     def start_backward(self) -> None:
@@ -257,14 +258,14 @@ class VisitSequence:
         self._next = len(self._visits) - 1
 
     def begin_backward(self, visit: int) -> None:
-        """Announce the backward of a visit, after closing the skipped visits before it."""
+        """Close the visits that autograd has skipped, then announce the backward of a visit."""
         self._close_until(visit)
         assert self._next == visit, (self._next, visit)
         self.access.begin("backward", visit)
         self._next -= 1
 
     def end_backward(self) -> None:
-        """Close the remaining visits, which autograd skipped."""
+        """Close the remaining visits, which autograd has skipped."""
         self._close_until(-1)
 
     def _close_until(self, visit: int) -> None:

@@ -1,8 +1,8 @@
-"""Parts of the vocabulary, which make the memory of a head independent of the vocabulary size.
+"""Computation of logits one vocabulary part at a time, so that a head's memory is independent of the vocabulary size.
 
-The model's own forward computes a part of the logits. A `PartWeight` replaces the weight that computes the logits, and
-`F.linear` with it multiplies only by the rows of the part. The model's operations on logits (scales, soft caps) then
-run on the part. `head_plan.py` checks that these operations are elementwise over the vocabulary, so results are equal.
+The model's own forward computes each part. A `PartWeight` replaces the weight that computes the logits, so that
+`F.linear` multiplies only by the part's rows. The model's operations on logits (scales, soft caps) then run on the
+part. Results are the same, because `head_plan.py` checks that these operations are elementwise over the vocabulary.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = [
 
 
 def vocabulary_ranges(vocab_size: int, columns: int, boundaries: Sequence[int] = ()) -> list[tuple[int, int]]:
-    """Return the fewest parts of a vocabulary, `(start, stop)`, that have at most ``columns`` columns each.
+    """Divide a vocabulary into as few parts as possible, and return their ranges `(start, stop)`.
 
-    Parts between two boundaries have equal sizes.
+    Parts between two boundaries have equal sizes, except for a smaller last part.
 
     Args:
-        columns: Maximum columns of a part.
+        columns: Maximum number of columns per part.
         boundaries: Columns at which a part must begin, because a block of the weight begins there.
     """
     found: list[tuple[int, int]] = []
@@ -45,7 +45,7 @@ def vocabulary_ranges(vocab_size: int, columns: int, boundaries: Sequence[int] =
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VocabularyPart:
-    """Rows of the weight that compute a range of the logits.
+    """Rows of a weight that compute one range of the logits.
 
     Attributes:
         weight: Rows of the weight, [stop - start, hidden]; a leaf with a target (``weight_leaf``) if it is trained.
@@ -57,13 +57,13 @@ class VocabularyPart:
 
 
 class PartWeight(AbsentWeight):
-    """Placeholder for the weight that computes the logits. `F.linear` with it computes the logits of one part."""
+    """Placeholder for the weight that computes the logits. With it, `F.linear` computes the logits of one part."""
 
     _part: VocabularyPart | None
 
     @classmethod
     def in_place_of(cls, absent: AbsentWeight) -> PartWeight:
-        """Return a placeholder with the shape, dtype and device of an absent weight."""
+        """Return a placeholder with the shape, dtype and device of ``absent``."""
         weight: Any = Tensor._make_subclass(cls, absent)
         weight._part = None
         assert isinstance(weight, PartWeight)
