@@ -1,7 +1,7 @@
 """Placeholders for unbound weights, with shape, dtype and device but no memory.
 
-Model code can read these attributes at any time. If it reads the values of a small weight, or a few rows of a large
-weight, the engine runs a visit of the weight's unit (`WeightRead`).
+Model code can read shape, dtype and device at any time. If the code reads the values of a small weight, or a few rows
+of a large weight, the engine runs a visit of the weight's unit (`WeightRead`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatrain.engine.suspend import UnitCall, is_suspendable, suspend
 __all__ = ["METADATA_QUERIES", "AbsentWeight", "WeightRead", "absent_weight", "placeholder"]
 
 
-#: Tensor methods that need no values. ``embed`` also answers these methods for a parameter in the store.
+#: Tensor methods that need no values. ``embed`` also supports these methods for parameters in the store.
 METADATA_QUERIES = frozenset(
     {
         "size",
@@ -43,25 +43,25 @@ METADATA_QUERIES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class WeightRead:
-    """First argument of a unit call that reads a weight from outside of its module instead of running the forward.
+    """First argument of a unit call that reads a weight instead of running the unit's forward.
 
-    The optional next argument is an integer tensor of the rows to read. Without it, the call reads all rows.
+    The optional second argument is an integer tensor with the indexes of the rows to read. The default is all rows.
     """
 
     owner: str
 
 
-#: Maximum elements of a read outside of the weight's own module: 4 MiB of fp32. The copy is in no tier and lives as
-#: long as model code refers to it.
+#: Maximum number of elements that code outside of the weight's module can read: 4 MiB of fp32. No tier counts the copy,
+#: which lives as long as model code refers to it.
 _MAX_READ_ELEMENTS = 1 << 20
 
 
 class AbsentWeight(Tensor):
-    """Placeholder for an unbound weight, with its shape, dtype and device.
+    """Placeholder for an unbound weight, with the weight's shape, dtype and device.
 
-    Model code can read these attributes at any time. Values exist only while the engine runs the unit. If model code
-    reads a small weight, or a few rows of a large weight, the engine runs a regular visit of the unit: the visit is
-    planned, leases the weights, and adds its gradient to the unit's gradients. Larger reads raise an error.
+    Model code can read shape, dtype and device at any time. If it reads the values of a small weight, or a few rows of
+    a large weight, the engine runs a regular visit of the unit. This visit is planned, leases the weights, and adds its
+    gradient to the unit's gradients. Larger reads raise an error.
 
     Attributes:
         site: Index of the unit and full name of the parameter.
@@ -82,10 +82,10 @@ class AbsentWeight(Tensor):
         return _with_values(func, args, kwargs or {})
 
     def read_values(self, func: Callable[..., Any], rows: Tensor | None = None) -> Tensor:
-        """Return ``rows`` of the weight, or all of it, for model code that called the torch function ``func``.
+        """Return all rows of the weight, or the given rows, because model code has called the torch function ``func``.
 
         Raises:
-            UnsupportedModelError: If the read is too large, or if model code runs outside of a pass.
+            UnsupportedModelError: If the read is too large, or if the model code runs outside of a pass.
         """
         num_elements = self.numel() if rows is None else rows.numel() * (self.numel() // len(self))
         if self.site is None or num_elements > _MAX_READ_ELEMENTS or not is_suspendable():
@@ -102,7 +102,7 @@ class AbsentWeight(Tensor):
 
 
 def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a torch function with values instead of absent weights."""
+    """Read the values of absent weights among the arguments, and call a torch function with these values."""
     first = args[0] if args else None
     if isinstance(first, AbsentWeight):
         found = _rows_of(func, first, args[1:], kwargs)
@@ -119,13 +119,13 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 def _rows_of(
     func: Callable[..., Any], weight: AbsentWeight, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, tuple[Any, ...]] | None:
-    """Return the rows of a weight that an indexing function reads, and the rest of its index; else None."""
+    """Return which rows of a weight an indexing function reads, and the rest of the index. None for other functions."""
     name, count = getattr(func, "__name__", ""), len(weight)
 
     def row(index: int) -> Tensor:
         if not -count <= index < count:
             raise IndexError(f"index {index} is out of bounds for dimension 0 with size {count}")
-        # Do not use `torch.tensor`: on a device, its copy would synchronize the host.
+        # Do not use `torch.tensor`, because on a device its copy would synchronize the host.
         return torch.full((), index % count, dtype=torch.long, device=weight.device)
 
     if name == "__getitem__":
@@ -151,7 +151,7 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
 
 
 def absent_weight(parameter: Tensor, device: torch.device) -> AbsentWeight:
-    """Return a placeholder on `device` for `parameter`. It uses the memory of one element."""
+    """Return a placeholder for `parameter` on `device`, which uses the memory of one element."""
     absent = Tensor._make_subclass(AbsentWeight, placeholder(parameter.shape, parameter.dtype, device))
     assert isinstance(absent, AbsentWeight)
     return absent

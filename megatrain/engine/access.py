@@ -1,8 +1,8 @@
-"""Access of the running model to the blocks of a store.
+"""Interface between the running model and the blocks of a store.
 
-`StoreAccess` advances the tape (`execution.py`) as the model runs. ``ShardingHooks`` turn leased blocks into the
-tensors of a visit. In a single process this needs no communication (`leased.py`). With several ranks, blocks hold
-shards and the hooks communicate with the other ranks (`ranked.py`).
+`StoreAccess` advances the tape (`execution.py`) as the model runs. ``ShardingHooks`` convert leased blocks to the
+tensors that a visit uses. In a single process this needs no communication (`leased.py`). With several ranks, blocks
+hold shards, and the hooks communicate with the other ranks (`ranked.py`).
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _MODEL_PHASES = frozenset({"forward", "head", "backward"})
 
 
 class StoreAccess:
-    """``BlockAccess`` of a model whose blocks are in a store.
+    """``BlockAccess`` for a model whose blocks are in a store.
 
-    Used by one thread, which runs the step.
+    Used only by the thread that runs the step.
 
     Attributes:
-        updates_ahead: Whether a step can queue its own updates before the host reads their clipping factor.
+        updates_ahead: Whether a step can queue its own updates before the host knows the clipping factor.
     """
 
     def __init__(
@@ -81,17 +81,17 @@ class StoreAccess:
 
     @property
     def background(self) -> BackgroundUpdates:
-        """Updates that run concurrently with the layers. The caller of ``start_step`` exits this after the step."""
+        """Context for updates that run concurrently with the layers. Entered by the caller of ``start_step``."""
         return self._execution.background
 
     @property
     def squared_norms(self) -> Mapping[str, float | torch.Tensor]:
-        """Layout -> squared norm of its gradient; a float after the results are collected."""
+        """Squared norms of the gradients, by layout. They are floats after the results have been collected."""
         return self._gradients.squared_norms
 
     @property
     def with_gradient(self) -> Mapping[str, set[str]]:
-        """Layout -> parameters with a gradient in this step."""
+        """Parameters that have a gradient in this step, by layout."""
         return self._gradients.with_gradient
 
     @property
@@ -116,19 +116,19 @@ class StoreAccess:
             step: Number of the step, counted from 0. It determines the tick numbers in the schedule.
             pending: Deferred update of the previous step.
             immediate: Update of this step, if updates are not deferred.
-            scales: Factors on the layers' gradients in an immediate update without a global norm.
-            num_tokens: Number of tokens of the step; None to assume that tokens reach all experts.
+            scales: Factors for the layers' gradients, if updates are not deferred.
+            num_tokens: Number of tokens in the step; None to assume that tokens reach all experts.
         """
-        # Clean up first: a failed step may have left work on a device, and may still hold memory that this step needs.
+        # Clean up first, because a failed step may have left work on a device and may still hold memory.
         self._sharding.start_step()
         if self._program.updates.are_deferred and pending is None and not self._has_updated_ahead:
-            self.finish()  # evict copies pinned for cancelled updates: the plan has no memory for them
+            self.finish()  # evict copies that were pinned for cancelled updates, which the plan has no memory for
         self._has_updated_ahead = False
         self._execution.start(step, updates=pending is not None, passes=True)
         if num_tokens is not None:
             self._sharding.weights.skip_unlikely(num_tokens)
         self._gradients.start_step(scales)
-        # The backward fills `with_gradient`. An immediate update reads a layout's entry after its last gradient.
+        # The backward fills `with_gradient`. An immediate update reads a layout's entry when the gradient is complete.
         self._pending = pending if immediate is None else PendingUpdate(step, immediate, self.with_gradient, scales)
 
     def run_updates(self, pending: PendingUpdate) -> None:
@@ -139,7 +139,7 @@ class StoreAccess:
             self.end_step()
 
     def update_ahead(self, pending: PendingUpdate) -> None:
-        """Queue the updates of the step that has just ended. Requires ``updates_ahead``."""
+        """Queue the updates of the step that has just ended. Call this only if ``updates_ahead`` is true."""
         assert self.updates_ahead
         self._execution.start_updates_ahead()
         self._pending, self._has_updated_ahead = pending, True
@@ -147,12 +147,12 @@ class StoreAccess:
             self._run(op)
 
     def finish(self) -> None:
-        """Evict the copies that are pinned for another step."""
+        """Evict the copies that are still pinned for a later step."""
         self._execution.finish()
 
     def begin(self, phase: ModelPhase, visit: int) -> None:
-        """Advance to the op of a visit, and run the ops before it that the model does not announce."""
-        # Drop tensors of the current op before the next op begins, because the next gather may reuse their memory.
+        """Advance to a visit's op. First run all ops before it, which the model does not announce."""
+        # Drop the current op's tensors before the next op begins, because the next gather can reuse their memory.
         self._sharding.after_visit()
         while (op := self._execution.next_op()) is not None and op.phase not in _MODEL_PHASES:
             self._run(op)
@@ -161,7 +161,7 @@ class StoreAccess:
         self._sharding.before_visit(op)
 
     def end_step(self) -> None:
-        """Run the updates at the end of the step. All other ops must have run."""
+        """Run the ops that remain after the last visit."""
         self._sharding.end_visits()
         while (op := self._execution.next_op()) is not None:
             assert op.phase not in _MODEL_PHASES, f"the step ended before {op}"
@@ -181,7 +181,7 @@ class StoreAccess:
     def collect_results(
         self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
     ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
-        """Start to collect the results of the step over all ranks; see ``ShardingHooks.collect_results``."""
+        """Start to collect the step's results from all ranks; see ``ShardingHooks.collect_results``."""
         return self._sharding.collect_results(layouts, terms, figures)
 
     # -- weights and gradients ---------------------------------------------------------------------------------
@@ -195,12 +195,12 @@ class StoreAccess:
         self._sharding.weights.skip(self._layouts_of(unit), visit)
 
     def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
-        """Cancel the fetch of weights that only idle visits need."""
+        """Cancel the prefetch of weights that only idle visits need."""
         self._sharding.weights.announce_idle(visits, idle)
 
     @contextmanager
     def gradients(self, unit: Unit, visit: int) -> Iterator[GradientSink]:
-        """Yield the accumulators of this use site. The last site to run adds up the gradients of all sites."""
+        """Yield the accumulators of a visit. The last use site to run adds up the gradients of all sites."""
         place = self._sharding.gradients
         layouts = [layout for layout in self._layouts_of(unit) if layout.trainable]
         by_part = [layout for layout in layouts if (visit, layout.name) in self._program.cuts.passing]
@@ -211,9 +211,9 @@ class StoreAccess:
             passing[layout.entries[0].name] = PassingGradient(place, self._gradients, layout, visit, keys)
         with place.held(held, visit) as sums:
             sink = UseSiteGradients(sums if held else None, passing)
-            del sums  # closing the sink frees this memory, so drop the reference
+            del sums  # drop the reference, so that closing the sink frees the memory
             yield sink
-            # Close parts before the held sums, because the tape leases the parts within the visit.
+            # Close the parts before the held sums, because the tape leases the parts within the visit.
             sink.close()
             del sink
 
@@ -223,19 +223,19 @@ class StoreAccess:
     # -- activations -------------------------------------------------------------------------------------------
 
     def put_activation(self, visit: int, micro_batch: int, index: int, tensor: torch.Tensor) -> None:
-        """Copy a unit's input into its block. The tape can offload the block until the backward."""
+        """Copy a unit's input into its block, which the tape can offload until the backward."""
         key = self._activation(visit, micro_batch, index, tensor.numel())
         with self._execution.lease([key]) as tensors:
             tensors[key][: tensor.numel()].copy_(tensor.detach().reshape(-1))
             self._shapes[key] = tensor.shape
 
     def reuse_activation(self, visit: int, micro_batch: int, index: int, place: tuple[int, int]) -> None:
-        """Check that the plan reuses the block of an earlier visit for this input."""
+        """Check that the plan also reuses the block at ``place`` for this input."""
         assert self._reused[visit].get(index) == place, (visit, index, place)
 
     @contextmanager
     def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[torch.Tensor]:
-        """Lease the copy made by `put_activation`, in its shape. It is dead after its own visit's backward."""
+        """Lease the copy that `put_activation` has made, with the same shape. Its own visit is the last to read it."""
         key = self._activation(visit, micro_batch, index, 0)
         shape = self._shapes[key]
         with self._execution.lease([key]) as tensors:
@@ -243,7 +243,7 @@ class StoreAccess:
 
     @contextmanager
     def results_block(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor]:
-        """Lease the block of saved results. The forward writes it, the backward reads it, and then it is dead."""
+        """Lease the block of saved results, which the forward writes and the backward reads once."""
         key = results_key(visit, micro_batch)
         if key not in self._program.blocks:  # micro-batches that run one at a time share one set of blocks
             key = results_key(visit, 0)
@@ -252,7 +252,7 @@ class StoreAccess:
 
     @contextmanager
     def cache_block(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor | None]:
-        """Lease the key-value cache of a visit and micro-batch; yield None if the program has no block for it."""
+        """Lease the cache block of a visit and micro-batch, or yield None if the program has no such block."""
         key = cache_key(visit, micro_batch)
         if key not in self._program.blocks:
             yield None

@@ -1,4 +1,4 @@
-"""Compilation of the forwards of layers with `torch.compile`."""
+"""Compilation of layers' forwards with `torch.compile`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerCompiler", "naming_failures"]
 
-#: Maximum number of compiled variants per layer class: by micro-batch shape, by window, for training and evaluation.
-#: The default of torch is 8.
+#: Maximum number of compiled variants per layer class. Variants differ in micro-batch shape, attention window and grad
+#: mode. The default of torch is 8.
 _MOST_KINDS = 64
 _LONGEST_REASON = 300
 
@@ -33,20 +33,20 @@ class LayerCompiler:
 
     @classmethod
     def from_backend(cls, backend: str | None) -> LayerCompiler | None:
-        """Return a compiler for a backend; None without a backend."""
+        """Return a compiler for a backend, or None if ``backend`` is None."""
         return None if backend is None else cls(backend)
 
     def forward_of(self, unit: Unit) -> Callable[..., Any]:
-        """Return the compiled forward of a layer. It raises ``UnsupportedModelError`` if it has a graph break."""
+        """Return the compiled forward of a layer. The forward raises ``UnsupportedModelError`` on a graph break."""
         module = unit.module
         compiled = self._by_class.get(type(module))
         if compiled is None:
-            # `fullgraph` raises an error on a graph break. Otherwise the rest of the code would silently run eagerly.
+            # With `fullgraph`, a graph break raises an error. Without it, the rest of the code would run eagerly.
             compiled = torch.compile(type(module).forward, fullgraph=True, dynamic=False, backend=self._backend)
             self._by_class[type(module)] = compiled
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # Disable autocast's cache. It is off in the recompute, and torch would compile a separate variant for each.
+            # Disable autocast's cache, as in the recompute. Otherwise torch would compile a second variant.
             is_cached = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)
             try:
@@ -60,7 +60,7 @@ class LayerCompiler:
 
 @contextmanager
 def naming_failures(unit: Unit) -> Iterator[None]:
-    """Add the layer's name to errors of `torch.compile`, in a forward and in the first run of a backward."""
+    """Convert errors of `torch.compile` to an ``UnsupportedModelError`` that names the layer."""
     import torch._dynamo as dynamo
 
     failures = (dynamo.exc.TorchDynamoException, dynamo.exc.FailOnRecompileLimitHit)

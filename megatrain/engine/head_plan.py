@@ -1,4 +1,4 @@
-"""Cut of a model before its head. A trial run of the head on the meta device finds the cut."""
+"""Search for the position at which a model is cut before its head, by a trial run on the meta device."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _COLUMNS = _LOGITS_NBYTES // (4 * _ROWS)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadPlan:
-    """Cut of a model before its head.
+    """Description of how a model is cut before its head.
 
     Attributes:
         trunk: Submodule whose output is the input of the head.
         units: Units that run after the cut, in order of their first call.
         vocab_size: Number of columns of the logits.
-        cut_weight: Owner's name of the weight that computes the logits; None if logits must be whole.
-        logit_nbytes: Bytes that the graph from the last product to the loss saves per logit.
+        cut_weight: Name of the weight that computes the logits; None if logits must be whole.
+        logit_nbytes: Bytes per logit that autograd saves between the last matmul and the loss.
         boundaries: First row of each part of the cut weight, except the first part.
-        is_product: Whether the logits are just the product of the trunk's output and the cut weight. If so, parts of
-            the logits are computed without a run of the model's forward for every piece and part.
+        is_product: Whether the logits are just the product of the trunk's output and the cut weight. If so, the head
+            computes them directly, without running the model's forward for every piece and part.
     """
 
     trunk: nn.Module
@@ -54,27 +54,27 @@ class HeadPlan:
     is_product: bool = False
 
     def ranges(self, columns: int) -> list[tuple[int, int]]:
-        """Return the columns of each part of the vocabulary. Each part is within one block of the weight's gradient."""
+        """Return each vocabulary part as a range of columns. No part crosses a block boundary of the cut weight."""
         return vocabulary_ranges(self.vocab_size, columns, self.boundaries)
 
     @property
     def default_columns(self) -> int:
-        """Columns per part of the vocabulary; 0 for whole logits. Affects rounding, so only the model sets it."""
+        """Columns per vocabulary part; 0 for whole logits. Depends only on the model, because it affects rounding."""
         return _COLUMNS if self.cut_weight is not None else 0
 
     def default_rows(self, columns: int) -> int:
-        """Return the rows per piece for a number of columns per part. Affects rounding, so only the model sets it.
+        """Return the number of rows per piece. It depends only on the model, because it affects rounding.
 
-        A piece of whole logits has about 64 MiB in fp32, rounded to a multiple of 64 rows.
+        For whole logits, a piece has a multiple of 64 rows, and about 64 MiB of fp32 logits.
         """
         return _ROWS if columns else max(64, round(_LOGITS_NBYTES / (4 * self.vocab_size) / 64) * 64)
 
 
 def plan_head(graph: ModelGraph) -> HeadPlan | None:
-    """Return the cut of the model; None if its loss cannot be computed in pieces.
+    """Find the cut of a model. Return None if the loss cannot be computed in pieces.
 
-    A trial run executes the head on the meta device. The head must call `loss_function` once, with the logits of the
-    given rows and with the shifted labels, and must return its value unchanged.
+    In a trial run on the meta device, the head must call `loss_function` exactly once, with the logits of the given
+    rows and with the shifted labels. It must return the value of `loss_function` unchanged.
     """
     model = graph.model
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -110,7 +110,7 @@ def plan_head(graph: ModelGraph) -> HeadPlan | None:
 
 
 def _boundaries(graph: ModelGraph, name: str) -> tuple[int, ...]:
-    """Return the first row of each part of a weight after the first part, if the weight is alone in its layout."""
+    """Return the first row of each part of a weight, except the first part; empty if its layout has other weights."""
     for layout in graph.layouts.values():
         if len(layout.entries) == 1 and layout.entries[0].name == name:
             return layout.first_rows[1:]
@@ -118,9 +118,9 @@ def _boundaries(graph: ModelGraph, name: str) -> tuple[int, ...]:
 
 
 def _cut_weight(graph: ModelGraph, candidates: Sequence[nn.Module], whole: _HeadProbe) -> str | None:
-    """Return the weight whose parts can compute parts of the logits; None if the trial run finds no such weight.
+    """Return the name of the weight whose parts can compute parts of the logits, or None.
 
-    None if the head has other weights except biases, because it would run them again for every part.
+    The result is also None if the head has other weights except biases, because every part would run them again.
     """
     if whole.cut_weight is None:
         return None
@@ -134,7 +134,7 @@ def _cut_weight(graph: ModelGraph, candidates: Sequence[nn.Module], whole: _Head
     half = _HeadProbe(graph, candidates, num_columns)
     try:
         half.run()
-    except Exception:  # the head fails if the vocabulary has another size
+    except Exception:  # the head fails if the vocabulary has a different size
         return None
     is_same = half.cut_weight == whole.cut_weight and half.losses[0][0][-1] == num_columns
     return whole.cut_weight if is_same else None
@@ -144,14 +144,14 @@ class _HeadProbe:
     """Trial run of a model's head on placeholder rows on the meta device.
 
     Args:
-        candidates: Submodules around the layers, outermost first. The first one that the model calls is the trunk.
-        num_columns: Number of columns of the logits to compute; None for all.
+        candidates: Submodules around the layers, outermost first. The trunk is the first candidate that is called.
+        num_columns: Number of logit columns to compute; None for all.
 
     Attributes:
         trunks: Candidates that the model called.
         called: Indexes of the units that the model called.
-        losses: For each call of the loss, the shape of the logits and whether the labels were passed on.
-        has_own_term: Whether the model changes the value of the loss function. Pieces could not reproduce that.
+        losses: For each call to the loss, the shape of the logits and whether the labels were passed on.
+        has_own_term: Whether the model changes the value of the loss function, which pieces could not reproduce.
     """
 
     def __init__(self, graph: ModelGraph, candidates: Sequence[nn.Module], num_columns: int | None = None) -> None:
@@ -169,7 +169,7 @@ class _HeadProbe:
         self._rows = self._loss = torch.empty(0, device="meta")
 
     def run(self) -> None:
-        """Run the head. Errors of model code propagate."""
+        """Run the head. Errors from model code propagate."""
         model = self._graph.model
         embedding = model.get_output_embeddings()
         config = self._graph.config.get_text_config()
@@ -192,7 +192,7 @@ class _HeadProbe:
             self._cut.watching(),
         ):
             output = model(input_ids=labels, labels=labels, shift_labels=labels, num_items_in_batch=2)
-        self.has_own_term = output["loss"] is not self._loss  # like Bamba's z-loss, a mean over a micro-batch
+        self.has_own_term = output["loss"] is not self._loss  # for example Bamba's z-loss
 
     def _save(self, tensor: Tensor) -> Tensor:
         self._saved.append(tensor)
@@ -221,7 +221,7 @@ class _HeadProbe:
             self.losses.append((logits.shape, passed))
             self.cut_weight = self._cut.weight_of(logits)
             self.is_product = self._cut.is_product(logits, self._rows)
-            # Autograd also saves the weight, whose size differs from the logits.
+            # Select by size, because autograd also saves the weight.
             saved = [tensor for tensor in self._saved if tensor.numel() == logits.numel()]
             graph = [tensor for tensor in (logits, *saved) if tensor.shape[-1:] == logits.shape[-1:]]
             sizes = {tensor.untyped_storage()._cdata: tensor.element_size() for tensor in graph}
@@ -230,7 +230,7 @@ class _HeadProbe:
                 self._loss = logits.sum()
                 return self._loss
             with self._cut.paused():
-                value = loss_function(*args, **kwargs)  # autograd saves no logits here, only values computed from them
+                value = loss_function(*args, **kwargs)  # tensors that autograd saves here are not counted
             self._loss = value
             return value
 
@@ -238,7 +238,7 @@ class _HeadProbe:
 
 
 def _rows_only_output(rows: Tensor) -> Any:
-    """Return a trunk output with the rows, and None for every other attribute, which fits every model."""
+    """Return a trunk output that contains ``rows``, and None for every other attribute that a model reads."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     class RowsOnlyOutput(BaseModelOutputWithPast):  # type: ignore[misc]
@@ -251,7 +251,7 @@ def _rows_only_output(rows: Tensor) -> Any:
 
 # -- whether a head can be cut --------------------------------------------------------------------------------------
 
-#: Operators that keep each column in place if the result has the same number of columns.
+#: Operators that leave each column in its place if the result has the same number of columns.
 _KEEPERS = frozenset(
     {
         torch.ops.aten._to_copy.default,
@@ -267,7 +267,7 @@ _KEEPERS = frozenset(
 
 
 class _Product:
-    """Product with a weight in a head's forward."""
+    """Matmul with a weight in a head's forward."""
 
     def __init__(self, owner: str, rows: Tensor, bias: Tensor | None) -> None:
         self.owner, self.rows, self.bias = owner, rows, bias
@@ -276,14 +276,14 @@ class _Product:
 
 
 class CutProbe:
-    """Observer of a head's trial run that finds the weight that computes the logits, and whether it can be cut.
+    """Observer of a head's trial run. It finds the weight that computes the logits, and whether it can be cut.
 
-    Logits can be computed in parts under three conditions. `F.linear` uses the weight once. The head draws no random
-    numbers. Between product and loss, all operations are elementwise, with the same operands for all columns.
+    Logits can be computed in parts under three conditions. The weight is used once, in `F.linear`. The head draws no
+    random numbers. Between matmul and loss, all operations are elementwise and have the same operands for all columns.
 
     Args:
-        weights: Parameters of the head, by owner's name.
-        num_columns: Number of columns to compute, which a model with a cuttable weight accepts; None for all.
+        weights: Parameters of the head, by name.
+        num_columns: Number of logit columns to compute; None for all.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], num_columns: int | None = None) -> None:
@@ -296,13 +296,13 @@ class CutProbe:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Observe the code that runs within the context."""
+        """Observe all code that runs within the context."""
         with _Functions(self), _Operators(self):
             yield
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Ignore the code that runs within the context, which is the loss."""
+        """Ignore code that runs within the context."""
         self._is_paused = True
         try:
             yield
@@ -310,7 +310,7 @@ class CutProbe:
             self._is_paused = False
 
     def weight_of(self, logits: Tensor) -> str | None:
-        """Return the owner's name of the weight that computes the logits; None if they must be whole."""
+        """Return the name of the weight that computes the logits, or None if logits must be whole."""
         _, product = self._columns.get(id(logits), (None, None))
         if product is None or not product.is_cuttable or self._draws:
             return None
@@ -318,16 +318,16 @@ class CutProbe:
         return product.owner if uses == 1 and product.owner not in self._other_uses else None
 
     def is_product(self, logits: Tensor, rows: Tensor) -> bool:
-        """Return whether the logits are just the product of these rows and the weight."""
+        """Return whether the logits are just the product of ``rows`` and the weight."""
         if self.weight_of(logits) is None:
             return False
         _, product = self._columns[id(logits)]
-        # Transformers slices the rows that need logits. In training, the slice contains all rows.
+        # Transformers slices out the rows that need logits. In training, this slice contains all rows.
         is_whole = product.rows._base is rows and product.rows.shape == rows.shape
         return not product.is_changed and product.bias is None and (product.rows is rows or is_whole)
 
     def on_function(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a torch function. Record products with the head's weights, and all other uses of these weights."""
+        """Run a torch function. Record matmuls with the head's weights, and all other uses of these weights."""
         owners = [name for leaf in tree_leaves((args, kwargs)) if (name := self._owners.get(id(leaf))) is not None]
         result = func(*args, **kwargs)
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
@@ -344,7 +344,7 @@ class CutProbe:
         return result
 
     def on_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Record the effect of an operator on the columns of logits."""
+        """Record how an operator changes the columns of logits."""
         if self._is_paused:
             return
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -362,7 +362,7 @@ class CutProbe:
 
 
 def _keeps_columns(func: Any, args: Any, columns: Tensor, others: list[Tensor], result: Any) -> bool:
-    """Return whether an operator computes each column independently and identically."""
+    """Return whether an operator treats all columns the same and computes each column independently."""
     if not isinstance(result, Tensor) or result.shape[-1:] != columns.shape[-1:]:
         return False
     if func is torch.ops.aten.slice.Tensor:

@@ -1,4 +1,4 @@
-"""Leases of the weights and gradients of a running head, whole or in parts of the vocabulary."""
+"""Leases of a running head's weights and gradients, either whole or one vocabulary part at a time."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 __all__ = ["HeadWeights", "Leaves"]
 
-#: (unit, number of its visit, trainable weights by owner's name) of each unit of the head.
+#: For each unit of the head: the unit, the number of the visit, and the trainable weights by name.
 BoundWeights = list[tuple[BoundUnit, int, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaves:
-    """Trained weights of a head, by visit and owner's name, with the sinks of their gradients, by visit."""
+    """Trained weights of a head, by visit and name, and the sinks for their gradients, by visit."""
 
     weights: dict[tuple[int, str], Tensor]
     sinks: dict[int, GradientSink]
@@ -39,10 +39,10 @@ class Leaves:
             sink.at(item.micro_batch)
 
     def add_gradients(self, piece: HeadRows, output: Tensor, gradient: Tensor, trained: list[Tensor]) -> None:
-        """Run a graph's backward, and accumulate its gradients for the weights and the piece's rows.
+        """Run the backward from ``output``. Accumulate the gradients of the weights and of the piece's rows.
 
         Args:
-            trained: Additional leaves of the graph, whose targets receive their gradients.
+            trained: Additional leaves of the graph. Their gradients go to the targets of the leaves.
         """
         rows = [piece.leaf] if piece.leaf.requires_grad else []
         found = optional_gradients([output], [gradient], [*rows, *self.weights.values(), *trained])
@@ -59,16 +59,16 @@ class Leaves:
 
 
 class HeadWeights:
-    """Leases of a head's weights and of their gradients.
+    """Leases of a head's weights and gradients.
 
     Args:
         bounds: Units of the head, each with the number of its visit.
-        cut_weight: Owner's name of the weight that computes logits in parts; "" if logits are whole.
-        part_weight: Placeholder for that weight; None if logits are whole.
-        ranges: Columns `(start, stop)` of each part of the vocabulary.
+        cut_weight: Name of the weight that computes logits in parts; "" if logits are whole.
+        part_weight: Placeholder for the cut weight; None if logits are whole.
+        ranges: Columns `(start, stop)` of each vocabulary part.
 
     Attributes:
-        parts: Parts of the vocabulary whose weight stays leased until the stack closes; empty if the weight passes.
+        parts: Vocabulary parts whose weights stay leased until the stack closes; empty if the weight passes.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class HeadWeights:
 
     @property
     def passes(self) -> bool:
-        """Whether a tick leases the blocks of the cut weight one at a time, each block once."""
+        """Whether the blocks of the cut weight are leased one at a time, each block once per tick."""
         return self._passing is not None
 
     def bound(self, stack: ExitStack) -> BoundWeights:
@@ -105,7 +105,7 @@ class HeadWeights:
         return units
 
     def leaves(self, stack: ExitStack, units: BoundWeights) -> Leaves:
-        """Lease the gradients of bound weights until the stack closes."""
+        """Lease the gradient accumulators of bound weights until the stack closes."""
         leaves = Leaves({}, {})
         for bound, visit, own in units:
             leaves.weights.update(((visit, name), leaf) for name, leaf in own.items())
@@ -115,9 +115,9 @@ class HeadWeights:
         return leaves
 
     def blocks(self) -> Iterator[AbstractContextManager[list[VocabularyPart]]]:
-        """Yield a context for each block of the cut weight, in order, that leases the block and yields its parts.
+        """Yield one context per block of the cut weight, in order. The context leases the block and yields its parts.
 
-        If all parts are leased already, they count as one block.
+        If all parts are already leased, they count as one block.
         """
         weight = self._passing
         if weight is None:
@@ -126,9 +126,9 @@ class HeadWeights:
         yield from (self._block(weight, number) for number in range(len(weight.parts.rows)))
 
     def places(self, leaves: Leaves) -> Iterator[AbstractContextManager[list[VocabularyPart]]]:
-        """Yield contexts like ``blocks``, in reverse order, that also lease the gradient's block.
+        """Yield contexts like ``blocks``, but in reverse order. The contexts also lease blocks of the gradient.
 
-        If all parts are leased already, they count as one block.
+        If neither weight nor gradient passes, all parts count as one block.
         """
         sinks = [sink for sink in leaves.sinks.values() if sink.rows_of_parts(self._cut)]
         weight = self._passing
@@ -140,14 +140,14 @@ class HeadWeights:
             yield nullcontext(self.parts)
 
     def rows_of(self, part: VocabularyPart, leaves: Leaves) -> AbstractContextManager[None]:
-        """Return the context in which gradients of one part of the vocabulary are accumulated."""
+        """Return a context in which the gradients of one vocabulary part are accumulated."""
         for sink in leaves.sinks.values():
             if sink.rows_of_parts(self._cut):
                 return sink.rows(self._cut, part.start, part.stop)
         return nullcontext()
 
     def _parts_of(self, weight: Tensor, stack: ExitStack) -> list[VocabularyPart]:
-        """Return the parts of the vocabulary whose weight is leased until the stack closes; empty if it passes."""
+        """Return the vocabulary parts, leased until the stack closes, or no parts if the weight passes."""
         self._passing = None
         if not isinstance(weight, PartedWeight):
             return _vocabulary_parts(weight.detach(), 0, self._ranges, target_of(weight))
@@ -161,7 +161,7 @@ class HeadWeights:
 
     @contextmanager
     def _block(self, weight: PartedWeight, number: int) -> Iterator[list[VocabularyPart]]:
-        """Lease a block of the weight, and yield its parts of the vocabulary."""
+        """Lease a block of the weight, and yield the vocabulary parts in the block."""
         rows = weight.parts.rows[number]
         inside = [(start, stop) for start, stop in self._ranges if start in rows]
         assert inside[-1][1] == rows.stop, (rows, inside)
@@ -183,7 +183,7 @@ class HeadWeights:
 def _vocabulary_parts(
     rows: Tensor, first_row: int, ranges: Sequence[tuple[int, int]], target: GradientTarget | None
 ) -> list[VocabularyPart]:
-    """Return parts of the vocabulary as views of ``rows``, which begin at row ``first_row`` of the weight."""
+    """Return vocabulary parts as views of ``rows``, which start at row ``first_row`` of the weight."""
     parts: list[VocabularyPart] = []
     for start, stop in ranges:
         own = rows[start - first_row : stop - first_row]
@@ -193,7 +193,7 @@ def _vocabulary_parts(
 
 
 def _add_in_fp32(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    """Add a part's gradient of a piece to the sum, in fp32. The first gradient is returned unchanged."""
+    """Add a part's gradient to the sum of a piece, in fp32. The first gradient is returned unchanged."""
     if total is None or gradient is None:
         return gradient if total is None else total
     return total.float().add_(gradient)

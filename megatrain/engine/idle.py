@@ -17,10 +17,7 @@ __all__ = ["RoutedWeights"]
 
 
 class RoutedWeights:
-    """Lease of a unit's weights for a visit, skipped if no token of any micro-batch is routed to the unit.
-
-    Args:
-        access: Access that leases the weights and receives the idle visits.
+    """Lease of a unit's weights for a visit. It is skipped if no token of any micro-batch is routed to the unit.
 
     Attributes:
         is_idle: Whether no token is routed to the unit; valid after ``record_calls``.
@@ -31,10 +28,9 @@ class RoutedWeights:
         self.is_idle = False
 
     def record_calls(self, calls: Sequence[UnitCall]) -> None:
-        """Determine whether the unit is idle. The first part of a module also announces all idle parts.
+        """Determine from the calls that wait at the unit whether it is idle.
 
-        Args:
-            calls: Calls that wait at the unit. The visits of the module's other parts follow this visit.
+        If the unit is the first part of a module, this also announces the module's other idle parts, which run next.
         """
         own = self._bound.unit.part
         if own is None or not calls:
@@ -48,9 +44,9 @@ class RoutedWeights:
 
     @contextmanager
     def leased(self) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
-        """Lease the weights, by owner's name. An idle unit gets zero-stride zeros instead.
+        """Lease the weights, by name. For an idle unit, yield zero-stride zeros instead.
 
-        The unit still runs on these zeros, so that it produces the usual results and gradients.
+        An idle unit runs on these zeros, so that its results and gradients have the usual form.
         """
         if self.is_idle:
             self._access.skip_weights(self._bound.unit, self._visit)

@@ -89,10 +89,10 @@ class InputSaving:
 
 
 class SavedInputs(KeptRun):
-    """Inputs of one run, saved until its backward. Outputs of the recompute never reach the rest of the model.
+    """Inputs of one run, saved until the run's backward.
 
     Args:
-        places: Visit and input index of each activation's block.
+        places: Visit and input index that identify the block of each activation.
         results: Results that the first run saved, if any.
     """
 
@@ -109,7 +109,7 @@ class SavedInputs(KeptRun):
 
     @contextmanager
     def graph(self, weights: Mapping[str, Tensor]) -> Iterator[UnitGraph]:
-        """Recompute the run and yield its graph. Saved inputs and results are dead afterwards."""
+        """Recompute the run and yield its graph. On exit, saved inputs and results are no longer needed."""
         keeping, run = self._keeping, self._run
         with self._leased() as (inputs, room):
             streams = [
@@ -117,7 +117,7 @@ class SavedInputs(KeptRun):
                 for stream, requires in zip(inputs, self.requires_grad, strict=True)
             ]
             with ExitStack() as replaying:
-                # No context without skipped products, because it would make compiled layers compile again.
+                # Enter this context only if matmuls are skipped, because it makes compiled layers compile again.
                 if left_out := keeping.matrices(run, needed=False):
                     replaying.enter_context(without_values(left_out))
                 if self._results is not None and room is not None:
@@ -135,7 +135,7 @@ class SavedInputs(KeptRun):
 
     @contextmanager
     def _leased(self) -> Iterator[tuple[list[Tensor], Tensor | None]]:
-        """Yield the inputs and the bytes of the saved results."""
+        """Lease the inputs and the block of saved results, if any."""
         access, visit = self._keeping.access, self._keeping.visit
         with ExitStack() as stack:
             inputs = [
@@ -151,8 +151,8 @@ class SavedInputs(KeptRun):
 class AbsentMicroBatches:
     """Planned blocks of micro-batches that skip an optional unit.
 
-    Traffic must depend on the model, never on data. These blocks are therefore leased in planned order, like the blocks
-    of other micro-batches. The plan has prefetch memory for one block at a time.
+    The blocks are leased in planned order, although the micro-batches do not use them, because traffic must not depend
+    on data. The plan has prefetch memory for one block at a time.
 
     Args:
         planned: (micro-batch, index) of each planned activation, in order. Index None means saved results.
@@ -166,7 +166,7 @@ class AbsentMicroBatches:
         self._to_put, self._to_take = deque(planned), deque[tuple[int, int | None]]()
 
     def put(self, before: float = math.inf) -> None:
-        """Lease the blocks of the micro-batches before ``before`` for writing, as their forward would."""
+        """Lease the blocks of all micro-batches below ``before`` for writing, as their forward would."""
         if not torch.is_grad_enabled():
             return
         while self._to_put and self._to_put[0][0] < before:
@@ -179,7 +179,7 @@ class AbsentMicroBatches:
                 self._access.put_activation(self._visit, micro_batch, index, self._anchor.detach()[None][:0])
 
     def take(self, before: float = math.inf) -> None:
-        """Lease the blocks of the micro-batches before ``before`` for reading, as their backward would."""
+        """Lease the blocks of all micro-batches below ``before`` for reading, as their backward would."""
         while self._to_take and self._to_take[0][0] < before:
             micro_batch, index = self._to_take.popleft()
             if index is None:

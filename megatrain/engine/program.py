@@ -356,7 +356,7 @@ class GroupUpdates:
 
 @dataclass(frozen=True, slots=True)
 class FrozenWeights:
-    """Where frozen weights come from.
+    """Sources of frozen weights.
 
     Attributes:
         in_folder: Whether the model folder has the frozen weights. Checkpoints then omit them.
@@ -1267,7 +1267,7 @@ def part_keys(key: str, num_parts: int) -> list[str]:
 
 
 def stored_keys(key: str, stored: Container[str]) -> list[str]:
-    """Return the stored keys of a block: ``key`` itself, or the keys of its parts in order; empty if none is stored."""
+    """Return the stored keys of a block: ``key`` itself, or the keys of its parts in order, or no keys."""
     if key in stored:
         return [key]
     return list(takewhile(stored.__contains__, (f"{key}.{part}" for part in count())))

@@ -527,7 +527,7 @@ class ExchangedGradients:
                 zero_gaps([sums[: layout.num_elements]], (range(layout.num_elements),), layout, filled)
 
     def exchange(self, op: Op) -> None:
-        """Exchange gradient sums. Each rank adds up and stores the gradients of its own shards."""
+        """Exchange gradient sums. Each rank adds up and stores the sums for the shards that it owns."""
         self._window.wait_for_model()  # wait until the model has computed the sums
         sent: list[Tensor] = []
         with self._window.on_side_stream():

@@ -44,7 +44,7 @@ class StepRecipe:
         segments: Function that returns the segments of a layout to update, with their learning rates and decays.
         max_grad_norm: Limit of the global norm, or of each layer's norm if updates are not deferred; 0 for no clipping.
         device_optimizer: Optimizer for updates in the compute tier; None if the program has none.
-        nonfinite: What to do with NaN or infinite gradients: ``stop`` raises an error, ``skip`` skips the update,
+        nonfinite: Reaction to NaN or infinite gradients: ``stop`` raises an error, ``skip`` skips the update,
             ``ignore`` uses the gradients. If updates are not deferred, this applies to each layer separately.
         seed: Seed for dropout and noise.
         order: "layer" runs all micro-batches of a unit before the next unit; "micro_batch" runs one micro-batch at a

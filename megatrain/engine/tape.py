@@ -1,8 +1,8 @@
-"""Tape of a step: every lease in order, and the fate of each copy after its lease.
+"""Tape of a step: every lease in order, and what happens to each copy after its lease.
 
-`compile_step` makes the tape from a program and a placement. The engine executes the tape, the simulator replays it on
-a virtual clock, and the planner adds up its traffic. Planned traffic equals moved traffic by construction, because only
-`follow` decides whether a copy is fetched, pinned, written back or dropped.
+`compile_step` derives the tape from a program and a placement. The engine executes the tape, the simulator replays it
+on a virtual clock, and the planner adds up its traffic. Planned and actual traffic are equal, because only `follow`
+decides whether a copy is fetched, pinned, written back or dropped.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["BlockUse", "Op", "Pinned", "Release", "Tape", "TapeStore", "Use", "c
 
 
 class Release(enum.Enum):
-    """Fate of a copy after its lease ends."""
+    """Action on a copy when its lease ends."""
 
     HOME = "home"  # the copy is at home and stays there
-    PIN = "pin"  # the copy stays until its next use, so that it does not cross a link twice
+    PIN = "pin"  # the copy stays until its next use, which then needs no fetch
     EVICT = "evict"  # the copy is written back if it changed, then dropped
-    DISCARD = "discard"  # the copy is dropped without a write-back, because its contents are dead
+    DISCARD = "discard"  # the copy is dropped without a write-back, because no later use reads it
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class BlockUse:
     """One use of a block in a program.
 
     Attributes:
-        is_last: Whether the contents are dead after this use.
+        is_last: Whether no later use reads the contents.
         is_pinned: Whether the copy stays in ``tier`` until the next use.
     """
 
@@ -47,10 +47,10 @@ class BlockUse:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """Copy away from home that is pinned until its next use.
+    """Copy that is pinned in a tier other than its home, until its next use.
 
     Attributes:
-        is_newer: Whether the copy changed, so that home still has old contents.
+        is_newer: Whether the copy has changed since it was fetched, so that the home has old contents.
     """
 
     tier: str
@@ -59,12 +59,12 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One lease of a block and its traffic.
+    """One lease of a block, and the transfers that it causes.
 
     Attributes:
-        was_pinned: Whether the copy was pinned for this use.
-        fetches: Whether the contents are fetched from home for the lease.
-        release: Fate of the copy after the lease.
+        was_pinned: Whether an earlier use left the copy pinned.
+        fetches: Whether the lease first fetches the contents from home.
+        release: Action on the copy when the lease ends.
         writes_back: Whether the contents are written back to home after the lease.
     """
 
@@ -79,10 +79,10 @@ class Use:
 def follow(
     key: str, accesses: Sequence[BlockUse], home: str, pinned: Pinned | None = None
 ) -> tuple[list[Use], Pinned | None]:
-    """Follow the copy of one block through its uses in a step. Only this function decides which bytes move.
+    """Determine the transfers of one block in a step. Only this function decides which bytes move.
 
     Args:
-        pinned: Copy that an earlier step kept pinned for the first use.
+        pinned: Copy that an earlier step left pinned, if any.
 
     Returns:
         One use per access, and the copy that is still pinned after the step.
@@ -90,7 +90,7 @@ def follow(
     uses = []
     for access in accesses:
         if access.tier == home:
-            # A write at home would make a copy elsewhere stale. So no placement pins a copy across a use at home.
+            # A write at home would make a pinned copy stale, so placements never pin a copy across a use at home.
             assert pinned is None, (key, access, pinned)
             release = Release.DISCARD if access.is_last else Release.HOME
             uses.append(Use(key, access.mode, False, False, release, False))
@@ -98,7 +98,7 @@ def follow(
         was_pinned = pinned is not None
         assert pinned is None or pinned.tier == access.tier, (key, access, pinned)
         is_newer = access.mode != "r" or (pinned is not None and pinned.is_newer)
-        # Dead contents are neither pinned nor written back, even if the placement pins the copy.
+        # After its last use, a copy is neither pinned nor written back, even if the placement pins it.
         release = Release.DISCARD if access.is_last else Release.PIN if access.is_pinned else Release.EVICT
         fetches = access.mode != "w" and not was_pinned
         uses.append(Use(key, access.mode, was_pinned, fetches, release, is_newer and release is Release.EVICT))
@@ -111,10 +111,10 @@ class Op:
     """One tick of a step.
 
     Attributes:
-        tick: Position in the step and number in the schedule.
+        tick: Position in the step.
         held: Uses leased together for the whole tick.
         passing: Groups leased one at a time within the tick; empty for an update with all parts at home.
-        bytes_outside: Link -> bytes moved outside of blocks, namely collectives and the directions of matrices.
+        bytes_outside: Bytes moved in addition to blocks, by link: collectives, and matrices of Muon.
     """
 
     tick: int
@@ -128,7 +128,7 @@ class Op:
 
     @property
     def uses(self) -> tuple[Use, ...]:
-        """All leases of the tick, in order."""
+        """All uses of the tick, in lease order."""
         return (*self.held, *(use for group in self.passing for use in group))
 
 
@@ -144,7 +144,7 @@ class Tape:
     pinned: Mapping[str, Pinned] = field(default_factory=dict)
 
     def transfers(self, homes: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-        """Yield (key, source tier, destination tier) of all transfers in order."""
+        """Yield (key, source tier, destination tier) for all transfers, in order."""
         for op in self.ops:
             for use in op.uses:
                 if use.fetches:
@@ -165,10 +165,10 @@ def compile_step(
     """Return the tape of one step.
 
     Args:
-        stays: Next use of each copy that stays pinned until that use.
+        stays: Copies that stay pinned until their next use.
         updates: Whether to include the deferred updates, which finish the previous step.
         passes: Whether to include all other ticks.
-        pinned: Copies that the previous tape kept pinned.
+        pinned: Copies that the previous tape left pinned.
     """
     chosen = program.chosen_ticks(updates=updates, passes=passes)
     tiers = {number: program.tier_of(tick, homes) for number, tick in chosen.items()}
@@ -176,7 +176,7 @@ def compile_step(
     for number, tick in chosen.items():
         for key, mode in tick.uses:
             stop = stays.get((number, key))
-            # Updates in the next step are certain only after passes. The tape after the last step has only updates.
+            # The next step is certain to run the updates only if this tape has passes. After the last step it has none.
             is_pinned = stop is not None and (stop in chosen if stop > number else passes)
             accesses.setdefault(key, []).append(BlockUse(number, mode, tiers[number], key in tick.spent, is_pinned))
     left = dict(pinned or {})
@@ -205,16 +205,16 @@ class TapeStore:
         self._pinned: dict[str, str] = {}  # key -> tier of its pinned copy
 
     def leased(self, uses: Iterable[Use]) -> None:
-        """Unpin the copies that were pinned for these uses. Call it within their leases, which protect the copies."""
+        """Unpin the copies that were pinned for these uses. Call this within the leases, which protect the copies."""
         for use in uses:
             if use.was_pinned:
                 self._store.unpin(use.key, self._pinned.pop(use.key))
 
     def skipped(self, use: Use, tier: str) -> None:
-        """Skip a planned lease. Keep a copy that was prefetched for it if the tape pins the copy; otherwise evict it.
+        """Skip a planned lease. A prefetched copy is kept if the tape pins the copy, and otherwise evicted.
 
         A skipped lease fetches nothing. If the tape pins the copy, its slot is pinned, with or without contents. The
-        next use then fetches the block, or finds the prefetched copy, so traffic never exceeds the plan.
+        next use then either finds a prefetched copy or fetches the block. Traffic therefore never exceeds the plan.
         """
         assert use.mode == "r", use
         if use.release is Release.HOME:
@@ -230,8 +230,8 @@ class TapeStore:
             self._store.evict(use.key, name)
 
     def released(self, uses: Sequence[Use], tier: str) -> None:
-        """Pin, evict or discard copies as the tape says. Call it after their leases."""
-        # Leave out the blocks at home, so that the discards of a layer's gradients share one call.
+        """Pin, evict or discard copies as the tape says. Call this after the leases have ended."""
+        # Skip blocks at home first. The discards of a layer's gradients are then adjacent and need one call.
         leaving = (use for use in uses if use.release is not Release.HOME)
         for release, same in groupby(leaving, lambda use: use.release):
             if release is Release.DISCARD:
@@ -241,22 +241,22 @@ class TapeStore:
                     self._keep_or_evict(use, tier)
 
     def _keep_or_evict(self, use: Use, tier: str) -> None:
-        """Pin or evict a copy that is not at home and whose contents are still needed."""
+        """Pin or evict a copy that is not at home."""
         key = use.key
         if not use.was_pinned:
-            # Evict intermediate copies first (in RAM, between drive and GPU), or the prefetcher could fetch from them.
-            # A pinned copy has no intermediate copies: a copy in RAM was then fetched for a use in RAM.
+            # First evict copies in tiers between home and this tier, because the prefetcher could fetch from them.
+            # A copy that was pinned has no such copies: a copy in RAM was then fetched for a use in RAM.
             for name in self._store.tiers_between(self._homes[key], tier):
                 self._store.evict(key, name)
         if use.release is Release.PIN:
-            # The pin also keeps the slot: the store does not evict it and counts its bytes as used.
+            # The pin also protects the slot: the store does not evict it, and counts its bytes as used.
             self._store.pin(key, tier)
             self._pinned[key] = tier
         else:
             self._store.evict(key, tier)
 
     def evict_pinned(self) -> None:
-        """Evict all pinned copies, because the uses that they wait for are cancelled."""
+        """Evict all pinned copies, because their next uses are cancelled."""
         for key, tier in self._pinned.items():
             self._store.unpin(key, tier)
             self._store.evict(key, tier)

@@ -1,7 +1,7 @@
-"""Run of a unit for one micro-batch, and the interface that restores its graph for the backward.
+"""Run of a unit for one micro-batch, and the interface through which a backward gets the run's graph.
 
 A forward either keeps the graph (`graph_keeping.py`), or saves the inputs, from which the backward rebuilds the graph
-(`input_saving.py`). Both implement `KeptRun`, so the backward of a visit (`visit.py`) handles them identically.
+(`input_saving.py`). Both modules implement `KeptRun`, so the visit's backward (`visit.py`) need not distinguish them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["KeptRun", "UnitGraph", "UnitRun", "optional_gradients"]
 
 @dataclass(slots=True)
 class UnitRun:
-    """Run of a unit for one micro-batch, with all data needed to repeat it.
+    """Run of a unit for one micro-batch, with all data needed to repeat the run.
 
     Attributes:
-        call_index: Position of the call among the calls of the visit.
+        call_index: Position of the run among the visit's calls.
         random_state: State of the micro-batch's random stream at the start of the run.
-        modes: Grad mode and autocast of the model's code that called the unit.
-        requires_grad: Whether each activation among the arguments needs a gradient.
+        modes: Grad mode and autocast in the code that called the unit.
+        requires_grad: Whether an activation needs a gradient, for each activation among the arguments.
     """
 
     bound: BoundUnit
@@ -48,7 +48,7 @@ class UnitRun:
 
     @classmethod
     def from_call(cls, bound: BoundUnit, forward: SuspendedForward, call_index: int) -> UnitRun:
-        """Capture the unit call that a forward waits for."""
+        """Capture the unit call at which a forward is suspended."""
         call = forward.call
         assert call is not None
         captured = CapturedArguments(bound.unit.name, call.args, call.kwargs)
@@ -72,16 +72,16 @@ class UnitRun:
         return [tensor for tensor in found if tensor is not None]
 
     def with_activations(self, streams: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the tensors of the arguments, with their activations replaced by ``streams``."""
+        """Return the tensors among the arguments, with activations replaced by ``streams``."""
         tensors = list(self.captured.tensors)
         for i, stream in zip(self.captured.activations, streams, strict=True):
             tensors[i] = stream
         return tensors
 
     def leaves(self) -> list[Tensor]:
-        """Return a leaf for a new graph for each activation.
+        """Return each activation as a leaf for a new graph.
 
-        Leaves are contiguous, as in the recompute, because kernels can round differently for other strides.
+        Leaves are contiguous, as in the recompute, because strides can affect how kernels round.
         """
         grad_enabled = self.modes.grad_enabled
         return [
@@ -92,7 +92,7 @@ class UnitRun:
     def compute(
         self, tensors: list[Tensor | None], random: RandomStates, *, keep_graph: bool, cache_enabled: bool | None = None
     ) -> CapturedResult:
-        """Run the unit with the modes and the random state of this run.
+        """Run the unit with the saved modes and random state.
 
         Args:
             keep_graph: Whether a backward uses the graph. If False, autograd saves nothing.
@@ -110,8 +110,8 @@ class UnitGraph:
 
     Attributes:
         outputs: Differentiable outputs of the run, or their gradient edges.
-        inputs: Leaves of the activations that need a gradient.
-        weights: Leaves of the trainable weights, by owner's name.
+        inputs: Leaves for the activations that need a gradient.
+        weights: Leaves for the trainable weights, by name.
     """
 
     outputs: Sequence[Tensor | GradientEdge]
@@ -122,17 +122,17 @@ class UnitGraph:
         """Run the backward and free the graph.
 
         Returns:
-            Gradients of the inputs and of the weights; None for a tensor without a gradient.
+            Gradients of the inputs, and gradients of the weights. An entry is None if the tensor has no gradient.
         """
         found = optional_gradients(self.outputs, grad_outputs, [*self.inputs, *self.weights.values()])
         return found[: len(self.inputs)], found[len(self.inputs) :]
 
 
 class KeptRun:
-    """State of one run that is kept until its backward.
+    """State of one run that is kept until the run's backward.
 
     Attributes:
-        requires_grad: Whether each activation among the arguments needs a gradient.
+        requires_grad: Whether an activation needs a gradient, for each activation among the arguments.
         num_outputs: Number of differentiable outputs of the run.
     """
 
@@ -141,29 +141,29 @@ class KeptRun:
     num_outputs: int
 
     def record_aliases(self, aliases: Sequence[Tensor]) -> None:
-        """Record the aliases of the outputs. The rest of the model uses the aliases, and can change them in place."""
+        """Record the aliases of the outputs that the rest of the model gets and can change in place."""
 
     def graph(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[UnitGraph]:
         """Yield the graph of the run.
 
         Args:
-            weights: Leaves of the trainable weights that are bound now, by owner's name.
+            weights: Leaves for the trainable weights that are currently bound, by name.
         """
         raise NotImplementedError
 
     def skip(self) -> None:
-        """Consume the leases of the backward without computing, because no gradient arrived."""
+        """Take the backward's planned leases without computing, because no gradient has arrived."""
 
 
 def optional_gradients(
     outputs: Sequence[Tensor | GradientEdge], grad_outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Return the gradients of `inputs`; None if no output with a gradient depends on the input."""
+    """Return the gradient of each input, or None if no output with a gradient depends on the input."""
     pairs = [(out, grad) for out, grad in zip(outputs, grad_outputs, strict=True) if grad is not None]
     if not inputs:
         return []
-    # Call the engine directly. `torch.autograd.grad` would first dispatch to the leaves' class, which disables
-    # interception of torch functions. A unit with activation checkpointing must recompute with interception.
+    # Call the engine directly, because `torch.autograd.grad` would first dispatch to the leaves' class, which disables
+    # interception of torch functions. Units with activation checkpointing need interception in their recompute.
     found = _engine_run_backward(
         tuple(out for out, _ in pairs), tuple(grad for _, grad in pairs), False, False, tuple(inputs), True, False
     )

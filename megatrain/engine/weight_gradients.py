@@ -1,10 +1,10 @@
-"""Weight gradients that are added to their fp32 accumulators as soon as they are computed.
+"""Weight gradients that are added to fp32 accumulators as soon as they are computed.
 
-Autograd returns the gradient of a weight as a separate tensor with the shape and dtype of the weight. For an embedding
-it has all rows, although a step needs few of them. Here, the leaves bound to a unit's matrices intercept `F.linear`,
-`F.embedding` and `torch.addmm`. The backward of these calls adds a product, or the rows of the tokens in the batch, to
-the accumulator, and autograd gets no gradient for the weight. This avoids a full-size temporary tensor. If the device
-supports it, half-precision products are summed in fp32 within the GEMM.
+Autograd returns a weight's gradient as a separate tensor with the shape and dtype of the weight. An embedding's
+gradient has all rows, although a step needs few of them. To avoid this temporary tensor, the leaves bound to a unit's
+matrices intercept `F.linear`, `F.embedding` and `torch.addmm`. In the backward, an intercepted matmul adds its product
+to the accumulator, and an embedding adds the rows of the batch's tokens. Autograd gets no gradient for the weight. If
+the device supports it, half-precision products are summed in fp32 within the GEMM.
 
 All other operations on a weight (slices, transposes, casts, stacked experts) use autograd as usual.
 """
@@ -41,18 +41,17 @@ __all__ = [
     "weight_leaf",
 ]
 
-#: Maximum temporary bytes of a product that its GEMM cannot add to the sum, and of a cast of rows.
+#: Maximum size of a temporary product, for GEMMs that cannot add to the sum, and of rows that are cast.
 _TEMPORARY_NBYTES = 16 << 20
 
 
 class GradientAccumulator(GradientSink):
-    """fp32 accumulators of one use site in one visit. The first gradient of a parameter is copied, later ones are
-    added.
+    """fp32 accumulators of a visit. A parameter's first gradient is copied, and all later gradients are added.
 
     Args:
-        targets: Parameter -> view of its accumulator.
-        added: Parameters that already have a gradient. The accumulator extends this set.
-        begins_with_zero: Whether to add the first product of a parameter to zeros instead of copying it.
+        targets: View of each parameter's accumulator, by name.
+        added: Parameters that already have a gradient. This set is extended in place.
+        begins_with_zero: Whether to add a parameter's first product to zeros instead of copying it.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class GradientAccumulator(GradientSink):
         """Do nothing, because all micro-batches share one sum."""
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Accumulate one micro-batch's gradient of a parameter (any float dtype, same shape)."""
+        """Add one micro-batch's gradient of a parameter, in any float dtype."""
         if name in self._added:
             self._targets[name].add_(gradient)
         else:
@@ -92,7 +91,7 @@ class GradientAccumulator(GradientSink):
         other._added.clear()
 
     def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0) -> None:
-        """Accumulate ``left`` [M, K] @ ``right`` [K, N] in rows ``first_row`` to ``first_row + M`` of a matrix."""
+        """Add ``left`` [M, K] @ ``right`` [K, N] to the M rows of a matrix that start at ``first_row``."""
         given = range(first_row, first_row + len(left))
         if len(given) == _num_rows(self._targets[name]) and not self._begins_with_zero:
             is_first = name not in self._added
@@ -114,7 +113,7 @@ class GradientAccumulator(GradientSink):
             _multiply_in_ranges(target, left, right, is_first=is_first)
 
     def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None) -> None:
-        """Accumulate ``rows`` [K, N], in order, in rows ``indexes`` [K] of a matrix, except in row ``ignored``."""
+        """Add ``rows`` [K, N] in order to the rows ``indexes`` [K] of a matrix. Row ``ignored`` gets no gradient."""
         self._begin(name)
         for place, held, columns in _places(self._targets[name]):
             if device_kernels.are_for(place):
@@ -123,7 +122,7 @@ class GradientAccumulator(GradientSink):
                 _add_rows_in_ranges(place, held, indexes, rows[:, columns], ignored)
 
     def _begin(self, name: str) -> None:
-        """Zero the accumulator of a parameter that has no gradient yet."""
+        """Zero a parameter's accumulator if the parameter has no gradient yet."""
         if name not in self._added:
             for place, _, _ in _places(self._targets[name]):
                 place.zero_()
@@ -146,14 +145,14 @@ class GradientAccumulator(GradientSink):
 
 
 class LaneAccumulator:
-    """Accumulators of one use site, or of some rows of a matrix, with a sum per lane.
+    """Accumulators of a use site, or of some rows of a matrix, with one sum per lane.
 
     When a lane is complete, open sums are added in the order of the tree of lanes (``ranks/lanes.py``). The first open
-    sum uses the gradient's own memory. The memory of other open sums is allocated at their first gradient.
+    sum uses the gradient's own memory. Memory for each further open sum is allocated when its first gradient arrives.
 
     Args:
         first: Accumulators of the first open sum.
-        room: Factory of accumulators for the same parameters with separate memory.
+        room: Function that creates accumulators for the same parameters with separate memory.
     """
 
     def __init__(self, lanes: Lanes, first: GradientAccumulator, room: Callable[[], GradientAccumulator]) -> None:
@@ -163,7 +162,7 @@ class LaneAccumulator:
         self._lane = lanes.own.start
 
     def at(self, micro_batch: int) -> None:
-        """Advance to a micro-batch, by its number among the micro-batches of these lanes. Call it in order."""
+        """Advance to a micro-batch, by its number within these lanes. Call this for the micro-batches in order."""
         lane = self._lanes.lane_of(micro_batch)
         assert self._lane <= lane < self._lanes.own.stop, (micro_batch, self._lane, lane, self._lanes)
         while self._lane < lane:
@@ -174,8 +173,8 @@ class LaneAccumulator:
         """Complete all lanes.
 
         Returns:
-            Nodes of the tree whose sums remain, with the sums: one node if this process has all lanes of the step. A
-            sum without gradients has no memory and is None.
+            The nodes of the tree that remain open, with their sums. A process that has all lanes of the step has one
+            node. A sum is None if it has no gradients.
         """
         while self._lane < self._lanes.own.stop - 1:
             self._close_lane()
@@ -201,15 +200,15 @@ class LaneAccumulator:
         return self._made[self._num_open - 1]
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Accumulate the current micro-batch's gradient of a parameter."""
+        """Add the current micro-batch's gradient of a parameter."""
         self._current.add(name, gradient)
 
     def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0) -> None:
-        """Accumulate a product in rows of a matrix."""
+        """Add a product to rows of a matrix."""
         self._current.add_product(name, left, right, first_row)
 
     def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None) -> None:
-        """Accumulate rows of a matrix."""
+        """Add rows to a matrix."""
         self._current.add_rows(name, indexes, rows, ignored)
 
 
@@ -218,11 +217,11 @@ def _num_rows(target: Tensor | InPieces) -> int:
 
 
 def _places(target: Tensor | InPieces, some: range | None = None) -> Iterator[tuple[Tensor, range, slice]]:
-    """Yield the memory [rows, columns], the row range and the column slice of each piece of a matrix.
+    """Yield each piece of a matrix as memory [rows, columns], row range and column slice.
 
     Args:
         target: Matrix in one or several blocks.
-        some: Requested rows. Pieces without requested rows are skipped. None for all rows.
+        some: Rows of interest. Pieces without any of these rows are skipped. None for all rows.
     """
     if isinstance(target, Tensor):
         yield target, range(len(target)), slice(None)
@@ -234,7 +233,7 @@ def _places(target: Tensor | InPieces, some: range | None = None) -> Iterator[tu
 
 
 def _groups_of(indexes: Tensor) -> Tensor:
-    """Return ``row_groups(indexes)``, computed once for all parts of a matrix."""
+    """Return ``row_groups(indexes)``, which is computed only once for all parts of a matrix."""
     groups: Tensor | None = getattr(indexes, _GROUPS, None)
     if groups is None:
         groups = device_kernels.row_groups(indexes)
@@ -243,7 +242,7 @@ def _groups_of(indexes: Tensor) -> Tensor:
 
 
 def _add_rows_in_ranges(place: Tensor, held: range, indexes: Tensor, rows: Tensor, ignored: int | None) -> None:
-    """Add the rows whose index is in this part, in order, in ranges of limited size."""
+    """Add the rows that belong to this part, in order, a limited number at a time."""
     step = max(1, _TEMPORARY_NBYTES // (4 * rows.shape[-1]))
     for start in range(0, len(rows), step):
         at, values = indexes[start : start + step], rows[start : start + step]
@@ -254,15 +253,15 @@ def _add_rows_in_ranges(place: Tensor, held: range, indexes: Tensor, rows: Tenso
             chosen = is_here.nonzero().squeeze(1)
             place.index_add_(0, at[chosen].sub_(held.start), values.index_select(0, chosen).to(place.dtype))
             continue
-        # Mask the rows instead of selecting them, because the host does not know their indexes. Masked rows add zeros,
-        # spread over different rows, because a GPU serializes additions to the same row.
+        # Mask the rows instead of selecting them, because the host does not know the indexes. Masked rows add zeros to
+        # different rows, because a GPU serializes additions to the same row.
         anywhere = torch.arange(len(at), device=at.device).remainder_(len(held))
         values = values.to(place.dtype).masked_fill(is_here.logical_not().unsqueeze(-1), 0.0)
         place.index_add_(0, torch.where(is_here, at - held.start, anywhere), values)
 
 
 def _multiply_in_ranges(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
-    """Add a product to a sum of another dtype, in ranges of limited size, because no GEMM supports both dtypes."""
+    """Add a product to a sum with a different dtype, a few rows at a time, because no GEMM supports both dtypes."""
     step = max(1, _TEMPORARY_NBYTES // (right.shape[-1] * right.element_size()))
     for start in range(0, len(left), step):
         rows = slice(start, start + step)
@@ -274,9 +273,9 @@ def _multiply_in_ranges(target: Tensor, left: Tensor, right: Tensor, *, is_first
 
 
 class GradientReceiver:
-    """Receiver that passes the gradients of one unit's weights to the sink of the visit whose backward runs.
+    """Receiver that passes weight gradients of one unit to the sink of the running backward.
 
-    Graphs refer to the receiver from forward to backward, but the sink exists only during the backward.
+    Graphs refer to the receiver, because the sink exists only during the backward.
     """
 
     def __init__(self) -> None:
@@ -300,7 +299,7 @@ class GradientReceiver:
 
 @dataclass(frozen=True, slots=True)
 class GradientTarget:
-    """Place in a parameter's accumulator for a leaf's gradient: the rows from ``first_row`` on."""
+    """Position in a parameter's accumulator to which a leaf's gradient is added: the rows from ``first_row``."""
 
     receiver: GradientReceiver
     name: str
@@ -312,7 +311,7 @@ _GROUPS = "_megatrain_row_groups"
 
 
 def weight_leaf(values: Tensor, target: GradientTarget) -> Tensor:
-    """Return a leaf with the memory of ``values`` [M, N]. Intercepted functions send its gradient to the target.
+    """Return a leaf that shares the memory of ``values`` [M, N]. Intercepted functions send its gradient to the target.
 
     Code that uses the leaf must run within ``intercepting``.
     """
@@ -325,7 +324,7 @@ def weight_leaf(values: Tensor, target: GradientTarget) -> Tensor:
 
 
 def new_leaf(weight: Tensor, *, requires_grad: bool) -> Tensor:
-    """Return a new leaf with the memory and the target of a weight."""
+    """Return a new leaf that shares the memory and the target of a weight."""
     target = target_of(weight)
     if target is None or not requires_grad:
         return weight.detach().requires_grad_(requires_grad)
@@ -333,7 +332,7 @@ def new_leaf(weight: Tensor, *, requires_grad: bool) -> Tensor:
 
 
 def target_of(leaf: Tensor) -> GradientTarget | None:
-    """Return the target of a leaf; None for other tensors."""
+    """Return the target of a leaf, or None for other tensors."""
     target: GradientTarget | None = getattr(leaf, _TARGET, None)
     return target
 
@@ -359,14 +358,14 @@ class _Interception(TorchFunctionMode):
 
 
 def intercepting(leaves: Iterable[Tensor]) -> AbstractContextManager[Any]:
-    """Return the context in which torch functions called with these leaves are intercepted."""
+    """Return a context in which torch functions that are called with these leaves are intercepted."""
     needs_mode = any(target_of(leaf) is not None and not isinstance(leaf, _WeightLeaf) for leaf in leaves)
     return _Interception() if needs_mode else nullcontext()
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     substitute = _SUBSTITUTES.get(func)
-    # Without a graph, no gradient is needed. Under autocast, substitutes leave the product to autograd.
+    # Without a graph, no gradient is needed. Under autocast, substitutes return None, so autograd computes it.
     if substitute is not None and torch.is_grad_enabled():
         result = substitute(*args, **kwargs)
         if result is not None:
@@ -375,18 +374,18 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Return `F.linear` with a backward that adds the weight's gradient to its target; None to use autograd."""
+    """Compute `F.linear` so that the backward adds the weight's gradient to its target. Return None to use autograd."""
     target = target_of(weight)
     if target is None or torch.is_autocast_enabled(rows.device.type) or rows.dtype != weight.dtype:
         return None
-    # Flatten and unflatten here, because autograd refuses in-place changes to views made in `_Linear`.
+    # Flatten and unflatten here, because autograd forbids in-place changes to views created in `_Linear`.
     flat = rows.reshape(-1, rows.shape[-1])
     out: Tensor = _Linear.apply(flat, weight, bias, target)  # type: ignore[no-untyped-call]
     return out.view(*rows.shape[:-1], out.shape[-1])
 
 
 def _addmm(bias: Tensor, rows: Tensor, weight: Tensor, **options: Any) -> Tensor | None:
-    """Return `torch.addmm` like ``linear``, for a weight [in, out] (transformers' ``Conv1D``)."""
+    """Compute `torch.addmm` like ``linear``. The weight is [in, out], as in transformers' ``Conv1D``."""
     target = target_of(weight)
     if target is None or options or torch.is_autocast_enabled(rows.device.type) or bias.dim() != 1:
         return None
@@ -413,11 +412,11 @@ def _embedding(
 
 
 def looked_up(ids: Tensor, rows: Tensor, leaf: Tensor, padding_idx: int | None, target: GradientTarget) -> Tensor:
-    """Return rows from an earlier look-up as the result of `F.embedding`.
+    """Return rows that were looked up earlier, as the result of `F.embedding`.
 
     Args:
         ids: Indexes of the rows, of any shape.
-        leaf: Placeholder for the matrix in the graph. Autograd gives it no gradient.
+        leaf: Placeholder that represents the matrix in the graph. Autograd gives it no gradient.
         padding_idx: Index of the row that gets no gradient.
     """
     if padding_idx is not None and padding_idx < 0:
