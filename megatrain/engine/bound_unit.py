@@ -1,7 +1,7 @@
 """Binding of weights to an unmodified module, and calls to its `forward`.
 
-Between visits, the parameters of a module are placeholders without memory (`absent_weights.py`). During a visit, they
-are views of leased blocks and leaves of the autograd graph.
+Between visits, a module's parameters are placeholders without memory (`absent_weights.py`). During a visit, they are
+views of leased blocks, and leaves of the autograd graph.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = ["BoundUnit", "installed_stubs", "units_stubbed"]
 
 
 class BoundUnit:
-    """Unmodified module with parameter slots. It binds weights to the slots and runs the module's `forward`.
+    """Unit to which weights can be bound, so that its unmodified module's `forward` can run.
 
     Args:
-        unit: Unit whose module is not stubbed yet.
+        unit: Unit whose module has not been stubbed yet.
 
     Attributes:
-        forward: Original or compiled forward of the module.
-        rows: Look-ups of rows in passing weights.
+        forward: The module's original or compiled forward.
+        rows: Early look-ups of rows in passing weights.
     """
 
     def __init__(self, unit: Unit, device: torch.device, compiler: LayerCompiler | None = None) -> None:
@@ -72,7 +72,7 @@ class BoundUnit:
         self.trainable = tuple(owner for owner, trains in self._trainable.items() if trains)
 
     def _read_weight(self, read: WeightRead, rows: Tensor | None = None) -> Tensor:
-        """Return a copy of the values that code outside of the module reads. The copy outlives the visit."""
+        """Return values that code outside of the module reads. The result is a copy, because it outlives the visit."""
         weight: Tensor = next(parameters[leaf] for parameters, leaf, owner in self._slots if owner == read.owner)
         if rows is None:
             return weight.clone()
@@ -80,7 +80,7 @@ class BoundUnit:
         return functional.embedding(rows, matrix).reshape(*rows.shape, *weight.shape[1:])
 
     def _own_parameters(self) -> dict[str, Tensor]:
-        """Return copies of a container's parameters, which outlive the visit. Serves as a container's forward."""
+        """Return copies of a container's parameters, which outlive the visit. Used as the forward of containers."""
         return {leaf: parameters[leaf].clone() for parameters, leaf, _ in self._slots}
 
     def zeros(self) -> dict[str, Tensor]:
@@ -98,13 +98,13 @@ class BoundUnit:
 
     @contextmanager
     def bound(self, weights: Mapping[str, Tensor | MatrixParts]) -> Iterator[dict[str, Tensor]]:
-        """Bind `weights` (owner's name -> tensor) to the parameters. Yield the trainable leaves by owner's name."""
+        """Bind `weights`, given by name, to the parameters within the context. Yield the trainable leaves by name."""
         leaves = {owner: self._leaf(owner, weights[owner]) for owner in self._trainable}
         with self.rows.bound(leaves.values()), self._in_slots(leaves), intercepting(leaves.values()):
             yield {owner: leaves[owner] for owner in self.trainable}
 
     def look_up(self, calls: Sequence[UnitCall]) -> list[list[Tensor]]:
-        """Look up the rows of passing weights that the calls need; see ``RowLookUps.look_up``."""
+        """Look up the rows that calls need from passing weights; see ``RowLookUps.look_up``."""
 
         def begin(call: UnitCall) -> None:
             with torch.no_grad(), self._attributes_restored():
@@ -113,7 +113,7 @@ class BoundUnit:
         return self.rows.look_up(calls, begin)
 
     def _leaf(self, owner: str, weight: Tensor | MatrixParts) -> Tensor:
-        """Return the graph leaf for a weight. Compiled layers need plain tensors, which torch can compile."""
+        """Return the graph leaf for a weight. Compiled layers get plain tensors, which torch can compile."""
         if not isinstance(weight, Tensor):
             target = GradientTarget(self.receiver, owner) if self._trainable[owner] else None
             return PartedWeight.in_place_of(self._absent[owner], weight, target, self.rows)
@@ -124,24 +124,24 @@ class BoundUnit:
 
     @contextmanager
     def replaced(self, owner: str, weight: Tensor) -> Iterator[Tensor]:
-        """Put another tensor into the slots of a parameter within the context. Yield the previous tensor."""
+        """Replace a parameter by a tensor within the context. Yield the previously bound tensor."""
         before = next(leaf for name, leaf in self.leaves() if name == owner)
         with self._in_slots({owner: weight}):
             yield before
 
     def leaves(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the owner's name and the tensor of each slot."""
+        """Yield the name and the bound tensor of each parameter."""
         for parameters, leaf, owner in self._slots:
             yield owner, parameters[leaf]
 
     def matrices(self) -> dict[int, str]:
-        """Return id -> owner's name of each bound weight that is not parted; empty for compiled layers."""
+        """Return the names of bound weights by id, without weights in parts; empty for compiled layers."""
         if self._is_compiled:
             return {}
         return {id(leaf): owner for owner, leaf in self.leaves() if not isinstance(leaf, PartedWeight)}
 
     def has(self, owner: str) -> bool:
-        """Return whether the parameter with this owner's name belongs to the unit."""
+        """Return whether the unit uses the parameter with this name."""
         return owner in self._absent
 
     def absent(self, owner: str) -> AbsentWeight:
@@ -150,7 +150,7 @@ class BoundUnit:
 
     @contextmanager
     def _in_slots(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Put tensors (owner's name -> tensor) into their parameter slots within the context."""
+        """Set parameters to tensors, given by name, within the context."""
         slots = [slot for slot in self._slots if slot[2] in tensors]
         saved = [parameters[leaf] for parameters, leaf, _ in slots]
         try:
@@ -162,7 +162,7 @@ class BoundUnit:
                 parameters[leaf] = parameter
 
     def in_backward(self) -> AbstractContextManager[None]:
-        """Return the context for the backward of a run. `torch.compile` compiles the backward in its first run."""
+        """Return the context for a run's backward. `torch.compile` compiles a backward when it first runs."""
         return naming_failures(self.unit) if self._is_compiled else nullcontext()
 
     def run(
@@ -199,7 +199,7 @@ class BoundUnit:
 
     @contextmanager
     def _attributes_restored(self) -> Iterator[None]:
-        """Undo the forward's changes to attributes, which would affect the next micro-batch and the recompute."""
+        """Undo changes that a forward makes to attributes, because they would affect later runs."""
         attributes = [dict(module.__dict__) for module in self._modules]
         buffers = [
             (module, leaf, buffer, buffer._version)
@@ -226,7 +226,7 @@ class BoundUnit:
 
 @contextmanager
 def _active_records(records: dict[str, list[Any]] | None) -> Iterator[None]:
-    """Redirect Hugging Face's output recorders (router logits and the like) to `records`, unless it is None."""
+    """Make Hugging Face's output recorders, such as those for router logits, write to `records` if it is not None."""
     if records is None:
         yield
         return
@@ -243,11 +243,11 @@ def _active_records(records: dict[str, list[Any]] | None) -> Iterator[None]:
 def units_stubbed(
     bounds: Sequence[BoundUnit], others: Mapping[nn.Module, Callable[..., Any]] = MappingProxyType({})
 ) -> Iterator[None]:
-    """Replace all weights by placeholders, and all units' forwards by stubs that suspend the model, within the context.
+    """Within the context, replace weights by placeholders, and units' forwards by stubs that suspend the model.
 
     Args:
         bounds: All units. Containers keep their own forward.
-        others: Stubs of modules that are not units.
+        others: Stubs for modules that are not units.
     """
     units = {bound.unit.module: _unit_stub(bound.unit.index) for bound in bounds if not bound.unit.is_container}
     with ExitStack() as stack:
@@ -268,7 +268,7 @@ def _unit_stub(index: int) -> Callable[..., Any]:
 
 @contextmanager
 def installed_stubs(stubs: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Replace the `forward` of module instances, but not of their classes, within the context."""
+    """Replace the `forward` of module instances within the context. Their classes stay unchanged."""
     own = {module: module.__dict__.get("forward") for module in stubs}
     try:
         for module, stub in stubs.items():

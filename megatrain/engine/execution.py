@@ -1,4 +1,4 @@
-"""Execution of a step's tape: lease the blocks of each op from the store, then pin, evict or discard the copies.
+"""Execution of a step's tape: lease each op's blocks from the store, then pin, evict or discard the copies.
 
 A step processes a layer in this order (docs/reading.md explains each stage):
 
@@ -11,7 +11,7 @@ A step processes a layer in this order (docs/reading.md explains each stage):
                 reduce      `GradientAccumulator.add_product`, for each micro-batch
                 release     `TapeStore.released`
 
-This file makes no decisions. The tape, compiled before the step, lists all leases, fetches, pins and evictions.
+This file makes no decisions: the tape is compiled before the step and lists all leases, fetches, pins and evictions.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = ["TapeExecution"]
 
 
 class TapeExecution:
-    """Iterator over the ops of a step that leases their blocks. Used by the thread that runs the step.
+    """Iterator over the ops of a step, which also leases their blocks. Used only by the thread that runs the step.
 
     Attributes:
         op: Current op; None before the first op and after the step.
-        background: Updates that run concurrently with the layers. The caller of ``start`` exits it after the step.
+        background: Context for updates that run concurrently with the layers. Entered by the caller of ``start``.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class TapeExecution:
         self._ops, self._pinned = iter(tape.ops), tape.pinned
 
     def start_updates_ahead(self) -> None:
-        """Begin the deferred updates within the step that computed their gradients. Requires all their blocks at home.
+        """Begin the deferred updates already in the step that has computed their gradients.
 
-        The schedule does not advance, because these updates fetch nothing.
+        All blocks of the updates must be at home. The schedule does not advance, because the updates fetch nothing.
         """
         self._is_ahead = True
         self._ops = iter(self._tape(True, False, {}).ops)
@@ -105,17 +105,17 @@ class TapeExecution:
         self._pinned = {}
 
     def next_op(self) -> Op | None:
-        """Advance to the next op; return None after the last one."""
+        """Advance to the next op. Return None after the last op."""
         self.op = next(self._ops, None)
         give_back_beyond_limit(self._store, 0 if self.op is None else self._op_bytes[self.op.tick])
         self._uses = {}
         if self.op is not None:
             tick, uses = self.op.tick, self.op.uses
             self._uses = dict(zip(self.content_keys(self.op, uses), uses, strict=True))
-            # Wait before any lease, because an update that still runs writes the newest contents of these blocks.
+            # Wait before any lease, because a running background update may still be writing these blocks.
             self.background.wait_for([use.key for use in uses])
             if not self._is_ahead:
-                # Advance before the leases of the op, because the prefetcher looks ahead from this tick.
+                # Advance before the op's leases, because the prefetcher looks ahead from the current tick.
                 self._store.advance(self._first_tick + tick)
                 self._activity.begin_part(tick, self.op.phase, self._unit_names[self.op.phase, self.op.visit])
         if self._timeline is not None:
@@ -124,20 +124,20 @@ class TapeExecution:
 
     @property
     def current_op(self) -> Op:
-        """Current op. An op must have begun."""
+        """Current op. Fails if there is none."""
         assert self.op is not None, "no op has begun, or the step is over"
         return self.op
 
     def use(self, key: str) -> Use:
-        """Return the current op's use of a block, by the key of the block's contents."""
+        """Return the current op's use of a block, given the key of the block's contents."""
         return self._uses[key]
 
     def uses(self, key: str) -> bool:
-        """Return whether the current op uses a block, by the key of the block's contents."""
+        """Return whether the current op uses a block, given the key of the block's contents."""
         return key in self._uses
 
     def content_keys(self, op: Op, uses: Iterable[Use]) -> list[str]:
-        """Return the keys of the contents of the blocks in ``uses``: a shared block has the key of its gradient."""
+        """Return the keys of the blocks' contents. For a shared block, this is the key of the gradient in the block."""
         program = self.model.program
         if not program.occupants:  # a shortcut, because a layer has hundreds of blocks
             return [use.key for use in uses]
@@ -145,10 +145,10 @@ class TapeExecution:
 
     @contextmanager
     def lease(self, keys: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """Lease blocks of the current op together and yield their tensors by key. Release them as the tape says.
+        """Lease blocks of the current op together, and yield their tensors by key. Release them as the tape says.
 
         Args:
-            keys: Keys of the contents. A gradient in a shared block has a separate key, and may be shorter.
+            keys: Keys of the blocks' contents. In a shared block, the gradient can be shorter than the block.
         """
         op = self.current_op
         if not keys:
@@ -164,7 +164,7 @@ class TapeExecution:
                     tensor = tensor.narrow(0, 0, self.model.program.contents(op.tick, lease.key).num_elements)
                 tensors[key] = tensor
             yield tensors
-        # Release after the leases end: an eviction writes back, and must not read a copy that is still being written.
+        # Release after the leases end, because an eviction must not write back a copy that is still being written.
         self._copies.released(uses, op.tier)
 
     def skip(self, keys: Iterable[str]) -> None:
@@ -174,7 +174,7 @@ class TapeExecution:
             self._copies.skipped(self._uses[key], op.tier)
 
     def skip_prefetch(self, uses: Iterable[tuple[int, str]], *, but_not: Collection[tuple[int, str]] = ()) -> None:
-        """Cancel the prefetch of (tick from the start of this step, key); see ``TieredStore.pass_over``."""
+        """Cancel prefetches for uses of this step, given as (tick in the step, key); see ``TieredStore.pass_over``."""
         first = self._first_tick
         self._store.pass_over(
             [(first + tick, key) for tick, key in uses], but_not=[(first + tick, key) for tick, key in but_not]

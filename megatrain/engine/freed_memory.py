@@ -1,9 +1,9 @@
-"""Handling of freed tensor memory by the C library: return it to the system, or reuse it for the next tensors.
+"""Control of whether the C library returns freed tensor memory to the system, or keeps it for later tensors.
 
-If pages are returned, the system creates and zeroes them again for the next tensor, which makes a step on the CPU 20 %
-longer (decision 0085). If pages are kept, they form holes between live memory, which no plan counts. A run that
-computes on the CPU therefore keeps pages within an op. Between ops it returns them if the process and the memory of the
-next op would together exceed the plan. By default glibc keeps all pages of tensors of up to 32 MiB.
+If pages are returned, the system must map and zero new pages for the next tensor, which makes a step on the CPU 20 %
+longer (decision 0085). If pages are kept, they leave holes between live memory, which no plan counts. A run that
+computes on the CPU therefore keeps pages within an op. Between ops, it returns them if the process would exceed the
+plan during the next op. By default, glibc keeps all pages of tensors of up to 32 MiB.
 
 The settings affect the whole process. With C libraries other than glibc, this module does nothing.
 """
@@ -23,17 +23,17 @@ __all__ = ["freed_memory_kept", "give_back_beyond_limit", "give_back_freed_memor
 
 #: Parameters of mallopt(3).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-#: Tensors of at least this size are mapped separately, so the system gets their memory when they are freed. The first
-#: value serves to return memory. The second, the maximum that glibc accepts, serves to keep memory.
+#: Size from which tensors are mapped separately, so that their memory is returned when they are freed. The first value
+#: is used to return memory. The second value is used to keep memory, and is the maximum that glibc accepts.
 _GIVEN_BACK_FROM, _NEVER_KEPT_FROM = 4 * MiB, 32 * MiB
-#: Size of the free end of the heap from which glibc returns it automatically; the maximum that mallopt accepts.
+#: Size from which glibc returns free memory at the end of the heap. This is the maximum that mallopt accepts.
 _NEVER = 2**31 - 1
-#: Freed memory that a process above its plan keeps anyway, because each return costs milliseconds.
+#: Freed memory that a process keeps even above its plan, because each return takes milliseconds.
 _SPARE_BYTES = 16 * MiB
 #: Linux file with the page counts of this process. The second number is the count of resident pages.
 _STATM = "/proc/self/statm"
 
-#: Store of each open run -> limit of the resident bytes before an op plus the bytes of the op.
+#: Limits by store, one per open run. A limit bounds the sum of resident bytes before an op and the op's bytes.
 _limits: dict[object, int] = {}
 
 
@@ -44,12 +44,12 @@ def give_back_freed_memory() -> None:
 
 @contextmanager
 def freed_memory_kept(store: object, limit_bytes: int) -> Iterator[None]:
-    """Within the context, keep freed memory for later tensors, and return it if the process exceeds the limit.
+    """Within the context, keep freed memory for later tensors unless the process exceeds the limit.
 
-    After the last run, the memory of large tensors is returned as soon as they are freed.
+    After the last such context, the memory of large tensors is returned as soon as they are freed.
 
     Args:
-        store: Store of the run whose ops check the limit.
+        store: Store of the run. The run's ops check the limit.
         limit_bytes: Maximum resident bytes of the process, including the bytes of the current op.
     """
     if os.path.exists(_STATM) and _set_thresholds(_NEVER_KEPT_FROM, _NEVER):
@@ -70,12 +70,12 @@ def give_back_beyond_limit(store: object, op_bytes: int) -> None:
     limit = _limits.get(store)
     if limit is not None and _resident_bytes() + op_bytes > limit:
         trim()
-        # The remaining excess is in use by other code in the process, probably also at the next op, so raise the limit.
+        # Other code in the process uses the remaining excess, probably also at the next op, so raise the limit.
         _limits[store] = max(limit, _resident_bytes() + op_bytes + _SPARE_BYTES)
 
 
 def trim() -> None:
-    """Return all whole pages of freed memory to the system."""
+    """Return all completely free pages to the system."""
     malloc_trim = _function("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)

@@ -1,6 +1,6 @@
-"""Runs whose graphs are kept from forward to backward, without offloading and recompute.
+"""Runs whose graphs are kept from forward to backward, so that the backward needs no recompute.
 
-The weights must stay in place and unchanged until the backward. `program.keeping_graphs` ensures it.
+The weights must stay in place and unchanged until the backward. `program.keeping_graphs` plans this.
 docs/decisions/0015-keep-graphs-where-memory-is-left.md
 """
 
@@ -38,20 +38,20 @@ class GraphKeeping:
     ) -> tuple[CapturedResult, KeptGraph]:
         """Run the unit and keep its graph."""
         leaves = run.leaves()
-        # Disable autocast's cache. A cached cast of a weight is one graph node for all uses, so their gradients would
-        # be added in a different order than in the recompute, which has no cache.
+        # Disable autocast's cache, as in a recompute. With the cache, all uses of a weight would share one cast in the
+        # graph, so gradients would be added in a different order.
         result = run.compute(run.with_activations(leaves), self._random, keep_graph=True, cache_enabled=False)
         return result, KeptGraph(run.micro_batch, leaves, result.outputs, weights)
 
 
 class KeptGraph(KeptRun):
-    """Graph of one run, kept in memory outside of blocks from its forward to its backward.
+    """Graph of one run, kept as workspace from forward to backward.
 
-    It holds the inputs that need a gradient and the tensors that autograd saved, outputs only among the latter.
+    The graph holds inputs that need a gradient, and tensors that autograd has saved. It does not hold other outputs.
 
     Args:
-        streams: Activations among the inputs; leaves of this graph.
-        weights: Leaves of the run's trainable weights, by owner's name.
+        streams: Activations among the inputs, which are leaves of the graph.
+        weights: Leaves for the run's trainable weights, by name.
     """
 
     def __init__(
@@ -66,16 +66,15 @@ class KeptGraph(KeptRun):
         self._outside: list[Tensor] = []
 
     def record_aliases(self, aliases: Sequence[Tensor]) -> None:
-        """Record the aliases of the outputs. The rest of the model uses the aliases, and can change them in place."""
+        """Record the aliases of the outputs that the rest of the model gets and can change in place."""
         self._outside = [version_probe(alias) for alias in aliases]
 
     @contextmanager
     def graph(self, weights: Mapping[str, Tensor]) -> Iterator[UnitGraph]:
-        """Yield the graph. Its leaves are the leaves of the forward.
+        """Yield the graph. ``weights`` are not used, because the graph has the leaves of its forward.
 
-        Autograd must raise if the graph needs an output that the model has changed in place. The graph and the model
-        share the memory of the outputs but not the version counters. Incrementing the inner counters makes autograd
-        raise the errors of plain PyTorch.
+        If the model has changed an output in place and the graph needs this output, autograd raises an error, as in
+        plain PyTorch. For this, changes to the aliases are copied to the version counters of the graph's outputs.
         """
         for inside, outside in zip(self._inside, self._outside, strict=True):
             if outside._version:

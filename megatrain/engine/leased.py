@@ -1,4 +1,4 @@
-"""Hooks of the executor, and their implementation for a single process, where weights are views of leased blocks."""
+"""Hooks of the executor, and the implementation for a single process. Its weights are views of leased blocks."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ if TYPE_CHECKING:
 
 __all__ = ["CountedTotal", "OneProcess", "ShardingHooks", "WeightPlace"]
 
-#: Name, total and count of a contribution to a mean. The total can be an unread device scalar.
+#: Contribution to a mean: name, total and count. The total can be a device scalar.
 CountedTotal = tuple[str, torch.Tensor | float, int]
 
 
 class WeightPlace(Protocol):
-    """Conversion of leased blocks to the tensors of a visit."""
+    """Interface that converts leased blocks to the weights that a visit uses."""
 
     def for_visit(
         self, layouts: Sequence[UnitLayout], visit: int, /
     ) -> AbstractContextManager[Mapping[str, torch.Tensor | MatrixParts]]:
-        """Yield the parameters of some layouts by full name, for the duration of the visit."""
+        """Lease layouts for the duration of a visit, and yield their parameters by full name."""
 
     def skip(self, layouts: Sequence[UnitLayout], visit: int, /) -> None:
-        """Skip weights, because no token is routed to the unit. Call it instead of ``for_visit``."""
+        """Skip weights. Called instead of ``for_visit`` if no token is routed to the unit."""
 
     def announce_idle(self, visits: Sequence[int], idle: Collection[int], /) -> None:
-        """Announce which visits, from the current one on, will skip their weights."""
+        """Announce which visits, starting with the current visit, will skip their weights."""
 
     def skip_unlikely(self, num_tokens: int, /) -> None:
-        """Start a step of ``num_tokens`` tokens, without prefetch for experts that will probably get no token."""
+        """Cancel prefetches for experts that will probably get no token in a step of ``num_tokens`` tokens."""
 
 
 class ShardingHooks:
-    """Hooks between blocks and the running model, for all behavior that depends on the number of ranks.
+    """Hooks that the executor calls for all behavior that depends on the number of ranks.
 
     Attributes:
-        gradients: Provider of the memory in which gradients are summed.
+        weights: Converter of leased blocks to weights.
+        gradients: Provider of memory for gradient sums.
     """
 
     weights: WeightPlace
@@ -64,37 +65,37 @@ class ShardingHooks:
         """Drop the state of a previous step that may have failed."""
 
     def before_visit(self, op: Op) -> None:
-        """Prepare a visit. Its op has begun."""
+        """Prepare a visit. Called after the visit's op has begun."""
 
     def after_visit(self) -> None:
-        """Drop the tensors of the current op's visit. The next op has not begun."""
+        """Drop the tensors of the current op's visit. Called before the next op begins."""
 
     def end_visits(self) -> None:
-        """Drop the tensors of the last visit. Exchanges and updates may follow."""
+        """Drop the tensors of the last visit. Called before the remaining exchanges and updates."""
 
     def end_step(self) -> None:
-        """Drop all remaining tensors after the last op."""
+        """Drop all remaining tensors. Called after the last op."""
 
     def run(self, op: Op) -> None:
         """Run a gather or an exchange."""
         raise AssertionError(f"a single process has no {op}")
 
     def before_update(self, layout: UnitLayout) -> None:
-        """Share a layout's norm and parameters with a gradient among ranks, before its update in the backward."""
+        """Combine a layout's gradient norm over all ranks. Called before an update that is not deferred."""
 
     def collect_results(
         self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
     ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
-        """Queue the transfer of a step's results, over all ranks, to the host.
+        """Queue the transfer of a step's results to the host, for all ranks.
 
         Args:
-            layouts: Layouts with complete gradients. The returned function turns their norms into floats.
+            layouts: Layouts with complete gradients. The returned function converts their norms to floats.
             terms: Scalars whose sum is the loss of this process.
-            figures: Contributions of this process to the metrics of preferences.
+            figures: Contributions of this process to the metrics of the loss.
 
         Returns:
-            A function, to be called once, that waits for the results. It returns the terms, and the figures with their
-            totals as floats, in the order of micro-batches.
+            A function that waits for the results. Call it once. It returns all terms, and all figures with totals as
+            floats, in the order of micro-batches.
         """
         raise NotImplementedError
 
@@ -108,13 +109,13 @@ class OneProcess(ShardingHooks):
         self.gradients = LeasedGradients(execution, gradients)
 
     def end_visits(self) -> None:
-        """Free the memory of decoded weights for the updates."""
+        """Free the memory of decoded weights, so that updates can use it."""
         self.weights.free()
 
     def collect_results(
         self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
     ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
-        """Queue the transfer of a step's results to the host. Reading them needs one sync; see ``ShardingHooks``."""
+        """Queue the transfer of a step's results to the host, which needs one host sync; see ``ShardingHooks``."""
         squared_norms = self._step_gradients.squared_norms
         squares = [squared_norms[layout.name] for layout in layouts]
         arriving = ArrivingNumbers([*terms, *(total for _, total, _ in figures), *squares])
@@ -130,7 +131,7 @@ class OneProcess(ShardingHooks):
 
 
 class LeasedWeights:
-    """``WeightPlace`` whose weights are views of leased blocks, or decoded from leased blocks."""
+    """``WeightPlace`` that provides weights as views of leased blocks, or decodes them from leased blocks."""
 
     def __init__(self, execution: TapeExecution) -> None:
         self._execution = execution
@@ -152,11 +153,11 @@ class LeasedWeights:
     def for_visit(
         self, layouts: Sequence[UnitLayout], visit: int
     ) -> Iterator[Mapping[str, torch.Tensor | MatrixParts]]:
-        """Yield parameters as views of leased blocks, or decoded from leased blocks; see ``WeightPlace``."""
+        """Yield parameters as views of leased blocks, or decode them from leased blocks; see ``WeightPlace``."""
         program, lease = self._program, self._execution.lease
         passing = {layout.name for layout in layouts if program.passes_weight(visit, layout.name)}
         held = [key for layout in layouts if layout.name not in passing for key in program.weight_keys(layout)]
-        # Decode within the leases: decode memory is a stack, and decoding must end before a block can be evicted.
+        # Exit the decode contexts before the leases end, and in reverse order, because the decode memory is a stack.
         with lease(held) as blocks, ExitStack() as decoded:
             tensors: dict[str, torch.Tensor | MatrixParts] = {}
             for layout in layouts:
@@ -177,7 +178,7 @@ class LeasedWeights:
         """Yield the parameters of a layout whose blocks are encoded.
 
         Args:
-            blocks: Leased blocks by key: all blocks of the layout, or none.
+            blocks: Leased blocks by key. They include either all blocks of the layout or none of them.
         """
         program, keys = self._program, self._program.weight_keys(layout)
         name, is_cut = layout.entries[0].name, layout.name in program.cuts.weights
@@ -200,7 +201,7 @@ class LeasedWeights:
 
     @contextmanager
     def _decode(self, layout: UnitLayout, visit: int, leased: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Decode leased blocks of a layout. Yield their weights, concatenated in one flat tensor."""
+        """Decode leased blocks of a layout, and yield the weights concatenated in one flat tensor."""
         program, encoding = self._program, self._program.encodings[layout.name]
         lengths = dict(zip(program.weight_keys(layout), map(len, program.weight_parts_of(layout)), strict=True))
         device, stop = next(iter(leased.values())).device, 0
@@ -223,7 +224,7 @@ class LeasedWeights:
         for visit in visits:
             for phase in ("forward", "backward"):
                 ticks = self._ticks_of.get((phase, visit), ())
-                # A step may run a visit once per micro-batch. Take its next tick.
+                # Take the visit's next tick, because a step can run a visit once per micro-batch.
                 tick = next((tick for tick in ticks if tick >= now), None)
                 if tick is not None:
                     found = unused if visit in idle else used
@@ -235,7 +236,7 @@ class LeasedWeights:
         if not self._chances:
             return
         unlikely = [visit for visit, chance in self._chances.items() if chance**num_tokens > 1 / 2]
-        for first in (0, len(self._program.ticks)):  # prefetch reaches into the next step
+        for first in (0, len(self._program.ticks)):  # the prefetcher can already fetch for the next step
             self._execution.skip_prefetch(
                 [
                     (first + tick, key)
@@ -252,7 +253,7 @@ class LeasedWeights:
 
 
 class LeasedGradients:
-    """``GradientPlace`` that sums gradients in their blocks, or in fp32 copies if blocks are not fp32."""
+    """``GradientPlace`` that sums gradients in their blocks, or in fp32 copies if the blocks are not fp32."""
 
     def __init__(self, execution: TapeExecution, gradients: StepGradients) -> None:
         self._execution, self._gradients = execution, gradients
@@ -261,7 +262,7 @@ class LeasedGradients:
 
     @contextmanager
     def held(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[LaneAccumulator]:
-        """Lease blocks, and yield the sums in them; see ``GradientPlace``."""
+        """Lease gradient blocks, and yield the accumulators; see ``GradientPlace``."""
         names = [layout.name for layout in layouts]
         own = {
             layout.name: self._program.gradient_keys(layout, self._gradients.use_of(layout.name, visit))
@@ -289,7 +290,7 @@ class LeasedGradients:
                 self._close(layout, visit, sums.pop(layout.name), [tensors[key] for key in keys], keys, added)
 
     def _targets(self, sums: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor | InPieces]:
-        """Return the views of parameters in gradient memory, by layout and part."""
+        """Return views of gradient memory by parameter, given the memory by layout and part."""
         targets: dict[str, torch.Tensor | InPieces] = {}
         for name, parts in sums.items():
             layout = self._graph.layouts[name]
@@ -307,7 +308,7 @@ class LeasedGradients:
         keys: Sequence[str],
         added: set[str],
     ) -> None:
-        """Copy the sums of a use site into their blocks. The last use site to run adds up the sums of all sites."""
+        """Store a use site's sums in their blocks. The last use site to run adds up the sums of all sites."""
         name = layout.name
         self._gradients.record_filled(name, visit, [entry.name for entry in layout.entries if entry.name in added])
         if self._execution.use(keys[0]).mode == "w":  # blocks leased for writing have undefined contents
@@ -321,12 +322,12 @@ class LeasedGradients:
             self._sum_uses(layout, blocks)
 
     def _sum_uses(self, layout: UnitLayout, blocks: Sequence[torch.Tensor]) -> None:
-        """Add the other use sites' gradients, in forward order, and record the norm of the sum."""
+        """Add the other use sites' gradients in forward order, and record the norm of the total."""
         name = layout.name
         uses = self._gradients.uses[name]
         others = [self._program.gradient_keys(layout, use) for use in range(1, len(uses))]
         if others and not self._execution.uses(others[0][0]):
-            return  # micro-batches run one at a time, and more follow
+            return  # micro-batches run one at a time, and this is not the last one
         if not others:
             self._gradients.add_all_to_norm(name, blocks)
         for part, block in enumerate(blocks if others else ()):
@@ -335,13 +336,13 @@ class LeasedGradients:
         self._gradients.complete(name, uses[0])
 
     def _sum_part(self, name: str, part: int, block: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
-        """Add a part of the other use sites' gradients to the first use site's part, and add the result to the norm."""
+        """Add one part of the other use sites' gradients to the first site's part, and add the total to the norm."""
         self._gradients.add_uses(block, others)
         self._gradients.add_to_norm(name, part, block)
 
     @contextmanager
     def part(self, layout: UnitLayout, visit: int, number: int, key: str) -> Iterator[list[torch.Tensor]]:
-        """Yield the leased block, or an fp32 copy; see ``GradientPlace``."""
+        """Yield the leased block, or an fp32 sum that is copied to the block; see ``GradientPlace``."""
         uses, mode = self._gradients.uses[layout.name], self._execution.use(key).mode
         others = [self._program.gradient_keys(layout, use)[number] for use in range(1, len(uses))]
         is_summed = visit == uses[0] and all(map(self._execution.uses, others))
@@ -358,5 +359,5 @@ class LeasedGradients:
 
     @contextmanager
     def open_sums(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """Yield an allocator of partial sums. The plan counts them; see ``GradientPlace``."""
+        """Yield a function that allocates partial sums. The plan counts their memory; see ``GradientPlace``."""
         yield torch.empty_like

@@ -1,8 +1,8 @@
-"""Weights and gradients in pieces, for matrices whose blocks are leased one at a time or all at once.
+"""Weights and gradients in pieces, for matrices with several blocks.
 
-A weight with one block is bound as one tensor. A weight with several blocks is a ``LeasedParts``, which leases a part
-on request. ``UseSiteGradients`` adds the gradient to a sum that the visit holds, or to the sum of the leased part
-(``PassingGradient``). The hooks of `leased.py` convert between blocks and pieces.
+A weight with one block is bound as one tensor. A weight with several blocks is bound as ``LeasedParts``, which can
+lease one part at a time. ``UseSiteGradients`` adds a gradient to a sum that the visit holds, or to the sum of the
+leased part (``PassingGradient``).
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ __all__ = [
 
 
 class GradientPlace(Protocol):
-    """Memory provider for a visit's gradient sums, which are blocks, or are sent to other ranks."""
+    """Interface that provides memory for a visit's gradient sums. The sums are stored, or sent to other ranks."""
 
     def held(self, layouts: Sequence[UnitLayout], visit: int, /) -> AbstractContextManager[LaneAccumulator]:
-        """Yield the sums of some layouts at a use site. On exit, the sums are stored or sent."""
+        """Yield accumulators for some layouts at a use site. On exit, the sums are stored or kept for an exchange."""
 
     def part(
         self, layout: UnitLayout, visit: int, number: int, key: str, /
     ) -> AbstractContextManager[list[torch.Tensor]]:
-        """Yield memory for the fp32 sums of one part of a gradient. On exit, the block holds the sum of all use sites.
+        """Yield memory for the fp32 sums of one part of a gradient. Exiting the context stores the total in the block.
 
-        There is one sum per node of the tree of lanes that this process keeps, so one sum if it has all lanes. The
-        first sum contains zeros or a sum to continue. All other sums contain zeros.
+        There is one sum per open node of the tree of lanes, and only one sum if this process has all lanes. The first
+        sum contains zeros or a sum to continue. All other sums contain zeros.
         """
 
     def open_sums(self) -> AbstractContextManager[Callable[[torch.Tensor], torch.Tensor]]:
-        """Yield an allocator of partial sums, which returns memory with the shape of a given tensor."""
+        """Yield a function that allocates memory for a partial sum, with the shape of a given tensor."""
 
 
 class DecodedWeights:
-    """Memory in which visits decode weights. Used by one thread.
+    """Memory in which visits decode weights. Not thread-safe.
 
-    One buffer serves a whole step. With separate allocations of large, varying sizes between small ones, a device's
-    allocator would use more memory than planned.
+    A whole step uses one buffer. Separate allocations of varying sizes would fragment a device's memory, which would
+    then exceed the plan.
 
     Args:
         nbytes: Maximum bytes that one visit decodes.
@@ -68,7 +68,7 @@ class DecodedWeights:
 
     @contextmanager
     def room(self, nbytes: int, device: torch.device) -> Iterator[torch.Tensor]:
-        """Yield memory for weights, uint8 [nbytes]. Contexts must exit in reverse order."""
+        """Yield memory for weights, uint8 [nbytes]. Nested contexts must exit in reverse order."""
         if self._buffer is None:
             self._buffer = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
         before, self._taken = self._taken, self._taken + nbytes
@@ -88,7 +88,7 @@ class LeasedParts:
     """``MatrixParts`` of a cut weight.
 
     Args:
-        held: Leased blocks of all parts, by key; empty if parts are leased on request.
+        held: Leased blocks of all parts, by key; empty if parts are leased one at a time.
         lease: Function that leases blocks by key, used if ``held`` is empty.
     """
 
@@ -105,7 +105,7 @@ class LeasedParts:
 
     @contextmanager
     def part(self, number: int) -> Iterator[torch.Tensor]:
-        """Yield the rows of part ``number``."""
+        """Yield the rows of part ``number``. Lease the part if it is not held."""
         key, shape = self._keys[number], (len(self.rows[number]), self.shape[1])
         if not self.passes:
             yield _matrix(self._held[key], shape)
@@ -115,19 +115,19 @@ class LeasedParts:
 
 
 def rows_of_parts(layout: UnitLayout) -> list[range]:
-    """Return the rows of each part of a layout that has one matrix."""
+    """Return the row range of each part of a layout that has a single matrix."""
     first = layout.first_rows
     stops = (*first[1:], layout.entries[0].shape[0])
     return [range(start, stop) for start, stop in zip(first, stops, strict=True)]
 
 
 def _matrix(block: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Return a part's rows without the block's padding."""
+    """Return the block of a part as a matrix, without padding."""
     return block[: shape[0] * shape[1]].view(shape)
 
 
 class PassingGradient:
-    """Gradient of one matrix at one use site, whose parts are leased one at a time."""
+    """Gradient of a matrix at one use site. Its parts are leased one at a time."""
 
     def __init__(
         self, place: GradientPlace, gradients: StepGradients, layout: UnitLayout, visit: int, keys: Sequence[str]
@@ -138,7 +138,7 @@ class PassingGradient:
         self.rows = rows_of_parts(layout)
         self._micro_batch = 0
         self._recorded: list[tuple[int, torch.Tensor, torch.Tensor, int | None]] = []
-        # Rows of the leased part and the memory of its sums. The first sum can be nonzero; all others are zero.
+        # Rows of the leased part, and the memory of its sums. Only the first sum can be nonzero.
         self._part: tuple[range, list[torch.Tensor]] | None = None
         self._open: LaneAccumulator | None = None
         self._num_closed = 0
@@ -150,12 +150,12 @@ class PassingGradient:
             self._open.at(micro_batch)
 
     def record(self, indexes: torch.Tensor, rows: torch.Tensor, ignored: int | None) -> None:
-        """Store rows. They are added when their parts are leased."""
+        """Keep rows until ``close``, which adds them."""
         self._recorded.append((self._micro_batch, indexes, rows, ignored))
 
     @contextmanager
     def part(self, number: int) -> Iterator[None]:
-        """Lease a part. Gradients are added to it within the context."""
+        """Lease a part, to which gradients can be added within the context."""
         rows = self.rows[number]
         with self._place.part(self._layout, self._visit, number, self._keys[number]) as sums:
             self._part = rows, [_matrix(each, (len(rows), self._entry.shape[-1])) for each in sums]
@@ -168,7 +168,7 @@ class PassingGradient:
 
     @contextmanager
     def some_rows(self, start: int, stop: int) -> Iterator[LaneAccumulator]:
-        """Sum the gradients of all micro-batches for some rows of the leased part, within the context."""
+        """Yield accumulators for some rows of the leased part, to which all micro-batches add."""
         assert self._part is not None, f"no part of {self._entry.name} is leased"
         held, matrices = self._part
         places = [matrix[start - held.start : stop - held.start] for matrix in matrices]
@@ -181,7 +181,7 @@ class PassingGradient:
         with self._place.open_sums() as make:
 
             def room() -> GradientAccumulator:
-                # The final sums come first among the open sums.
+                # The first open sums are also the final sums, so they use the memory of the leased part.
                 place = next(left, None)
                 return sums(make(places[0]) if place is None else place, set())
 
@@ -193,17 +193,17 @@ class PassingGradient:
                 self._open = None
         for place, (_, own) in zip(places, found, strict=True):
             if own is not None and not own.added:
-                # This memory held a sum of lanes that was added to an earlier sum.
+                # This memory contains a temporary sum, which has been added to an earlier sum.
                 place.zero_()
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor, first_row: int) -> None:
-        """Accumulate a product in rows of the leased part."""
+        """Add a product to rows of the leased part."""
         assert self._open is not None, f"no part of {self._entry.name} is leased"
         self._open.add_product(self._entry.name, left, right, first_row)
         self._gradients.record_filled(self._layout.name, self._visit, [self._entry.name])
 
     def close(self) -> None:
-        """Lease the parts if none was leased, add the recorded rows to them, and record the norm."""
+        """Record the norm. If no part has been leased yet, first lease all parts and add the recorded rows."""
         if not self._num_closed:
             for number, held in enumerate(self.rows):
                 with self.part(number), self.some_rows(held.start, held.stop) as sums:
@@ -217,11 +217,11 @@ class PassingGradient:
 
 
 class UseSiteGradients:
-    """``GradientSink`` of a visit: gradients that the visit holds, and gradients whose parts pass.
+    """``GradientSink`` of a visit, for gradients that the visit holds and gradients whose parts pass.
 
     Args:
-        held: Sums leased for the whole visit; None if all gradients pass.
-        passing: Parameter -> gradient whose parts pass; usually empty.
+        held: Accumulators that are leased for the whole visit; None if all gradients pass.
+        passing: Gradients whose parts pass, by parameter; usually empty.
     """
 
     def __init__(self, held: LaneAccumulator | None, passing: Mapping[str, PassingGradient]) -> None:
@@ -235,7 +235,7 @@ class UseSiteGradients:
             gradient.at(micro_batch)
 
     def rows_of_parts(self, name: str) -> Sequence[range]:
-        """Return the rows of each part; empty for a held gradient."""
+        """Return the row range of each part; empty for a held gradient."""
         return self._passing[name].rows if name in self._passing else ()
 
     def part(self, name: str, number: int) -> AbstractContextManager[None]:
@@ -244,18 +244,18 @@ class UseSiteGradients:
 
     @contextmanager
     def rows(self, name: str, start: int, stop: int) -> Iterator[None]:
-        """Accumulate products in these rows of the leased part, within the context."""
+        """Add products to these rows of the leased part within the context."""
         with self._passing[name].some_rows(start, stop):
             yield
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
-        """Accumulate a whole gradient."""
+        """Add a whole gradient."""
         assert name not in self._passing, f"the plan expects the gradient of {name} part by part"
         assert self._held is not None, name
         self._held.add(name, gradient)
 
     def add_product(self, name: str, left: torch.Tensor, right: torch.Tensor, first_row: int = 0) -> None:
-        """Accumulate a product in a held sum, or in the leased part if parts pass."""
+        """Add a product to a held sum, or to the leased part if parts pass."""
         if name in self._passing:
             self._passing[name].add_product(left, right, first_row)
         else:
@@ -263,7 +263,7 @@ class UseSiteGradients:
             self._held.add_product(name, left, right, first_row)
 
     def add_rows(self, name: str, indexes: torch.Tensor, rows: torch.Tensor, ignored: int | None = None) -> None:
-        """Accumulate rows in a held sum, or store them until their parts are leased."""
+        """Add rows to a held sum. If parts pass, keep the rows until ``close``."""
         if name in self._passing:
             self._passing[name].record(indexes, rows, ignored)
         else:
@@ -277,7 +277,7 @@ class UseSiteGradients:
 
 
 def fp32_sum(gradient: torch.Tensor, mode: Mode) -> torch.Tensor:
-    """Return the tensor in which a use site's gradients are summed: the block itself, or a new fp32 tensor."""
+    """Return the tensor in which to sum a gradient: the block itself if it is fp32, otherwise a new fp32 tensor."""
     if gradient.dtype == torch.float32:
         return gradient
     assert mode == "w", "a rounded sum cannot be continued"
@@ -285,12 +285,12 @@ def fp32_sum(gradient: torch.Tensor, mode: Mode) -> torch.Tensor:
 
 
 def fp32_like(gradient: torch.Tensor) -> torch.Tensor:
-    """Return memory for an fp32 sum of a gradient. The plan counts it as workspace."""
+    """Allocate memory for the fp32 sum of a gradient. The plan counts this memory as workspace."""
     return torch.empty(gradient.shape, dtype=torch.float32, device=gradient.device)
 
 
 def zero_gaps(blocks: Sequence[torch.Tensor], parts: Sequence[range], layout: UnitLayout, filled: set[str]) -> None:
-    """Zero all elements without a gradient: the padding between entries, and entries missing in ``filled``."""
+    """Zero all elements that have no gradient: the padding between entries, and entries that are not in ``filled``."""
     position = 0
     ends = [(entry.offset, entry.offset + entry.numel) for entry in layout.entries if entry.name in filled]
     for start, stop in (*ends, (layout.num_elements, layout.num_elements)):

@@ -1,9 +1,8 @@
 """Buffer aliasing: gradients with disjoint lifetimes share a block.
 
-A gradient lives from its first contribution to its update. If each update follows the backward that completes its
-gradient (``GroupUpdates.are_deferred`` is False), the gradient is dead two layers later. A step then needs memory for
-the gradients of one or two layers. If updates wait for the norm of all gradients, all gradients live until the next
-step, so none can share a block.
+A gradient lives from its first contribution to its update. If updates are not deferred (``GroupUpdates.are_deferred``),
+each update follows the backward that completes its gradient. A step then needs memory for the gradients of only one or
+two layers. If updates are deferred, all gradients live until the next step, so no gradients can share a block.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = ["sharing_gradients"]
 
-#: Minimum fraction of a shared block that a gradient must fill, because blocks move as a whole.
+#: Minimum fraction of a shared block that each gradient must fill. The whole block is moved, including unused bytes.
 LEAST_FILLED = 0.75
 
 
 @dataclass(frozen=True, slots=True)
 class _Lifetime:
-    """Lifetime of one gradient in a block."""
+    """Lifetime of one gradient: its first and last tick."""
 
     start: int
     stop: int
@@ -34,19 +33,19 @@ class _Lifetime:
 
 
 class _AliasedBlock:
-    """Block that gradients share. Its first gradient is the largest."""
+    """Block that is shared by several gradients. The first gradient is the largest."""
 
     def __init__(self, first: _Lifetime) -> None:
         self.lifetimes = [first]  # sorted by start
         self._largest = first.gradient
 
     def admits(self, lifetime: _Lifetime) -> bool:
-        """Return whether a gradient is nearly as large as the block, and no other gradient is live at the same time."""
+        """Return whether a gradient can use the block: it is nearly as large, and lifetimes do not overlap."""
         gradient = lifetime.gradient
         if gradient.dtype != self._largest.dtype or gradient.num_elements < LEAST_FILLED * self._largest.num_elements:
             return False
         after = self._position(lifetime)
-        # Lifetimes include both ends, because a tick leases all of its blocks together.
+        # Lifetimes include their first and last tick, because a tick leases all of its blocks together.
         is_after = after == 0 or self.lifetimes[after - 1].stop < lifetime.start
         return is_after and (after == len(self.lifetimes) or lifetime.stop < self.lifetimes[after].start)
 
@@ -55,11 +54,11 @@ class _AliasedBlock:
 
     @property
     def pattern(self) -> tuple[tuple[int, str], ...]:
-        """Key that is equal for blocks that hold parts of the same layouts at the same times."""
+        """Key that is equal for two blocks if they hold parts of the same layouts at the same times."""
         return tuple((lifetime.start, lifetime.gradient.whole) for lifetime in self.lifetimes)
 
     def block(self, number: int, first_equal: int) -> BlockPlan:
-        """Return the shared block, or the gradient's own block if it is the only one."""
+        """Return the shared block, or the gradient's own block if there is only one gradient."""
         if len(self.lifetimes) == 1:
             return self._largest
         whole = f"gradients/grad.{first_equal}"
@@ -70,15 +69,15 @@ class _AliasedBlock:
 
 
 def sharing_gradients(program: StepProgram) -> StepProgram:
-    """Return a copy of the program in which gradients share blocks. ``occupants`` maps block and tick to the gradient.
+    """Return a copy of the program in which gradients share blocks.
 
-    Results stay bit-identical, because the same contributions are added in the same order.
+    Results are bit-identical, because the same contributions are added in the same order.
 
     Args:
         program: Program with a separate block for every gradient.
     """
     rooms: list[_AliasedBlock] = []
-    # Sort equal sizes by start, so that first fit needs no more blocks than gradients that are live at once.
+    # Sort gradients of equal size by start. First fit then needs no more blocks than there are live gradients.
     for lifetime in sorted(_lifetimes(program), key=lambda lifetime: (-lifetime.gradient.num_elements, lifetime.start)):
         room = next((room for room in reversed(rooms) if room.admits(lifetime)), None)  # the smallest block that fits
         if room is None:
@@ -105,7 +104,7 @@ def sharing_gradients(program: StepProgram) -> StepProgram:
 
 
 def _lifetimes(program: StepProgram) -> list[_Lifetime]:
-    """Return the lifetimes of all gradients that begin and end within a step."""
+    """Return the lifetime of each gradient that begins and ends within a step."""
     uses: dict[str, list[tuple[int, Mode, bool]]] = {}
     for number, tick in enumerate(program.ticks):
         for key, mode in tick.uses:

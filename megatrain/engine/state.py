@@ -1,7 +1,7 @@
 """Global state of torch that is saved per micro-batch: random state, grad mode, autocast.
 
-A recompute is bit-identical to its forward only with the same global state. Code that runs twice (a unit, a tiled MLP,
-a head in pieces) therefore saves the state in its first run and restores it for the second run.
+A recompute is bit-identical to its forward only if the global state is the same. Code that runs twice (a unit, a tiled
+MLP, a head in pieces) therefore saves the state in the first run and restores it for the second run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["RandomStates", "ThreadModes", "micro_batch_seed", "without_saved_ten
 
 
 def micro_batch_seed(seed: int, micro_batch: int) -> int:
-    """Return the seed of one micro-batch's random stream. Every pair of arguments has a different seed."""
+    """Return the seed of a micro-batch's random stream. Different arguments result in different seeds."""
     mixed = (seed * 0x9E3779B97F4A7C15 + (micro_batch + 1) * 0xBF58476D1CE4E5B9) % 2**64
     mixed = ((mixed ^ (mixed >> 31)) * 0x94D049BB133111EB) % 2**64
     return (mixed ^ (mixed >> 29)) % 2**63
@@ -46,7 +46,7 @@ class RandomStates:
                 torch.get_device_module(self._device).manual_seed(seed)
 
     def get(self) -> tuple[Tensor, ...]:
-        """Return the state of the current stream."""
+        """Return the current random state."""
         if _is_fake():
             return ()
         states: tuple[Tensor, ...] = (torch.default_generator.get_state(),)
@@ -55,7 +55,7 @@ class RandomStates:
         return states
 
     def set(self, states: tuple[Tensor, ...]) -> None:
-        """Continue a stream from a state that `get` returned."""
+        """Set the random state to a state that `get` has returned."""
         if states:
             torch.default_generator.set_state(states[0])
             if len(states) > 1:
@@ -63,7 +63,7 @@ class RandomStates:
 
     @contextmanager
     def continued_from(self, states: tuple[Tensor, ...]) -> Iterator[None]:
-        """Continue another stream within the context, and the current stream afterwards."""
+        """Set the random state within the context, and restore the current state on exit."""
         outer = self.get()
         self.set(states)
         try:
@@ -113,10 +113,10 @@ class ThreadModes:
 
 
 def without_saved_tensors() -> AbstractContextManager[None]:
-    """Return the context in which autograd saves no tensors, for code that the backward recomputes.
+    """Return a context in which autograd saves no tensors, for code that the backward recomputes.
 
-    `no_grad` does not work, because attention selects its kernel by `requires_grad`. If the recompute used a
-    different kernel, results could round differently and change a router's choice.
+    Use this context instead of `no_grad`, because attention selects its kernel by `requires_grad`. If the recompute
+    used a different kernel, its results could round differently and change a router's choice.
     """
     hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(_drop, _unpack_dropped)
     return hooks

@@ -1,14 +1,15 @@
-"""Products that the recompute of a unit skips, because no gradient needs their values.
+"""Matmuls that a unit's recompute skips, because no gradient needs their results.
 
-A unit runs again in its backward to restore the tensors that autograd saves. The result of a layer's last product is
-rarely one of these tensors. It is added to the residual stream, the gradient of the addition needs no values, and the
-next unit has saved a copy of the sum. If a norm follows, the result is needed. So the graph decides, not the family.
+A unit runs again in its backward to restore the tensors that autograd saves. The result of a layer's last matmul is
+rarely among these tensors. It is added to the residual stream, and the gradient of an addition needs no values. The
+next unit has saved a copy of the sum. If a norm follows, however, the result is needed. Whether it is needed therefore
+depends on the graph, not on the model family.
 
-The trace finds these products. `ProductUses` follows the result of each product with a bound weight through a run on
-fake tensors, storage by storage. A product is needed if autograd saves a tensor that depends on it. It is also needed
-if a dependent tensor outlives the run, changes an earlier tensor, influences random draws or is read on the host.
-`without_values` runs a unit with NaN instead of the unneeded products. A mistake would then show in every gradient and
-stop the run, instead of changing results slightly.
+The trace finds unneeded matmuls. `ProductUses` tracks which tensors depend on each matmul with a bound weight, in a run
+on fake tensors. A matmul is needed if autograd saves a dependent tensor. It is also needed if a dependent tensor
+outlives the run, changes an earlier tensor, affects random numbers or is read on the host. `without_values` runs a unit
+with NaN instead of the results of unneeded matmuls. A mistake then makes every gradient NaN and stops the run, instead
+of changing results slightly.
 
 docs/decisions/0080-products-that-nobody-needs.md
 """
@@ -62,11 +63,11 @@ _SHAPE_ALONE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Unneeded:
-    """Products that the recompute of a visit skips.
+    """Matmuls that a visit's recompute skips.
 
     Attributes:
-        weights: Owner's names of the weights whose products are not computed.
-        work: Work that the recompute saves: these products, minus the fills that replace them.
+        weights: Names of the weights whose matmuls are skipped.
+        work: Work of the skipped matmuls, minus the work of filling their results with NaN.
     """
 
     weights: frozenset[str] = frozenset()
@@ -75,15 +76,15 @@ class Unneeded:
 
 NOTHING_UNNEEDED = Unneeded()
 
-#: Function that computes the result of an operator call, given the name of the weight's owner and the call.
+#: Function that returns the result of a call, given the weight's name, the operator and the operator's arguments.
 Answer = Callable[[str, Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 def without_values(owners: Mapping[int, str]) -> AbstractContextManager[Any]:
-    """Return the context of a run that skips products with some weights. The results of skipped products are NaN.
+    """Return a context in which matmuls with some weights are skipped and return NaN.
 
     Args:
-        owners: Id of a bound weight -> its owner's name.
+        owners: Names of the bound weights, by id.
     """
 
     def answer(owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
@@ -95,11 +96,11 @@ def without_values(owners: Mapping[int, str]) -> AbstractContextManager[Any]:
 
 
 class ProductUses:
-    """Tracker of the uses of products with weights through one run of a unit on fake tensors.
+    """Tracker that finds which matmuls with weights are needed, in one run of a unit on fake tensors.
 
     Args:
-        owners: Id of a bound weight -> its owner's name.
-        flops_of: Function from an operator, its arguments and its result to the FLOPs of the call.
+        owners: Names of the bound weights, by id.
+        flops_of: Function that returns the FLOPs of a call, given the operator, its arguments and its result.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class ProductUses:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Track the code that runs within the context."""
+        """Track all code that runs within the context."""
         with _Following(self._follow), WeightProducts(self._owners, self._product):
             yield
 
@@ -125,17 +126,17 @@ class ProductUses:
         self._saved.add(_storage(tensor))
 
     def record_launch(self, tensors: Iterable[Tensor]) -> None:
-        """Record a kernel launch outside of operators. It can write any of its tensors, so each may depend on all."""
+        """Record a kernel launch that is not an operator. Any of its tensors may then depend on all of them."""
         keys = [_storage(tensor) for tensor in tensors]
         owners = set[str]().union(*(self._depends.get(key, ()) for key in keys))
         for key in keys if owners else ():
             self._depends.setdefault(key, set()).update(owners)
 
     def unneeded(self, results: Iterable[Tensor]) -> Unneeded:
-        """Return the products that no gradient, and no code after the run, needs.
+        """Return the matmuls whose results are needed neither by a gradient nor by code after the run.
 
         Args:
-            results: Results of the run. The rest of the model has separate copies of them.
+            results: Results of the run. The rest of the model has separate copies, from the first run.
         """
         returned = {_storage(tensor) for tensor in results} - self._saved
         needed = self._needed.union(*(owners for key, owners in self._depends.items() if key not in returned))
@@ -144,7 +145,7 @@ class ProductUses:
 
     def _product(self, owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         result: Tensor = func(*args, **kwargs)
-        # A fill replaces the product, so the number of launches does not change.
+        # A fill replaces the matmul, so the number of launches stays the same.
         filled_nbytes = result.numel() * result.element_size()
         work = Work(product_flops=self._flops_of(func, args, kwargs, result), moved_nbytes=-filled_nbytes)
         self._work[owner] = self._work.get(owner, NO_WORK) + work
@@ -177,9 +178,9 @@ class ProductUses:
 
 
 class WeightProducts(TorchFunctionMode):
-    """Mode that passes matrix products in functions called with a weight to ``answer``.
+    """Mode that routes a matmul to ``answer`` if it runs within a torch function that is called with a weight.
 
-    It dispatches operators through Python only within these functions, because each dispatch costs time.
+    Only operators within such functions are dispatched through Python, because each dispatch takes time.
     """
 
     def __init__(self, owners: Mapping[int, str], answer: Answer) -> None:
@@ -197,7 +198,7 @@ class WeightProducts(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _owner_of(self, item: Any) -> str | None:
-        """Return the owner's name of a matrix or its view; None for vectors, which are only added."""
+        """Return the name of the weight that ``item`` is, or of which it is a view. None for vectors."""
         if not isinstance(item, Tensor):
             return None
         name = self._owners.get(id(item)) or self._owners.get(id(item._base))
@@ -205,7 +206,7 @@ class WeightProducts(TorchFunctionMode):
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that passes matrix products to ``answer``."""
+    """Mode that routes matmuls to ``answer``."""
 
     def __init__(self, answer: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -220,7 +221,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that passes all operators to ``follow``."""
+    """Mode that routes all operators to ``follow``."""
 
     def __init__(self, follow: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

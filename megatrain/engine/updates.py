@@ -1,4 +1,4 @@
-"""Weight updates: inputs and outputs, the factor on the gradient, and the calls of the optimizer."""
+"""Weight updates: their inputs and outputs, their gradient factors, and the calls to the optimizer."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ __all__ = ["LayerScales", "PendingUpdate", "UpdateOps", "Updater", "weight_is_sp
 
 
 def weight_is_split(graph: ModelGraph) -> bool:
-    """Return whether weights are the bf16 high halves of fp32 masters, whose low halves are in ``low`` blocks."""
+    """Return whether weights are the bf16 high halves of fp32 masters. ``low`` blocks then contain the low halves."""
     return graph.dtype.itemsize == 2
 
 
 class LayerScales:
-    """Factors on the layers' gradients in a step without a global norm. Each layer's own norm determines its factor.
+    """Gradient factors of a step without a global norm. Each layer's factor depends only on the layer's own norm.
 
     Args:
-        max_grad_norm: Limit of each layer's norm; 0 for no clipping.
-        nonfinite: Treatment of layers whose gradient is not finite. ``stop`` skips the first of them and all later
-            layers. ``skip`` skips each of them. ``ignore`` skips none.
+        max_grad_norm: Maximum norm of each layer's gradient; 0 for no clipping.
+        nonfinite: Reaction to a gradient that is not finite. ``stop`` skips the layer and all later layers. ``skip``
+            skips only the layer. ``ignore`` updates the layer.
 
     Attributes:
-        num_used: Number of layers whose gradient is used.
-        left_out: Names of the layers whose gradient was not finite and is not used, in order of the backward.
+        num_used: Number of layers whose gradients are used.
+        left_out: Names of the layers whose gradients were not finite and are not used, in order of the backward.
     """
 
     def __init__(self, max_grad_norm: float, nonfinite: Literal["stop", "skip", "ignore"]) -> None:
@@ -54,12 +54,12 @@ class LayerScales:
         self.left_out: list[str] = []
 
     def record_norm(self, layout: str, squared: float | torch.Tensor) -> None:
-        """Record a complete gradient's squared norm. Queue a device scalar for transfer to the host."""
+        """Record a complete gradient's squared norm. If it is a device scalar, queue its transfer to the host."""
         if self._checks_norm:
             self._arriving[layout] = ArrivingNumbers([squared])
 
     def scale(self, layout: str) -> float | None:
-        """Return the factor on a layer's gradient; None if the gradient must not be used. Waits for the norm."""
+        """Wait for a layer's norm. Return the factor by which to scale the gradient, or None to skip the update."""
         scale: float | None = 1.0
         if self._checks_norm:
             norm = global_norm(self._arriving.pop(layout).read())
@@ -74,12 +74,12 @@ class LayerScales:
 
 @dataclass(frozen=True, slots=True)
 class PendingUpdate:
-    """Update of a step. The next step runs it or, if it is not deferred, the backward of the same step.
+    """Update that uses one step's gradients. A deferred update runs in the next step, other updates in the backward.
 
     Attributes:
         step: Number of the step that computes the gradients.
-        update: Step count, learning rate and factor on the gradient.
-        with_gradient: Layout -> parameters with a gradient.
+        update: Step count, learning rate and gradient factor.
+        with_gradient: Parameters that have a gradient, by layout.
         scales: Separate factors for each layer; None if the factor of ``update`` applies to all layers.
     """
 
@@ -89,7 +89,7 @@ class PendingUpdate:
     scales: LayerScales | None = None
 
     def for_layout(self, name: str) -> Update | None:
-        """Return the update of a layout; None if its gradient is not used. Can wait for the norm of the layout."""
+        """Return a layout's update, or None to skip the layout. With ``scales``, this waits for the layout's norm."""
         if self.scales is None:
             return self.update
         scale = self.scales.scale(name)
@@ -98,12 +98,12 @@ class PendingUpdate:
 
 @dataclass(frozen=True, slots=True)
 class _UpdatedPart:
-    """Inputs and outputs of an update of one part of a layout.
+    """Inputs and outputs of the update of one part of a layout.
 
     Attributes:
-        states: (kind of state, key of its block) pairs.
-        within: Range of elements in the weight's block; None for the whole block.
-        segments: (parameter, segment to update in the part) pairs.
+        states: Pairs of a kind of state and the key of its block.
+        within: Range of the part's elements in the weight's block; None for the whole block.
+        segments: Pairs of a parameter and the segment of the part to update.
     """
 
     states: Sequence[tuple[str, str]]
@@ -114,13 +114,13 @@ class _UpdatedPart:
 
 
 class Updater:
-    """Updater of the block group of a layout, in the tier that the tape specifies.
+    """Updater of layouts, which calls the optimizer of the tier in which an update runs.
 
     Attributes:
-        trained: Index of a layout -> layout and its segments.
-        optimizers: Tier -> optimizer of the updates in this tier.
+        trained: Trained layouts with their segments, by index of the layout.
+        optimizers: Optimizers by tier.
         by_tables: Subset of ``optimizers`` that can update many parts in one launch.
-        matrices: Device that orthogonalizes matrices for updates in RAM; None if the optimizer does so itself.
+        matrices: Device that orthogonalizes matrices for updates in RAM; None if no such device is used.
     """
 
     def __init__(self, model: StreamedModel, recipe: StepRecipe) -> None:
@@ -136,7 +136,7 @@ class Updater:
         self._program, self.optimizers = program, optimizers
         self._parts: dict[tuple[int, int], _UpdatedPart] = {}
         self.by_tables = {name: each for name, each in optimizers.items() if isinstance(each, TableOptimizer)}
-        #: Index of a layout -> addresses of its blocks, parameters with a gradient, and the tables built for them.
+        #: For each layout, by index: addresses of its blocks, parameters with a gradient, and the resulting tables.
         self._tables: dict[int, tuple[Sequence[int], Container[str], Sequence[UpdateTable] | None]] = {}
         kinds = optimizers["ram"].state_kinds(weight_is_split(graph))
         self._states = [kind.name for kind in kinds if kind.name != "weight"]
@@ -162,7 +162,7 @@ class Updater:
 
         Args:
             tensors: Weight of the layout, and state and gradient of the part, by block key.
-            update: Step count and learning rate, with the factor on this gradient.
+            filled: Parameters that have a gradient.
         """
         optimizer, own = self.optimizers[tier], self.inputs_of_part(index, part, tensors, filled)
         if self.matrices is not None and isinstance(optimizer, MatrixOptimizer):
@@ -179,10 +179,10 @@ class Updater:
         update: Update,
         filled: Container[str],
     ) -> None:
-        """Update all parts of a layout at once, by tables if the optimizer has them. Requires leases of all blocks.
+        """Update all parts of a layout, with tables if the optimizer supports them.
 
         Args:
-            update: Step count and learning rate, with the factor on this gradient.
+            tensors: All blocks of the layout, by key. The caller has leased them.
         """
         if (optimizer := self.by_tables.get(tier)) is not None:
             addresses = optimizer.addresses(tensors.values())
@@ -202,19 +202,19 @@ class Updater:
     def inputs_of_part(
         self, index: int, part: int, tensors: Mapping[str, torch.Tensor], filled: Container[str]
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor, list[Segment]]:
-        """Return the blocks by kind, the gradient and the segments of one part of a layout."""
+        """Return a part's blocks by kind, the part's gradient, and the segments to update."""
         own = self._parts.get((index, part))
         if own is None:
             own = self._parts[index, part] = self._updated_part(index, part)
         blocks = {state: tensors[key] for state, key in own.states}
         weight = tensors[own.weight]
         blocks["weight"] = weight if own.within is None else weight[own.within.start : own.within.stop]
-        # As in torch, a parameter without a gradient does not change: neither decay nor moments apply.
+        # As in torch, a parameter without a gradient is not updated at all, not even by weight decay.
         chosen = [segment for parameter, segment in own.segments if parameter in filled]
         return blocks, tensors[own.gradient], chosen
 
     def _updated_part(self, index: int, part: int) -> _UpdatedPart:
-        """Return the inputs and outputs of the update of a part."""
+        """Return the inputs and outputs for the update of one part."""
         layout, segments = self.trained[index]
         inside = self._program.owned_parts_of(layout)[part]
         weights = self._program.weight_keys(layout)
@@ -241,7 +241,7 @@ class UpdateOps:
         self._program, self._homes = execution.model.program, execution.model.homes
 
     def are_all_on_device(self) -> bool:
-        """Return whether all updates are deferred, and a device can run them on its own blocks with its own factor."""
+        """Return whether all updates are deferred and can run on the device, with a factor that the device computes."""
         program, updater = self._program, self._updater
         if not program.updates.are_deferred or program.compute_tier == "ram":
             return False
@@ -255,18 +255,18 @@ class UpdateOps:
         return self._updater.trained[op.visit][0]
 
     def run(self, op: Op, pending: PendingUpdate) -> None:
-        """Run the current op, which updates a layout, part by part."""
+        """Run an update op, one part at a time."""
         layout = self.layout_of(op)
-        # With separate factors, this call waits for the layer's norm and is allowed only once per layer.
+        # With separate factors, `for_layout` waits for the layer's norm. Call it only once per layer.
         update, filled = pending.for_layout(layout.name), pending.with_gradient[layout.name]
         parts = self._program.parts_of(layout)
         if update is not None and self._overlaps_device(op):
             self._run_in_background(op, update, len(parts), filled)
             return
         if op.tier == "ram":
-            # The plan has scratch memory for one update on the host at a time.
+            # Wait, because the plan has scratch memory for only one update on the host at a time.
             self._execution.background.wait()
-        # Lease the blocks even if the gradient is not used, because traffic must not depend on data.
+        # Lease the blocks even if the update is skipped, because traffic must not depend on data.
         with self._execution.lease(self._execution.content_keys(op, op.held)) as held:
             if not op.passing and update is not None:
                 self._updater.update_layout(op.visit, len(parts), op.tier, held, update, filled)
@@ -278,8 +278,8 @@ class UpdateOps:
     def _overlaps_device(self, op: Op) -> bool:
         """Return whether a host update can run while a device computes the next layers.
 
-        All its blocks must be at home in RAM, so that longer leases take no memory from other blocks. The update must
-        not use matrix products on the device, because this thread's streams queue them.
+        All blocks of the update must be at home in RAM, so that longer leases do not reduce the memory for other
+        blocks. The update must not orthogonalize matrices on the device, because only this thread queues such work.
         """
         is_at_home = all(self._homes[use.key] == op.tier for use in op.uses)
         return op.tier == "ram" != self._program.compute_tier and is_at_home and self._updater.matrices is None
@@ -287,8 +287,8 @@ class UpdateOps:
     def _run_in_background(self, op: Op, update: Update, num_parts: int, filled: Container[str]) -> None:
         """Start an update on the background thread.
 
-        This method leases the blocks, at the position of the update in the tape, so that only the update can fetch or
-        change them. The update ends the leases itself, so that the weights can immediately be copied to the device.
+        This method leases the blocks at the update's position in the tape, so that no other op can change them. The
+        background thread ends the leases, so that the weights can be copied to the device without delay.
         """
         updater, leases = self._updater, ExitStack()
         assert not op.passing, op

@@ -1,4 +1,4 @@
-"""Work of torch operators, in quantities that determine time: FLOPs of products and attention, bytes, launches."""
+"""Work of torch operators, in the quantities that determine their time: FLOPs, moved bytes and kernel launches."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Work:
     """Work of some operators.
 
     Attributes:
-        product_flops: FLOPs of matrix products and convolutions.
+        product_flops: FLOPs of matmuls and convolutions.
         attention_flops: FLOPs of fused attention kernels, for all pairs of tokens.
-        skipped_flops: Part of ``attention_flops`` that causal kernels skip.
+        skipped_flops: Portion of ``attention_flops`` that causal kernels skip.
         moved_nbytes: Bytes that all other operators read and write.
-        launches: Number of operators that compute values. Each launches one or more kernels on a GPU.
+        launches: Number of operators that compute values. On a GPU, each operator launches at least one kernel.
     """
 
     product_flops: int = 0
@@ -32,12 +32,12 @@ class Work:
 
     @property
     def flops(self) -> int:
-        """FLOPs as in published kernel benchmarks, including the pairs that a causal mask skips."""
+        """FLOPs including those that causal kernels skip, as in published kernel benchmarks."""
         return self.product_flops + self.attention_flops
 
     @property
     def computed_flops(self) -> int:
-        """FLOPs without the pairs that a causal mask skips."""
+        """FLOPs without those that causal kernels skip."""
         return self.flops - self.skipped_flops
 
     def __add__(self, other: Work) -> Work:
@@ -59,7 +59,7 @@ class Work:
         )
 
     def scaled(self, share: float) -> Work:
-        """Return the work for a share of the tokens, which needs the same number of launches."""
+        """Return the work for a fraction of the tokens. The number of launches stays the same."""
         return Work(
             round(self.product_flops * share),
             round(self.attention_flops * share),
@@ -74,21 +74,21 @@ NO_WORK = Work()
 _ATEN = torch.ops.aten
 #: Operators that allocate memory without writing it.
 _ALLOCATE = frozenset({_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided})
-#: Operators that fill their result. They read only the shape of another tensor.
+#: Operators that fill their result with a constant. They read only the shape of their input.
 _FILL = frozenset({_ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like, _ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full})
 #: Operators that overwrite a tensor without reading it.
 _OVERWRITE = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_, _ATEN.uniform_, _ATEN.normal_})
-#: Operators that read one byte of their source per byte of their result.
+#: Operators whose reads from the source have the size of the result.
 _LOOK_UP = frozenset({_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather})
-#: Operators that read and write only those bytes of a tensor that they add to or replace.
+#: Operators that read and write only the elements that they change.
 _PUT = frozenset({_ATEN.index_add_, _ATEN.index_put_, _ATEN.index_copy_, _ATEN.scatter_, _ATEN.scatter_add_})
 
 
 def moved_nbytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int | None:
-    """Return the bytes that a torch operator reads and writes; None if it launches no kernel.
+    """Return how many bytes a torch operator reads and writes, or None if it launches no kernel.
 
-    Each input is read and each result is written. Repeated elements of an expanded tensor count once. Caches are
-    ignored, which is correct for tensors larger than the cache.
+    Counts each input and each result once. For an expanded tensor, counts the elements in memory. Ignores caches, which
+    is correct for tensors that are larger than the cache.
     """
     packet = getattr(func, "_overloadpacket", None)
     if packet in _ALLOCATE:
