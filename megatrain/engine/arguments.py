@@ -1,7 +1,7 @@
 """Arguments and results of a unit call, split into structure and tensors so that the call can be repeated.
 
 Every run gets fresh containers, built from the structure. Tensors are de-duplicated by identity. Key-value caches are
-dropped, because training does not use them and a recompute would append to them a second time.
+dropped, because training does not use caches and a recompute would append to them a second time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ __all__ = ["CapturedArguments", "CapturedResult", "RebuiltArguments", "has_diffe
 
 
 def tree_map(value: Any, leaf: Callable[[Any], Any], container: Callable[[Any], Any | None] | None = None) -> Any:
-    """Rebuild lists, tuples and mappings, and apply `leaf` to everything else.
+    """Rebuild nested lists, tuples and mappings, and replace all other values by the results of `leaf`.
 
     Args:
-        leaf: Function of every value that is not a list, tuple or mapping.
-        container: Function that replaces a list or mapping, or returns None to rebuild it.
+        container: Function that returns a replacement for a list or mapping, or None to rebuild it.
     """
     if isinstance(value, _CONTAINERS):
         if container is not None and (ready := container(value)) is not None:
@@ -71,7 +70,7 @@ class _ContainerAt:
 
 @dataclass
 class RebuiltArguments:
-    """Fresh arguments for one run of a unit, with shallow copies of the containers from before the run."""
+    """Fresh arguments for one run of a unit, with shallow copies that show which containers the run changes."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -83,7 +82,7 @@ class RebuiltArguments:
         self.before = [copy.copy(container) for container in self.containers]
 
     def mutated(self) -> dict[int, Any]:
-        """Return the containers that the unit changed, by number."""
+        """Return the containers that the unit has changed, by number."""
         changed: dict[int, Any] = {}
         for index, (container, old) in enumerate(zip(self.containers, self.before, strict=True)):
             if not isinstance(container, list):
@@ -96,7 +95,7 @@ class RebuiltArguments:
 
 
 class _Rebuilder:
-    """Builder of the containers for one run. As mutually recursive closures, it would keep tensors alive."""
+    """Builder of the containers for one run. A class, because mutually recursive closures would keep tensors alive."""
 
     def __init__(self, tensors: Sequence[Tensor | None], originals: Sequence[Any], contents: Sequence[Any]) -> None:
         self._tensors, self._originals, self._contents = tensors, originals, contents
@@ -119,11 +118,11 @@ class _Rebuilder:
 
 
 class CapturedArguments:
-    """Captured arguments of one unit call by one micro-batch.
+    """Captured arguments of one micro-batch's call to a unit.
 
     Attributes:
-        tensors: Distinct tensors in the arguments. None replaces an offloaded tensor.
-        activations: Positions in ``tensors`` of the activations: hidden states, and all tensors that require grad.
+        tensors: Distinct tensors in the arguments; None for a tensor that is stored in a block.
+        activations: Positions of the activations in ``tensors``: hidden states, and all tensors that require grad.
 
     Raises:
         UnsupportedModelError: If an argument is an object of unknown type that contains differentiable tensors.
@@ -165,7 +164,7 @@ class CapturedArguments:
         return value
 
     def check_opaque(self) -> None:
-        """Refuse a call whose arguments contain differentiable tensors in objects of unknown type."""
+        """Raise an error if an argument is an object of unknown type that contains differentiable tensors."""
         for value in self._opaque:
             for name, item in vars(value).items():
                 if has_differentiable(item):
@@ -181,7 +180,7 @@ class CapturedArguments:
             number = self._container_numbers[id(value)] = len(self.originals)
             self.originals.append(value)
             self._contents.append(None)
-            # Nested containers get their numbers from the same functions.
+            # These calls also number the nested containers.
             if isinstance(value, list):
                 content: Any = [tree_map(item, self._leaf, self._container) for item in value]
             else:
@@ -199,17 +198,17 @@ class CapturedArguments:
         return RebuiltArguments(args, kwargs, containers, index)
 
     def forget_contents(self) -> None:
-        """Drop the references to the contents of the caller's containers. `rebuild` still has structure and tensors."""
+        """Drop the references to the contents of the caller's containers, which `rebuild` does not need."""
         self.originals = [copy.copy(original) for original in self.originals]
         for original in self.originals:
             original.clear()
 
 
 class CapturedResult:
-    """Result of one run of a unit: return value, changed containers, and records of the output recorders.
+    """Result of one run of a unit: the return value, changed containers, and values from output recorders.
 
     Attributes:
-        outputs: Distinct differentiable tensors of the result, attached to the unit's graph.
+        outputs: Distinct differentiable tensors in the result, attached to the unit's graph.
     """
 
     def __init__(self, value: Any, rebuilt: RebuiltArguments, records: Mapping[str, list[Any]]) -> None:
@@ -255,11 +254,11 @@ class CapturedResult:
         originals: Sequence[Any],
         collector: dict[str, list[Any]] | None,
     ) -> Any:
-        """Return the unit's result with outer tensors, and update the caller's containers and recorders.
+        """Return the unit's result with tensors of the outer graph. Update the caller's containers and recorders.
 
         Args:
-            outputs: Outer tensors that correspond to `self.outputs`.
-            inputs: Tensors of the caller that correspond to the captured tensors.
+            outputs: Tensors of the outer graph that replace `self.outputs`.
+            inputs: The caller's tensors that replace the captured tensors.
         """
 
         def leaf(value: Any) -> Any:
@@ -283,7 +282,7 @@ class CapturedResult:
 
 
 def has_differentiable(value: Any) -> bool:
-    """Return whether nested containers hold a tensor that requires grad."""
+    """Return whether nested containers contain a tensor that requires grad."""
     found = False
 
     def check(leaf: Any) -> None:

@@ -1,7 +1,7 @@
 """FLOPs and workspace of torch's fused attention kernels, computed from the shapes of a call.
 
-Up to release 2.11, torch's own FLOP formulas raise an error if keys have fewer heads than queries. torch has no formula
-for workspace, which kernels allocate internally and fake tensors do not show.
+Up to release 2.11, torch's own FLOP formulas raise an error if keys have fewer heads than queries. torch has no
+formulas for workspace. Kernels allocate workspace internally, so it is not visible with fake tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["FLASH_ROWS", "AttentionCall"]
 
 Backend = Literal["flash", "efficient", "cudnn", "other"]
 
-#: Operator, without "_backward" -> backend, and axis of the heads in queries, keys and values.
+#: Maps operators, without "_backward", to the backend and the axis of the heads in queries, keys and values.
 _OPERATORS: Mapping[str, tuple[Backend, int]] = {
     "_scaled_dot_product_flash_attention": ("flash", 1),  # [B, H, S, D]
     "_scaled_dot_product_efficient_attention": ("efficient", 1),
@@ -35,7 +35,7 @@ _OPERATORS: Mapping[str, tuple[Backend, int]] = {
     "_cudnn_attention": ("cudnn", 1),
 }
 
-#: Flash attention rounds rows and widths up to multiples of its blocks.
+#: Block sizes to whose multiples flash attention rounds rows and widths up.
 FLASH_ROWS = 128
 _FLASH_WIDTH, _FLASH_ROUNDED_WIDTH, _FLASH_WIDEST = 32, 192, 256
 #: Head widths for which both FA3 and FA4 have deterministic kernels; smallest block of rows of these kernels; maximum
@@ -44,10 +44,10 @@ _PACKAGE_WIDTHS, _PACKAGE_BLOCK, _PACKAGE_SPLITS = (64, 96, 128), 64, 128
 #: Largest and smallest block of the memory-efficient kernels, in rows and columns. Heads wider than the largest block
 #: need workspace for the gradients of keys and values. For narrower heads, registers hold these gradients.
 _EFFICIENT_BLOCK, _LEAST_EFFICIENT_BLOCK = 128, 64
-#: Maximum number of thread blocks among which nondeterministic kernels split the keys.
+#: Maximum number of thread blocks that share the keys in nondeterministic kernels.
 _EFFICIENT_SPLITS = 200
 _FLOAT_NBYTES = 4
-#: Number of multiprocessors of an H100 or H200, for plans made without a GPU.
+#: Number of multiprocessors of an H100 or H200, for plans that are made without a GPU.
 _NUM_MULTIPROCESSORS = 132
 
 
@@ -56,15 +56,15 @@ class AttentionCall:
     """One call of a fused attention operator.
 
     Attributes:
-        num_queries: Number of query tokens of all sequences.
-        num_keys: Number of key tokens of all sequences.
-        longest_keys: Number of key tokens of the longest sequence.
-        width: Width of one head of queries or keys.
-        value_width: Width of one head of values.
+        num_queries: Total number of query tokens.
+        num_keys: Total number of key tokens.
+        longest_keys: Number of key tokens in the longest sequence.
+        width: Head width of queries and keys.
+        value_width: Head width of values.
         itemsize: Bytes per element of the queries.
-        is_ragged: Whether sequences of several lengths are concatenated into one.
-        num_copied_bytes: Bytes of the inputs that the kernel first copies to another memory layout.
-        is_causal: Whether the kernel skips keys after the query.
+        is_ragged: Whether sequences of different lengths are concatenated.
+        num_copied_bytes: Bytes of inputs that the kernel first copies to a different memory layout.
+        is_causal: Whether the kernel skips keys that come after the query.
         has_dropout: Whether the kernel applies dropout to the scores.
     """
 
@@ -86,7 +86,7 @@ class AttentionCall:
 
     @classmethod
     def from_operator(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionCall | None:
-        """Return the attention call of a torch operator; None for other operators."""
+        """Return a description of an operator call, or None if the operator is not fused attention."""
         name = getattr(getattr(func, "_overloadpacket", None), "__name__", "")
         base = name.removesuffix("_backward").removesuffix("_forward")
         if base not in _OPERATORS:
@@ -123,10 +123,10 @@ class AttentionCall:
 
     @property
     def num_flops(self) -> int:
-        """FLOPs for all pairs of tokens. A causal mask does not reduce them, as in published kernel benchmarks.
+        """FLOPs for all pairs of tokens. A causal mask does not reduce the FLOPs, as in published kernel benchmarks.
 
-        The forward computes the scores and their product with the values. The backward computes the scores again, and
-        one product each for the gradients of scores, values, queries and keys. Ragged sequences count as equally long.
+        The forward has two matmuls: the scores, and the scores times the values. The backward has five: the scores
+        again, and the gradients of scores, values, queries and keys. All ragged sequences count as the longest one.
         """
         pairs = self.num_heads * self.num_queries * self.longest_keys
         if self.is_backward:
@@ -135,15 +135,15 @@ class AttentionCall:
 
     @property
     def work(self) -> Work:
-        """Work of the call. A kernel with a causal mask skips half of all pairs."""
+        """Work of the call. A causal kernel skips half of all pairs."""
         flops = self.num_flops
         return Work(attention_flops=flops, skipped_flops=flops // 2 if self.is_causal else 0, launches=1)
 
     def hidden_nbytes(self, device: torch.device, *, is_deterministic: bool, flash: FlashKernels = "FA2") -> int:
-        """Return the bytes of workspace that the kernel allocates on a CUDA device; 0 on other devices.
+        """Return the size of the workspace that the kernel allocates on a CUDA device; 0 on other devices.
 
-        The workspace of a forward counts as 0, because it is negligible if rows are long enough to occupy the GPU. Many
-        short sequences need several calls, each with at most half of the results, which are concatenated.
+        A forward's own workspace counts as 0, because it is negligible if rows are long enough to occupy the GPU. Many
+        short sequences need several calls. Each call computes at most half of the results, which are then concatenated.
 
         Args:
             is_deterministic: Whether the kernel must add numbers in the same order in every run.
@@ -161,15 +161,16 @@ class AttentionCall:
             return self.num_copied_bytes + self._efficient_nbytes(is_deterministic)
         if self.backend == "flash":
             return self.num_copied_bytes + self._flash_nbytes(_num_multiprocessors(device) if is_deterministic else 0)
-        # cuDNN does not document its workspace. Its backward needs the same buffers as flash attention.
+        # cuDNN does not document its workspace, but its backward needs the same buffers as flash attention.
         return self._flash_nbytes(0) if self.backend == "cudnn" else 0
 
     def _package_nbytes(self, flash: FlashKernels, is_deterministic: bool) -> int:
-        """Return an upper bound of the workspace of FA3 or FA4, whose blocks depend on architecture and mask.
+        """Return an upper bound for the workspace of FA3 or FA4. Their block sizes depend on architecture and mask.
 
-        The backward needs fp32 query gradients, two sums per row, counters that order the additions, and fp32 gradients
-        of keys and values if several query heads share a key head. The forward needs partial results of split keys if
-        query blocks do not occupy the GPU and the kernel need not be deterministic.
+        The backward needs fp32 query gradients, two sums per row, and counters that order the additions. If several
+        query heads share a key head, it also needs fp32 gradients of keys and values. The forward needs memory for
+        partial results if it splits the keys: it does so if query blocks do not occupy the GPU and if the kernel need
+        not be deterministic.
         """
         if self.width not in _PACKAGE_WIDTHS or self.value_width != self.width or self.has_dropout:
             raise UnsupportedModelError(
@@ -199,13 +200,13 @@ class AttentionCall:
         return self.num_copied_bytes + copied + numbers * _FLOAT_NBYTES
 
     def _flash_nbytes(self, num_multiprocessors: int) -> int:
-        """Return the bytes of the fp32 query gradients of all splits, row sums, and expanded key and value gradients.
+        """Return the workspace of FA2: fp32 query gradients, row sums, and expanded gradients of keys and values.
 
         For ragged sequences, the result is the larger of two cases: the given lengths, and the shortest lengths that
         the engine combines into one call (`Documents.groups`).
 
         Args:
-            num_multiprocessors: Multiprocessors among which a deterministic kernel splits the keys; otherwise 0.
+            num_multiprocessors: Number of multiprocessors that share the keys in a deterministic kernel; otherwise 0.
         """
         splits = max(1, -(-num_multiprocessors // (self.num_rows * self.num_heads)))
         rows = self.num_rows * round_up(self.num_queries // self.num_rows, FLASH_ROWS)
@@ -222,18 +223,18 @@ class AttentionCall:
 
     @property
     def _results_nbytes(self) -> int:
-        """Bytes of the results: the output of a forward, or the input gradients of a backward."""
+        """Size in bytes of a forward's output, or of the input gradients of a backward."""
         queries, keys = self.num_queries * self.num_heads, self.num_keys * self.num_key_heads
         if not self.is_backward:
             return queries * self.value_width * self.itemsize
         return (queries * self.width + keys * (self.width + self.value_width)) * self.itemsize
 
     def _efficient_nbytes(self, is_deterministic: bool) -> int:
-        """Return the bytes of the padded fp32 query gradients, the row sums, and the gradients outside of registers."""
+        """Return the size of padded fp32 query gradients, row sums, and gradients that do not fit in registers."""
         block, pairs = _EFFICIENT_BLOCK, self.num_rows * self.num_heads
         rows = round_up(self.longest_keys if self.is_ragged else self.num_queries // self.num_rows, block)
         numbers = rows * round_up(self.width, block) + rows
-        if self.itemsize == _FLOAT_NBYTES:  # product of output and gradient; fp32 results need no second accumulator
+        if self.itemsize == _FLOAT_NBYTES:  # the product of output and gradient; fp32 needs no second accumulator
             numbers += rows * self.value_width
         elif max(self.width, self.value_width) > block:
             splits = 1
@@ -244,7 +245,7 @@ class AttentionCall:
 
 
 def _copied_bytes(tensor: Tensor, heads_axis: int) -> int:
-    """Return the bytes of a copy with tokens before heads; 0 if the tensor already has this layout."""
+    """Return the size of a copy in which tokens come before heads, or 0 if the tensor already has this layout."""
     ordered = tensor.transpose(1, 2) if heads_axis == 1 else tensor
     return 0 if ordered.is_contiguous() else tensor.numel() * tensor.element_size()
 

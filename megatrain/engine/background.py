@@ -12,10 +12,10 @@ __all__ = ["BackgroundUpdates"]
 
 
 class BackgroundUpdates:
-    """Thread that runs updates one at a time, in the order in which they were started. Used by one thread.
+    """Thread that runs updates one at a time, in the order in which they were started. All calls come from one thread.
 
-    Callers wait for an update, and receive its error, before they use its blocks. On exit, the context waits for all
-    updates, even after an error, because the code that catches the error may free their memory.
+    Before the caller uses a block, it waits for the block's update and receives the update's error. On exit, the
+    context waits for all updates even after an error, because code that catches the error can free their memory.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class BackgroundUpdates:
         self._running: deque[tuple[frozenset[str], Future[None]]] = deque()
 
     def start(self, keys: Iterable[str], update: Callable[[], None]) -> None:
-        """Run an update on the thread, after all updates started before it.
+        """Run an update on the thread, after all updates that were started earlier.
 
         Args:
             update: Function that runs the update and ends its leases.

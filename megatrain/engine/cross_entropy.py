@@ -1,7 +1,7 @@
-"""Cross entropy with label smoothing and z-loss, computed from logits in parts.
+"""Cross entropy with label smoothing and z-loss, computed from logits one vocabulary part at a time.
 
-The loss of a row needs the maximum of its logits, the sum of their exponentials, and the logit of the label. One pass
-over the parts of the vocabulary computes these values. The gradient of each part then needs only them.
+A row's loss depends on the maximum of its logits, the sum of their exponentials, and the label's logit. One pass over
+the parts of the vocabulary computes these values, and the gradient of each part can then be computed from them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["PLAIN", "CrossEntropy", "RunningSoftmax", "column_of", "replaced_los
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy(Loss, MicroBatchLoss):
-    """Mean cross entropy over all tokens of a step that have a label.
+    """Mean cross entropy over all labelled tokens of a step.
 
     Attributes:
         label_smoothing_factor: Share of each target that is spread evenly over the vocabulary; 0 to disable.
-        z_loss: Factor of an additional loss term, the mean of ``logsumexp(logits)**2`` over the tokens with a label. It
-            keeps logits from drifting (PaLM, arXiv 2204.02311). 0 to disable.
+        z_loss: Factor of an additional loss term, the mean of ``logsumexp(logits)**2`` over all labelled tokens; 0 to
+            disable. The term keeps logits from drifting (PaLM, arXiv 2204.02311).
     """
 
     label_smoothing_factor: float = 0.0
@@ -43,25 +43,25 @@ class CrossEntropy(Loss, MicroBatchLoss):
 
     @property
     def refusal(self) -> str:
-        """Reason to refuse models with their own loss function, which would ignore smoothing and z-loss."""
+        """Reason to refuse models with their own loss function, because they would ignore smoothing and z-loss."""
         for name in ("label_smoothing_factor", "z_loss"):
             if getattr(self, name):
                 return f"with which training.{name} cannot be used"
         return ""
 
     def applied(self, model: PreTrainedModel) -> AbstractContextManager[None]:
-        """Replace the model's own loss function within the context by one with label smoothing, if smoothing is on."""
+        """If smoothing is on, replace the model's loss function by one with label smoothing within the context."""
         factor = self.label_smoothing_factor
         return replaced_loss(model, _smoothed(factor)) if factor else nullcontext()
 
     def for_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> CrossEntropy:
-        """Return ``self``, because the loss needs no data of a micro-batch except its labels."""
+        """Return ``self``, because the loss needs no data from a micro-batch except its labels."""
         return self
 
     def for_rows(
         self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool
     ) -> RowsLoss | None:
-        """Return the loss of some rows; None if the model's own function computes it, with ``applied`` active."""
+        """Return the loss of some rows, or None if the model's loss function, set by ``applied``, computes it."""
         if not in_parts and not self.z_loss:
             return None
         return RunningSoftmax(labels, vocab_size, num_items, self.label_smoothing_factor, self.z_loss)
@@ -72,14 +72,14 @@ PLAIN = CrossEntropy()
 
 
 class RunningSoftmax:
-    """Cross entropy of rows whose logits come in parts: the loss after all parts, then each part's gradient.
+    """Cross entropy of rows whose logits are computed one vocabulary part at a time.
 
     All computation is in fp32. The loss is the sum over the rows of ``-log softmax(logits)[label] / num_items``.
     Smoothing spreads the share ``smoothing`` of each target evenly over the vocabulary. A z-loss adds ``z_loss *
-    logsumexp(logits)**2`` for each row.
+    logsumexp(logits)**2`` to the loss of each row, before the division.
 
     Args:
-        labels: Vocabulary indexes of the labels, [rows].
+        labels: Token ids of the labels, [rows].
         smoothing: Share of each target to spread; 0 to disable.
         z_loss: Factor of the z-loss; 0 to disable.
     """
@@ -98,7 +98,7 @@ class RunningSoftmax:
         self._log_sums: Tensor | None = None  # cached logsumexp, because each part's gradient needs it
 
     def add(self, logits: Tensor, start: int) -> None:
-        """Add the logits [rows, columns] of the vocabulary from ``start`` on."""
+        """Add the logits [rows, columns] of the part that starts at column ``start``."""
         self._log_sums = None
         if device_kernels.are_for(logits):
             device_kernels.add_logits(
@@ -122,15 +122,15 @@ class RunningSoftmax:
         self._largest = largest
 
     def log_probs(self) -> Tensor:
-        """Return the log-probability of each row's label [rows]. Call it after all parts were added."""
+        """Return the log-probability of each row's label [rows]. Call this after all parts have been added."""
         return self._of_label - self._log_sum()
 
     def weigh(self, weights: Tensor) -> None:
-        """Multiply each row's gradient of ``-log softmax(logits)[label]`` by a weight [rows]."""
+        """Set weights [rows] by which the rows' gradients are multiplied, instead of ``1 / num_items``."""
         self._weights = weights
 
     def loss(self) -> Tensor:
-        """Return the loss. Call it after all parts were added."""
+        """Return the loss. Call this after all parts have been added."""
         log_sum = self._log_sum()
         losses = log_sum - self._of_label
         if self._total is not None:
@@ -141,7 +141,7 @@ class RunningSoftmax:
         return losses.sum() / self._num_items
 
     def gradient(self, logits: Tensor, start: int) -> Tensor:
-        """Return the gradient of a part's logits, in their dtype. Call it after all parts were added."""
+        """Return the gradient of a part's logits, in the logits' dtype. Call this after all parts have been added."""
         if device_kernels.are_for(logits):
             return device_kernels.gradient_of_logits(
                 logits,
@@ -161,7 +161,7 @@ class RunningSoftmax:
         if self._smoothing:
             found.sub_(self._smoothing / self._vocab_size)
         at, is_here = column_of(self._labels, start, found.shape[1])
-        # Scatter instead of add: each row has one column, so the order of writes has no effect on any device.
+        # Use scatter instead of an addition. Each row has one label, so the result does not depend on write order.
         found.scatter_(1, at, found.gather(1, at) - is_here.unsqueeze(1) * (1 - self._smoothing))
         if self._weights is not None:
             return found.mul_(self._weights.unsqueeze(1)).to(logits.dtype)
@@ -174,13 +174,13 @@ class RunningSoftmax:
 
 
 def column_of(labels: Tensor, start: int, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Return the column [rows, 1] of each row's label, clamped to this part, and whether the label is in this part."""
+    """Return each label's column in a part, clamped to the part, as [rows, 1], and whether the label is in the part."""
     at = labels - start
     return at.clamp(0, num_columns - 1).unsqueeze(1), (at >= 0) & (at < num_columns)
 
 
 def _smoothed(factor: float) -> Callable[..., Tensor]:
-    """Return a loss function with label smoothing, in the signature of transformers' causal LM loss."""
+    """Return a loss function with label smoothing. It has the signature of transformers' causal LM loss."""
 
     def loss(
         logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: int, shift_labels: Tensor, **rest: Any
@@ -199,7 +199,7 @@ def _smoothed(factor: float) -> Callable[..., Tensor]:
 
 @contextmanager
 def replaced_loss(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """Replace the loss function that transformers chose for a model, within the context."""
+    """Replace a model's loss function within the context."""
     own = model.__dict__.get("_loss_function")
     model.__dict__["_loss_function"] = function
     try:

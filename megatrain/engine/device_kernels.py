@@ -1,7 +1,7 @@
-"""Triton kernels that a step uses on a GPU with Triton.
+"""Launches of the Triton kernels that a step uses on a GPU.
 
-Without Triton, torch operators compute the same results with more memory and many more kernel launches. With fake
-tensors, a function only allocates its result, so that a plan counts the memory.
+Without Triton, torch operators compute the same results, but with more memory and many more kernel launches. With fake
+tensors, the functions only allocate their results, so that a plan can count the memory.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ __all__ = [
 ]
 
 _BLOCK_COLUMNS = 1024
-#: Number of logits of a row whose exponentials a program adds up at once, and its number of warps.
+#: Number of logits of a row that a program adds up at once, and the program's number of warps.
 _BLOCK_LOGITS, _LOGIT_WARPS = 4096, 8
-#: Rows per program of `group_rows`, and rows that it compares them with at once. More rows would exceed the registers.
+#: For `group_rows`: rows per program, and rows with which they are compared at once. More would exceed the registers.
 _BLOCK_ROWS, _BLOCK_OTHERS = 64, 32
 #: Maximum number of bytes that a GPU thread loads or stores at once.
 _VECTOR_BYTES = 16
 
 
 def reads_sync_host(device: torch.device) -> bool:
-    """Return whether a read of a tensor's values waits for all work queued on the device."""
+    """Return whether reading a tensor's values waits for all work that is queued on the device."""
     return device.type == "cuda"
 
 
@@ -48,19 +48,19 @@ def are_for(tensor: Tensor) -> bool:
 
 
 def stands_for_gpu(tensor: Tensor) -> bool:
-    """Return whether this is a fake CPU tensor that represents a GPU tensor in a plan."""
+    """Return whether a tensor is a fake CPU tensor that represents a GPU tensor in a plan."""
     return _fakes_are_of_gpu and isinstance(tensor, FakeTensor)
 
 
 @contextmanager
 def fakes_standing_for_gpu(*, enabled: bool) -> Iterator[None]:
-    """Let fake CPU tensors represent tensors of a GPU with Triton within the context, even on a machine without both.
+    """Within the context, treat fake CPU tensors as tensors on a GPU with Triton, which the machine need not have.
 
-    Otherwise a plan would count the CPU replacements for these kernels, for products that add to fp32, and for
-    attention over documents. The setting is process-wide, because each greenlet of a trace has a separate context.
+    Otherwise a plan would count the CPU versions of these kernels, of matmuls that add to fp32, and of attention over
+    documents. The setting is process-wide, because a context variable would have a separate value in each greenlet.
 
     Args:
-        enabled: Whether to do so; False to restore plain CPU tensors.
+        enabled: Whether fake CPU tensors represent GPU tensors; False to treat them as CPU tensors.
     """
     global _fakes_are_of_gpu
     before, _fakes_are_of_gpu = _fakes_are_of_gpu, enabled
@@ -88,10 +88,10 @@ def _kernels() -> ModuleType:
 
 
 def row_groups(indexes: Tensor) -> Tensor:
-    """Return the row order that `add_rows` needs for indexes [K], as [3, K] int32 on their device.
+    """Sort rows by their indexes [K] for `add_rows`, and return the order as [3, K] int32 on the same device.
 
-    Rows are sorted by index; see `triton_kernels.group_rows`. The device computes the order, because the model can
-    change indexes on the device and reading them would synchronize the host.
+    See `triton_kernels.group_rows` for the format. The order is computed on the device, because the model can change
+    indexes there, and reading the indexes would synchronize the host.
     """
     indexes = indexes.contiguous()
     groups = torch.empty(3, len(indexes), dtype=torch.int32, device=indexes.device)
@@ -109,14 +109,14 @@ def row_groups(indexes: Tensor) -> Tensor:
 
 
 def add_rows(place: Tensor, held: range, rows: Tensor, groups: Tensor, ignored: int | None) -> None:
-    """Add rows [K, N] in order to rows of a matrix, bit-identical to `index_add_` on the host.
+    """Add rows [K, N] in order to rows of a matrix. The result is bit-identical to `index_add_` on the host.
 
     Args:
-        place: Rows of the matrix to add to, [len(held), N] fp32, each row contiguous.
-        held: Range of the matrix rows in ``place``. Rows with an index outside of the range are skipped.
+        place: Part of the matrix to which rows are added, [len(held), N] fp32, each row contiguous.
+        held: Range of matrix rows in ``place``. Rows with an index outside of this range are skipped.
         rows: Rows to add, [K, N] of any float dtype.
         groups: Result of ``row_groups`` for the indexes of ``rows``.
-        ignored: Index of additional rows to skip.
+        ignored: Index whose rows are also skipped, if any.
     """
     assert place.dtype == torch.float32 and place.stride(1) == 1, (place.dtype, place.stride())
     num_rows, num_columns = rows.shape
@@ -140,13 +140,13 @@ def add_rows(place: Tensor, held: range, rows: Tensor, groups: Tensor, ignored: 
 
 
 def copy_rows(found: Tensor, held: range, rows: Tensor, indexes: Tensor) -> None:
-    """Copy the wanted rows that are in one part of a matrix into ``found``.
+    """Copy the requested rows that one part of a matrix contains into ``found``.
 
     Args:
-        found: Contiguous output, [K, N]. Rows of other parts do not change.
-        held: Range of the matrix rows in this part.
+        found: Contiguous output, [K, N]. Rows that other parts contain are not changed.
+        held: Range of matrix rows in this part.
         rows: Rows of this part, [len(held), N] of any float dtype.
-        indexes: Indexes of the wanted rows, [K].
+        indexes: Indexes of the requested rows, [K].
     """
     assert found.is_contiguous() and rows.stride(1) == 1, (found.stride(), rows.stride())
     num_rows, num_columns = found.shape
@@ -176,12 +176,12 @@ def add_logits(
     of_label: Tensor,
     totals: Tensor | None,
 ) -> None:
-    """Add the logits of a part of the vocabulary to the sums of a cross entropy; see `triton_kernels.add_logits`.
+    """Add the logits of a vocabulary part to the sums of a cross entropy; see `triton_kernels.add_logits`.
 
     Args:
         logits: [rows, columns], any float dtype.
-        labels: [rows] int64, indexes into the vocabulary.
-        start: Vocabulary index of the first column.
+        labels: Token ids [rows], int64.
+        start: Token id of the first column.
         largest: [rows] fp32; initially -inf.
         exponentials: [rows] fp32; initially 0.
         of_label: [rows] fp32.
@@ -219,15 +219,15 @@ def gradient_of_logits(
     share: float,
     at_label: float,
 ) -> Tensor:
-    """Return the gradient of cross entropy with respect to the logits of a part of the vocabulary, in their dtype.
+    """Return the gradient of cross entropy with respect to the logits of a vocabulary part, in the logits' dtype.
 
     Args:
         logits: [rows, columns], any float dtype.
-        labels: [rows] int64, indexes into the vocabulary.
-        start: Vocabulary index of the first column.
+        labels: Token ids [rows], int64.
+        start: Token id of the first column.
         log_sums: [rows] fp32, logsumexp over the whole vocabulary.
-        weights: [rows] fp32; None for 1 / num_items each.
-        z_loss: Factor of the square of ``log_sums`` in the loss.
+        weights: [rows] fp32; None if each row has the weight 1 / num_items.
+        z_loss: Factor of ``log_sums ** 2`` in the loss.
         share: Target probability of each column, from label smoothing.
     """
     logits = _with_vectors(logits)
@@ -256,21 +256,21 @@ def gradient_of_logits(
 
 
 def _unit_of(*matrices: Tensor) -> int:
-    """Return the number of elements in 16 bytes, or 1 if it does not divide the columns; see `triton_kernels`."""
+    """Return how many elements fit in 16 bytes, or 1 if this does not divide the columns; see `triton_kernels`."""
     unit = _VECTOR_BYTES // min(matrix.dtype.itemsize for matrix in matrices)
     return 1 if matrices[0].shape[1] % unit else unit
 
 
 def _has_vectors(matrix: Tensor) -> bool:
-    """Return whether all rows begin at multiples of 16 bytes."""
+    """Return whether all rows are aligned to 16 bytes."""
     begin = matrix.storage_offset() * matrix.dtype.itemsize if isinstance(matrix, FakeTensor) else matrix.data_ptr()
     return begin % _VECTOR_BYTES == 0 and matrix.stride(0) * matrix.dtype.itemsize % _VECTOR_BYTES == 0
 
 
 def _with_vectors(logits: Tensor) -> Tensor:
-    """Return the logits with adjacent columns and aligned rows, copied if necessary.
+    """Return the logits with contiguous, aligned rows. Copy them if necessary.
 
-    The order of a sum then depends on the number of columns, not on an address.
+    The order of additions then depends on the number of columns, not on an address.
     """
     if logits.stride(1) == 1 and (_unit_of(logits) == 1 or _has_vectors(logits)):
         return logits
@@ -278,7 +278,7 @@ def _with_vectors(logits: Tensor) -> Tensor:
 
 
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile the kernels for a CUDA device and a dtype of weights and logits. Takes seconds, once per machine."""
+    """Compile the kernels for a device and for the dtype of weights and logits. Takes seconds, once per machine."""
     zeros = torch.zeros(1, device=device)
     if not are_for(zeros):
         return

@@ -1,8 +1,8 @@
-"""Encodings: weights stored in another form than the values that layers compute with.
+"""Encodings: weights whose stored values differ from the values that layers compute with.
 
 Most blocks of weights hold the values themselves (bf16 weights are the high halves of their masters). For other
-weights, `StepProgram.encodings` has an `Encoding`. It lists the blocks that a visit reads, and decodes them in the
-compute tier for this visit only. Tiers and links carry the stored form, and the engine is independent of the form.
+weights, `StepProgram.encodings` contains an `Encoding`. The encoding lists the blocks that a visit reads. It decodes
+them in the compute tier, for this visit only, so tiers and links carry only encoded blocks.
 `megatrain/models/packed.py` defines the encoding of quantized folders.
 """
 
@@ -20,15 +20,15 @@ __all__ = ["AveragedWeight", "Encoding", "decoding_bytes"]
 
 
 class Encoding(Protocol):
-    """Encoding of one layout's weight in blocks. Equal encodings decode the same blocks in the same way."""
+    """Encoding of a layout's weight. Encodings that compare equal decode the same blocks in the same way."""
 
     @property
     def keys(self) -> Sequence[str]:
-        """Keys of the blocks to read, one per part of the layout's state; empty to read the weight's own block."""
+        """Keys of the blocks to read, in order of the state's parts; empty to read the weight's own block."""
 
     @property
     def nbytes(self) -> int:
-        """Total bytes of the encoded blocks over all ranks."""
+        """Size of all encoded blocks on all ranks, in bytes."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -41,20 +41,20 @@ class Encoding(Protocol):
 
         Args:
             block: Whole block on the compute device.
-            weights: Flat output of ``dtype`` on the same device, as long as the decoded block.
+            weights: Flat output on the same device. It has the encoding's dtype and the length of the decoded block.
         """
 
     def decoding_bytes(self, device: torch.device) -> int:
-        """Return the peak bytes that ``decode`` allocates in addition to ``block`` and ``weights``."""
+        """Return the peak memory that ``decode`` needs in addition to ``block`` and ``weights``."""
 
 
 @dataclass(frozen=True, slots=True)
 class AveragedWeight:
-    """Encoding that reads the optimizer's fp32 average instead of the weight, and rounds it for each visit.
+    """Encoding that reads the fp32 average of a weight instead of the weight, and rounds it for each visit.
 
     Attributes:
-        keys: Keys of the blocks of the average, one per part of the layout's state.
-        nbytes: Total bytes of these blocks over all ranks.
+        keys: Keys of the average's blocks, in order of the state's parts.
+        nbytes: Size of the average's blocks on all ranks.
     """
 
     keys: tuple[str, ...]
@@ -69,5 +69,5 @@ class AveragedWeight:
 
 
 def decoding_bytes(encodings: Iterable[Encoding], device: torch.device) -> int:
-    """Return the peak bytes of decoding in addition to blocks and weights. Weights are decoded one at a time."""
+    """Return the peak temporary memory for decoding. Weights are decoded one at a time."""
     return max((encoding.decoding_bytes(device) for encoding in encodings), default=0)

@@ -1,4 +1,4 @@
-"""Gradient records of a step: norms, and parameters with a gradient by use site."""
+"""Records of a step's gradients: their norms, and which parameters have a gradient from which use site."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["StepGradients"]
 
 
 class StepGradients:
-    """Gradient records of the running step, by layout. Used by the thread that runs the step.
+    """Records of the running step's gradients. Used only by the thread that runs the step.
 
     Attributes:
-        lanes: Lanes of this process, in which it adds the gradients of micro-batches.
-        uses: Layout -> visits that use it, in forward order. The backward reaches the first visit last.
-        squared_norms: Layout -> squared norm of its complete gradient. A device keeps it as a scalar tensor, because
-            reading it would synchronize the host in the middle of the step.
-        with_gradient: Layout -> parameters with a gradient in this step.
+        lanes: Lanes of this process.
+        uses: Visits that use each layout, in forward order. The backward reaches the first visit last.
+        squared_norms: Squared norms of complete gradients, by layout. Norms computed on a device stay device scalars,
+            because reading them would synchronize the host in the middle of the step.
+        with_gradient: Parameters that have a gradient in this step, by layout.
     """
 
     def __init__(self, model: StreamedModel, threads: KernelThreads) -> None:
@@ -41,10 +41,10 @@ class StepGradients:
         self.with_gradient: dict[str, set[str]] = {}
 
     def start_step(self, scales: LayerScales | None) -> None:
-        """Reset the state of the previous step.
+        """Reset all records.
 
         Args:
-            scales: Factors on the layers' gradients; None if the norm of the whole step determines one factor.
+            scales: Factors for each layer's gradient; None if the norm of the whole step determines one factor.
         """
         self._filled = {name: {use: set() for use in range(len(uses))} for name, uses in self.uses.items()}
         # Create new objects, because a pending update uses the objects of the previous step.
@@ -55,19 +55,19 @@ class StepGradients:
         return self.uses[name].index(visit)
 
     def filled_at(self, name: str, visit: int) -> set[str]:
-        """Return the parameters of a layout that have a gradient from one use site."""
+        """Return which parameters of a layout have a gradient from one use site."""
         return self._filled[name][self.use_of(name, visit)]
 
     def record_filled(self, name: str, visit: int, parameters: Iterable[str]) -> None:
-        """Record the parameters of a layout that have a gradient from one use site."""
+        """Record that parameters of a layout have a gradient from one use site."""
         self.filled_at(name, visit).update(parameters)
 
     def filled(self, name: str) -> set[str]:
-        """Return the parameters of a layout that have a gradient from any use site."""
+        """Return which parameters of a layout have a gradient from any use site."""
         return set[str]().union(*self._filled[name].values())
 
     def add_uses(self, block: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
-        """Add the gradients of the other use sites, in forward order, to the gradient of the first use site."""
+        """Add the other use sites' gradients, in forward order, to the gradient of the first use site."""
         for other in others:
             if block.is_cuda:
                 block.add_(other)
@@ -83,7 +83,7 @@ class StepGradients:
         self._norms.setdefault(name, SquaredNorm(self.threads)).add_all(blocks)
 
     def complete(self, name: str, visit: int) -> None:
-        """Record the norm of a layout's gradient, if this use site completes it and its parts were added."""
+        """Record the norm of a layout's gradient if this use site completes the gradient and all parts were added."""
         if visit == self.uses[name][0] and name in self._norms:
             self.record_complete(name, self._norms.pop(name).total(), self.filled(name))
 

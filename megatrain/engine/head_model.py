@@ -1,6 +1,6 @@
-"""Head of a model: logits, loss and auxiliary loss of some rows, computed by the model's own forward.
+"""Head of a model. The model's own forward computes logits, loss and auxiliary loss of some rows.
 
-The model's `forward` runs with a stub for the trunk, so Hugging Face's code computes norms, scaling and soft caps.
+In this forward, a stub replaces the trunk, so Hugging Face's code computes norms, scaling and soft caps.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _AUXILIARY_FLAG = "output_router_logits"
 
 @dataclass(slots=True, eq=False)
 class TrunkOutput:
-    """Input of the head from one micro-batch.
+    """Input that one micro-batch provides to the head.
 
     Attributes:
         batch: Micro-batch on the compute device, without labels.
-        rows: Indexes of the rows of `last_hidden_state` (flattened to [B * S, H]) that have a label.
+        rows: Indexes of the labelled rows in `last_hidden_state`, flattened to [B * S, H].
         random_state: State of the micro-batch's random stream at the cut.
     """
 
@@ -54,11 +54,11 @@ class HeadRows:
     """Piece of a micro-batch: some rows of the trunk's output.
 
     Attributes:
-        output: Output of the trunk with only these rows.
+        output: Output of the trunk, with only these rows.
         leaf: Hidden states of the rows, [1, rows, H].
         loss: Loss of the rows; None if the model's own loss function computes it.
-        kept: Logits kept for the second pass, by part.
-        gradient: Gradient of the leaf so far. From one part it has the leaf's dtype; a sum is in fp32.
+        kept: Logits that are kept for the second pass, one tensor per part.
+        gradient: Gradient of the leaf so far. One part's gradient has the leaf's dtype; a sum of parts is in fp32.
     """
 
     item: TrunkOutput
@@ -94,11 +94,11 @@ class HeadModel:
         self._accepts_use_cache = accepts_use_cache(model)
 
     def without_auxiliary_loss(self) -> AbstractContextManager[None]:
-        """Disable the routers' auxiliary loss within the context, because it is computed once per micro-batch."""
+        """Disable the routers' auxiliary loss within the context, because `auxiliary` computes it separately."""
         return without_auxiliary_loss(self._model)
 
     def logits(self, item: TrunkOutput, output: Any, part: VocabularyPart | None) -> Tensor:
-        """Return the logits [rows, columns of the part or all columns], as the model's own forward computes them."""
+        """Return the logits [rows, columns] for one part of the vocabulary, or for the whole vocabulary."""
         if part is not None and self._is_product:
             assert self._part_weight is not None
             with self._part_weight.at(part):
@@ -113,10 +113,10 @@ class HeadModel:
         return loss
 
     def auxiliary(self, item: TrunkOutput, num_items: int, crossing: list[Tensor], grads: list[Tensor]) -> Tensor:
-        """Return the routers' auxiliary loss of a micro-batch, times its share of the step's labels.
+        """Return a micro-batch's auxiliary router loss, multiplied by the micro-batch's share of the step's labels.
 
-        Add the differentiable tensors to ``crossing`` and their gradients to ``grads``. The head runs once on a row
-        without a loss. Rows of the micro-batch without any label are masked out.
+        Append the differentiable tensors to ``crossing`` and their gradients to ``grads``. The head runs once, on a
+        single row without a label. Rows of the micro-batch that have no labels at all are masked out.
         """
         outer: list[Tensor] = []
         inner: list[Tensor] = []
@@ -136,7 +136,7 @@ class HeadModel:
         for key, value in rest.items():
             full[key] = value
         if self._part_weight is not None:
-            # The logits are not used, so one column of zeros is enough and no lease is needed.
+            # The logits are not used, so one column of zeros is sufficient and no lease is needed.
             word = torch.zeros(1, self._part_weight.shape[1], dtype=self._part_weight.dtype, device=hidden.device)
             loss: Tensor = self._call_at(VocabularyPart(0, 1, word), item, full, [])["loss"]
         else:
@@ -152,9 +152,9 @@ class HeadModel:
         return loss.detach() * share
 
     def _call_at(self, part: VocabularyPart | None, item: TrunkOutput, output: Any, made: list[Tensor]) -> Any:
-        """Run the model's own forward with a part of its logits, or with all logits. Append the logits to ``made``.
+        """Run the model's own forward for a part of the logits, or for all logits. Append the logits to ``made``.
 
-        A zero replaces the cross entropy.
+        The forward's loss has zero instead of the cross entropy.
         """
         assert part is None or self._part_weight is not None
         at_part = nullcontext() if part is None or self._part_weight is None else self._part_weight.at(part)
@@ -171,7 +171,7 @@ class HeadModel:
         return found
 
     def _call(self, item: TrunkOutput, trunk_output: Any, labels: Tensor, num_items: int) -> Any:
-        """Run the model's own forward after the trunk. Labels [1, rows] are already shifted."""
+        """Run the model's own forward, with a given output of the trunk. Labels [1, rows] are already shifted."""
         options: dict[str, Any] = {"use_cache": False} if self._accepts_use_cache else {}
         with installed_stubs({self._trunk: lambda *args, **kwargs: trunk_output}):
             return self._model(
@@ -193,7 +193,7 @@ def _mask_of_labelled_rows(item: TrunkOutput, hidden: Tensor) -> dict[str, Tenso
 
 @contextmanager
 def without_auxiliary_loss(model: nn.Module) -> Iterator[None]:
-    """Disable the routers' auxiliary loss within the context, because it is computed once per micro-batch."""
+    """Disable the routers' auxiliary loss within the context."""
     configs = {id(config): config for config in _configs(model) if getattr(config, _AUXILIARY_FLAG, False)}
     try:
         for config in configs.values():

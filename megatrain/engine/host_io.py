@@ -1,7 +1,7 @@
 """Copies of scalars and inputs between host and compute device, with one host sync at the end of a step.
 
-`Staging` copies inputs to the device through pinned memory. `read_numbers` reads all scalars of a step at once. If
-model code reads values of its integer inputs (does the mask have padding?), `HostMirror` answers from host copies.
+`Staging` copies inputs to the device through pinned memory. `read_numbers` reads all scalars of a step at once. When
+model code reads values of integer inputs (for example, to check a mask for padding), `HostMirror` uses host copies.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _ALIGNMENT_BYTES = 64
 
 
 class MicroBatches:
-    """Transfer of the micro-batches of a pass to the compute device.
+    """Transfer of a pass's micro-batches to the compute device.
 
     Attributes:
-        mirror: Host mirror of the transferred tensors; None if reads from the device do not synchronize the host.
+        mirror: Host mirror of the transferred tensors; None if reading device tensors does not synchronize the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,11 +56,11 @@ class MicroBatches:
 
         Args:
             micro_batches: Host tensors of all micro-batches, by number. A second call waits for earlier copies.
-            labelled: Positions with a label and their labels, by number.
-            read_by_loss: Results of ``Loss.read``, by number; empty without inputs of the loss.
+            labelled: Labelled positions and their labels, by number.
+            read_by_loss: Results of ``Loss.read``, by number; empty if the loss needs no inputs.
 
         Returns:
-            Device tensors of the arguments, by number. Micro-batches have only the inputs of the model.
+            Device copies of the three arguments, by number. Inputs of the loss are omitted from micro-batches.
         """
         host = {
             (number, key): value
@@ -89,13 +89,13 @@ class MicroBatches:
 
 
 class Staging:
-    """Pinned memory for copies of the micro-batches of a step to the device. Used by one thread.
+    """Pinned memory through which a step's micro-batches are copied to the device. Not thread-safe.
 
-    The memory grows to the largest step, rounded up to a power of two of at least 1 MiB, so that rows of varying length
-    rarely allocate. It has a few bytes per token and, like the micro-batches, is not part of the RAM tier.
+    The memory grows to the size of the largest step, rounded up to a power of two of at least 1 MiB, so that it is
+    rarely reallocated. It needs a few bytes per token and, like the micro-batches, is not part of the RAM tier.
 
     Args:
-        make_slab: Function from a number of bytes to pinned memory of at least that size.
+        make_slab: Function that allocates pinned memory with at least the given number of bytes.
     """
 
     def __init__(self, device: torch.device, make_slab: Callable[[int], HostSlab] | None = None) -> None:
@@ -106,12 +106,9 @@ class Staging:
         self._copied: Any = None  # event that follows the copies from the slab
 
     def upload(self, tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
-        """Return copies on the compute device, valid for work queued on the current stream, without a host sync.
+        """Copy host tensors to the compute device without a host sync. Use the copies only on the current stream.
 
-        The next call waits for these copies before it reuses the slab. Usually the end of a step has synced with them.
-
-        Args:
-            tensors: Host tensors. No reference to them remains.
+        Before the next call reuses the pinned memory, it waits for the copies. Usually they ended with the last step.
         """
         if not self._is_staged:
             return {name: tensor.to(self._device) for name, tensor in tensors.items()}
@@ -130,7 +127,7 @@ class Staging:
 
     def _room(self, need_bytes: int) -> HostSlab:
         if self._copied is not None:
-            # An interrupted step did not sync at its end, so the device may still read the slab.
+            # Wait, because an interrupted step has no sync at its end, so the device may still be reading the slab.
             self._copied.synchronize()
         if self._slab is None or self._slab.nbytes < need_bytes:
             if self._slab is not None:
@@ -152,14 +149,14 @@ def sent_to_host(tensor: Tensor) -> tuple[Tensor, Any]:
     """Queue a copy of a device tensor to the host. Return the copy and an event that marks its arrival."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor, non_blocking=True)
-    # With a blocking event, the host sleeps instead of spinning, and does not wait for work queued after the copy.
+    # Use a blocking event, so that a waiting host sleeps and does not wait for work that is queued after the copy.
     arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     arrived.record()
     return host, arrived
 
 
 class ArrivingNumbers:
-    """Double-precision scalars in transfer to the host, without a host sync. All device scalars share one copy.
+    """Scalars that are being transferred to the host in double precision. All device scalars share one copy.
 
     Args:
         values: Numbers, and tensors of one element of any float dtype; all tensors are on one device.
@@ -177,7 +174,7 @@ class ArrivingNumbers:
             self._stacked, self._arrived = sent_to_host(self._stacked)
 
     def read(self) -> list[float]:
-        """Wait for the numbers and return them. This is the only host sync."""
+        """Wait for the numbers and return them. Only this method synchronizes the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
         found = iter(() if self._stacked is None else self._stacked.tolist())
@@ -193,8 +190,8 @@ def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
     return ArrivingNumbers(values).read()
 
 
-#: Operations that the mirror repeats on the host. They depend only on their arguments, and are exact on integers.
-#: Results of other operations are not mirrored, so reading them syncs.
+#: Operations that the mirror repeats on the host. They depend only on their arguments and are exact for integers.
+#: Results of all other operations are not mirrored, so reading such a result synchronizes the host.
 _EXACT_NAMES = """
     __add__ __and__ __eq__ __ge__ __getitem__ __gt__ __invert__ __le__ __lt__ __ne__ __or__ __radd__
     __rsub__ __sub__ add all amax amin any bitwise_and bitwise_not bitwise_or bool clone contiguous
@@ -202,9 +199,9 @@ _EXACT_NAMES = """
     min ne reshape squeeze sub sum to unsqueeze view
 """
 _EXACT = frozenset(_EXACT_NAMES.split())
-#: Operations that create tensors from numbers.
+#: Operations that create a tensor from numbers.
 _CREATED = frozenset({"arange", "full", "ones", "zeros"})
-#: Operations that read values.
+#: Operations that read a tensor's values.
 _READS = frozenset({"__bool__", "__contains__", "__index__", "__int__", "item", "tolist"})
 _NOT_MIRRORED = object()
 
@@ -212,14 +209,14 @@ _NOT_MIRRORED = object()
 class HostMirror(TorchFunctionMode):
     """Host mirror of integer tensors, which avoids host syncs when model code reads their values.
 
-    While the mirror is active, torch functions of mirrored tensors also run on the host copies, and reads return values
-    of these copies. Results larger than the largest input (masks of [B, 1, S, S]) and tensors changed in place are not
-    mirrored. Reads of unmirrored tensors sync with the device and return the same values.
+    While the mirror is active, torch functions on mirrored tensors also run on the host copies, and reads return values
+    from the host copies. Tensors that are changed in place are not mirrored, nor are results that are larger than the
+    largest input (masks of [B, 1, S, S]). Reading such a tensor synchronizes the host and returns the same values.
 
-    Used by one thread, which enters and exits it at every switch between a model's forward and the engine.
+    Used by one thread, which enters and exits the mirror when it switches between a model's forward and the engine.
 
     Attributes:
-        num_answers: Number of reads that host copies answered.
+        num_answers: Number of reads that host copies have answered.
     """
 
     def __init__(self) -> None:
@@ -230,7 +227,7 @@ class HostMirror(TorchFunctionMode):
         self._lists: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}  # device copies of index lists
 
     def register(self, tensor: Tensor, host: Tensor) -> None:
-        """Mirror a device tensor by a host tensor with the same contents, which must not change afterwards."""
+        """Register a host tensor as the mirror of a device tensor. The host tensor must not change afterwards."""
         if not _is_exact(tensor):
             return
         self._max_elements = max(self._max_elements, host.numel())
@@ -266,7 +263,7 @@ class HostMirror(TorchFunctionMode):
         if not isinstance(result, Tensor) or not _is_exact(result) or result.numel() > self._max_elements:
             return
         if any(result is arg for arg in args):
-            return  # the operation changed nothing, such as `to`
+            return  # the operation returned its argument, as `to` can
         if name in _CREATED and ("out" in kwargs or "device" not in kwargs):
             return
         host_args = [self._host_of(arg) for arg in args]
@@ -279,7 +276,7 @@ class HostMirror(TorchFunctionMode):
             self._known[result] = (func(*host_args, **host_kwargs), result._version)
 
     def _with_lists_on(self, device: torch.device, index: Any) -> Any:
-        """Replace the lists in an index by cached device tensors, because torch would copy each list and sync."""
+        """Replace lists in an index by cached device tensors, because torch would copy each list with a host sync."""
         if not isinstance(index, tuple):
             return index
         return tuple(self._list_on(device, part) if _is_list_of_int(part) else part for part in index)
@@ -292,7 +289,7 @@ class HostMirror(TorchFunctionMode):
         return self._lists[key]
 
     def _host_of(self, value: Any) -> Any:
-        """Return the host counterpart of an operation's argument, or `_NOT_MIRRORED`."""
+        """Return the host version of an operation's argument, or `_NOT_MIRRORED`."""
         if isinstance(value, Tensor):
             if value not in self._known:
                 return _NOT_MIRRORED
@@ -327,7 +324,7 @@ def _is_exact(tensor: Tensor) -> bool:
 
 
 def _read(name: str, host: Tensor, func: Callable[..., Any], rest: tuple[Any, ...]) -> Any:
-    """Return the result of a read on the host tensor. Reads go through numpy, so that tests can count tensor reads."""
+    """Return the result of a read on the host tensor. Use numpy, so that tests can count reads of tensors."""
     values = host.numpy()
     if name == "tolist":
         return values.tolist()

@@ -1,4 +1,4 @@
-"""Labels of a micro-batch, shifted to the positions that predict them."""
+"""Labels of a micro-batch, shifted so that each label is at the position that predicts it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from megatrain.base.batch_keys import IGNORED_LABEL
 
 __all__ = ["LabelledRows", "count_labels", "labelled_rows", "shifted_labels", "without_labels"]
 
-#: Positions in a micro-batch that have a label, and the labels.
+#: Labelled positions of a micro-batch, and their labels.
 LabelledRows = tuple[Tensor, Tensor]
 
 
 def shifted_labels(labels: Tensor) -> Tensor:
-    """Return the label of the next token for every position, and -100 for the last, as in transformers."""
+    """Return the next token's label for every position, and -100 for the last position, as in transformers."""
     return torch.nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
 
 
 def count_labels(shifted: Tensor) -> int:
-    """Return the number of positions with a label. Requires a host tensor."""
+    """Return the number of labelled positions. ``shifted`` must be on the host."""
     return int(np.count_nonzero(shifted.numpy() != IGNORED_LABEL))
 
 
 def labelled_rows(shifted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positions [N] with a label, and their labels [N].
+    """Return the labelled positions [N] and their labels [N].
 
     Args:
         shifted: Shifted labels [B * S], on the host.

@@ -2,10 +2,10 @@
 
 Each micro-batch's forward runs in a separate greenlet. `forward.py` replaces the `forward` of each unit by a stub. The
 stub passes the arguments of the call to the engine and suspends the greenlet. The engine binds the weights, runs the
-unit and resumes the greenlet with the result. For model code this is an ordinary call. All micro-batches can thus wait
-at the same unit, whose weights are in memory once.
+unit and resumes the greenlet with the result. Model code sees an ordinary call. All micro-batches can therefore wait at
+the same unit and share its weights.
 
-All greenlets share one thread, so each switch explicitly swaps grad mode, autocast and random state.
+All greenlets run on one thread, so each switch explicitly swaps grad mode, autocast and random state.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["SuspendedForward", "UnitCall", "is_suspendable", "suspend"]
 
 @dataclass(slots=True)
 class UnitCall:
-    """Unit call that a suspended forward waits for.
+    """Call to a unit, at which a forward is suspended.
 
     Attributes:
-        collector: Active output recorders of the forward (key -> list), if any.
+        collector: Lists of the forward's active output recorders, by key; None if there are none.
     """
 
     unit_index: int
@@ -44,15 +44,15 @@ class SuspendedForward:
     """Forward of one micro-batch, suspended at unit calls.
 
     Args:
-        function: Function that runs the forward, given this object. Its unit calls reach `suspend`.
-        random: Random states of the CPU and the compute device, swapped at every switch.
+        function: Function that runs the forward, given this object. Its unit calls must call `suspend`.
+        random: Random states of the CPU and the compute device, which every switch swaps.
         mirror: Mode that is active only while model code runs; None for no mirror.
 
     Attributes:
-        call: Unit call that the forward waits for; None after the end.
+        call: Unit call at which the forward is suspended; None after the end.
         result: Return value of the function; None before the end.
-        modes: Grad mode and autocast at the point of suspension.
-        random_state: State of the random stream at the point of suspension. A run of the unit advances it.
+        modes: Grad mode and autocast when the forward was suspended.
+        random_state: Random state when the forward was suspended. The caller advances it by running the unit.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class SuspendedForward:
         self._switch(lambda: self._greenlet.switch(self))
 
     def resume(self, result: Callable[[], Any]) -> None:
-        """Return the result from the pending call, and run to the next call.
+        """Return a result from the pending call, and run to the next call.
 
         Args:
-            result: Function that builds the result. It runs in the forward, with its modes and random state.
+            result: Function that builds the result. It runs with the modes and random state of the forward.
         """
         self.call = None
         self._switch(lambda: self._greenlet.switch(result))
@@ -96,18 +96,18 @@ class SuspendedForward:
             self._switch(self._greenlet.throw)
 
     def record_place(self, tensor: Tensor, place: tuple[int, int]) -> None:
-        """Record the (visit, index) of the saved input that is a copy of a tensor."""
+        """Record that a tensor has been saved as the input with the given (visit, index)."""
         self._places[id(tensor)] = weakref.ref(tensor), tensor._version, place
 
     def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Return the recorded place of a tensor, if the tensor has not changed since then."""
+        """Return the recorded place of a tensor, or None if there is none or the tensor has changed since then."""
         found = self._places.get(id(tensor))
         if found is None or found[0]() is not tensor or found[1] != tensor._version:
             return None
         return found[2]
 
     def bind(self, target: dict[str, Any], key: str, value: Any) -> None:
-        """Set ``target[key]`` to ``value`` whenever this forward runs, but not while it is suspended."""
+        """Set ``target[key]`` to ``value`` while this forward runs, and restore it while the forward is suspended."""
         self._bindings.append((target, key, value, target[key]))
         target[key] = value
 
@@ -127,7 +127,7 @@ class SuspendedForward:
                 target[key] = original
             self.modes = ThreadModes.current(self._device_type)
             self.random_state = self._random.get()
-            outer.restore()  # restored last, because the lines above read the forward's modes
+            outer.restore()  # must come last, because the lines above need the forward's modes
         if self._greenlet.dead:
             self.result = given
         else:
@@ -137,15 +137,15 @@ class SuspendedForward:
     def _leave_mirror(self) -> None:
         if self._mirror is None:
             return
-        # A forward that reads a weight is suspended within a function that the mirror handles. torch has deactivated
-        # the mirror during the function, and reactivates it when the function returns.
+        # If a forward reads a weight, it is suspended within a function that the mirror handles. torch deactivates the
+        # mirror during this function and reactivates it when the function returns.
         self._enters_mirror = _get_current_function_mode() is self._mirror  # type: ignore[no-untyped-call]
         if self._enters_mirror:
             self._mirror.__exit__(None, None, None)
 
 
 def suspend(call: UnitCall) -> Any:
-    """Pass a unit call to the engine and return its result. Called within a `SuspendedForward`."""
+    """Suspend the current `SuspendedForward` at a unit call, and return the result with which it is resumed."""
     parent = greenlet.getcurrent().parent
     assert parent is not None, "a unit was called outside of a suspended forward"
     result: Callable[[], Any] = parent.switch(call)

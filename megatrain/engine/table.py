@@ -1,4 +1,4 @@
-"""Config tables [precision] and [training]: number formats, the loss, size and number of steps."""
+"""Config tables [precision] and [training]: number formats, the loss, and the size and number of steps."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class RecomputeChoice:
     """Choice of the layers and operations that the backward recomputes.
 
     Attributes:
-        mode: ``full`` recomputes every layer. ``selective`` saves results of products and attention and recomputes all
+        mode: ``full`` recomputes every layer. ``selective`` saves results of matmuls and attention, and recomputes all
             other operations. ``none`` keeps the graphs of layers whose weights stay in place, and is ``selective`` for
-            other layers. ``auto`` lets the plan choose by memory and time.
-        num_layers: Number of layers at the end that use this mode. Other layers use ``full``. None for all layers.
+            other layers. ``auto`` means that the plan chooses, depending on memory and time.
+        num_layers: Number of last layers that use ``mode``. All other layers use ``full``. None for all layers.
     """
 
     mode: RecomputeMode = "auto"
@@ -42,7 +42,7 @@ class RecomputeChoice:
 
     @classmethod
     def parse(cls, text: str) -> RecomputeChoice:
-        """Return the choice for a value of the key."""
+        """Parse the value of ``training.recompute``."""
         mode, _, count = text.partition(":")
         return cls(cast("RecomputeMode", mode), int(count) if count else None)
 

@@ -1,10 +1,11 @@
 """Triton kernels of a step: operations on rows of a matrix, and cross entropy. Importing this file imports triton.
 
-Kernels are compiled at their first launch, once per dtype. The code does not depend on addresses or sizes. Otherwise a
-different placement could select different code, which could add numbers in a different order.
+Kernels are compiled at their first launch, once per dtype. The compiled code does not depend on addresses or sizes.
+Otherwise a different placement could lead to different code, which could add numbers in a different order.
 
-Three kernels have the parameter `unit`. Rows begin at multiples of `unit` elements, and `num_columns` is a multiple of
-`unit`. If `unit` elements have 16 bytes or more, a thread loads and stores 16 bytes at once. 1 always works.
+Three kernels have the parameter `unit`. Rows must start at multiples of `unit` elements, and `num_columns` must be a
+multiple of `unit`. If `unit` elements have at least 16 bytes, a thread loads and stores 16 bytes at once. The value 1
+is always allowed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SUM, _MAX = tl.standard._sum_combine, tl.standard._elementwise_max
 
 @triton.jit
 def _row(start: tl.tensor, row: tl.tensor, row_stride: tl.tensor, unit: tl.constexpr) -> tl.tensor:
-    """Return the address of a row. If `unit` is not 1, the compiler can assume a multiple of 16 bytes."""
+    """Return the address of a row. If `unit` is not 1, declare to the compiler that it is a multiple of 16 bytes."""
     begin = start + row.to(tl.int64) * row_stride
     return begin if unit == 1 else tl.multiple_of(begin, 16)
 
@@ -35,13 +36,13 @@ def group_rows(
     block_rows: tl.constexpr,
     block_others: tl.constexpr,
 ) -> None:
-    """Sort rows by index, stably.
+    """Sort rows by index. The sort is stable.
 
-    The place of a row is the number of rows that precede it, so each row is compared with all other rows. This needs no
-    memory. For 65,536 rows, it takes less time than the kernel launches of a sort.
+    The position of a row is the number of rows that precede it, so each row is compared with all other rows. This needs
+    no memory. For 65,536 rows, it takes less time than the kernel launches of a sort.
 
-    `groups` is [3, num_rows] int32. For each place in the order it has the row, the row's index, and the number of rows
-    with this index (0 except at the first row of an index).
+    `groups` is [3, num_rows] int32. Each column describes one position of the sorted order: the row, the row's index,
+    and the number of rows with this index. This number is 0 except at the first row with an index.
     """
     row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
     is_row = row < num_rows
@@ -92,9 +93,9 @@ def add_rows(
     ignored: tl.tensor,
     block_columns: tl.constexpr,
 ) -> None:
-    """Add rows to `place`, which holds rows `first` to `stop` of an fp32 matrix. `group_rows` returns `groups`.
+    """Add rows to `place`, which contains rows `first` to `stop` of an fp32 matrix. `groups` comes from `group_rows`.
 
-    Each program adds some columns of all rows with one index, in order, like `index_add_` on the host.
+    Each program adds some columns of all rows with the same index, in order, like `index_add_` on the host.
     """
     at = tl.program_id(0)
     count = tl.load(groups + 2 * num_rows + at)
@@ -123,7 +124,7 @@ def copy_rows(
     block_columns: tl.constexpr,
     unit: tl.constexpr,
 ) -> None:
-    """Copy rows `first` to `stop` of a matrix to the places in `found` that need them. Other places do not change."""
+    """Copy rows into `found` whose index is between `first` and `stop`. All other rows of `found` stay unchanged."""
     at = tl.program_id(0).to(tl.int64)
     index = tl.load(indexes + at).to(tl.int64)
     if (index >= first) & (index < stop):
@@ -159,11 +160,10 @@ def add_logits(
     block_columns: tl.constexpr,
     unit: tl.constexpr,
 ) -> None:
-    """Add the logits of the vocabulary from `start` on to the sums of a cross entropy. Each program handles one row.
+    """Add the logits of the part that starts at column `start` to a cross entropy. Each program handles one row.
 
-    The sums have one fp32 value per row. `largest` is the largest logit, `exponentials` the sum of exp(logit -
-    largest), `of_label` the logit of the label (after its part was added), and `totals` (or None) the sum of all
-    logits.
+    All sums are fp32 and have one value per row: `largest` is the largest logit, `exponentials` the sum of exp(logit -
+    largest), `of_label` the label's logit, and `totals` the sum of all logits, or None.
     """
     row = tl.program_id(0)
     own = _row(logits, row, row_stride, unit)
@@ -217,10 +217,10 @@ def gradient_of_logits(
     block_columns: tl.constexpr,
     unit: tl.constexpr,
 ) -> None:
-    """Write the gradient of a part of the logits to `gradient` [rows, num_columns], of any float dtype.
+    """Write the gradient with respect to a part of the logits to `gradient` [rows, num_columns], in any float dtype.
 
-    It is probability x (1 + `z_factor` x log_sum) - `share`, minus `at_label` at the label. The result is multiplied by
-    the row's weight, or divided by `divisor` if `weights` is None.
+    The gradient is probability x (1 + `z_factor` x log_sum) - `share`, and less by `at_label` at the label. It is
+    multiplied by the row's weight, or divided by `divisor` if `weights` is None.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)

@@ -1,8 +1,8 @@
-"""Workspace of a step: bytes on a tier's ledger that belong to no block.
+"""Workspace of a step: memory that counts toward a tier's capacity but belongs to no block.
 
-The engine allocates and frees workspace as ticks run: memory of visits, gradient sums outside of blocks, and full
-copies that ranks gather. Each allocation is a `Transient`, derived from the ticks of the program. A tier needs the
-largest sum of simultaneous transients (`peak_bytes`). All planned workspace comes from this file.
+The engine allocates and frees workspace as ticks run: scratch memory of visits, gradient sums that are not in blocks,
+and full copies that ranks gather. Each allocation is a `Transient`, derived from the ticks of the program. A tier needs
+memory for the largest sum of simultaneous transients (`peak_bytes`). This file computes all planned workspace.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = [
     "waiting_rows",
 ]
 
-#: Tick and position within it: 0 before its passing groups, 2n + 1 and 2n + 2 while group n (from 0) passes.
+#: Tick and position within the tick. The position is 0 before all passing groups, and 2n + 1 or 2n + 2 during group n.
 StepPoint = tuple[int, int]
 _END = sys.maxsize
 
 _FP32_BYTES = 4
-#: Values that the loss keeps per row, including the label, while the parts of the vocabulary pass.
+#: Number of values per row, including the label, that the loss keeps while parts of the vocabulary pass.
 _SOFTMAX_NUMBERS = 16
 
 
@@ -54,7 +54,7 @@ class Transient:
 
     @classmethod
     def for_tick(cls, name: str, nbytes: int, tick: int) -> Transient:
-        """Return a transient that is live for a whole tick."""
+        """Return a transient that is live during a whole tick."""
         return cls(name, nbytes, (tick, 0), (tick, _END))
 
 
@@ -73,19 +73,19 @@ def peak_bytes(transients: Iterable[Transient]) -> int:
 def step_workspace_bytes(
     graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int, device: torch.device
 ) -> int:
-    """Return the peak workspace bytes of the compute tier during a step, without kept graphs."""
+    """Return the peak workspace of the compute tier during a step in bytes, without kept graphs."""
     in_visits = peak_bytes(visit_transients(graph, trace, program, num_micro_batches, device))
-    # Add the peaks: collectives may have a separate stream, so neither side reuses memory that the other freed.
+    # Add both peaks. Collectives can have a separate stream, so visits and collectives cannot reuse freed memory.
     return round_up(in_visits, PAGE_BYTES) + peak_bytes(collective_transients(graph, program))
 
 
 def visit_transients(
     graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int, device: torch.device
 ) -> Iterator[Transient]:
-    """Yield the memory of visits: their workspace, gradient sums outside of blocks, and waiting rows.
+    """Yield the workspace of visits: scratch memory, gradient sums that are not in blocks, and waiting rows.
 
-    Between two units, each micro-batch holds its inputs, its outputs, and the bytes that stay until the backward. One
-    micro-batch computes at a time. Weights are decoded into one buffer, which lives for the whole step.
+    Between two units, each micro-batch holds its inputs, its outputs, and the tensors that stay until the backward. One
+    micro-batch computes at a time. Weights are decoded into one buffer, which lives during the whole step.
     """
     step = (0, 0), (len(program.ticks), 0)
     moves = max((visit.memory.held_nbytes - visit.memory.stays_nbytes for visit in trace.visits), default=0)
@@ -105,10 +105,10 @@ def visit_transients(
 def kept_graphs(
     trace: VisitTrace, program: StepProgram, visits: Collection[int], num_micro_batches: int
 ) -> Iterator[Transient]:
-    """Yield the memory of kept graphs. `visit_transients` already counts one graph while its visit runs.
+    """Yield the memory of kept graphs, without the graph that `visit_transients` counts while its visit runs.
 
     Args:
-        program: Program of a step, with or without these graphs kept.
+        program: Program of a step. It need not keep these graphs yet.
     """
     ticks = {(tick.phase, tick.visit): number for number, tick in enumerate(program.ticks)}
     for visit in visits:
@@ -123,9 +123,9 @@ def kept_graphs(
 
 
 def computing_bytes(trace: VisitTrace, program: StepProgram) -> list[int]:
-    """Return the peak bytes that each tick needs to compute: results of operators, and gradient sums.
+    """Return the peak memory that each tick needs for results of operators and for gradient sums.
 
-    A tick that keeps a graph, or whose layout passes in parts, counts like the largest tick.
+    Ticks that keep a graph, and ticks with passing parts, get the maximum over all other ticks.
     """
     passing = {visit for visit, _ in program.cuts.passing}
     found: list[int | None] = []
@@ -151,7 +151,7 @@ def _computing_bytes(trace: VisitTrace, program: StepProgram, tick: Tick) -> int
 
 
 def _sums(program: StepProgram, number: int) -> Iterator[Transient]:
-    """Yield the fp32 gradient sums of a visit, one per open sum of lanes. An fp32 block serves as the first sum."""
+    """Yield the fp32 gradient sums of a visit, one per open sum. The first sum of an fp32 block is the block itself."""
 
     def nbytes(group: Group) -> int:
         blocks = [program.contents(number, key) for key, mode in group if mode != "r"]
@@ -172,9 +172,9 @@ def _sums(program: StepProgram, number: int) -> Iterator[Transient]:
 def waiting_rows(
     graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int
 ) -> Iterator[Transient]:
-    """Yield the memory of the rows of all micro-batches, and of their gradients, while parts of a gradient pass.
+    """Yield the memory for all micro-batches' rows and their gradients while parts of a weight or gradient pass.
 
-    In the head, the rows are its inputs, in fp32. In an embedding, they are the rows to add.
+    In the head, the rows are the inputs. In an embedding, they are the rows to look up or to add. They count as fp32.
     """
     widths: dict[int, int] = {}
     head = [number for number, visit in enumerate(trace.visits) if visit.is_head]
@@ -189,17 +189,17 @@ def waiting_rows(
 
 
 def collective_transients(graph: ModelGraph, program: StepProgram) -> Iterator[Transient]:
-    """Yield full copies of weights, gradient sums and received sums; nothing for a single process.
+    """Yield full copies of weights, gradient sums and received sums. A single process has none of these.
 
-    A full copy lives from its gather to the end of the tick that it serves. A sum lives from that tick to the exchange
-    of its last part. The memory of a passing part lives within its tick.
+    A full copy lives from its gather to the end of the visit's tick. A gradient sum lives from the visit's tick to the
+    exchange of the last part. The memory of a passing part lives only within its tick.
     """
     if not program.sharding.shards.are_whole:
         yield from _CollectiveMemory(graph, program).transients()
 
 
 class _CollectiveMemory:
-    """Memory of a program's collectives, derived tick by tick."""
+    """Memory of a program's collectives, derived from the ticks in order."""
 
     def __init__(self, graph: ModelGraph, program: StepProgram) -> None:
         self._graph, self._program = graph, program
@@ -209,7 +209,7 @@ class _CollectiveMemory:
             program.sharding.own_lanes,
         )
         self._num_sums = len(self._lanes.sums_of_rank(self._shards.rank))
-        # A GPU sends sums while the next visit runs.
+        # If the program gathers ahead, a GPU sends sums while the next visit runs.
         self._sends_ahead = program.sharding.gathers_ahead > 0 and program.compute_tier != "ram"
         self._gathered: dict[tuple[Phase, int], deque[int]] = {}  # served tick -> positions of its gathers
         self._served: dict[tuple[Phase, int], int] = {}  # last tick of each visit
@@ -236,7 +236,7 @@ class _CollectiveMemory:
             yield from self._part_transients(number, turn, group)
 
     def _exchange_transients(self, number: int) -> Iterator[Transient]:
-        """Yield the sums of a visit, and the received sums, one part at a time."""
+        """Yield a visit's gradient sums, and the received sums of each part."""
         tick = self._program.ticks[number]
         assert tick.serves is not None
         made = self._served[tick.serves, tick.visit]
@@ -253,13 +253,13 @@ class _CollectiveMemory:
             yield Transient("sums", sums[whole], (made, 0), until)
 
     def _next_visit(self, number: int) -> int:
-        """Return the position of the next tick of the model, or of the step's last tick."""
+        """Return the position of the next visit's tick, or of the step's last tick."""
         ticks = self._program.ticks
         later = range(number + 1, len(ticks))
         return next((at for at in later if ticks[at].phase in ("forward", "head", "backward")), len(ticks) - 1)
 
     def _part_transients(self, number: int, turn: int, group: Group) -> Iterator[Transient]:
-        """Yield the memory of a passing group: parts that a tick gathers and exchanges together."""
+        """Yield the memory of a passing group, whose parts are gathered and exchanged together."""
         # The weight is freed before the exchange.
         using, exchanging = (number, 2 * turn + 1), (number, 2 * turn + 2)
         open_sums = 0
@@ -281,7 +281,7 @@ class _CollectiveMemory:
         return [self._program.contents(number, group[0][0]) for group in self._program.ticks[number].passing]
 
     def _full_bytes(self, number: int) -> dict[str, int]:
-        """Return the bytes of the full copies that a tick gathers, or of the sums that it exchanges, by key."""
+        """Return the sizes of the full copies that a tick gathers, or of the sums that it exchanges, by key."""
         program, is_gather = self._program, self._program.ticks[number].phase == "gather"
         blocks = [program.blocks[key] for key, _ in program.ticks[number].held] + self._exchanged(number)
         return {

@@ -1,4 +1,4 @@
-"""Counts of live bytes, work and FLOPs of operators on fake tensors, and FLOPs of a whole step."""
+"""Counters for the memory and work of operators on fake tensors, and the FLOPs of a whole step."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from megatrain.trace.repeated_layers import Recorder
 
 _RAISES = 2  # torch's debug mode in which nondeterministic operations raise an error
 _DEVICE_OF = torch.ops.prim.device.default
-#: Largest number of elements of a tensor whose values the trace computes.
+#: Maximum number of elements in tensors whose values the trace computes.
 _MOST_KNOWN = 1 << 25
-#: Operators that do not run on known values, because the result would be random or uninitialized.
+#: Operators whose values are not computed, because they would be random or uninitialized.
 _NOT_REPEATED = frozenset(
     {torch.ops.aten.rand.default, torch.ops.aten.randn.default, torch.ops.aten.empty.memory_format}
 )
 
 
 class CountingError(RuntimeError):
-    """Raised if counting fails, not the model. The counts of the trace are then wrong."""
+    """Raised if the counting of an operator fails, not the model. The counts of the trace are then wrong."""
 
 
 class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that counts work and live bytes, and guesses values that fake tensors do not have.
+    """Mode that counts work and live bytes of operators, and guesses values that model code reads from fake tensors.
 
     Attributes:
-        peak_nbytes: Maximum of ``live_nbytes`` since the last reset.
-        work: Work of the operators since the last reset.
+        peak_nbytes: Maximum of ``live_nbytes`` since the caller's last reset.
+        work: Work of all operators since the caller's last reset.
         num_storages: Number of storages created so far.
-        new_nbytes: Bytes of live storages created since the last clear, by storage.
+        new_nbytes: Sizes of live storages created since the caller last cleared this dict, by storage.
         uncounted: Operators without a FLOP formula, with reasons.
-        on_launch: Observer of the tensors of each kernel launch outside of torch operators, if any.
-        recorder: Observer of each operator, and of the work and tensors of each such launch, if any.
+        on_launch: Function called with the tensors of each kernel launch that is not a torch operator, if any.
+        recorder: Function called for each operator and for each such kernel launch, if any.
     """
 
     def __init__(self) -> None:
@@ -69,19 +69,19 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._values = WeakTensorKeyDictionary()  # fake tensor -> real values
 
     def nbytes_made_before(self, number: int) -> int:
-        """Return the bytes of the live storages among the first ``number`` storages."""
+        """Return the total size of those among the first ``number`` storages that are still live."""
         return sum(nbytes for nbytes, made_before in self._known.values() if made_before < number)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Return the number of storages created before a tensor's storage; None if created outside of the mode."""
+        """Return how many storages were created before a tensor's storage, or None if the storage is not known."""
         known = self._known.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[1]
 
     def add_launch(self, work: Work, uncounted: str, tensors: Sequence[Tensor]) -> None:
-        """Count work outside of torch operators.
+        """Count a kernel launch that is not a torch operator.
 
         Args:
-            uncounted: Description of uncounted work, or "".
+            uncounted: Description of work that cannot be counted, or "".
         """
         self.work += work
         if self.on_launch is not None:
@@ -93,7 +93,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Ignore the memory of tensors created within the context, because they represent blocks."""
+        """Do not count the memory of tensors that are created within the context."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -101,13 +101,13 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._paused = before
 
     def set_values(self, tensor: Tensor, value: Tensor) -> None:
-        """Give a fake tensor the values of a real host tensor. Values computed from it are then also known."""
+        """Assign the values of a real host tensor to a fake tensor. Values computed from them are then also known."""
         with _disable_current_modes():
             self._values[tensor] = value.clone()
 
     @contextmanager
     def within_unit(self, name: str) -> Iterator[None]:
-        """Record guesses within the context under the name of a unit."""
+        """Attribute guesses within the context to a unit."""
         before, self.where = self.where, name
         try:
             yield
@@ -115,7 +115,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.where = before
 
     def guess(self, what: str) -> None:
-        """Record a guessed value with the reason. Guesses with the same text are reported once for all units."""
+        """Record a guessed value. Guesses with the same text are reported together for all units."""
         self.num_guesses += 1
         names = self._guesses.setdefault(what, [])
         if self.where not in names:
@@ -123,7 +123,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def guesses(self) -> tuple[str, ...]:
-        """One sentence for each guessed value, with place and reason."""
+        """One sentence for each guessed value, with the unit and the reason."""
         return tuple(
             f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {what}"
             for what, names in self._guesses.items()
@@ -147,7 +147,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _result_of_known(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of an operator. If its inputs have known values, store the values of the result."""
+        """Return the result of an operator. If the values of all inputs are known, also compute the result's values."""
         inputs: list[Tensor] = []
         tree_map((args, dict(kwargs)), lambda item: inputs.append(item) if isinstance(item, Tensor) else None)
         unknown = [tensor for tensor in inputs if tensor not in self._values and not _is_real(tensor)]
@@ -184,7 +184,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.device("cpu") if isinstance(item, torch.device) else item
 
     def _with_selected_indexes(self, indices: Sequence[Any]) -> list[Any]:
-        """Replace known masks in ``indices`` by the indexes that they select, because a fake mask has no count."""
+        """Replace known masks by the indexes that they select, because a fake mask's number of indexes is unknown."""
         found: list[Any] = []
         for index in indices:
             if not isinstance(index, Tensor) or index.dtype != torch.bool or index not in self._values:
@@ -212,7 +212,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = max(args[0].shape, default=1)
             return torch.zeros(found, args[0].dim(), dtype=torch.long, device=args[0].device)
         if func is aten.rand.default and not args[0]:
-            # Layer drop skips a layer if this number is below a rate. Return 1, because the plan is for all layers.
+            # Layer drop skips a layer if this number is below a rate. Return 1, so that the plan covers all layers.
             return torch.tensor(1.0, dtype=kwargs.get("dtype"), device=kwargs.get("device"))
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             # torch's fake kernel accepts only bf16; the real kernel also accepts fp32.
@@ -235,7 +235,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + hidden)
 
     def _work_of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Work:
-        """Return the work of a call. If torch's FLOP formula fails, the plan continues without MFU."""
+        """Return the work of a call. If torch's FLOP formula fails, the plan cannot show MFU."""
         flops = 0
         try:
             flops = count_flops(func, args, kwargs, result)
@@ -267,7 +267,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_real(tensor: Tensor) -> bool:
-    """Return whether a tensor has real values, as constants in model code have even in a trace."""
+    """Return whether a tensor has real values. In a trace, constants in model code do."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
@@ -285,14 +285,14 @@ def _has_dynamic_shape(func: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """FLOPs of one optimizer step; 0 if some of its FLOPs are unknown.
+    """FLOPs of one optimizer step, or 0 if some FLOPs are unknown.
 
-    The counts include matrix products, convolutions and attention, with two FLOPs per multiply-add. Causal attention
-    counts in full, as in published kernel benchmarks. The optimizer is not included.
+    The counts include matmuls, convolutions and attention, with two FLOPs per multiply-add. Causal attention counts in
+    full, as in published kernel benchmarks. The optimizer is not included.
 
     Attributes:
-        model: FLOPs of one forward and one backward of all tokens except padding.
-        hardware: All executed FLOPs, including recomputes and padding.
+        model: FLOPs of one forward and one backward, without padding and recomputes.
+        hardware: All executed FLOPs, including padding and recomputes.
     """
 
     model: int = 0
@@ -300,7 +300,7 @@ class StepFlops:
 
 
 def is_counted(trace: VisitTrace) -> bool:
-    """Return whether a trace has the FLOPs of all operators that it ran."""
+    """Return whether a trace has counted the FLOPs of all its operators."""
     return trace.exact and not trace.uncounted and bool(trace.num_tokens)
 
 
@@ -314,14 +314,14 @@ def step_flops(
 ) -> StepFlops:
     """Return the FLOPs of a step, scaled from the traced micro-batch.
 
-    The cost of layers is proportional to row positions, and the cost of the head to trained tokens. Attention counts as
-    in rows of the traced length, so the result is too high for shorter rows.
+    The cost of layers is proportional to all positions, and the cost of the head to labelled tokens. All rows count as
+    if they had the traced length, so the count for attention is too high for shorter rows.
 
     Args:
-        num_places: Number of tokens of all micro-batches, including padding.
+        num_places: Total number of tokens, including padding.
         num_real_tokens: Number of tokens without padding.
-        num_trained_tokens: Number of tokens with a label.
-        recompute: Forward results kept for the backward. Must keep no logits if the loss compares rows.
+        num_trained_tokens: Number of labelled tokens.
+        recompute: Forward results kept for the backward. It must keep no logits if the loss compares rows.
     """
     if not is_counted(trace):
         return StepFlops()
@@ -341,7 +341,7 @@ def step_flops(
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Return the FLOPs of one call of a torch operator."""
+    """Return the FLOPs of one call to a torch operator."""
     if (attention := AttentionCall.from_operator(func, args, kwargs)) is not None:
         return attention.num_flops
     formula = _formulas().get(getattr(func, "_overloadpacket", None))
@@ -350,7 +350,7 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], res
 
 @cache
 def _formulas() -> Mapping[Any, Callable[..., int]]:
-    """Return operator -> FLOP formula, from torch and from this file."""
+    """Return the FLOP formulas of torch and of this file, by operator."""
     from torch.utils import flop_counter
 
     counter: Any = flop_counter  # the module is untyped
@@ -359,7 +359,7 @@ def _formulas() -> Mapping[Any, Callable[..., int]]:
 
 
 def _grouped_mm(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
-    """Return the FLOPs of grouped products, groups of rows [M, K] @ matrices [E, K, N], or of their backward."""
+    """Return the FLOPs of a grouped matmul, groups of rows [M, K] @ matrices [E, K, N], or of its backward."""
     rows, inner = a.shape[-2:]
     groups = a.shape[0] if a.dim() == 3 and b.dim() == 3 else 1
     return int(2 * groups * rows * inner * b.shape[-1])

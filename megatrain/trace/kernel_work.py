@@ -1,7 +1,8 @@
-"""Work of Triton kernels of other packages, counted in a trace, which cannot run them because it has no device.
+"""Estimates of the work of other packages' Triton kernels in a trace, which cannot launch kernels.
 
-A kernel counts as reading a tensor once if its source loads through the argument, and as writing it once if its source
-stores through the argument. Repeated reads by several programs of a launch, such as the weight of a norm, hit a cache.
+If a kernel's source loads through a pointer argument, the kernel counts as reading the tensor once. If the source
+stores through the argument, it counts as writing the tensor once. Repeated reads are not counted, because they hit a
+cache. An example is a norm's weight, which several programs read.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from torch import Tensor
 
 from megatrain.engine.work import Work
 
-#: Function of Triton's language -> number of accesses through its pointer.
+#: Number of accesses through a pointer, by function of Triton's language.
 _ACCESSES = {"load": 1, "store": 1, "atomic_add": 2, "atomic_max": 2, "atomic_min": 2, "atomic_cas": 2}
 
 
 @contextmanager
 def kernels_counted(book: Callable[[Work, str, Sequence[Tensor]], None]) -> Iterator[None]:
-    """Report each launch of a Triton kernel on fake tensors to `book` instead of launching it, within the context.
+    """Within the context, call `book` instead of launching Triton kernels on fake tensors.
 
-    `book` gets the work, a note about uncounted work or "", and the tensors among the arguments, which may depend on
-    each other after the launch. Products in a kernel are not counted, because their size is unknown.
+    `book` gets the work, a note about uncounted work or "", and the tensors among the arguments. Any of these tensors
+    can depend on the others after the launch. Matmuls in a kernel are not counted, because their size is unknown.
 
     The setting is process-wide. Launches on real tensors are unaffected.
     """
@@ -90,7 +91,7 @@ def _tree_of(function: Callable[..., Any]) -> ast.AST | None:
 
 @cache
 def has_products(function: Callable[..., Any]) -> bool:
-    """Return whether the source of a kernel contains matrix products."""
+    """Return whether a kernel's source contains matmuls."""
     tree = _tree_of(function)
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} if tree is not None else set()
     return bool(names & {"dot", "dot_scaled"})
@@ -98,10 +99,10 @@ def has_products(function: Callable[..., Any]) -> bool:
 
 @cache
 def accesses(function: Callable[..., Any]) -> Mapping[str, int]:
-    """Return the number of a kernel's accesses through each argument: 1 for a read or a write, 2 for both.
+    """Return how often a kernel accesses the tensor behind each argument: 1 for a read or a write, 2 for both.
 
-    Pointers are traced through sums and assignments in the kernel, but not into functions that it calls. Without
-    source, the result is empty.
+    Pointers are tracked through sums and assignments in the kernel, but not into functions that the kernel calls. The
+    result is empty if the source is not available.
     """
     tree = _tree_of(function)
     if tree is None:
@@ -110,7 +111,7 @@ def accesses(function: Callable[..., Any]) -> Mapping[str, int]:
     found: dict[str, set[str]] = {}
 
     def behind(node: ast.AST) -> set[str]:
-        """Return the arguments from which an address is computed, except through loads."""
+        """Return the arguments from which an address is computed, not counting addresses that are loaded."""
         if isinstance(node, ast.Call):
             return set()
         own = sources.get(node.id, set()) if isinstance(node, ast.Name) else set()

@@ -1,11 +1,11 @@
-"""Layers that repeat an earlier layer. The trace copies the counts of the earlier backward instead of running theirs.
+"""Detection of layers that repeat an earlier layer, so that the trace need not run their backward.
 
-A large model has a hundred layers. Their backwards, each with a recompute, take most of the time of a trace. No config
-says which layers are equal, because model code can treat any layer differently. The trace therefore runs the forward of
-each layer and compares it with earlier forwards: operators, arguments and results. It compares tensors by origin (a
+A large model has a hundred layers. Their backwards, each with a recompute, take most of a trace's time. No config says
+which layers are equal, because model code can treat any layer differently. The trace therefore runs every layer's
+forward, and compares its operators, arguments and results with earlier forwards. Tensors are compared by origin (a
 weight, a buffer, an argument, an earlier operator), shape, strides and dtype, and numbers by value. If these records,
-the autograd graphs and the incoming gradients are equal, the backwards are equal. The trace runs the backward of any
-other layer, and of layers with a guessed value.
+the autograd graphs and the incoming gradients are equal, the backwards are equal too, and the trace copies the counts
+of the earlier backward. Layers with guessed values always run their backward.
 
 docs/decisions/0087-layers-that-are-alike-are-traced-once.md
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #: Types that are compared by type and value.
 _PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
-#: Observer of an operator, its arguments and its result.
+#: Function called with each operator, its arguments and its result.
 Recorder = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]
 
 
@@ -45,11 +45,7 @@ class _Counts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """Shape of an input gradient with separate memory.
-
-    Attributes:
-        shape: Shape of the contiguous gradient.
-    """
+    """Shape, dtype and device of a contiguous input gradient that shares no memory."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -62,12 +58,12 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class CountedBackward:
-    """Counts of a backward that the trace ran.
+    """Counts of a backward that the trace has run.
 
     Attributes:
-        owners: Owners' names of the unit's parameters, in order.
+        owners: Names of the unit's parameters, in order.
         work: Work of all operators, including the recompute.
-        peak_nbytes: Peak above the bytes held at the start.
+        peak_nbytes: Peak memory in addition to the bytes in use at the start.
     """
 
     visit: int
@@ -80,10 +76,10 @@ class CountedBackward:
 def gradients_of(
     found: Sequence[Tensor | None], num_before: int, counts: _Counts
 ) -> tuple[Gradient | None, ...] | None:
-    """Return the results of a backward; None if results share memory, or existed before the backward.
+    """Describe the input gradients of a backward. Return None if they share memory or existed before the backward.
 
     Args:
-        num_before: Number of storages before the backward.
+        num_before: Number of storages created before the backward.
     """
     storages = set[int]()
     for tensor in found:
@@ -98,7 +94,7 @@ def gradients_of(
 
 
 class RepeatedLayers:
-    """Counted backwards of the layers of a trace, by the records of their forwards."""
+    """Records of the forwards in a trace, and the counts of the corresponding backwards."""
 
     def __init__(self, counts: _Counts) -> None:
         self._counts = counts
@@ -107,7 +103,7 @@ class RepeatedLayers:
         self._backwards: dict[Hashable, CountedBackward] = {}
 
     def forward(self, bound: BoundUnit, visit: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a unit. If the unit is a layer, keep a record of the forward."""
+        """Run a unit's forward. If the unit is a layer, record the forward."""
         counts, unit = self._counts, bound.unit
         if not unit.is_layer or unit.part is not None:
             return run(*args, **kwargs)
@@ -132,7 +128,7 @@ class RepeatedLayers:
         return result
 
     def key(self, visit: int, gradients: Sequence[Tensor | None]) -> Hashable:
-        """Return a key for the forward record and the incoming gradients; None if the backward must run."""
+        """Return a key that identifies equal backwards of a visit, or None if the backward must run."""
         forward = self._forwards.pop(visit, None)
         if forward is None:
             return None
@@ -144,16 +140,16 @@ class RepeatedLayers:
         return forward, tuple(arriving.entries)
 
     def earlier(self, key: Hashable) -> CountedBackward | None:
-        """Return the counted backward with this key, if any."""
+        """Return the earlier backward with this key, if any."""
         return self._backwards.get(key)
 
     def keep(self, key: Hashable, backward: CountedBackward) -> None:
-        """Store a counted backward."""
+        """Store the counts of a backward."""
         self._backwards[key] = backward
 
 
 def _autograd_graph(result: Any) -> Hashable:
-    """Return the autograd graph of a result, as the class of each node and the nodes that receive its gradients."""
+    """Describe a result's autograd graph by the class of each node and the nodes to which its gradients go."""
     found: dict[Any, int] = {}
     edges: list[Hashable] = []
 
@@ -188,10 +184,10 @@ class _Opaque(Exception):
 
 @dataclass(slots=True)
 class _CallRecord:
-    """Record of executed operators, as comparable values.
+    """Record of executed operators that can be compared with other records.
 
     Attributes:
-        entries: Operators in order.
+        entries: Descriptions of the operators, in order.
         is_complete: Whether all operators could be described.
     """
 
@@ -206,7 +202,7 @@ class _CallRecord:
         self._num_before = self.counts.num_storages
 
     def name(self, tensor: Tensor, kind: str, which: Hashable) -> None:
-        """Name the memory of a tensor that exists before the record and outlives it."""
+        """Assign a name to the memory of a tensor that exists before the recorded operators and outlives them."""
         with torch._C.DisableTorchFunction():
             key = tensor.untyped_storage()._cdata
             self._names[key] = (*self._names.get(key, ()), (kind, which))
@@ -216,7 +212,7 @@ class _CallRecord:
         """Record an operator, its arguments and its result."""
         if not self.is_complete:
             return
-        # Hide this code from modes that observe a model's operations on weights or masks.
+        # Hide these operations from modes that observe how a model uses weights or masks.
         with torch._C.DisableTorchFunction():
             try:
                 self.entries.append((what, self._described(args), self._described(kwargs), self._described(result)))
@@ -226,7 +222,7 @@ class _CallRecord:
     def _described(self, value: Any) -> Hashable:
         if isinstance(value, Tensor):
             key = value.untyped_storage()._cdata
-            # Use relative offsets, because each layer may get different rows of one tensor.
+            # Use relative offsets, because layers can use different rows of the same tensor.
             start = value.storage_offset() - self._starts.get(key, 0)
             return (self._place_of(value, key), start, value.shape, value.stride(), value.dtype, value.requires_grad)
         if isinstance(value, _PLAIN):

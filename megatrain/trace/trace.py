@@ -1,7 +1,7 @@
-"""Trace of one forward and backward without computation: the visited units, and memory and work of each visit.
+"""Trace of one forward and backward: the visited units, and the memory and work of each visit.
 
-The engine itself runs on fake tensors, which have shapes and dtypes but no memory. The tracer is the engine's
-`BlockAccess`, and reads the counters at every tick. If a model reads values (for example, to loop over the experts that
+The engine itself runs, but on fake tensors, which have shapes and dtypes but no memory. The tracer acts as the engine's
+`BlockAccess` and reads the counters at every tick. If a model reads values (for example, to loop over the experts that
 have tokens), the trace guesses the values and reports that byte counts are estimates.
 """
 
@@ -56,13 +56,11 @@ def trace_visits(
     """Trace a micro-batch of `batch_size` x `seq_len` tokens, each with a label.
 
     Args:
-        graph: Model, which does not change. Nothing is allocated on `device`.
         device: Compute device, which determines kernels and workspaces. The trace allocates no memory on it.
         padded: Whether rows can have padding or several documents. If False, each row is one document.
-        is_compiled: Whether layers are compiled, for `ModelGraph.computing`. If False, rows of several documents can
-            count like rows of one document.
-        example: Micro-batch of this size with images, on the host. It provides the values that model code reads:
-            numbers and sizes of images. None for text only.
+        is_compiled: Whether layers are compiled. If not, rows with several documents can count like rows with one.
+        example: Micro-batch of this size with images, on the host. Model code reads the numbers and sizes of images
+            from it. None for text only.
         top_k: Number of likeliest tokens to score in a trace without a backward. None to trace forward and backward.
 
     Raises:
@@ -89,7 +87,7 @@ def trace_visits(
                 batch[name] = torch.empty(value.shape, dtype=value.dtype, device=device)
                 tracer.counts.set_values(batch[name], value)
             with tracer.counts.paused():
-                # Trace only a few pieces of the head. All pieces are equal, so the rest is added below.
+                # Trace only a few pieces of the head. All pieces have the same cost, so the rest is added below.
                 num_rows = min(num_tokens, _TRACED_PIECES * tracer.runner.head_rows) or num_tokens
                 rows = torch.zeros(num_rows, dtype=torch.long, device=device)
                 loss = objective.loss.for_micro_batch({}, objective.loss.synthetic_inputs(num_rows, device), None)
@@ -115,15 +113,14 @@ def trace_generation(
     """Trace a forward that fills the model's cache with `batch_size` x `seq_len` tokens.
 
     Args:
-        graph: Model, which does not change. Nothing is allocated on `device`.
         batch_size: Number of prompts in a micro-batch.
-        seq_len: Number of tokens of a prompt with its completion.
+        seq_len: Total number of tokens in a prompt and its completion.
 
     Returns:
-        Trace without a head phase, and visit -> bytes of its cache.
+        A trace without a head phase, and the size of each visit's cache in bytes, by visit.
 
     Raises:
-        UnsupportedModelError: If the model cannot generate text, or not with streamed weights.
+        UnsupportedModelError: If the model cannot generate text, or cannot generate it with streamed weights.
     """
     from transformers import DynamicCache
 
@@ -161,7 +158,7 @@ def trace_generation(
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """Return the device with an index. Without it, operators on fake tensors would query the driver for the index."""
+    """Return the device with an index. Otherwise, operators on fake tensors would query the driver for the index."""
     if device != torch.device("cuda"):
         return device
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
@@ -169,7 +166,7 @@ def _with_index(device: torch.device) -> torch.device:
 
 @contextmanager
 def _fake_buffers(model: nn.Module, device: torch.device) -> Iterator[FakeTensorMode]:
-    """Replace a model's buffers by fake copies on the compute device, within the context. Yield the fake mode."""
+    """Replace a model's buffers by fake tensors on the compute device within the context. Yield the fake mode."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -187,7 +184,7 @@ def _fake_buffers(model: nn.Module, device: torch.device) -> Iterator[FakeTensor
 def _counted_run(
     tracer: Tracer, model: PreTrainedModel, inputs: Literal["text", "images"], *, padded: bool = True
 ) -> Iterator[None]:
-    """Count the work of kernels within the context, explain failures of the model, and close the tracer on exit."""
+    """Count the work of kernels and explain the model's errors within the context. Close the tracer on exit."""
     with (
         _lists_are_read(),
         kernels_counted(tracer.counts.add_launch),
@@ -200,9 +197,10 @@ def _counted_run(
 
 @contextmanager
 def _lists_are_read() -> Iterator[None]:
-    """Support ``torch.tensor([scalars])`` on fake scalars, whose values torch reads without dispatch.
+    """Support ``torch.tensor([scalars])`` for fake scalars within the context. torch reads their values undispatched.
 
-    A torch function mode would not work: modes are off within such functions, and a forward can be suspended in one.
+    A torch function mode would not work, because modes are off within torch functions, where a forward can be
+    suspended.
     """
     before = torch.tensor
 
@@ -220,7 +218,7 @@ def _lists_are_read() -> Iterator[None]:
 
 @contextmanager
 def _failures_explained(model: PreTrainedModel, inputs: Literal["text", "images"]) -> Iterator[None]:
-    """Explain the error of a model that also reads images, for inputs of only text or prepared images."""
+    """Convert errors of a multimodal model to an ``UnsupportedModelError`` with a remedy."""
     try:
         yield
     except UnsupportedModelError:
@@ -242,9 +240,9 @@ def _failures_explained(model: PreTrainedModel, inputs: Literal["text", "images"
 
 
 def _with_all_pieces(trace: VisitTrace, num_rows: int, num_tokens: int, row_nbytes: int) -> VisitTrace:
-    """Return the trace of a head with ``num_tokens`` rows, given a trace with ``num_rows`` rows.
+    """Scale the head of a trace from ``num_rows`` traced rows to ``num_tokens`` rows.
 
-    Exclude the second pass over the parts of the vocabulary, except the last part, because it is a recompute.
+    The recompute of logits in the second pass is not counted. The last part of the vocabulary needs no recompute.
     """
     again = trace.logits_flops * num_tokens * (trace.head_parts - 1) // trace.head_parts
     num_more = -(-(num_tokens - num_rows) // (trace.head_rows or num_tokens))

@@ -1,4 +1,4 @@
-"""Block access of the engine in a trace. It provides fake weights and reads the counts at every tick."""
+"""Implementation of `BlockAccess` for traces."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Phase:
 
 
 class Tracer:
-    """`BlockAccess` of an engine on fake tensors. It provides fake weights and reads the counts at every tick."""
+    """`BlockAccess` for an engine on fake tensors. Provides fake weights, and reads counters at every tick."""
 
     def __init__(
         self,
@@ -113,14 +113,14 @@ class Tracer:
         self._phases.append(_Phase(phase, visit, self.counts.live_nbytes, 0, self.counts.num_storages))
 
     def close(self) -> None:
-        """Record peak and work of the tick that ends."""
+        """Record peak memory and work of the current tick."""
         if self._phases:
             self._phases[-1].peak_nbytes = self.counts.peak_nbytes - self._phases[-1].held_nbytes
             self._phases[-1].work = self.counts.work
 
     def _record_visits(self) -> None:
         self._units = [visit.bound.unit.index for visit in self.runner.visits] + list(self.runner.head_units)
-        # Storages created before a visit and live at the end of the forward are not hidden states, which die sooner.
+        # Storages that are created before a visit and live until the end of the forward cannot be hidden states.
         for phase in self._phases:
             if phase.name == "forward":
                 self._stays[phase.visit] = self.counts.nbytes_made_before(phase.first_storage)
@@ -139,7 +139,7 @@ class Tracer:
     @contextmanager
     def gradients(self, unit: Unit, visit: int) -> Iterator[GradientAccumulator]:
         names = {owner for _, owner, _ in unit.params}
-        with self.counts.paused():  # gradients are blocks, or the planner counts them
+        with self.counts.paused():  # gradients are in blocks, or are counted by the planner
             targets = {name: torch.empty(self._shapes[name], device=self._device) for name in names}
         accumulator = _TracedAccumulator(targets, self._filled.setdefault(visit, set()))
         yield accumulator
@@ -162,9 +162,9 @@ class Tracer:
         raise AssertionError("a trace measures results but does not save them")
 
     def _with_fallback(self, bound: BoundUnit) -> Callable[..., Any]:
-        """Return the unit's forward, with a fallback. If a layer fails on guessed values, its input becomes its output.
+        """Wrap a unit's forward. If a layer fails on guessed values, the wrapper returns the layer's input.
 
-        The gradients of the layer's parameters still count, but its operators do not.
+        In this case, the gradients of the layer's parameters are counted, but not its operators.
         """
         forward = bound.forward
 
@@ -191,7 +191,7 @@ class Tracer:
 
     @contextmanager
     def _recording_look_ups(self, bound: BoundUnit) -> Iterator[None]:
-        """Record the weights of a unit that a run uses only for one look-up of rows with `F.embedding`."""
+        """Record which weights of a unit a run uses only once, to look up rows with `F.embedding`."""
         uses = _Uses({id(leaf): owner for owner, leaf in bound.leaves()})
         with nullcontext() if bound.unit.is_layer or bound.unit.part is not None else uses:
             yield
@@ -200,9 +200,9 @@ class Tracer:
         self._looked_up[visit] = self._looked_up.get(visit, found) & found
 
     def _running_once_per_kind(self, part: LayerPart, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward of a part. Only the first of several equal parts runs and is counted.
+        """Wrap the forward of a part so that only the first of several equal parts runs and is counted.
 
-        This saves time, because a large model has a thousand visits of parts.
+        This saves time, because a large model has a thousand visits to parts.
         """
 
         def once(*args: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ class Tracer:
         return once
 
     def _measured(self, bound: BoundUnit, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a unit's forward that, in a recompute, measures the graph and finds the unneeded products."""
+        """Wrap a unit's forward so that it measures the graph and finds unneeded matmuls in a recompute."""
 
         def measured(*args: Any, **kwargs: Any) -> Any:
             if not self._phases or self._phases[-1].name != "backward":
@@ -243,8 +243,8 @@ class Tracer:
             finally:
                 self.counts.on_launch = None
             self._record_graph(value, saved)
-            # Skip units with guesses, because a run may take a different path, and parts, whose number of tokens is
-            # unknown.
+            # Skip units with guesses, because a real run can take a different path. Also skip parts, because their
+            # number of tokens is unknown.
             if self.counts.num_guesses == num_guesses and bound.unit.part is None:
                 self._unneeded[visit] = uses.unneeded(tensors_in(value))
             unneeded = self._unneeded.get(visit, NOTHING_UNNEEDED)
@@ -254,7 +254,7 @@ class Tracer:
         return measured
 
     def _backward(self, visit: UnitVisit, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Run the backward of a visit, or copy the counts of an earlier visit with an equal backward."""
+        """Run a visit's backward, or copy the counts of an equal backward that has already run."""
         key = self._repeated.key(visit.number, gradients)
         if key is not None and (earlier := self._repeated.earlier(key)) is not None:
             return visit.replace_backward(partial(self._copy_counts, earlier, visit))
@@ -285,11 +285,11 @@ class Tracer:
         return [None if gradient is None else gradient.allocate() for gradient in earlier.gradients]
 
     def _record_graph(self, value: Any, saved: Collection[int | None]) -> None:
-        """Record the size of a recompute's graph, from the live storages created since the backward of the visit began.
+        """Record the size of a recompute's graph: the size of all live storages created in the visit's backward.
 
         Args:
-            value: Result of the unit. Its tensors belong to the rest of the model, unless autograd saved them.
-            saved: Numbers of the storages that autograd saved. Addresses cannot identify storages, as they are reused.
+            value: Result of the unit. Its tensors are not part of the graph if autograd has not saved them.
+            saved: Numbers of the storages that autograd has saved. Addresses are reused, so they cannot identify them.
         """
         alive = dict(self.counts.new_nbytes)
 
@@ -332,7 +332,7 @@ class Tracer:
         """Return the counts of one visit.
 
         Args:
-            last_stays: Bytes that are live between the last layer and the backward.
+            last_stays: Bytes in use between the last layer and the backward.
         """
         unit, is_head = self._graph.units[self._units[number]], number >= first_head
         counted = self._counted_visits.get(number, number)
@@ -342,7 +342,7 @@ class Tracer:
         held_nbytes = (phases.get(("forward", number)) or forward).held_nbytes
         stays_nbytes = min(held_nbytes, self._stays.get(number, last_stays))
         graph_nbytes = self._graph_nbytes.get(counted, 0)
-        # A part was counted with all tokens. This is an upper bound of its memory, but its work is scaled to its share.
+        # Parts are counted as if they got all tokens. Memory keeps this upper bound, but work is scaled by the share.
         memory = VisitMemory(held_nbytes, stays_nbytes, forward.peak_nbytes, backward.peak_nbytes, graph_nbytes)
         unneeded = self._unneeded.get(number, NOTHING_UNNEEDED)
         saved = tuple((tuple(t.shape), t.dtype) for t in self._saved.get(number, ()))
@@ -351,7 +351,7 @@ class Tracer:
         if saved and not is_head and unit.part is None and not reused:
             attention, results = self._savable.get(number, (NOT_SAVABLE, NOT_SAVABLE))
         by_part = self.runner.by_part_in_head
-        if not is_head:  # a look-up is another run, but saved inputs are read only once
+        if not is_head:  # a look-up would run the unit again, but saved inputs can be read only once
             rows = self._only_rows.get(number, set()) & self._looked_up.get(number, set())
             by_part = frozenset() if saved else frozenset(rows)
         return TracedVisit(
@@ -372,10 +372,10 @@ class Tracer:
 
 
 class GenerationTracer(Tracer):
-    """Tracer of forwards that use a cache. Its cache blocks have unlimited size.
+    """Tracer for forwards that use a cache, with cache blocks of unlimited size.
 
     Attributes:
-        units: Visit -> index of its unit.
+        units: Index of the unit, by visit.
     """
 
     def __init__(self, graph: ModelGraph, device: torch.device) -> None:
@@ -406,14 +406,14 @@ class GenerationTracer(Tracer):
 
 
 class _Uses(TorchFunctionMode):
-    """Mode that counts the uses of weights in torch functions.
+    """Mode that records how torch functions use weights.
 
     Args:
-        owners: Id of a weight -> its owner's name.
+        owners: Names of weights, by id.
 
     Attributes:
-        num_look_ups: Number of plain calls of `F.embedding`, by owner's name.
-        others: Owners' names of the weights with other uses.
+        num_look_ups: Number of plain calls to `F.embedding`, by name of the weight.
+        others: Names of the weights that are used in any other way.
     """
 
     def __init__(self, owners: Mapping[int, str]) -> None:
@@ -448,11 +448,11 @@ def _is_plain_look_up(
 
 
 class _TracedAccumulator(GradientAccumulator):
-    """Accumulators that record which kinds of gradients each parameter gets.
+    """Accumulators that record the form of each parameter's gradients.
 
     Attributes:
-        with_rows: Parameters with row gradients.
-        with_others: Parameters with other gradients.
+        with_rows: Parameters that get gradients for single rows.
+        with_others: Parameters that get gradients in any other form.
     """
 
     def __init__(self, targets: Mapping[str, Tensor], added: set[str]) -> None:
@@ -474,5 +474,5 @@ class _TracedAccumulator(GradientAccumulator):
 
     @staticmethod
     def _multiply_half(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
-        # torch has no fake kernel that adds a half-precision product to an fp32 sum.
+        # Use `mm`, because torch has no fake kernel that adds a half-precision product to an fp32 sum.
         torch.mm(left, right, out_dtype=target.dtype, out=target)
