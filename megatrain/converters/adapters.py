@@ -1,9 +1,10 @@
 """LoRA: adapters in a model with frozen weights, and adapter folders in peft's format.
 
 peft injects its layers into the skeleton, so peft's code selects modules and computes scaling, dropout and DoRA. The
-engine streams adapter weights like all weights: a unit has a trained block (adapters) and a frozen block (weights of
-the model). Weights of the model keep their names without adapters, such as ``model.layers.0.self_attn.q_proj.weight``.
-Adapter weights have their names in the adapter file, such as ``model.layers.0.self_attn.q_proj.lora_A.weight``.
+engine streams adapter weights like all other weights. A unit has one trained block with adapters and one frozen block
+with the model's weights. The model's weights are named as without adapters, for example
+``model.layers.0.self_attn.q_proj.weight``. Adapter weights are named as in the adapter file, for example
+``model.layers.0.self_attn.q_proj.lora_A.weight``.
 """
 
 from __future__ import annotations
@@ -62,14 +63,14 @@ __all__ = [
 ]
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-#: Prefix that peft adds to the names of the model in adapter files.
+#: Prefix that peft adds to all names in adapter files.
 FILE_PREFIX = "base_model.model."
 _LONGEST_REASON = 300
 _NAME = "default"  # name of the adapter in peft's layers
 
 
 class AdapterError(Exception):
-    """Raised if adapters cannot be created as requested, or if an adapter folder cannot be used."""
+    """Raised if the requested adapters cannot be created, or if an adapter folder cannot be used."""
 
 
 def _peft_config(table: LoraConfig) -> Any:
@@ -123,9 +124,9 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _PeftLayer:
-    """Peft layer in a model: ``parent._modules[leaf]`` is ``layer``, which wraps ``base``.
+    """Peft layer in a model. ``parent._modules[leaf]`` is ``layer``, which wraps ``base``.
 
-    There can be further peft layers between ``layer`` and ``base``: experts have one nested layer per weight.
+    Experts have one nested peft layer per weight, so there can be further layers between ``layer`` and ``base``.
     """
 
     path: str
@@ -136,14 +137,14 @@ class _PeftLayer:
 
 
 class Adapters(ModelConverter):
-    """LoRA layers of one graph, with the names of all its tensors.
+    """Converter that adds LoRA layers to a graph, and knows the names of the graph's tensors.
 
     Args:
         table: Config table ``[lora]``.
 
     Attributes:
-        config: peft's ``LoraConfig`` with the selected modules. All attributes are set by ``convert``.
-        names: Names of the trained tensors in the graph's layouts: adapters and ``modules_to_save``.
+        config: peft's ``LoraConfig`` with the selected modules. ``convert`` sets this and the other attributes.
+        names: Names of all trained tensors: those in adapters and those in ``modules_to_save``.
         num_layers: Number of modules with adapters.
     """
 
@@ -158,10 +159,10 @@ class Adapters(ModelConverter):
         return None if settings.lora is None else cls(settings.lora, settings.table.images)
 
     def convert(self, model: PreTrainedModel) -> None:
-        """Inject LoRA layers into a skeleton, and freeze its weights except in ``modules_to_save``.
+        """Inject LoRA layers into a skeleton, and freeze all weights outside of ``modules_to_save``.
 
-        In a model that reads images, the language model gets adapters, and image modules are saved whole if they are
-        trained. An adapter folder specifies its modules itself.
+        In a model that reads images, only the language model gets adapters. Trained image modules are saved whole. If
+        the config specifies an adapter folder, the folder determines the modules.
 
         Raises:
             AdapterError: If no module matches, or if a module or a setting is not supported.
@@ -206,11 +207,11 @@ class Adapters(ModelConverter):
         self._paths = {place.path for place in self._places}
 
     def is_unit(self, module: nn.Module) -> bool:
-        """Return whether a module is a peft layer that wraps a module, whose parameters it uses with its own."""
+        """Return whether a module is a peft layer. Its parameters and those in the wrapped module form one unit."""
         return isinstance(module._modules.get("base_layer"), nn.Module)
 
     def plain_name(self, name: str) -> str:
-        """Return a tensor's name in the model without adapters, or in an adapter file without the prefix."""
+        """Convert a tensor's name to the name without adapters, or, for adapters, to the name in an adapter file."""
         parts = name.split(".")
         for end in range(len(parts) - 1, 0, -1):
             path = ".".join(parts[:end])
@@ -225,13 +226,13 @@ class Adapters(ModelConverter):
         return name
 
     def layer_of(self, name: str) -> Any:
-        """Return the peft layer of an adapter tensor; None for a tensor of the model."""
+        """Return the peft layer that owns an adapter tensor, or None for a tensor of the model."""
         path, _, rest = name.rpartition(".lora_")
         return self._layers.get(path) if rest else None
 
     @contextmanager
     def plain_model(self) -> Iterator[None]:
-        """Remove the adapters within the context, so that names and modules match the model folder."""
+        """Remove the adapters within the context, so that modules and their names match the model folder."""
         for place in self._places:
             place.parent._modules[place.leaf] = place.base
         try:
@@ -243,13 +244,11 @@ class Adapters(ModelConverter):
     # -- weights of new adapters -----------------------------------------------------------------------------------
 
     def initialize(self, views: Mapping[str, Tensor], base: Mapping[str, Tensor], seed: int) -> None:
-        """Fill adapter tensors with initial weights according to peft's rules.
-
-        The values depend only on the seed and the names.
+        """Initialize adapter tensors by peft's rules. The values depend only on the seed and on the tensors' names.
 
         Args:
             views: fp32 tensors to fill, by name.
-            base: fp32 weights of the modules with DoRA, by module name.
+            base: fp32 weights of the modules that `dora_modules` returns, by module name.
         """
         for name, view in views.items():
             kind = name.rpartition(".lora_")[2].partition(".")[0]
@@ -271,13 +270,13 @@ class Adapters(ModelConverter):
                     view.zero_()
 
     def dora_modules(self, names: Sequence[str]) -> list[str]:
-        """Return the modules whose weights `initialize` needs for the tensors with these names."""
+        """Return the modules whose weights `initialize` needs to initialize the tensors ``names``."""
         return [name.rpartition(".lora_")[0] for name in names if name.endswith(".lora_magnitude_vector")]
 
     # -- merging -----------------------------------------------------------------------------------------------------
 
     def tensors_of_weight(self, name: str) -> tuple[str, ...]:
-        """Return the names of the adapter tensors of a weight; empty if it has no adapter."""
+        """Return the names of a weight's adapter tensors; empty if the weight has no adapter."""
         path = self._by_weight.get(name)
         if path is None:
             return ()
@@ -285,12 +284,12 @@ class Adapters(ModelConverter):
         return tuple(self.plain_name(each) for each, _ in own if not each.startswith(f"{path}.base_layer."))
 
     def merged(self, name: str, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return a weight with its adapter merged, in fp32, like peft's ``merge_and_unload``.
+        """Merge an adapter into a weight, like peft's ``merge_and_unload``, and return the result in fp32.
 
         Args:
-            name: Name of a weight with an adapter.
-            weight: Weight without the adapter.
-            tensors: Tensors listed by ``tensors_of_weight``, by name.
+            name: Name of a weight that has an adapter.
+            weight: The weight without the adapter.
+            tensors: All tensors that ``tensors_of_weight`` lists, by name.
         """
         path = self._by_weight[name]
         layer = self._layers[path]
@@ -318,7 +317,7 @@ class Adapters(ModelConverter):
         return merged
 
     def exported(self, graph: ConvertedGraph, source: WeightSource) -> WeightSource:
-        """Return a source of weights with the adapters merged. It needs RAM for one additional weight.
+        """Return a source of weights that merges the adapters. It needs RAM for one additional weight.
 
         Raises:
             ExportTargetError: If `check_merge` fails.
@@ -327,10 +326,10 @@ class Adapters(ModelConverter):
         return _merged_source(graph, self, source)
 
     def check_merge(self, graph: ConvertedGraph) -> None:
-        """Refuse adapters that cannot be merged into the model's weights.
+        """Check that the adapters can be merged into the model's weights.
 
         Raises:
-            ExportTargetError: If a module with an adapter shares its weight with another module.
+            ExportTargetError: If a module with an adapter shares its weight with a different module.
         """
         with self.plain_model():
             shared = {name: names for names in tied_groups(graph.model) for name in names}
@@ -346,7 +345,7 @@ class Adapters(ModelConverter):
         """Return the contents of ``adapter_config.json``.
 
         Args:
-            base_model: Folder or hub name of the model.
+            base_model: Folder or hub id of the model.
         """
         values: dict[str, Any] = self.config.to_dict()
         values.update(base_model_name_or_path=base_model, inference_mode=True)
@@ -359,18 +358,18 @@ class Adapters(ModelConverter):
 
 
 def adapters_of(graph: ModelGraph) -> Adapters | None:
-    """Return the adapters of a graph; None if it has no adapters."""
+    """Return the adapters of a graph, or None if it has no adapters."""
     return next((converter for converter in graph.converters if isinstance(converter, Adapters)), None)
 
 
 def _selecting_key(table: LoraConfig) -> str:
-    """Return the config key that selects the modules with adapters."""
+    """Return the config key that determines which modules get adapters."""
     folder = table.adapter_name_or_path
     return f"lora.adapter_name_or_path ({folder})" if folder else "lora.target_modules"
 
 
 def _non_text_paths(model: PreTrainedModel, images: Images) -> list[str]:
-    """Return the paths of the modules that do not read text, and therefore get no adapters."""
+    """Return the paths of modules that get no adapters because they do not read text."""
     passthrough = passthrough_modules(model)
     return list(passthrough.paths) if passthrough is not None else non_text_modules(model) if images != "off" else []
 
@@ -392,7 +391,7 @@ def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, non
     if images == "trained" and is_new:
         config.modules_to_save = [*(config.modules_to_save or ()), *non_text_modules(model, sounds=False)]
     saved_modules = config.modules_to_save
-    # This program trains these modules in place, without the copies that peft makes.
+    # Hide these modules from peft, which would copy them. The engine trains them in place.
     config.modules_to_save = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's warnings about tied weights and transformers
@@ -412,13 +411,13 @@ _NAME_OF_MODULE = re.compile(r"[\w.]+")
 
 
 def _check_patterns(config: Any, names: Sequence[str], table: LoraConfig) -> None:
-    """Match the patterns of peft's settings with a time limit, because an untrusted adapter can have a slow pattern.
+    """Check the patterns in peft's settings under a time limit, because untrusted adapters can contain slow patterns.
 
     Raises:
         AdapterError: If a pattern is invalid or takes too long.
     """
     layers = config.layers_pattern or ()
-    kinds: dict[str, Sequence[str]] = {  # how peft embeds each setting in a pattern
+    kinds: dict[str, Sequence[str]] = {  # pattern in which peft embeds a setting -> values of the setting
         "{}": [each for each in (config.target_modules, config.exclude_modules) if isinstance(each, str)],
         r"(?:^|.*?\.){}\.(?P<idx>\d+)\.": [layers] if isinstance(layers, str) else layers,
         r"(^|.*\.){}($|\..*)": config.modules_to_save or (),
@@ -453,7 +452,7 @@ def _check_patterns(config: Any, names: Sequence[str], table: LoraConfig) -> Non
 
 
 def _check_layer(where: str, path: str, layer: Any) -> None:
-    """Refuse an adapter of an unsupported module."""
+    """Raise an error if the module that an adapter wraps is not supported."""
     base = layer.get_base_layer()
     if not (hasattr(layer, "parameter_name") or isinstance(base, nn.Linear | nn.Embedding) or is_conv1d(base)):
         raise AdapterError(
@@ -464,7 +463,7 @@ def _check_layer(where: str, path: str, layer: Any) -> None:
 
 
 def _with_excluded(excluded: Any, paths: Sequence[str]) -> str:
-    """Return peft's ``exclude_modules``, extended by some modules and their submodules."""
+    """Extend peft's ``exclude_modules`` by some modules and their submodules."""
     patterns = [rf"({'|'.join(map(re.escape, paths))})(\..*)?"]
     if isinstance(excluded, str):
         patterns.append(f"({excluded})")
@@ -474,9 +473,9 @@ def _with_excluded(excluded: Any, paths: Sequence[str]) -> str:
 
 
 def _with_adapted_parameter(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the module in a peft layer that adapts one of its parameters. Replaces the forward of ``ParamWrapper``.
+    """Run a module with an adapted parameter. This function replaces the forward of peft's ``ParamWrapper``.
 
-    peft's version registers a parametrization, which needs an ``nn.Parameter``, but the slot holds a leased view.
+    peft's forward registers a parametrization, which needs an ``nn.Parameter``, but the parameter is a leased view.
     """
     parameters, name = layer.get_base_layer()._parameters, layer.parameter_name
     own = parameters[name]
@@ -492,7 +491,7 @@ def _with_adapted_parameter(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_supported(config: Any, model: PreTrainedModel) -> None:
-    """Refuse unsupported features of peft, by name."""
+    """Raise an error that names the unsupported features of peft that a config uses."""
     kinds = {
         "bias": config.bias != "none",
         "lora_bias": config.lora_bias,
@@ -635,7 +634,7 @@ _OLD_MAGNITUDE = re.compile(r"\.lora_magnitude_vector(\.weight)?$")
 
 
 class AdapterWeights:
-    """Tensors of an adapter folder, by their names in `Adapters`.
+    """Tensors of an adapter folder, with names as in `Adapters`.
 
     Raises:
         AdapterError: If the tensors do not match these adapters, because their model or settings differ.
@@ -684,7 +683,7 @@ class AdapterWeights:
         """Check that a weight of the model equals its copy in the adapter file.
 
         Raises:
-            AdapterError: If they differ. peft would load the copy, which was trained or resized.
+            AdapterError: If they differ. This means that the copy was trained or resized, and peft would load the copy.
         """
         copy = self._file.read(self._name_in_file[self.base_copies[name]])
         if copy.shape != weight.shape or not torch.equal(weight.to(copy.dtype), copy):
@@ -694,7 +693,7 @@ class AdapterWeights:
             )
 
     def fill(self, views: Mapping[str, Tensor]) -> None:
-        """Copy tensors of the folder into views (CPU, any float dtype)."""
+        """Read tensors from the folder into CPU tensors of any float dtype."""
         for name, view in views.items():
             view.copy_(self._file.read(self._name_in_file[name]))
             if not bool(torch.isfinite(view).all()):
@@ -711,12 +710,12 @@ def export_adapter(
     copy_from: Path | str | None = None,
     record: Mapping[str, int] | None = None,
 ) -> Path:
-    """Write the adapters of a graph to a folder for peft, including the tokenizer's files.
+    """Export a graph's adapters to a folder that peft can load, including the tokenizer's files.
 
     Args:
-        source: Context that opens the master weights of one layout.
+        source: Function that returns a context in which the masters of one layout can be read.
         out_dir: New folder; see `export_model`.
-        base_model: Folder or hub name of the base model, for ``adapter_config.json``.
+        base_model: Folder or hub id of the base model, for ``adapter_config.json``.
         dtype: Dtype of the exported adapters.
         copy_from: Folder with the tokenizer's files.
         record: Additional keys for ``export.json``.

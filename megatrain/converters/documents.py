@@ -1,10 +1,10 @@
 """Attention within the documents of a row, without an [S, S] mask.
 
-transformers describes a mask by functions of two positions and, for sdpa, converts it to a [rows, 1, S, S] tensor.
-Here, these functions also carry a pattern: causal, a window, boundaries between documents. A mask that consists of
-these patterns becomes a `DocumentMask`, which holds the lengths of the documents. sdpa attention then runs on each
-document (`_each_document`), or as one kernel for all documents if the device supports it (`_varlen`). Any other use of
-the mask creates the dense tensor first, so models with custom attention stay correct and use as much memory as before.
+transformers describes a mask by functions of two positions and, for sdpa, converts it to a [rows, 1, S, S] tensor. This
+converter attaches a pattern to these functions: causal, a window, or boundaries between documents. If a mask consists
+of such patterns, it becomes a `DocumentMask`, which holds only the lengths of the documents. sdpa attention then runs
+on each document (`_each_document`), or as one kernel for all documents if the device supports it (`_varlen`). Any other
+use of the mask first creates the dense tensor. Models with custom attention therefore stay correct, but save no memory.
 
 No rule depends on the model class. docs/decisions/0026-attention-by-documents.md
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AttentionByDocuments", "DocumentMask", "Documents", "attention_by_documents"]
 
-#: Minimum tokens per piece of a document that is longer than a window. Each piece needs a mask.
+#: Minimum number of tokens per piece if a document is longer than the window. Each piece needs a mask.
 _FEWEST_WINDOW_TOKENS = 512
 #: Limits of the kernel in ``_varlen``: dtypes, maximum and multiple of the head dimension, minimum compute capability.
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
@@ -43,22 +43,22 @@ _WIDEST_HEAD, _HEAD_MULTIPLE, _OLDEST_CAPABILITY = 256, 8, 8
 
 
 class AttentionByDocuments(ModelConverter):
-    """Converter that lets passes compute attention per document, if the model's mask allows it."""
+    """Converter that makes passes compute attention per document if the model's mask allows this."""
 
     def computing(self, on_dense_mask: Callable[[str], None], *, is_compiled: bool) -> AbstractContextManager[None]:
-        """Return the context of a pass. For compiled layers, which need [S, S] masks, it only reports these masks."""
+        """Return the context of a pass. Compiled layers need [S, S] masks, so for them it only reports the masks."""
         return attention_by_documents(on_dense_mask, enabled=not is_compiled)
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents of a micro-batch, and the attention window. A token attends only to tokens of its document.
+    """Documents of a micro-batch, and the attention window. Tokens attend only to tokens in the same document.
 
     Attributes:
-        num_rows: Number of rows of the micro-batch.
-        row_tokens: Number of tokens of each row, including padding.
-        lengths: Number of tokens of each document, in order of the rows. No document crosses the end of a row.
-        window: Number of tokens that each token attends to, including itself; None for all earlier tokens.
+        num_rows: Number of rows in the micro-batch.
+        row_tokens: Number of tokens per row, including padding.
+        lengths: Number of tokens in each document, in row order. No document crosses the end of a row.
+        window: Number of tokens to which each token attends, including itself; None for all earlier tokens.
         device: Device of the model's tensors.
     """
 
@@ -70,12 +70,12 @@ class Documents:
 
     @cached_property
     def groups(self) -> tuple[tuple[slice, int, Tensor], ...]:
-        """Groups of documents, one per call of the variable-length kernel: token slice, maximum length, starts.
+        """Token slice, maximum length and starts of each group of documents. The kernel is called once per group.
 
-        The starts are an int32 tensor on the device, copied without a host sync.
+        The starts are an int32 tensor on the device, which is copied without a host sync.
         """
         tokens = self.num_rows * self.row_tokens
-        # The backward of the kernel needs workspace for FLASH_ROWS rows per document, even if it is shorter.
+        # Limit the number, because the backward needs workspace for at least FLASH_ROWS rows per document.
         most = max(1, tokens // FLASH_ROWS)
         found: list[tuple[slice, int, Tensor]] = []
         at = 0
@@ -92,9 +92,9 @@ class Documents:
 
 
 class DocumentMask(Tensor):
-    """Mask of [rows, 1, S, S] that is not materialized. It has shape, dtype, device and documents.
+    """Mask [rows, 1, S, S] that is not materialized. It has only shape, dtype, device and documents.
 
-    Operations on it get the dense tensor.
+    An operation on the mask materializes the dense tensor.
     """
 
     documents: Documents
@@ -105,7 +105,7 @@ class DocumentMask(Tensor):
     def from_documents(
         cls, documents: Documents, make_dense: Callable[[], Tensor], on_dense: Callable[[str], None]
     ) -> DocumentMask:
-        """Return a mask of these documents.
+        """Return a mask that separates these documents.
 
         Args:
             on_dense: Function called with the reason before a dense mask is created.
@@ -118,7 +118,7 @@ class DocumentMask(Tensor):
         return made
 
     def dense(self, where: str) -> Tensor:
-        """Return the dense mask for the operation `where`, which alone keeps it alive."""
+        """Report the operation `where`, and return a new dense mask for it."""
         self._on_dense(where)
         return self._make_dense()
 
@@ -146,7 +146,7 @@ _QUERIES = METADATA_QUERIES | {"__get__", "__repr__", "untyped_storage"}
 
 
 def _dense(value: Any, where: str) -> Any:
-    """Return the arguments of an operation with dense masks."""
+    """Return an operation's arguments with their masks made dense."""
     if isinstance(value, DocumentMask):
         return value.dense(where)
     if isinstance(value, tuple | list):
@@ -161,11 +161,11 @@ def _dense(value: Any, where: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Pattern:
-    """Pattern of a mask function of transformers. A function without a pattern has an unknown meaning.
+    """Pattern that a mask function of transformers describes. The pattern of other functions is unknown.
 
     Attributes:
         is_causal: Whether no token attends to later tokens.
-        window: Number of tokens that each token attends to, including itself.
+        window: Number of tokens to which each token attends, including itself.
         boundaries: Index of each token's document in its row, [rows, S].
     """
 
@@ -190,7 +190,7 @@ def _with_pattern(function: Any, pattern: _Pattern | None) -> Any:
 
 
 def _intersection(functions: tuple[Any, ...]) -> _Pattern | None:
-    """Return the pattern of the intersection of these mask functions; None if it is unknown."""
+    """Return the pattern of an intersection of mask functions, or None if it is unknown."""
     patterns = [_pattern_of(function) for function in functions]
     known = [pattern for pattern in patterns if pattern is not None]
     if len(known) < len(patterns):
@@ -208,10 +208,10 @@ _LATER = "remap_positions_for_packed_sequence"
 
 
 def _mask_functions() -> dict[str, Callable[..., Any]]:
-    """Return replacements, by name, for transformers' functions that create or join masks. They also set the pattern.
+    """Return replacements, by name, for transformers' functions that create or join masks. They also attach patterns.
 
-    A window has the same effect in row positions and in document positions, because no token attends to another
-    document. A release without these functions gets no replacements, so all patterns are unknown.
+    A window has the same effect on row positions as on document positions, because tokens attend only to their own
+    document. If transformers lacks some of these functions, nothing is replaced, and all patterns are unknown.
     """
     from transformers import masking_utils
 
@@ -241,11 +241,11 @@ def _mask_functions() -> dict[str, Callable[..., Any]]:
 def attention_by_documents(
     on_dense: Callable[[str], None] = lambda where: None, *, enabled: bool = True
 ) -> Iterator[None]:
-    """Let models with sdpa attention compute it per document, within the context. Not thread-safe.
+    """Make models with sdpa attention compute attention per document within the context. Not thread-safe.
 
     Args:
         on_dense: Function called with the reason whenever a dense mask is created.
-        enabled: Whether to compute per document. If False, only report dense masks.
+        enabled: Whether to compute attention per document. If False, dense masks are only reported.
     """
     from transformers import masking_utils
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -286,7 +286,7 @@ def _reporting(make: Callable[..., Any], what: str, on_dense: Callable[[str], No
 
 
 def _mask_maker(plain: Callable[..., Any], on_dense: Callable[[str], None]) -> Callable[..., Any]:
-    """Wrap transformers' sdpa mask function. The wrapper returns a `DocumentMask` if the pattern is known."""
+    """Wrap transformers' sdpa mask function so that it returns a `DocumentMask` if the mask's pattern is known."""
     signature, noting = inspect.signature(plain), _reporting(plain, "a mask of an unknown kind", on_dense)
 
     def make(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -307,7 +307,7 @@ _NEEDED |= {"attention_mask", "device"}
 
 
 def _documents_of(given: Mapping[str, Any]) -> Documents | None:
-    """Return the documents that a mask separates; None for other masks, or if no mask is needed."""
+    """Return the documents that a mask separates, or None if its pattern is not supported or no mask is needed."""
     from transformers import masking_utils
 
     if not given.keys() >= _NEEDED:
@@ -344,7 +344,7 @@ def _is_shifted(offset: Any) -> bool:
 
 
 def _ends_in_padding(rows: npt.NDArray[Any]) -> bool:
-    """Return whether all padding follows the text, so that no text token attends to padding."""
+    """Return whether all padding comes after the text, so that no text token attends to padding."""
     is_text = rows.astype(np.int8)
     return bool(is_text[:, 0].all() and (np.diff(is_text) <= 0).all())
 
@@ -359,7 +359,7 @@ def _runs(row: npt.NDArray[Any]) -> list[int]:
 
 
 def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap transformers' sdpa attention. The wrapper runs on each document if the mask is a `DocumentMask`."""
+    """Wrap transformers' sdpa attention so that it runs on each document if the mask is a `DocumentMask`."""
     known = {"module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "kwargs"}
     others = inspect.signature(plain).parameters.keys() - known | {"softcap"}
 
@@ -375,7 +375,7 @@ def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         special = any(kwargs.get(name) is not None for name in others)  # arguments such as a bias or a soft cap
-        # Run whole rows with dropout, because its draws in pieces would differ from transformers.
+        # With dropout, run whole rows, because separate runs would draw different random numbers than transformers.
         if (
             special
             or dropout
@@ -420,11 +420,11 @@ def _each_document(
 ) -> Tensor:
     """Run attention on each document separately, as transformers does without packing.
 
-    Use `split` and `cat`, because the gradient of a slice is as large as its source.
+    Use `split` and `cat`, because the gradient of a slice would be as large as the sliced tensor.
 
     Args:
         query: Queries [tokens, heads, width]. `key` and `value` have the same layout.
-        attend: Attention of transformers for [1, heads, tokens, width].
+        attend: transformers' attention for tensors [1, heads, tokens, width].
     """
     lengths = list(documents.lengths)
     outputs: list[Tensor] = []
@@ -439,7 +439,7 @@ def _each_document(
 
 
 def _windows(q: Tensor, k: Tensor, v: Tensor, window: int, attend: Callable[..., Tensor]) -> Iterator[Tensor]:
-    """Run windowed attention in pieces. The first token of a piece attends to `window - 1` earlier tokens."""
+    """Run windowed attention in pieces. Each piece includes the keys of the `window - 1` tokens before it."""
     rows = max(window, _FEWEST_WINDOW_TOKENS)
     before = k[:, :, :0], v[:, :, :0]
     for queries, keys, values in zip(*(torch.split(tensor, rows, dim=2) for tensor in (q, k, v)), strict=True):

@@ -1,10 +1,10 @@
 """Fused experts of a mixture, cut into parts that are separate units.
 
 In transformers, one module holds all experts of a layer in a few 3-D tensors, `[experts, ...]`. Its inputs are tokens,
-the chosen experts of each token, and their routing weights. No other module of the layer reads its parameters. If the
-tensors are larger than a part, the module's forward becomes a sum over parts. Each part is a module with some of the
-experts, and returns their contribution to each token. The model keeps its tensors and names on the meta device, and
-only the parts have weights.
+the chosen experts of each token, and the routing weights. No other module of the layer reads the tensors. If the
+tensors are larger than a part, the module's forward becomes a sum over parts. Each part is a module that has some of
+the experts, and returns the contribution of these experts to each token. The original tensors stay on the meta device
+under their names, and only the parts have weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ExpertsInParts", "ExpertsPart", "has_experts_to_cut"]
 
-#: Default elements per part, 64 MiB in fp32, like other parts (``base/layout.py``). Large models have larger parts.
+#: Default number of elements per part (64 MiB in fp32), as in ``base/layout.py``. Large models have larger parts.
 EXPERTS_ELEMENTS = PART_ELEMENTS
 #: Approximate maximum number of parts in a model, because a plan counts two visits per part.
 MAX_EXPERTS_PARTS = 512
@@ -38,9 +38,9 @@ _NAMES = frozenset({"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bia
 
 @torch.library.custom_op("megatrain::places_of_experts", mutates_args=())
 def places_of_experts(chosen: Tensor, first: int, stop: int) -> Tensor:
-    """Return the flat indexes of experts ``first`` to ``stop`` in ``chosen``, sorted by expert.
+    """Return the flat indexes at which ``chosen`` contains an expert from ``first`` to ``stop``, sorted by expert.
 
-    Synchronizes the host, which needs the number of indexes.
+    Synchronizes the host, because the size of the result depends on the data.
     """
     flat = chosen.reshape(-1)
     places = ((flat >= first) & (flat < stop)).nonzero().squeeze(1)
@@ -49,12 +49,12 @@ def places_of_experts(chosen: Tensor, first: int, stop: int) -> Tensor:
 
 @places_of_experts.register_fake
 def _fake_places(chosen: Tensor, first: int, stop: int) -> Tensor:
-    """Return the maximum size for memory planning, because all tokens can be routed to one part."""
+    """Return a result of maximum size for memory planning, because all tokens can be routed to one part."""
     return chosen.new_empty(chosen.numel())
 
 
 class ExpertsInParts(ModelConverter):
-    """Converter that cuts layers with large fused experts into units: parts of the experts, and surrounding modules."""
+    """Converter that cuts layers with large fused experts into units: parts of the experts, and all other modules."""
 
     @classmethod
     def for_model(cls, settings: ModelSettings) -> ExpertsInParts | None:
@@ -66,7 +66,7 @@ class ExpertsInParts(ModelConverter):
         self._num_elements = sum(parameter.numel() for parameter in model.parameters())
 
     def cut(self, model: PreTrainedModel, layer: nn.Module) -> Sequence[InnerUnit]:
-        """Return the units of a layer whose experts are larger than a part; empty for other layers."""
+        """Return the units of a layer, or no units if the layer has no experts that are larger than a part."""
         cut = {id(each.module): each.parts for each in _cut_experts(layer, self._num_elements)}
         if not cut:
             return ()
@@ -97,7 +97,7 @@ class ExpertsPart(nn.Module):
         self.rows = range(first, stop)
         self.num_all = int(experts.num_experts)  # type: ignore[arg-type]
         self._siblings: tuple[ExpertsPart, ...] = (self,)
-        # Keep it in a tuple, so that it is not a submodule, because its parameters belong to all experts.
+        # Use a tuple, so that torch does not register the module, whose parameters belong to all experts.
         self._whole: tuple[Any] = (experts,)
         for name, parameter in experts.named_parameters(recurse=False):
             shape = (stop - first, *parameter.shape[1:])
@@ -113,19 +113,19 @@ class ExpertsPart(nn.Module):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Key that is equal for parts with equal computation and memory."""
+        """Key that is equal for two parts if they need the same computation and memory."""
         shapes = tuple((name, tuple(each.shape), each.requires_grad) for name, each in self.named_parameters())
         return (type(self._whole[0]), shapes)
 
     @property
     def siblings(self) -> tuple[ExpertsPart, ...]:
-        """All parts of the layer, in the order of their consecutive calls."""
+        """All parts of the layer, in the order in which they are called."""
         return self._siblings
 
-    # `arguments` are the arguments of ``forward``. The second one holds the chosen experts of each token.
+    # `arguments` are the arguments of ``forward``. The second argument holds each token's chosen experts.
 
     def has_routing(self, arguments: Sequence[Any]) -> bool:
-        """Return whether the chosen experts of a call have values, unlike in a trace."""
+        """Return whether a call's chosen experts have values. In a trace they have none."""
         return _hit_experts(arguments[1]) is not None
 
     def is_idle(self, arguments: Sequence[Any]) -> bool:
@@ -139,7 +139,7 @@ class ExpertsPart(nn.Module):
         return math.comb(others, num_chosen) / math.comb(self.num_all, num_chosen)
 
     def placeholder_result(self, arguments: Sequence[Tensor]) -> Tensor:
-        """Return a placeholder result. Weights get gradients only if no argument requires a gradient."""
+        """Return a placeholder for the result. Weights get gradients only if no argument requires a gradient."""
         weights = () if any(tensor.requires_grad for tensor in arguments) else tuple(self.parameters())
         made: Tensor = _PlaceholderResult.apply(*arguments, *weights)  # type: ignore[no-untyped-call]
         return made
@@ -164,7 +164,7 @@ class ExpertsPart(nn.Module):
         def linear(rows: Tensor, name: str) -> Tensor:
             weight: Tensor = getattr(self, name)
             bias: Tensor | None = getattr(self, f"{name}_bias") if whole.has_bias else None
-            # Return zero gradients instead of None, because other experts of the layer have gradients.
+            # Make gradients zero instead of None, because other experts of the layer have gradients.
             if not len(places):
                 width = weight.shape[-1 if whole.is_transposed else -2]
                 zeros = [each[(0,) * each.dim()] * 0 for each in (weight, bias) if each is not None]
@@ -181,7 +181,7 @@ class ExpertsPart(nn.Module):
 
 
 class _PlaceholderResult(torch.autograd.Function):
-    """Placeholder for some experts. It returns an fp32 result, and gradients for all inputs that need one."""
+    """Placeholder for the computation of some experts. Returns fp32 results, and gradients for all inputs."""
 
     @staticmethod
     def forward(ctx: Any, stream: Tensor, *others: Tensor) -> Tensor:
@@ -194,12 +194,12 @@ class _PlaceholderResult(torch.autograd.Function):
         return tuple(torch.empty_like(tensor) if needed else None for tensor, needed in pairs)
 
 
-#: Attribute of a tensor of chosen experts that caches the set of these experts on the host.
+#: Attribute of a tensor of chosen experts. It caches the set of chosen experts on the host.
 _HIT = "_megatrain_hit_experts"
 
 
 def _hit_experts(chosen: Tensor) -> frozenset[int] | None:
-    """Return the experts that get tokens, read once for all parts of a layer; None in a trace."""
+    """Return which experts get tokens, or None in a trace. The result is cached for all parts of a layer."""
     if isinstance(chosen, FakeTensor) or chosen.is_meta:
         return None
     found: frozenset[int] | None = getattr(chosen, _HIT, None)
@@ -218,11 +218,11 @@ class _CutExperts:
 
 
 def _cut_experts(layer: nn.Module, model_elements: int) -> list[_CutExperts]:
-    """Cut the modules of experts that are larger than a part. Their forwards become sums over the parts.
+    """Cut modules of experts that are larger than a part, and replace their forwards by sums over the parts.
 
     Args:
         layer: Layer that the model calls once per forward, and that reads parameters only in submodules.
-        model_elements: Number of elements of all parameters, which determines the size of the parts.
+        model_elements: Number of elements in the whole model, which determines the size of the parts.
     """
     found: list[_CutExperts] = []
     for module, step in list(_modules_to_cut(layer, model_elements)):
@@ -245,7 +245,7 @@ def _modules_to_cut(layer: nn.Module, model_elements: int) -> Iterator[tuple[nn.
     most_elements = EXPERTS_ELEMENTS * max(1, -(-model_elements // (EXPERTS_ELEMENTS * MAX_EXPERTS_PARTS)))
     adapted = {id(module._modules.get("base_layer")) for module in layer.modules()}
     for module in layer.modules():
-        # Skip a module whose weights an adapter changes during its forward.
+        # Skip modules whose weights are changed by an adapter during the forward.
         if module is layer or id(module) in adapted or not _is_fused(module):
             continue
         size = sum(parameter.numel() for parameter in module.parameters())
@@ -256,7 +256,7 @@ def _modules_to_cut(layer: nn.Module, model_elements: int) -> Iterator[tuple[nn.
 
 
 def _is_fused(module: nn.Module) -> bool:
-    """Return whether a module has exactly the parameters that transformers' implementations of experts use."""
+    """Return whether a module has exactly the parameters of transformers' fused experts."""
     flags = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "num_experts", "_apply_gate")
     if not all(hasattr(module, flag) for flag in flags) or module.has_post_expert_norm:
         return False
@@ -274,7 +274,7 @@ def _is_fused(module: nn.Module) -> bool:
 
 
 def _summing_forward(module: nn.Module, parts: Sequence[ExpertsPart]) -> Callable[..., Tensor]:
-    """Return the forward of all experts, which adds the results of the parts in order."""
+    """Return a forward for all experts that adds the results of the parts in order."""
     signature = inspect.signature(type(module).forward)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
@@ -288,7 +288,7 @@ def _summing_forward(module: nn.Module, parts: Sequence[ExpertsPart]) -> Callabl
 
 
 def _surrounding_modules(layer: nn.Module, experts: Container[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (local path, module) of modules that together have all parameters of a layer, in model order.
+    """Yield (local path, module) in model order for modules that together have all parameters of a layer.
 
     Args:
         layer: Layer with several units.
@@ -315,11 +315,11 @@ def _surrounding_modules(layer: nn.Module, experts: Container[int]) -> Iterator[
 
 
 def _drop_attention_weights(model: PreTrainedModel, layer: nn.Module) -> None:
-    """Let a layer's attention return None for its weights, [rows, heads, S, S], like fused kernels.
+    """Make a layer's attention return None instead of attention weights [rows, heads, S, S], like fused kernels.
 
-    If a layer is one unit, its forward frees these weights. If attention is a separate unit, the layer would hold
-    unused weights of all micro-batches until its last part has run. transformers' output recorders specify the modules
-    that return weights, and the index of the weights.
+    If a layer is one unit, its forward frees the attention weights. If attention is a separate unit, the layer would
+    keep the weights of all micro-batches until its last part has run, without using them. transformers' output
+    recorders specify which modules return attention weights, and at which index.
     """
     places = dict(_places_of_attention_weights(model))
     for module in layer.modules():

@@ -1,7 +1,7 @@
-"""Rules for parameters of transformers' models that fuse several matrices, by module and parameter name.
+"""Rules for parameters of transformers' models in which several matrices are fused.
 
-A rule computes the sizes from the module that owns the parameter. If the sizes do not match the parameter's shape, the
-parameter is reported as fused in an unknown way.
+A rule is selected by module and parameter name. It computes the sizes of the matrices from the module that owns the
+parameter. If the sizes do not match the parameter's shape, the parameter is reported as fused in an unknown way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["find_fused"]
 
-#: Names of parameters whose products the model probably splits.
+#: Names of parameters that probably contain several matrices, whose outputs the model splits.
 _LOOKS_FUSED = re.compile(
     r"qkv|query_key_value|^c_attn$|gate_up|up_gate|gate_and_up|^in_proj(_ba)?$|^kv_(proj|b_proj)$|^w13$"
 )
@@ -70,7 +70,7 @@ def _gates_in_each_head(owner: Any, length: int) -> FusedMatrix:
 
 _Rule = Callable[[Any, int], FusedMatrix]
 
-#: (end of the owner's class name, name of the parameter or its module) -> rule.
+#: Rules by the end of the owner's class name and the name of the parameter or its module.
 _RULES: Mapping[tuple[str, str], _Rule] = {
     ("Phi3Attention", "qkv_proj"): _query_and_grouped_key_value,
     ("Phi4MultimodalAttention", "qkv_proj"): _query_and_grouped_key_value,
@@ -89,7 +89,11 @@ _RULES: Mapping[tuple[str, str], _Rule] = {
 
 
 def find_fused(graph: ModelGraph) -> tuple[dict[str, FusedMatrix], list[str]]:
-    """Return the fused matrices of trained parameters, by full name, and names that look fused in an unknown way."""
+    """Find fused matrices among the trained parameters.
+
+    Returns:
+        Fused matrices by full parameter name, and names of parameters that look fused in an unknown way.
+    """
     found: dict[str, FusedMatrix] = {}
     unknown: list[str] = []
     model = graph.model
@@ -98,7 +102,7 @@ def find_fused(graph: ModelGraph) -> tuple[dict[str, FusedMatrix], list[str]]:
             if parameter.ndim < 2 or not parameter.requires_grad:
                 continue
             above, _, product = path.rpartition(".") if leaf == "weight" else (path, "", leaf)
-            # A bias of experts is a stack of vectors, not a matrix.
+            # Skip biases of experts, which are stacks of vectors.
             if not _LOOKS_FUSED.search(product) or product.endswith("_bias"):
                 continue
             name = f"{path}.{leaf}"
@@ -112,7 +116,7 @@ def find_fused(graph: ModelGraph) -> tuple[dict[str, FusedMatrix], list[str]]:
 
 
 def _fused(owner: nn.Module, product: str, shape: tuple[int, ...]) -> FusedMatrix | None:
-    """Return the fused matrices of a parameter; None if no rule matches."""
+    """Return the fused matrices of a parameter, or None if no rule matches."""
     if len(shape) == 3:
         return _fused_experts(owner, product, shape)
     kind = type(owner).__name__
@@ -124,7 +128,7 @@ def _fused(owner: nn.Module, product: str, shape: tuple[int, ...]) -> FusedMatri
 
 
 def _fused_experts(owner: nn.Module, product: str, shape: tuple[int, ...]) -> FusedMatrix | None:
-    """Return the fused gate and up projections of stacked experts, according to transformers' attributes."""
+    """Return how gate and up projections of stacked experts are fused, as the owner's attributes describe it."""
     if product != "gate_up_proj" or not hasattr(owner, "is_transposed"):
         return None
     by_column = bool(getattr(owner, "is_transposed", False))

@@ -1,12 +1,12 @@
 """Reward heads, which return one number per text and replace the language model's head.
 
 The model is transformers' class for sequence classification with one label. Its forward determines the pooling: a
-decoder uses the last token before padding, BERT the first token. The outputs are small, so the head does not run in
-pieces like a vocabulary head. Only the loss differs: transformers computes the mean over a micro-batch, but a step
-needs the mean over all its pairs. The model's forward runs without labels, and then the loss runs on its outputs.
+decoder uses the last token before padding, and BERT uses the first token. The outputs are small, so unlike a language
+model's head, this head does not run in pieces. Only the loss is different from transformers' loss, which is the mean
+over a micro-batch, because a step needs the mean over all its pairs. The model's forward therefore runs without labels,
+and the loss is computed from its outputs.
 
-Labels are stored one position after their text, so that the engine shifts and counts them like those for a language
-model.
+Labels are stored one position after the text, so that the engine can shift and count them as for a language model.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class HeadSpec:
     """Loss and padding of a reward head.
 
     Attributes:
-        center_rewards_coefficient: Weight of the squared sum of a pair's rewards, which keeps the mean reward near zero
-            (arXiv 2312.09244); 0 to disable.
-        pad_token_id: Padding token, which a decoder's forward uses to find the last token of a text.
+        center_rewards_coefficient: Weight of a loss term that keeps the mean reward near zero: the squared sum of a
+            pair's rewards (arXiv 2312.09244). 0 to disable.
+        pad_token_id: Padding token. A decoder's forward needs it to find the last token of a text.
     """
 
     center_rewards_coefficient: float = 0.0
@@ -54,7 +54,7 @@ class HeadSpec:
 
 
 class Head(ModelConverter):
-    """Converter that builds transformers' class for sequence classification, and runs the loss after its forward.
+    """Converter that builds transformers' class for sequence classification, and adds the loss to its forward.
 
     Args:
         spec: Loss and padding.
@@ -64,7 +64,7 @@ class Head(ModelConverter):
         self._spec = spec
 
     def model_class(self, config: PretrainedConfig) -> Any:
-        """Return transformers' class, and set one label in the configuration.
+        """Return transformers' class, and change the configuration to one label.
 
         Raises:
             UnsupportedModelError: If transformers has no such class for the model type.
@@ -88,9 +88,9 @@ class Head(ModelConverter):
         return found
 
     def convert(self, model: PreTrainedModel) -> None:
-        """Let the loss run after the model's forward."""
+        """Wrap the model's forward so that it also computes the loss."""
         prefix = re.escape(model.base_model_prefix)
-        # Set it after the model is built, because an embedding would not train its padding row.
+        # Set this after the model is built, because otherwise the embedding would not train the padding token's row.
         model.config.pad_token_id = self._spec.pad_token_id
         # The pooler belongs to the head, because checkpoints of masked language models have no pooler.
         head_names = rf"^(?!{prefix}\.)|^{prefix}\.pooler\."
@@ -113,13 +113,13 @@ def _with_loss(
     num_items_in_batch: int | None = None,
     **batch: Any,
 ) -> Any:
-    """Run a model's forward without labels, and add the loss of its rewards to the output.
+    """Run a model's forward without labels, and add the loss to its output.
 
     Args:
-        loss: Function from rewards, labels and margins to the summed loss and the number of pairs.
-        labels: Labels of the texts, one position after the texts.
-        num_items_in_batch: Number of pairs in the whole step; None for the pairs of this micro-batch.
-        batch: Other tensors of the micro-batch.
+        loss: Function that returns the summed loss and the number of pairs, given rewards, labels and margins.
+        labels: Labels of the texts, one position after each text.
+        num_items_in_batch: Number of pairs in the whole step; None for the number of pairs in this micro-batch.
+        batch: All other tensors of the micro-batch.
     """
     margin = batch.pop(MARGIN, None)
     output = forward(**batch)
@@ -132,12 +132,12 @@ def _with_loss(
 def reward_loss(
     logits: Tensor, labels: Tensor, margin: Tensor | None = None, *, center: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of pairs, as in TRL's RewardTrainer, and the number of pairs.
+    """Return the sum of all pairs' losses, which are the same as in TRL's RewardTrainer, and the number of pairs.
 
     The loss of a pair is ``-log sigmoid(chosen - rejected - margin) + center * (chosen + rejected)**2``.
 
     Args:
-        logits: Rewards [2 P, 1] of the chosen texts, followed by the rejected texts.
+        logits: Rewards [2 P, 1], first of the chosen texts, then of the rejected texts.
         labels: Labels [2 P, 2 or more], with -100 in the second column of padding pairs.
         margin: Margin of each pair [P]; None for no margin.
     """

@@ -1,7 +1,7 @@
 """Modules of a model that do not read text, such as a vision tower with its projection, or an audio encoder.
 
 If rows have no images, these modules are not loaded, and exports contain unchanged copies (``models/passthrough.py``).
-If rows have images, the modules are streamed, either frozen or trained, and micro-batches without images skip them.
+If rows have images, the modules are streamed and either frozen or trained. Micro-batches without images skip them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Images", "MultimodalModules", "non_text_modules", "text_modules"]
 
-#: Treatment of the image modules: not loaded, streamed but frozen, or trained.
+#: Whether image modules are not loaded, streamed but frozen, or trained.
 Images = Literal["off", "frozen", "trained"]
 
 
@@ -31,7 +31,7 @@ class MultimodalModules(ModelConverter):
     """Converter that passes through, freezes or trains the modules of a model that do not read text.
 
     Args:
-        images: Treatment of the image modules. Audio modules are never trained.
+        images: Whether image modules are passed through, frozen or trained. Audio modules are never trained.
     """
 
     def __init__(self, images: Images) -> None:
@@ -57,11 +57,11 @@ class MultimodalModules(ModelConverter):
             _remove_non_text(model)
 
     def convert(self, model: PreTrainedModel) -> None:
-        """Record the model. Its modules are read later, because other converters can replace them."""
+        """Keep the model. Its modules are read later, because other converters can still replace them."""
         self._model = model
 
     def is_optional(self, module: nn.Module) -> bool:
-        """Return whether only images reach a unit."""
+        """Return whether micro-batches without images skip a module."""
         if self._images == "off":
             return False
         if self._text is None:
@@ -70,10 +70,10 @@ class MultimodalModules(ModelConverter):
 
 
 def _remove_non_text(model: PreTrainedModel) -> None:
-    """Remove the parameters and buffers that only non-text inputs use from a skeleton.
+    """Remove all parameters and buffers outside of the language model from a skeleton.
 
     The language model consists of transformers' decoder, the embedding and the head. All other modules with parameters
-    are passed through. Their placeholders raise an error if they are used, so a wrong assumption cannot go unnoticed.
+    are passed through. If this assumption is wrong, an error is raised as soon as the model uses a removed parameter.
 
     Raises:
         UnsupportedModelError: If the model has no decoder, or if the decoder shares a weight with another module.
@@ -135,12 +135,12 @@ def _freeze_non_text(model: PreTrainedModel, images: Images) -> None:
 
 
 def text_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return all modules of the language model in a model, including the embedding and the head."""
+    """Return all modules of a model's language model, including the embedding and the head."""
     return [module for part in _language_model(model) for module in part.modules()]
 
 
 def non_text_modules(model: PreTrainedModel, *, sounds: bool = True) -> list[str]:
-    """Return the paths of the outermost modules with weights outside of the language model.
+    """Return the paths of the outermost modules that have weights and are not part of the language model.
 
     Args:
         sounds: Whether to include audio modules.
@@ -157,7 +157,7 @@ def non_text_modules(model: PreTrainedModel, *, sounds: bool = True) -> list[str
 def _modules_outside(
     text: Sequence[nn.Module], model: PreTrainedModel, *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield (path, module, whether it contains a part of the language model) for each module outside of it."""
+    """Yield each module outside of the language model: path, module, and whether it contains language modules."""
     inside = {id(module) for part in text for module in part.modules()}
     above = {id(module) for module in model.modules() if any(id(child) in inside for child in module.modules())}
     for path, module in model.named_modules(remove_duplicate=remove_duplicate):

@@ -1,9 +1,9 @@
-"""Check with a small copy of a model whether it computes the documents of a packed row separately.
+"""Check whether a model computes the documents of a packed row separately, with a small copy of the model.
 
 In a packed row, positions start again at each document. Attention respects this boundary if the model passes positions
-to the mask. Recurrences, scans and short convolutions usually carry their state across the boundary, and some attention
-ignores it (distance biases, masks built without positions). transformers does not declare which models do. The check
-therefore computes a document after another document and alone, and compares the results.
+to the mask. Recurrences, scans and short convolutions usually carry their state across the boundary. Some attention
+also ignores the boundary (distance biases, masks built without positions). transformers does not declare which models
+separate documents. The check therefore computes a document twice, alone and after another document, and compares.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ _HAS_IMAGES = "rows with images have special positions and masks"
 _MIXES_PERHAPS = "it may not keep apart the texts that share a row"
 
 _TOKENS = (37, 41)  # lengths of both documents, longer than a small copy's attention window
-_ROWS = 4  # several rows, because chosen experts or keys could agree by chance in one
+_ROWS = 4  # several rows, because in a single row the chosen experts or keys could agree by chance
 _FIRST_TOKEN = 3  # lower ids are usually special tokens
-#: Relative to the largest logit. Different summation orders change at most 1e-5, mixed documents at least 1e-3.
+#: Tolerance relative to the largest logit. Summation order causes at most 1e-5, and mixed documents at least 1e-3.
 _TOLERANCE = 1e-4
 _FEW_LAYERS, _MANY_LAYERS = 3, 16  # layers of the copy; 16 if 3 layers lack a class of module
 
-_found: dict[object, str | None] = {}  # cache of results, because the alternatives of a plan share a model
+_found: dict[object, str | None] = {}  # cache, because all alternatives of a plan check the same model
 
 
 def settle_packing(
     model: ModelSpec, graph: ModelGraph, packing: PackingMode, *, is_default: bool
 ) -> tuple[PackingMode, str]:
-    """Return a packing that the model supports, and a warning if it differs from the default.
+    """Return a packing that the model supports, and a warning if it is not the default.
 
     "concat" does not separate texts, so every text model supports it.
 
     Args:
-        is_default: Whether the config leaves packing at its default.
+        is_default: Whether the config does not set packing.
 
     Raises:
-        UnsupportedModelError: If the config requests packing, but the model would mix documents.
+        UnsupportedModelError: If the config sets packing, but the model would mix documents.
     """
     if packing and model.table.images != "off":
         if is_default:
@@ -78,7 +78,7 @@ def _off_warning(name: str, problem: str) -> str:
 
 
 def settle_packing_of(model: ModelSpec, packing: PackingMode, *, is_default: bool) -> tuple[PackingMode, str]:
-    """Return the result of `settle_packing` without a plan. For an unusable model, return ``packing``."""
+    """Build the model and return the result of `settle_packing`. If the model cannot be used, return ``packing``."""
     if not packing:
         return packing, ""
     try:
@@ -88,16 +88,16 @@ def settle_packing_of(model: ModelSpec, packing: PackingMode, *, is_default: boo
 
 
 def why_documents_mix(graph: ModelGraph, attn_implementation: str) -> str | None:
-    """Return why a model may mix the documents of a row; None if it computes them separately.
+    """Return why a model may mix the documents of a row, or None if it computes them separately.
 
-    The check runs on the CPU, so a model that separates documents only on a GPU counts as mixing.
+    The check runs on the CPU. If a model separates documents only on a GPU, the result is therefore a reason.
 
     Args:
         graph: Graph of the model, without weights.
         attn_implementation: Attention implementation of transformers, or "auto".
     """
     if passthrough_modules(graph.model) is not None:
-        # A small copy is a text model, so image modules cannot be checked.
+        # The small copy is a text model, so image modules cannot be checked.
         return f"as it also reads images, {_MIXES_PERHAPS}"
     attention = "auto" if attn_implementation.startswith("flash") else attn_implementation  # needs a GPU
     kinds = _kinds(graph.model)
@@ -128,11 +128,11 @@ def _check_small_copy(config: PretrainedConfig, attention: str, kinds: set[str])
 
 
 def _separates_documents(model: PreTrainedModel) -> bool:
-    """Return whether a document has the same logits after another document and alone."""
+    """Return whether a document has the same logits alone and after another document."""
     generator = torch.Generator().manual_seed(0)
     num_words = model.get_input_embeddings().weight.shape[0]
     most = getattr(model.config, "max_position_embeddings", None)
-    # Masks of some models have a maximum number of positions.
+    # Limit the lengths, because the masks of some models have a maximum number of positions.
     longest = most // 2 if isinstance(most, int) else max(_TOKENS)
     before, document = (
         torch.randint(_FIRST_TOKEN, num_words, (_ROWS, min(n, longest)), generator=generator) for n in _TOKENS
@@ -151,5 +151,5 @@ def _logits(model: PreTrainedModel, *documents: Tensor) -> Tensor:
 
 
 def _kinds(model: PreTrainedModel) -> set[str]:
-    """Return the names of the classes of a model's modules that its own source file defines."""
+    """Return the names of the module classes that are defined in the model's own source file."""
     return {type(module).__name__ for module in model.modules() if type(module).__module__ == type(model).__module__}

@@ -1,4 +1,4 @@
-"""The model of a run, and the converters that build it."""
+"""Specification of a run's model, and the converters that build it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ModelSpec", "build_graph", "converters_for"]
 
 
 def converters_for(settings: ModelSettings) -> tuple[ModelConverter, ...]:
-    """Return new converters for one graph, in the order in which they change it."""
+    """Return new converters for one graph, in the order in which they change the graph."""
     found = [None if settings.of_task is None else settings.of_task.converter()]
     for name in CONVERTERS:
         file, _, made = name.partition(".")
@@ -39,11 +39,11 @@ def build_graph(
     is_trained: bool = True,
     **keys: Any,
 ) -> ModelGraph:
-    """Build the graph of a model with the converters that it needs.
+    """Build a model's graph with the converters that its settings select.
 
     Args:
-        config_or_folder: A Hugging Face configuration, or a folder with `config.json`.
-        table: The ``[model]`` table, or None for ``keys`` and the defaults of all other keys.
+        config_or_folder: Hugging Face configuration, or a folder with `config.json`.
+        table: The ``[model]`` table; None to use ``keys``, and the defaults of all other keys.
         lora: As in `ModelSettings`.
         of_task: As in `ModelSettings`.
         dtype: As in `converted_graph`.
@@ -51,9 +51,9 @@ def build_graph(
         keys: Keys of ``[model]``.
 
     Raises:
-        UnsupportedModelError: no language model, no layers, or quantized weights that would be trained.
-        FreezeError: a pattern matches nothing, or everything is frozen.
-        AdapterError: the model has no place for such adapters.
+        UnsupportedModelError: If the model has no language model or no layers, or would train quantized weights.
+        FreezeError: If a pattern matches no parameter, or if all parameters are frozen.
+        AdapterError: If the model does not support these adapters.
     """
     table = table or ModelConfig.model_construct(**keys)
     return converted_graph(
@@ -69,16 +69,16 @@ def build_graph(
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Specification of a run's model and its kernels.
+    """Specification of a run's model.
 
     Attributes:
         table: The ``[model]`` table.
         folder: Hugging Face folder with config.json and safetensors.
         tokenizer_folder: Folder with the tokenizer's files.
-        hub: Hub model, if ``folder`` is in the hub's cache; None for a folder of the user.
+        hub: Hub model, if ``folder`` is in the hub's cache; None for a local folder.
         lora: Settings of the adapters that are trained instead of the model, if any.
         is_trained: Whether weights are trained. If False, all weights are frozen.
-        of_task: Settings of the converter that turns a language model into the model of the task, if any.
+        of_task: Settings of the converter that changes a language model into the task's model, if any.
     """
 
     table: ModelConfig
@@ -91,11 +91,11 @@ class ModelSpec:
 
     @property
     def name(self) -> str:
-        """Id on the hub, or the folder."""
+        """Id of the hub model, or the folder."""
         return self.folder if self.hub is None else self.hub.id
 
     def build(self, dtype: torch.dtype) -> ModelGraph:
-        """Return the graph of the model on the meta device. Raises the errors of `build_graph`."""
+        """Build the model's graph on the meta device. Raises the same errors as `build_graph`."""
         return build_graph(
             self.folder, self.table, lora=self.lora, of_task=self.of_task, dtype=dtype, is_trained=self.is_trained
         )

@@ -1,11 +1,11 @@
-"""Runs the MLPs of a model over a few rows at a time, forward and backward, for long sequences.
+"""MLPs that run on a few rows at a time, forward and backward, to save memory for long sequences.
 
-A row is the hidden state of one token. A submodule that computes each row independently can run in pieces: its forward
-saves only its input, and its backward recomputes one piece after another. So its internal activations take memory for
-the rows of one piece.
+A row is the hidden state of one token. If a submodule computes each row independently, it can run in pieces. Its
+forward saves only the input, and its backward recomputes one piece at a time. Internal activations therefore need
+memory for the rows of only one piece.
 
-A trial on a small copy of the model with random weights finds the position-wise submodules, whatever their names.
-Outputs and gradients of a whole input and of its pieces must agree.
+Such position-wise submodules are found by a trial on a small copy of the model with random weights. A whole input and
+its pieces must have the same outputs and gradients.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ __all__ = ["TiledForward", "find_position_wise", "is_position_wise", "tile_mlps"
 
 _TOKENS = (2, 7)  # rows and tokens of the trial input
 _PIECES = (1, 5, 3, 5)
-_RTOL, _ATOL = 1e-3, 1e-5  # fp32 sums in another order
-_FEWEST_MATRICES = 2  # into the MLP and out of it; a single projection holds little memory inside
+_RTOL, _ATOL = 1e-3, 1e-5  # allow for fp32 sums in a different order
+_FEWEST_MATRICES = 2  # an MLP has at least two; a single projection has almost no internal activations
 
-#: Signature of a layer: (path, class) of its larger submodules. Layers with one signature count as equal.
+#: Signature of a layer: (path, class) of its larger submodules. Layers with the same signature count as equal.
 _Signature = tuple[tuple[str, str], ...]
 
 
 def tile_mlps(graph: ModelGraph, rows: int) -> tuple[str, ...]:
-    """Make the MLPs of all layers run over ``rows`` rows at a time; return their names.
+    """Make the MLPs of all layers run on ``rows`` rows at a time. Return the names of the MLPs.
 
-    Their weight gradients are fp32 sums over pieces. This changes bits, but equally in every placement and with any
-    amount of memory.
+    Weight gradients become fp32 sums over pieces. Results therefore depend on ``rows``, but not on the placement or on
+    the amount of memory.
 
     Args:
-        graph: changed.
-        rows: at least 1; another number changes bits.
+        graph: Graph whose modules are changed.
+        rows: Maximum number of rows per piece, at least 1.
 
     Raises:
-        UnsupportedModelError: no submodule of the layers is position-wise, or the trial is not possible.
+        UnsupportedModelError: If no submodule of the layers is position-wise, or if the trial is not possible.
     """
     names = find_position_wise(graph)
     for name in names:
@@ -61,12 +61,12 @@ def tile_mlps(graph: ModelGraph, rows: int) -> tuple[str, ...]:
 
 
 class TiledForward:
-    """The forward of one position-wise module.
+    """Forward of a position-wise module that runs in pieces.
 
     Args:
-        name: path of the module, for messages.
-        module: takes and returns hidden states [..., H].
-        rows: maximum rows of a piece.
+        name: Path of the module, for messages.
+        module: Module that takes and returns hidden states [..., H].
+        rows: Maximum number of rows per piece.
     """
 
     def __init__(self, name: str, module: nn.Module, rows: int) -> None:
@@ -78,7 +78,7 @@ class TiledForward:
         ]
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Run the module; an input that is not larger than a piece runs whole."""
+        """Run the module. An input that fits in one piece is not split."""
         if hidden.numel() // hidden.shape[-1] <= self._rows:
             return self._whole(hidden)
         if not torch.is_grad_enabled():
@@ -88,17 +88,17 @@ class TiledForward:
         return out
 
     def pieces(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the rows of each piece, and the piece with the rank of `hidden`: [1, rows, H] or [rows, H]."""
+        """Yield each piece's row range and the piece: [rows, H] for a 2-D input, otherwise [1, rows, H]."""
         flat = hidden.reshape(-1, hidden.shape[-1])
         for start in range(0, len(flat), self._rows):
             part = slice(start, min(start + self._rows, len(flat)))
             yield part, flat[part] if hidden.dim() == 2 else flat[part].unsqueeze(0)
 
     def piece(self, hidden: Tensor) -> Tensor:
-        """Run one piece; return its rows [rows, H].
+        """Run one piece, and return its output [rows, H].
 
         Raises:
-            UnsupportedModelError: an output recorder of the model collects values inside, and would do so per piece.
+            UnsupportedModelError: If an output recorder collects values in the module, which it would do per piece.
         """
         from transformers.utils.output_capturing import _active_collector
 
@@ -114,7 +114,7 @@ class TiledForward:
         return out.reshape(-1, out.shape[-1])
 
     def in_pieces(self, hidden: Tensor) -> Tensor:
-        """Run all pieces, in the current grad mode, and join the results: [..., H]."""
+        """Run all pieces in the current grad mode, and concatenate the results to [..., H]."""
         out: Tensor | None = None
         for part, piece in self.pieces(hidden):
             rows = self.piece(piece).detach()
@@ -126,7 +126,7 @@ class TiledForward:
 
     @contextmanager
     def bound(self, weights: Sequence[Tensor]) -> Iterator[None]:
-        """Bind ``weights`` to the module's parameters."""
+        """Bind ``weights`` to the module's parameters within the context."""
         saved = [parameters[leaf] for parameters, leaf in self._slots]
         try:
             for (parameters, leaf), weight in zip(self._slots, weights, strict=True):
@@ -138,7 +138,7 @@ class TiledForward:
 
 
 class _TiledFunction(torch.autograd.Function):
-    """Saves only a module's input and weights for the backward."""
+    """Autograd function that saves only a module's input and weights for the backward."""
 
     @staticmethod
     def forward(ctx: Any, tiled: TiledForward, hidden: Tensor, *weights: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class _TiledFunction(torch.autograd.Function):
         ctx.random_state = ctx.random.get()
         ctx.modes = ThreadModes.current(hidden.device.type)
         ctx.save_for_backward(hidden, *weights)
-        # In grad mode, like the recompute: both must select the same kernels.
+        # Use grad mode, as in the recompute, because both runs must select the same kernels.
         with torch.enable_grad(), without_saved_tensors():
             return tiled.in_pieces(hidden)
 
@@ -157,7 +157,7 @@ class _TiledFunction(torch.autograd.Function):
         tiled: TiledForward = ctx.tiled
         hidden, *weights = ctx.saved_tensors
         _, needs_hidden, *need_weights = ctx.needs_input_grad
-        # Matrix gradients are added to their accumulators, piece by piece.
+        # These leaves add each piece's gradients of matrices directly to the accumulators.
         leaves = [new_leaf(w, requires_grad=need) for w, need in zip(weights, need_weights, strict=True)]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         sums: list[Tensor | None] = [None] * len(wanted)
@@ -195,7 +195,7 @@ def _accumulate(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> No
             continue
         total = sums[index]
         if total is None:
-            sums[index] = gradient.to(torch.float32, copy=True)  # a gradient may share memory with others
+            sums[index] = gradient.to(torch.float32, copy=True)  # copy, because gradients can share memory
         else:
             total.add_(gradient)
 
@@ -204,17 +204,17 @@ def _accumulate(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> No
 
 
 def find_position_wise(graph: ModelGraph) -> tuple[str, ...]:
-    """Return the names of the outermost position-wise submodules of the layers that hold matrices.
+    """Return the names of the layers' outermost position-wise submodules that have at least two matrices.
 
-    In a model that reads images, only the text layers are searched: images are never that long.
+    In a model that reads images, only the text layers are searched, because images have few tokens.
 
     Raises:
-        UnsupportedModelError: there are none, or the small copy for the trial lacks a kind of layer.
+        UnsupportedModelError: If there are no such submodules, or if the small copy lacks a kind of layer.
     """
     small = small_model(graph.config.get_text_config(), "auto", seed=0, needs_head=False)
     proven = _position_wise_paths(small)
     names: list[str] = []
-    # Adapters are also position-wise, but with them no layer would match the small copy.
+    # Remove adapters, which are also position-wise, because with adapters no layer would match the small copy.
     with graph.plain_model():
         for unit in graph.units:
             if not unit.is_layer or unit.index in graph.optional_units:
@@ -237,7 +237,7 @@ def find_position_wise(graph: ModelGraph) -> tuple[str, ...]:
 
 
 def _position_wise_paths(model: Any) -> dict[_Signature, tuple[str, ...]]:
-    """Return the position-wise submodules as paths in their layer, by the layer's signature."""
+    """Return the paths of position-wise submodules within a layer, by the layer's signature."""
     layers = find_layers(model)
     calls = _call_widths(model, layers.values())
     found: dict[_Signature, tuple[str, ...]] = {}
@@ -259,9 +259,9 @@ def _outermost(module: nn.Module, path: str, calls: dict[nn.Module, list[int | N
 
 
 def _call_widths(model: Any, layers: Any) -> dict[nn.Module, list[int | None]]:
-    """Run the model once; return the input width of each call, by submodule.
+    """Run the model once, and return the input width of each call by submodule.
 
-    None marks a call that does not take and return one tensor of hidden states.
+    The width is None if the call does not take and return a single tensor of hidden states.
     """
     seen: dict[nn.Module, list[int | None]] = {}
 
@@ -282,11 +282,11 @@ def _call_widths(model: Any, layers: Any) -> dict[nn.Module, list[int | None]]:
 
 
 def is_position_wise(module: nn.Module, width: int) -> bool:
-    """Return whether a module gives equal results for a whole input and for its pieces, including gradients.
+    """Return whether a module has the same outputs and gradients for a whole input as for its pieces.
 
     Args:
-        module: takes hidden states [B, S, width], with real weights on the CPU. It must draw no random numbers.
-        width: last dimension of the input.
+        module: Module with real weights on the CPU, which takes hidden states [B, S, width]. It must draw no random
+            numbers.
     """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(*_TOKENS, width, generator=generator)
@@ -302,7 +302,7 @@ def is_position_wise(module: nn.Module, width: int) -> bool:
 
 
 def _run(module: nn.Module, inputs: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
-    """Run a module on several inputs; return joined outputs [tokens, H], and gradients of a random weighted sum."""
+    """Run a module on several inputs. Return all outputs [tokens, H], and the gradients of a random weighted sum."""
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
     with torch.enable_grad():
