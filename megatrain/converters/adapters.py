@@ -605,7 +605,7 @@ def read_adapter_settings(folder: Path | str) -> Any:
     """Return peft's ``LoraConfig`` from an adapter folder.
 
     Raises:
-        AdapterError: If the folder has none, or if the adapter is not LoRA.
+        AdapterError: If the folder has no adapter settings, or if the adapter is not LoRA.
     """
     peft = _peft()
     path = Path(folder, ADAPTER_CONFIG)

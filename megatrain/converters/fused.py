@@ -116,7 +116,7 @@ def find_fused(graph: ModelGraph) -> tuple[dict[str, FusedMatrix], list[str]]:
 
 
 def _fused(owner: nn.Module, product: str, shape: tuple[int, ...]) -> FusedMatrix | None:
-    """Return the fused matrices of a parameter, or None if no rule matches."""
+    """Return how matrices are fused in a parameter, or None if no rule matches."""
     if len(shape) == 3:
         return _fused_experts(owner, product, shape)
     kind = type(owner).__name__

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StoreAccess"]
 
-#: Phases of the ops that the running model announces.
+#: Phases that the running model announces.
 _MODEL_PHASES = frozenset({"forward", "head", "backward"})
 
 

@@ -38,11 +38,11 @@ _OPERATORS: Mapping[str, tuple[Backend, int]] = {
 #: Block sizes to whose multiples flash attention rounds rows and widths up.
 FLASH_ROWS = 128
 _FLASH_WIDTH, _FLASH_ROUNDED_WIDTH, _FLASH_WIDEST = 32, 192, 256
-#: Head widths for which both FA3 and FA4 have deterministic kernels; smallest block of rows of these kernels; maximum
-#: number of splits of the keys.
+#: Head widths that have deterministic kernels in both FA3 and FA4, minimum number of rows per block of these kernels,
+#: and maximum number of ranges into which the keys are split.
 _PACKAGE_WIDTHS, _PACKAGE_BLOCK, _PACKAGE_SPLITS = (64, 96, 128), 64, 128
-#: Largest and smallest block of the memory-efficient kernels, in rows and columns. Heads wider than the largest block
-#: need workspace for the gradients of keys and values. For narrower heads, registers hold these gradients.
+#: Largest and smallest block of the memory-efficient kernels, in rows and columns. If heads are wider than the largest
+#: block, gradients of keys and values need workspace. For narrower heads, registers hold these gradients.
 _EFFICIENT_BLOCK, _LEAST_EFFICIENT_BLOCK = 128, 64
 #: Maximum number of thread blocks that share the keys in nondeterministic kernels.
 _EFFICIENT_SPLITS = 200

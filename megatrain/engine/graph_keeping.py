@@ -74,7 +74,7 @@ class KeptGraph(KeptRun):
         """Yield the graph. ``weights`` are not used, because the graph has the leaves of its forward.
 
         If the model has changed an output in place and the graph needs this output, autograd raises an error, as in
-        plain PyTorch. For this, changes to the aliases are copied to the version counters of the graph's outputs.
+        plain PyTorch. The model's aliases have separate version counters, so the graph's counters are incremented here.
         """
         for inside, outside in zip(self._inside, self._outside, strict=True):
             if outside._version:

@@ -1,4 +1,4 @@
-"""Search for the position at which a model is cut before its head, by a trial run on the meta device."""
+"""Trial run of a model's head on the meta device, which finds where to cut the model before the head."""
 
 from __future__ import annotations
 

@@ -1177,7 +1177,7 @@ def gathers_before(ticks: Sequence[Tick], weights: Sequence[Group], ahead: int) 
 
 
 def _blocks_of_kind(kind: str, group: Group) -> Group:
-    """Return the blocks of a group whose kind is ``weight`` or ``grad``."""
+    """Return the group's blocks of one kind, ``weight`` or ``grad``."""
     return tuple((key, mode) for key, mode in group if kind_of_key(key) == kind)
 
 

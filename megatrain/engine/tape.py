@@ -176,7 +176,7 @@ def compile_step(
     for number, tick in chosen.items():
         for key, mode in tick.uses:
             stop = stays.get((number, key))
-            # The next step is certain to run the updates only if this tape has passes. After the last step it has none.
+            # Pin for the next step only if this tape has passes. The tape after the last step has only updates.
             is_pinned = stop is not None and (stop in chosen if stop > number else passes)
             accesses.setdefault(key, []).append(BlockUse(number, mode, tiers[number], key in tick.spent, is_pinned))
     left = dict(pinned or {})

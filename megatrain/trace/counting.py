@@ -69,7 +69,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._values = WeakTensorKeyDictionary()  # fake tensor -> real values
 
     def nbytes_made_before(self, number: int) -> int:
-        """Return the total size of those among the first ``number`` storages that are still live."""
+        """Return the total size of the live storages among the first ``number`` storages."""
         return sum(nbytes for nbytes, made_before in self._known.values() if made_before < number)
 
     def number_of(self, tensor: Tensor) -> int | None:

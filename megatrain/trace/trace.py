@@ -197,7 +197,7 @@ def _counted_run(
 
 @contextmanager
 def _lists_are_read() -> Iterator[None]:
-    """Support ``torch.tensor([scalars])`` for fake scalars within the context. torch reads their values undispatched.
+    """Support ``torch.tensor([scalars])`` for fake scalars. torch reads the scalars' values without a dispatch.
 
     A torch function mode would not work, because modes are off within torch functions, where a forward can be
     suspended.

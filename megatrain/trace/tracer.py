@@ -82,7 +82,7 @@ class Tracer:
         self._filled: dict[int, set[str]] = {}
         self._only_rows: dict[int, set[str]] = {}  # visit -> parameters that get only row gradients
         self._looked_up: dict[int, set[str]] = {}  # visit -> parameters used only for look-ups
-        self._stays: dict[int, int] = {}  # visit -> bytes live until its backward
+        self._stays: dict[int, int] = {}  # visit -> bytes that stay in use until its backward
         self._repeated = RepeatedLayers(self.counts)
         self.runner = LayerRunner(
             graph,
