@@ -310,7 +310,7 @@ class Watcher:
             if now_s - before_s > 5 * _CHECK_S:
                 # This process was paused. Do not count the pause, because other ranks could have sent heartbeats.
                 self._answered_s += now_s - before_s
-                self._seen_s = {rank: seen_s + now_s - before_s for rank, seen_s in self._seen_s.items()}
+                self._seen_s = {rank: seen_s + now_s - before_s for rank, seen_s in dict(self._seen_s).items()}
             before_s = now_s
             failure = self._failure or self._find(now_s)
             if failure is not None:
@@ -322,7 +322,7 @@ class Watcher:
             return self._without_store("has ended without a message")
         if now_s - self._answered_s > self._limit_s:
             return self._without_store(f"has not answered for {now_s - self._answered_s:.0f} s")
-        for rank, seen_s in self._seen_s.items():
+        for rank, seen_s in dict(self._seen_s).items():  # a copy, because the beat thread adds ranks
             if rank not in self._gone and now_s - seen_s > self._limit_s:
                 silent = Failure(rank, self._host_of(rank), 1, self._silence(now_s - seen_s))
                 self._ask(partial(self._store.compare_set, _FAILED, "", silent.to_json()))

@@ -200,7 +200,7 @@ class Preparation:
     def limits(self) -> None:
         """Check that this machine has the configured sizes and drives, and that evaluations and the export can work."""
         refuse(self.plan.objections)
-        assert self.evaluation_plans, "a pass that does not fit is refused here"
+        _ = self.evaluation_plans  # raises if a pass does not fit
         if self.run.export.merge and (adapters := adapters_of(self.plan.graph)) is not None:
             adapters.check_merge(self.plan.graph)
 
@@ -287,7 +287,7 @@ class Preparation:
 
     def check_evaluations(self) -> None:
         """Check that samples fit into memory, and that an evaluation has the metric for the best evaluation."""
-        assert self.samplers is not None, "samples that do not fit are refused here"
+        _ = self.samplers  # raises if samples do not fit
         self.best.check(self.evaluation.evaluations_of(each.name for each in self.evaluation_sets))
 
     def remarks(self) -> Iterator[CheckResult]:
@@ -670,7 +670,7 @@ class _WholeCheck:
         per_epoch = prepared.loader.steps_per_epoch
         self._is_cut = True
         try:
-            assert prepared.learning_rate is not None, "a warm-up that is longer than the run is refused here"
+            _ = prepared.learning_rate  # raises if the warm-up is longer than the run
         except ScheduleError as error:
             yield CheckResult.of_error("steps", error)
         for text in schedule_warnings(prepared.run.optimizer, prepared.num_steps):

@@ -237,13 +237,13 @@ class Trainer:
             prepared.folders()
         # A finished run needs neither weights nor free space, but only the data shows whether steps are left.
         if not (self.run.output_dir / FINAL_NAME / RECORD_FILE).is_file():
-            assert prepared.weights, "unusable weights and full drives are refused here"
+            _ = prepared.weights  # raises if weights are unusable or a drive is full
         self.activity.begin("reading the data")
         # The first rank of a host writes tokenized rows to the cache. The other ranks read them from the cache.
         yield from group.one_after_the_other(lambda: list(prepared.rows()))
         fingerprint = {"the fingerprint of the rows": prepared.loader.dataset.fingerprint()}
         check_same(group.gather, "data", fingerprint, "Give all ranks the same files in [[data.train]]")
-        assert prepared.learning_rate is not None, "a warm-up that is longer than the run is refused here"
+        _ = prepared.learning_rate  # raises if the warm-up is longer than the run
         yield from group.one_after_the_other(prepared.evaluated_rows)
         prepared.check_evaluations()
         yield from prepared.remarks()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 from click.testing import Result
 from safetensors.torch import load_file, save_file
 
-from processes.saved_run import SavedRun
+from processes.saved_run import ROOT, SavedRun
 from tiered import MiB
 
 
@@ -174,6 +177,14 @@ def test_a_warm_up_longer_than_the_run(run: SavedRun) -> None:
     result = check(run, "--json", *words, steps=-1)
     assert result.exit_code == 2
     assert "does not end within" in findings(result)["steps"][0]["text"]
+
+
+def test_refusals_are_no_part_of_assertions(run: SavedRun) -> None:
+    """`python -O` drops assert statements, and must find the same mistakes."""
+    words = ("--set", "lr_scheduler_type=cosine", "--set", "warmup_steps=5000", "--json")
+    command = [sys.executable, "-O", "-m", "megatrain", "check", str(run.write_config(steps=-1)), *words]
+    found = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
+    assert found.returncode == 2 and "does not end within" in found.stdout, found.stdout + found.stderr
 
 
 def test_each_source_reports_its_problem(run: SavedRun) -> None:

@@ -1,0 +1,26 @@
+"""What a rank's threads know of the other ranks."""
+
+from __future__ import annotations
+
+import time
+
+from torch.distributed import HashStore
+
+from megatrain.ranks.watch import Watcher
+from megatrain.ranks.world import World
+
+
+def test_a_rank_may_appear_while_another_thread_looks_for_silent_ranks() -> None:
+    watcher = Watcher(World(0, 3, 0, 3, "here", 1), HashStore(), timeout_s=60.0)
+
+    class AddsRank(set[int]):
+        """Ranks that ended; a question about one does what the thread of heartbeats does at any time."""
+
+        def __contains__(self, rank: object) -> bool:
+            watcher._seen_s[2] = time.monotonic()
+            return False
+
+    watcher._seen_s[1] = time.monotonic()
+    watcher._gone = AddsRank()
+    assert watcher._find(time.monotonic()) is None
+    assert set(watcher._seen_s) == {1, 2}
