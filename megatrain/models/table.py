@@ -117,12 +117,12 @@ class ModelConfig(Table):
 
     @property
     def compiler(self) -> str | None:
-        """Backend of torch.compile for the layers, or None if they are not compiled."""
+        """Backend of torch.compile for the layers, or None if layers are not compiled."""
         return self.compile_backend if self.compile else None
 
 
 class LoraConfig(Table, json_schema_extra=all_alter("yes")):
-    """``[lora]``: small adapters that are trained instead of the model, with the names and files of peft."""
+    """``[lora]``: small adapters that are trained instead of the model. Names and files are the same as in peft."""
 
     r: int = key(
         "Rank of the adapters, e.g. 16; with a quantized folder this is QLoRA. 0: no adapters; the model itself is "
@@ -167,7 +167,7 @@ class LoraConfig(Table, json_schema_extra=all_alter("yes")):
 
 
 class ExportConfig(Table, json_schema_extra=all_alter("no")):
-    """``[export]``: the Hugging Face folder that a run writes at its end."""
+    """``[export]``: the Hugging Face folder that a run writes when it ends."""
 
     format: Literal["safetensors"] = key("Format of the weight files.", "safetensors")
     dtype: Literal["auto", "float32", "bfloat16"] = key("dtype of the weights. auto: the compute dtype.", "auto")

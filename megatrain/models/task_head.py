@@ -1,8 +1,8 @@
-"""Task heads, which replace the head of the language model, such as the head of a reward model.
+"""Task heads. A task head replaces a language model's head, for example in a reward model.
 
-A reward model usually starts from the folder of a language model, which has no reward head. So the reward head starts
-with random weights. An export omits the head of the language model (``lm_head``) and changes ``config.json``. A
-converter records the task head on the skeleton, where the loader and the export read it.
+A reward model usually starts from a language model's folder. The folder has no reward head, so the reward head starts
+with random weights. An export omits the language model's head (``lm_head``) and changes ``config.json``. A converter
+records the task head on the skeleton. The loader and the export read it there.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class TaskHead:
     """Differences between a folder and a model with a task head.
 
     Attributes:
-        own: Pattern of the head's parameter names. They are initialised if the folder lacks them.
-        others: Pattern of the tensor names of other heads, which are neither loaded nor exported.
+        own: Pattern for the names of the head's parameters. They are initialized if the folder lacks them.
+        others: Pattern for the tensor names of all other heads. Such tensors are neither loaded nor exported.
         config: Values that an export sets in ``config.json``.
     """
 
@@ -36,12 +36,12 @@ class TaskHead:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def is_left_out(self, name: str) -> bool:
-        """Return whether a tensor, given its name in the model, belongs to another head."""
+        """Return whether a tensor belongs to another head. ``name`` is the tensor's name in the model."""
         return re.search(self.others, name) is not None
 
 
 def set_head(model: PreTrainedModel, head: TaskHead) -> None:
-    """Record a task head on a skeleton, and make transformers allow missing ``own`` and unexpected ``others``."""
+    """Record a task head on a skeleton. Make transformers permit missing ``own`` and unexpected ``others`` tensors."""
     own: Any = cast("Any", model).__dict__
     own[_ATTRIBUTE] = head
     for key, pattern in (("missing", head.own), ("unexpected", head.others)):
@@ -50,13 +50,13 @@ def set_head(model: PreTrainedModel, head: TaskHead) -> None:
 
 
 def head_of(model: PreTrainedModel) -> TaskHead | None:
-    """Return the task head of a skeleton, or None for a language model."""
+    """Return a skeleton's task head, or None for a language model."""
     found: TaskHead | None = model.__dict__.get(_ATTRIBUTE)
     return found
 
 
 def head_modules(model: PreTrainedModel) -> list[str]:
-    """Return the paths of the top-level modules with parameters, except the base model of transformers."""
+    """Return the paths of all top-level modules that have parameters, except transformers' base model."""
     prefix = model.base_model_prefix
     return [
         path
@@ -66,7 +66,7 @@ def head_modules(model: PreTrainedModel) -> list[str]:
 
 
 def other_class_advice(names: Iterable[str]) -> str:
-    """Return advice on training a folder whose model class is for another task, or "" if it is a language model."""
+    """Return advice for a folder whose model class is for another task, or "" if it is a language model."""
     other = next((name for name in names if name.endswith(_OTHER_TASKS)), None)
     if other is None:
         return ""

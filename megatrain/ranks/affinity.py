@@ -1,6 +1,6 @@
-"""Selection of CPU cores for a rank: near its GPU, and separate from the cores of other ranks.
+"""Selection of CPU cores for a rank. The cores are near its GPU and are not shared with other ranks.
 
-Pin a rank before libraries start threads, so that the memory it touches first is on its own NUMA node.
+Pin a rank before any library starts threads, so that the memory it touches first is on its NUMA node.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _DEVICES = Path("/sys/bus/pci/devices")
 
 
 def cores_of_rank(number: int, size: int, cores: Sequence[int] | None = None) -> list[int]:
-    """Return a rank's contiguous, equal share of the cores, or all cores if there are fewer cores than ranks.
+    """Return a rank's share of the cores, which is contiguous. Return all cores if there are more ranks than cores.
 
     Args:
-        number: Number of the rank, from 0, among the ranks that divide the cores.
+        number: Number of the rank, counted from 0 among the ranks that divide the cores.
         size: Number of ranks that divide the cores.
-        cores: Cores to divide. Defaults to the cores that this process can use.
+        cores: Cores to divide. None for all cores that this process can use.
     """
     cores = sorted(os.sched_getaffinity(0)) if cores is None else sorted(cores)
     if len(cores) < size:
@@ -29,7 +29,7 @@ def cores_of_rank(number: int, size: int, cores: Sequence[int] | None = None) ->
 
 
 def cores_near(bus_id: str, devices: Path = _DEVICES) -> list[int]:
-    """Return the cores on the NUMA node of a PCI device, or no cores if the machine does not report them.
+    """Return the cores on a PCI device's NUMA node, or no cores if the machine does not report them.
 
     Args:
         bus_id: PCI address of the device, such as ``"0000:3b:00.0"``.
@@ -42,7 +42,7 @@ def cores_near(bus_id: str, devices: Path = _DEVICES) -> list[int]:
 
 
 def parse_cores(text: str) -> list[int]:
-    """Parse a Linux list of cores: ``"0-3,8"`` becomes ``[0, 1, 2, 3, 8]``."""
+    """Parse a Linux list of cores. For example, ``"0-3,8"`` becomes ``[0, 1, 2, 3, 8]``."""
     cores: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

@@ -1,14 +1,14 @@
-"""Transfers between ranks, without any arithmetic: gather, exchange, scatter, gather to one rank.
+"""Transfers between ranks without arithmetic: gather, exchange, scatter, and gather to one rank.
 
-torch.distributed transfers the bytes, with gloo between host memory and NCCL between GPUs. Its reductions are not used,
-because their order of additions depends on the number of ranks, the topology and the library. The project's own kernels
-compute all sums of a run.
+torch.distributed transfers the bytes. It uses gloo between host memories and NCCL between GPUs. Its reductions are not
+used, because the order of their additions depends on the number of ranks, the topology and the library. The project's
+own kernels compute all sums of a run.
 
-Either all ranks are on one host, or each rank is on a separate host. So all other ranks are behind the same link.
+Either all ranks are on one host, or each rank is on a separate host. All other ranks are therefore behind one link.
 
-Collectives are matched by their order. If a rank skips one, all others wait forever. Therefore only the ticks of a
-program issue them. Programs are equal on all ranks (`check_same`) and do not depend on data. Without a program,
-collectives are announced first (`megatrain.embed.shared`).
+Collectives are matched by their order. If one rank skips a collective, all other ranks wait forever. Therefore only the
+ticks of a program issue collectives. Programs are equal on all ranks (`check_same`) and do not depend on data. Without
+a program, collectives are announced before they start (`megatrain.embed.shared`).
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def check_same(
     parts: Mapping[str, str],
     advice: str = "Start all of them with the same config, data and versions",
 ) -> None:
-    """Check that all ranks have equal texts. A collective, which sends only one digest if the texts are equal.
+    """Check that all ranks have the same texts. A collective. If the texts are equal, it only sends one digest.
 
     Args:
         gather: Collective that returns every rank's item, by rank.
-        what: Name of what is compared, such as ``"config"``.
-        parts: Texts to compare, by name, in the order of the comparison.
+        what: Name of the compared thing, such as ``"config"``, for the error message.
+        parts: Texts to compare, by name. They are compared in this order.
         advice: Remedy for a difference.
 
     Raises:
-        RanksDifferError: A text differs. The message contains the text on two ranks. Raised on all ranks.
+        RanksDifferError: A text differs. The message shows the text on two ranks. Raised on all ranks.
     """
     digests = {name: xxh3_128_hexdigest(text.encode()) for name, text in parts.items()}
     if len(set(gather(xxh3_128_hexdigest(repr(digests).encode())))) == 1:
@@ -71,19 +71,19 @@ def check_same(
 
 
 class Collectives:
-    """Transfers between the ranks of a process group. Used by one thread.
+    """Transfers between the ranks of a process group. Must be used by only one thread.
 
     Tensors must be contiguous and on the group's device: the host with gloo, a GPU with NCCL. On a GPU, collectives are
-    queued on the current stream. On the host, a collective is complete when the call returns, or, with ``is_async``,
-    after a wait for the returned work.
+    queued on the current stream. On the host, a collective is complete when the call returns. With ``is_async``, it is
+    complete after a wait for the returned work.
 
     Args:
-        group: Process group of the ranks. None for the default group.
-        tier: Name of the tier with the tensors of ``gather`` and ``exchange``, for the names of links.
-        num_hosts: Number of hosts: 1, or one host per rank.
+        group: Process group of the ranks, or None for the default group.
+        tier: Name of the tier that holds the tensors of ``gather`` and ``exchange``. Used in the names of links.
+        num_hosts: Number of hosts: either 1, or one host per rank.
 
     Attributes:
-        rank: Number of this process, from 0.
+        rank: Number of this process, counted from 0.
         size: Number of processes.
         moved_bytes: Bytes that ``gather`` and ``exchange`` sent to and received from other ranks, by link.
     """
@@ -100,16 +100,16 @@ class Collectives:
         self._all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def serves(self, device_type: str) -> bool:
-        """Return whether the group has a backend for a device type, ``"cpu"`` or ``"cuda"``."""
+        """Return whether the group has a backend for a device type (``"cpu"`` or ``"cuda"``)."""
         return f"{device_type}:" in self._dist.get_backend_config(self._group)
 
     def gather(self, full: Tensor, shard: Tensor, *, is_async: bool = False) -> Work | None:
-        """Concatenate the shards of all ranks into ``full``, in the order of the ranks.
+        """Concatenate the shards of all ranks into ``full``, in rank order.
 
         Args:
             full: Output, ``(ranks * N,)``.
-            shard: ``(N,)``, with the same length on all ranks.
-            is_async: Whether to return before the collective is complete. Only on the host.
+            shard: This rank's shard, ``(N,)``. Must have the same length on all ranks.
+            is_async: Whether to return before the collective is complete. Only supported on the host.
         """
         assert full.numel() == self.size * shard.numel() and full.dtype == shard.dtype, (full.shape, shard.shape)
         self._count((self.size - 1) * _nbytes(shard), (self.size - 1) * _nbytes(shard))
@@ -125,13 +125,13 @@ class Collectives:
         *,
         is_async: bool = False,
     ) -> Work | None:
-        """Send each rank its part of ``sent``, and write the parts from all ranks to ``received``, by rank.
+        """Send each rank its part of ``sent``. Write the parts received from all ranks to ``received``, in rank order.
 
         Args:
-            received: 1-D output. Its length is the sum of ``received_lengths``.
-            sent: 1-D input. Its length is the sum of ``sent_lengths``.
-            received_lengths: Number of elements from each rank.
-            sent_lengths: Number of elements to each rank.
+            received: 1-D output. Its length must be the sum of ``received_lengths``.
+            sent: 1-D input. Its length must be the sum of ``sent_lengths``.
+            received_lengths: Number of elements to receive from each rank.
+            sent_lengths: Number of elements to send to each rank.
         """
         assert received.numel() == sum(received_lengths) and sent.numel() == sum(sent_lengths)
         size = sent.element_size()
@@ -147,8 +147,8 @@ class Collectives:
         """Send one tensor from rank ``source`` to each rank.
 
         Args:
-            shard: Output, ``(N,)``, with the same length on all ranks.
-            shards: Tensors to send, by rank. None on all ranks except ``source``.
+            shard: Output, ``(N,)``. Must have the same length on all ranks.
+            shards: Tensors to send, in rank order. None on all ranks except ``source``.
         """
         self._dist.scatter(
             _bytes(shard), None if shards is None else [_bytes(each) for each in shards], source, group=self._group
@@ -158,25 +158,25 @@ class Collectives:
         """Send one tensor from each rank to rank ``target``.
 
         Args:
-            shard: Tensor to send, ``(N,)``, with the same length on all ranks.
-            shards: Outputs by rank. None on all ranks except ``target``.
+            shard: Tensor to send, ``(N,)``. Must have the same length on all ranks.
+            shards: Outputs in rank order. None on all ranks except ``target``.
         """
         self._dist.gather(
             _bytes(shard), None if shards is None else [_bytes(each) for each in shards], target, group=self._group
         )
 
     def gather_objects(self, item: object) -> list[Any]:
-        """Return every rank's item, by rank. Items must be supported by ``messages.encode``."""
+        """Return every rank's item, by rank. ``messages.encode`` must support the items."""
         return gather_messages(item, self._group)
 
     def all_or_none(self, action: Callable[[], _Result]) -> _Result:
         """Run an action on all ranks and return its result. If it fails on any rank, raise an error on all ranks.
 
-        A failed rank raises its own error, and each other rank the error of the first failed rank. So no rank waits for
-        a rank that has ended.
+        A failed rank raises its own error. All other ranks raise the error of the first failed rank, so that no rank
+        waits for a rank that has ended.
 
         Args:
-            action: Function that runs no collective.
+            action: Function to run. It must not call a collective.
         """
         error: Exception | None = None
         result: list[_Result] = []
@@ -197,7 +197,7 @@ class Collectives:
 
 
 class Alone:
-    """Collectives of a single process, which transfer nothing."""
+    """Collectives of a single process. They transfer nothing."""
 
     rank, size = 0, 1
 
@@ -205,12 +205,12 @@ class Alone:
         self.moved_bytes: Mapping[str, int] = {}
 
     def gather_objects(self, item: _Result) -> list[_Result]:
-        """Return the only item."""
+        """Return a list with only this process's item."""
         return [item]
 
 
 def collectives_of(world: World, tier: str) -> Collectives | Alone:
-    """Return the collectives of a world. If there are several ranks, all call this function after they have joined.
+    """Return a world's collectives. If there are several ranks, all of them must call this after they have joined.
 
     Args:
         tier: Name of the tier in which layers run.
@@ -219,7 +219,7 @@ def collectives_of(world: World, tier: str) -> Collectives | Alone:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor as bytes, because backends do not support all dtypes."""
+    """View a tensor as bytes, because not all dtypes are supported by the backends."""
     return tensor.view(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Access to the local shards of DTensors, the sharded parameters of torch.distributed (FSDP2, tensor parallelism).
+"""Access to local shards of DTensors: torch.distributed's sharded parameters (FSDP2, tensor parallelism).
 
 Uses only public interfaces of ``DTensor``. Importing ``torch.distributed.tensor`` takes a second, so these functions
 import it only after they have received a ``DTensor``.
@@ -38,7 +38,7 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a ``DTensor``, without autograd and without a copy, or any other tensor unchanged."""
+    """Return this rank's shard of a ``DTensor``, without autograd or a copy. Return any other tensor unchanged."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -46,7 +46,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def version_of(tensor: Tensor) -> object:
-    """Return a value that changes whenever the tensor, or this rank's shard of it, is modified in place."""
+    """Return a value that changes whenever the tensor, or this rank's shard of the tensor, is modified in place."""
     return (tensor._version, local_of(tensor)._version) if is_dtensor(tensor) else tensor._version
 
 
@@ -56,10 +56,10 @@ def is_whole(parameter: DTensor) -> bool:
 
 
 def check_parameter(parameter: DTensor) -> None:
-    """Check that the ranks have values of a parameter.
+    """Check that the ranks have values of a parameter, not terms of a sum.
 
     Raises:
-        ValueError: The parameter is partial: each rank has only one term of a sum.
+        ValueError: The parameter is partial, so each rank has only one term of a sum.
     """
     if any(placement.is_partial() for placement in parameter.placements):
         raise ValueError(
@@ -73,7 +73,7 @@ def check_gradient(gradient: Tensor, parameter: DTensor) -> None:
     """Check that a gradient is sharded like its parameter.
 
     Raises:
-        ValueError: The gradient is not a DTensor, or it is sharded differently.
+        ValueError: The gradient is not a DTensor, or it is sharded differently from the parameter.
     """
     if not is_dtensor(gradient):
         raise ValueError(
@@ -89,10 +89,10 @@ def check_gradient(gradient: Tensor, parameter: DTensor) -> None:
 
 
 def first_element(parameter: DTensor) -> int:
-    """Return a number for the first element of this rank's shard.
+    """Return a number that identifies the first element of this rank's shard.
 
-    If only rows are sharded, as in FSDP2, this is the index of the element in the whole parameter. Otherwise, it only
-    differs between ranks with different shards.
+    If only rows are sharded, as in FSDP2, the number is the element's index in the whole parameter. Otherwise, it is
+    only guaranteed to differ between ranks with different shards.
     """
     from torch.distributed.tensor import Shard
 
@@ -113,7 +113,7 @@ def first_element(parameter: DTensor) -> int:
 
 
 def like_parameter(local: Tensor, parameter: DTensor) -> Tensor:
-    """Create a DTensor that is sharded like a parameter, from this rank's shard."""
+    """Create a DTensor from this rank's shard. The DTensor is sharded like the parameter."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -127,14 +127,14 @@ def like_parameter(local: Tensor, parameter: DTensor) -> Tensor:
 
 
 def add_over_shards(parameters: Sequence[Tensor], values: Sequence[float]) -> list[float]:
-    """Sum one value per parameter over the ranks with its shards; keep the values of parameters that are not sharded.
+    """Sum one value per parameter over the ranks with its shards. Values of unsharded parameters are unchanged.
 
-    Values are added in the order of the ranks, so that all ranks get bit-identical sums. A collective: all ranks call
-    it with the same parameters.
+    Values are added in rank order, so that all ranks get bit-identical sums. A collective: all ranks must call it with
+    the same parameters.
 
     Args:
         parameters: Parameters on any meshes.
-        values: This rank's values, one for each parameter.
+        values: This rank's values, one per parameter.
     """
     totals = list(values)
     groups: dict[Any, list[int]] = {}
@@ -158,6 +158,6 @@ def add_over_shards(parameters: Sequence[Tensor], values: Sequence[float]) -> li
 
 
 def _sharded_dims(parameter: DTensor) -> tuple[int, ...]:
-    """Return the mesh dimensions whose ranks have different elements."""
+    """Return the mesh dimensions along which ranks have different elements."""
     sizes = parameter.device_mesh.shape
     return tuple(dim for dim, one in enumerate(parameter.placements) if not one.is_replicate() and sizes[dim] > 1)

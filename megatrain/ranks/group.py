@@ -1,4 +1,4 @@
-"""Group of a run's ranks: methods for one rank to meet the others, exchange data, report, and end together."""
+"""Group of a run's ranks. A rank uses it to meet the other ranks, exchange data, send reports, and end together."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class RankGroup:
-    """Group of a run's ranks, seen from one rank. A single process is a group of one.
+    """Group of a run's ranks, seen from one rank. A single process forms a group of one.
 
     Args:
         world: Position of this rank among all ranks.
-        line: Connection to the launcher that started this rank. None if torchrun or srun started it.
+        line: Connection to the launcher that started this rank, or None if torchrun or srun started it.
     """
 
     def __init__(self, world: World, line: LauncherLine | None = None) -> None:
@@ -42,32 +42,32 @@ class RankGroup:
 
     @classmethod
     def of_environment(cls) -> RankGroup:
-        """Return the group that the environment describes, before the ranks have met. Selects this rank's GPU.
+        """Return the group that the environment describes. The ranks have not met yet. Selects this rank's GPU.
 
         Raises:
-            WorldError: The environment describes no valid group.
+            WorldError: The environment does not describe a valid group.
         """
         line, world = LauncherLine.of_environment(), World.of_environment()
         if not world.is_single:
-            # Suppress torch's warnings about broken connections while the ranks end at slightly different times.
+            # Suppress torch's warnings about broken connections, because the ranks end at slightly different times.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             world.take_gpu()
         return cls(world, line)
 
     def meet(self) -> None:
-        """Meet the other ranks, and start to watch them: a failure of any rank ends all ranks, with one message.
+        """Meet the other ranks and start to watch them. From then on, a failure of any rank ends all ranks.
 
         Raises:
-            WorldError: The meeting point is unknown, or not all ranks have connected in time.
+            WorldError: The meeting point is unknown, or not all ranks connected in time.
         """
         if self.world.is_single:
             return
         from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 
-        # If torchrun's agent serves the store, it outlives rank 0.
+        # If torchrun's agent serves the store, the store outlives rank 0.
         is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         serves = self.world.is_first and not is_agents
-        # Use separate keys after a restart by torchrun, so that the ranks do not read keys of the previous attempt.
+        # Use new keys after torchrun restarts the run, so that ranks do not read keys of the previous attempt.
         attempt = f"megatrain-tier/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         try:
             if self._line is None:
@@ -81,7 +81,7 @@ class RankGroup:
             else:
                 host, port = LOOPBACK, _port(self._line)
                 served = connect(self.world, host, port)
-            self._store = PrefixStore(attempt, served)  # rank 0 must keep this object, which serves all ranks
+            self._store = PrefixStore(attempt, served)  # rank 0 must keep this object, because it serves all ranks
             own = PrefixStore(attempt, connect(self.world, host, port))
             own.set(f"host/{self.world.rank}", self.world.host)
             self._watcher = Watcher(
@@ -93,18 +93,18 @@ class RankGroup:
             )
             self._watcher.start()
             for rank in range(self.world.size):
-                self._store.get(f"host/{rank}")  # waits for the rank
+                self._store.get(f"host/{rank}")  # wait for the rank
         except DistError as error:
             raise WorldError(
                 f"not all {self.world.size} ranks met within {CONNECT_TIMEOUT_S:.0f} s: {str(error).splitlines()[0]}"
             ) from error
 
     def join(self, device: str, table: DistributedConfig) -> None:
-        """Pin this rank to its cores, and join the process group for tensors with the other ranks.
+        """Pin this rank to its cores, and join the process group in which ranks exchange tensors.
 
         Raises:
             WorldError: The number of processes differs from the config, or two ranks have the same GPU.
-            ConfigError: The config requires a GPU, but the machine has none.
+            ConfigError: The config requires a GPU, but the machine does not have one.
         """
         import torch
 
@@ -134,7 +134,7 @@ class RankGroup:
             self._settle_near(bus)
 
     def _settle_near(self, bus_id: str) -> None:
-        """Pin this rank to its share of the cores near its GPU. All ranks with GPUs on that NUMA node divide them."""
+        """Pin this rank to its share of the cores near its GPU. Ranks with GPUs on one NUMA node share the cores."""
         near = sorted(set(cores_near(bus_id)) & os.sched_getaffinity(0))
         all_near = self.gather((self.world.host_number, near))
         neighbours = [rank for rank, each in enumerate(all_near) if each == (self.world.host_number, near)]
@@ -144,7 +144,7 @@ class RankGroup:
     # -- communication between ranks -----------------------------------------------------------------------------
 
     def gather(self, item: T) -> list[T]:
-        """Return every rank's item, by rank. A collective: all ranks call it, in the same order."""
+        """Return every rank's item, by rank. A collective: all ranks must call it in the same order."""
         if self.world.is_single:
             return [item]
         from megatrain.ranks.messages import gather_messages
@@ -152,7 +152,7 @@ class RankGroup:
         return gather_messages(item)
 
     def broadcast(self, item: T) -> T:
-        """Return rank 0's item, and ignore the items of other ranks. A collective."""
+        """Return rank 0's item on all ranks. The items of all other ranks are ignored. A collective."""
         if self.world.is_single:
             return item
         from megatrain.ranks.messages import broadcast_message
@@ -161,13 +161,13 @@ class RankGroup:
         return found
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
-        """Send a host tensor to a rank, which must call ``receive``."""
+        """Send a host tensor to a rank. The other rank must call ``receive``."""
         import torch.distributed as dist
 
         dist.send(tensor, rank)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
-        """Receive a tensor from a rank into a host tensor."""
+        """Receive a rank's tensor into a host tensor."""
         import torch.distributed as dist
 
         dist.recv(tensor, rank)
@@ -177,7 +177,7 @@ class RankGroup:
         self.gather(None)
 
     def one_after_the_other(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on the first rank of each host, then on the other ranks, which can reuse its results."""
+        """Run ``work`` on the first rank of each host, then on all other ranks, which can reuse the results."""
         if self.world.is_single:
             return work()
         done: T
@@ -188,16 +188,16 @@ class RankGroup:
         return done
 
     def notify(self, text: str) -> None:
-        """Make rank 0 report a text to the user, with the name of this rank. Thread-safe."""
+        """Make rank 0 report a text to the user, together with this rank's name. Thread-safe."""
         if self._watcher is not None:
             self._watcher.notify(text)
 
     def listen(
         self, *, on_notice: Callable[[str], None] | None = None, on_failure: Callable[[Failure], None] | None = None
     ) -> None:
-        """Set callbacks for the notices of other ranks, and for a failure, before it ends this process.
+        """Set callbacks for notices of other ranks and for a failure. ``on_failure`` runs before the process ends.
 
-        Both are called in a thread of the watcher.
+        Both callbacks are called on one of the watcher's threads.
         """
         if on_failure is not None:
             self._on_failure = on_failure
@@ -205,7 +205,7 @@ class RankGroup:
             self._watcher.on_notice = on_notice
 
     def send_to_launcher(self, **message: object) -> None:
-        """Send a message to the launcher, if there is one."""
+        """Send a message to the launcher, if the run has one."""
         if self._line is not None:
             self._line.send(**message)
 
@@ -231,8 +231,8 @@ class RankGroup:
     def end(self, exit_code: int) -> NoReturn:
         """End this process after the run, if there are several ranks. Never returns.
 
-        Skips the interpreter's shutdown, because it can deadlock: the destruction of a gloo group holds the GIL and
-        joins a thread that can wait for the GIL.
+        Skips the interpreter's shutdown, because the shutdown can deadlock. When a gloo group is destroyed, it holds
+        the GIL and joins a thread. That thread can be waiting for the GIL.
         """
         if self._watcher is not None:
             self._watcher.finish()
@@ -242,7 +242,7 @@ class RankGroup:
 
 
 def _port(line: LauncherLine) -> int:
-    """Wait for the port of the meeting point, which rank 0 sends to the launcher, and return it."""
+    """Wait until rank 0 has sent the port of the meeting point to the launcher. Return the port."""
     waited: Sequence[dict[str, object]] | None = []
     while waited is not None:
         for message in waited:

@@ -1,11 +1,11 @@
-"""Lanes: a fixed order in which the gradients of a step's micro-batches are added, on any number of ranks.
+"""Lanes: a fixed order in which the gradients of a step's micro-batches are added, whatever the number of ranks.
 
-Floating-point sums depend on their order. So the micro-batches of a step are divided into contiguous lanes of nearly
-equal size. Each lane is summed from its first to its last micro-batch. The sums of the lanes are added in a binary tree
-that depends only on the number of lanes. Each rank adds up the complete subtrees in its lanes, and the owner of an
-element adds the subtrees of all ranks (`total`). With one lane, gradients are added in the order of the micro-batches.
+Floating-point sums depend on their order. The micro-batches of a step are therefore divided into contiguous lanes of
+nearly equal size. Each lane is summed from its first micro-batch to its last. The lanes' sums are added in a binary
+tree that depends only on the number of lanes. Each rank adds up the complete subtrees among its lanes. The owner of an
+element then adds the subtrees of all ranks (`total`). With one lane, gradients are added in micro-batch order.
 
-The tree is left-complete: a node is split at the largest power of two that is less than its number of lanes.
+The tree is left-complete: a node is split at the largest power of two below its number of lanes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = [
     "total",
 ]
 
-#: Node of the tree: its first lane, and the end of its lanes, exclusive.
+#: A node of the tree: its first lane, and the end (exclusive) of its lanes.
 Subtree = tuple[int, int]
 _Sum = TypeVar("_Sum")
 
 
 def micro_batches_of_lane(lane: int, num_lanes: int, num_micro_batches: int) -> range:
-    """Return the micro-batches of a lane. Lanes can be empty if there are fewer micro-batches than lanes."""
+    """Return a lane's micro-batches. A lane can be empty if there are fewer micro-batches than lanes."""
     return range(num_micro_batches * lane // num_lanes, num_micro_batches * (lane + 1) // num_lanes)
 
 
@@ -45,13 +45,13 @@ def lane_of(micro_batch: int, num_lanes: int, num_micro_batches: int) -> int:
 
 
 def lanes_of_rank(rank: int, num_ranks: int, num_lanes: int) -> range:
-    """Return the lanes of a rank. Each rank has at least one, because there are never more ranks than lanes."""
+    """Return a rank's lanes. Each rank has at least one lane, because there are never more ranks than lanes."""
     assert 0 <= rank < num_ranks <= num_lanes, (rank, num_ranks, num_lanes)
     return range(num_lanes * rank // num_ranks, num_lanes * (rank + 1) // num_ranks)
 
 
 def micro_batches_of_rank(rank: int, num_ranks: int, num_lanes: int, num_micro_batches: int) -> range:
-    """Return the micro-batches of a rank's lanes."""
+    """Return the micro-batches in a rank's lanes."""
     lanes = lanes_of_rank(rank, num_ranks, num_lanes)
     first = micro_batches_of_lane(lanes[0], num_lanes, num_micro_batches)
     last = micro_batches_of_lane(lanes[-1], num_lanes, num_micro_batches)
@@ -68,7 +68,7 @@ def split(first: int, stop: int) -> int:
 
 
 def subtrees(first: int, stop: int, own_first: int, own_stop: int) -> list[Subtree]:
-    """Return the largest nodes within a node, in order, whose lanes are all in ``own_first`` to ``own_stop``."""
+    """Return, in order, the largest nodes inside a node whose lanes are all between ``own_first`` and ``own_stop``."""
     if own_stop <= first or stop <= own_first:
         return []
     if own_first <= first and stop <= own_stop:
@@ -82,9 +82,9 @@ def total(first: int, stop: int, sums: Mapping[Subtree, _Sum], add: Callable[[_S
 
     Args:
         first: First lane of the node.
-        stop: End of the node's lanes, exclusive.
-        sums: Sums of nodes that together contain every lane once.
-        add: Function that adds two sums. It can modify and return the left sum, which is not used again.
+        stop: End (exclusive) of the node's lanes.
+        sums: Sums of nodes. Together, the nodes must contain every lane once.
+        add: Function that adds two sums. It can modify and return the left sum, because that sum is not used again.
     """
     if (first, stop) in sums:
         return sums[first, stop]
@@ -93,10 +93,10 @@ def total(first: int, stop: int, sums: Mapping[Subtree, _Sum], add: Callable[[_S
 
 
 def num_merges(lane: int, num_lanes: int, own: range) -> int:
-    """Return how often the last two open sums must be added after a lane's sum is complete.
+    """Return how often the last two open sums must be added after a lane has been summed.
 
-    A caller that processes its lanes in order and merges sums in this way ends with the sums of ``subtrees``, and never
-    has more than ``max_open_sums`` open sums.
+    If a caller processes its lanes in order and merges sums accordingly, it ends with the sums of ``subtrees``. It
+    never has more than ``max_open_sums`` open sums.
 
     Args:
         own: Lanes that the caller processes.
@@ -110,17 +110,17 @@ def num_merges(lane: int, num_lanes: int, own: range) -> int:
         if lane < middle:
             first, stop, count = first, middle, 0
         else:
-            # The right half of a node ends with the same lane as the node.
+            # A node's right half ends with the same lane as the node.
             count = count + 1 if stop == lane + 1 else 0
             first = middle
     return count
 
 
 def max_open_sums(num_lanes: int, own: range | None = None) -> int:
-    """Return the maximum number of open sums while lanes are processed in order.
+    """Return the maximum number of open sums when lanes are processed in order.
 
     Args:
-        own: Lanes to process. None for all. The sums of its subtrees stay open.
+        own: Lanes to process, or None for all lanes. The sums of their subtrees stay open.
     """
     own = range(num_lanes) if own is None else own
     now = most = 0
@@ -133,7 +133,7 @@ def max_open_sums(num_lanes: int, own: range | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Lanes of a step, including those that this rank sums.
+    """All lanes of a step, and the lanes that this rank sums.
 
     Attributes:
         own: Lanes that this rank sums.
@@ -145,36 +145,36 @@ class Lanes:
 
     @classmethod
     def single(cls) -> Lanes:
-        """Return one lane for any number of micro-batches."""
+        """Return a single lane for any number of micro-batches."""
         return cls(1, 1, range(1))
 
     @classmethod
     def all_of(cls, num_lanes: int, num_micro_batches: int) -> Lanes:
-        """Return the lanes of a step in a single process."""
+        """Return a step's lanes in a single process."""
         return cls(num_lanes, num_micro_batches, range(num_lanes))
 
     @classmethod
     def of_rank(cls, rank: int, num_ranks: int, num_lanes: int, num_micro_batches: int) -> Lanes:
-        """Return the lanes of a rank."""
+        """Return a step's lanes on one of several ranks."""
         return cls(num_lanes, num_micro_batches, lanes_of_rank(rank, num_ranks, num_lanes))
 
     @property
     def subtrees(self) -> list[Subtree]:
-        """Nodes whose sums remain after this rank has summed its lanes, in order."""
+        """Nodes, in order, whose sums remain after this rank has summed its lanes."""
         return subtrees(0, self.num_lanes, self.own.start, self.own.stop)
 
     @property
     def max_open_sums(self) -> int:
-        """Maximum number of open sums."""
+        """Maximum number of open sums on this rank."""
         return max_open_sums(self.num_lanes, self.own)
 
     def lane_of(self, micro_batch: int) -> int:
-        """Return the lane of a micro-batch, given its index among the micro-batches of this rank."""
+        """Return the lane of a micro-batch. ``micro_batch`` is its index among this rank's micro-batches."""
         if self.num_lanes == 1:
             return 0
         first = micro_batches_of_lane(self.own.start, self.num_lanes, self.num_micro_batches).start
         return lane_of(first + micro_batch, self.num_lanes, self.num_micro_batches)
 
     def num_merges(self, lane: int) -> int:
-        """Return how often the last two open sums must be added after a lane's sum is complete."""
+        """Return how often the last two open sums must be added after a lane has been summed."""
         return num_merges(lane, self.num_lanes, self.own)

@@ -1,7 +1,7 @@
-"""Launcher of the ranks on this host, which forwards signals and returns the exit code of the run.
+"""Launcher of the ranks on this host. It forwards signals and returns the run's exit code.
 
-torchrun's agent is not used, because it gives a run only 30 s to save after SIGTERM, prints its own table, and replaces
-exit code 75 by 1. The launcher does not import torch, so that it needs little memory.
+torchrun's agent is not used: it gives a run only 30 s to save after SIGTERM, prints a report with its own format, and
+replaces exit code 75 with 1. The launcher does not import torch, so that it needs little memory.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from megatrain.ranks.watch import LAUNCHED_VARIABLE, Failure, LauncherLine, desc
 __all__ = ["launch"]
 
 _CHECK_S = 0.05
-#: Time for ranks to exit after they have received a failure, because rank 0 writes the status of the run.
+#: Time that ranks have to exit after they have received a failure. Rank 0 uses it to write the run's status.
 _LEAVE_S = 2.0
-#: Time to wait for other ranks that fail for the same reason. The lowest rank's message is reported.
+#: Time to wait for other ranks that fail for the same reason. The message of the lowest rank is reported.
 _TOGETHER_S = 0.5
-#: Time after a second stop until ranks are killed, because they can be blocked in a collective.
+#: Time between a second stop and the killing of the ranks. They can be blocked in a collective.
 _SECOND_STOP_S = 3.0
-#: Time in which a second signal counts as the same stop, because a parent can forward it again.
+#: Time in which a second signal counts as the same stop, because a parent process can forward the signal again.
 _SAME_STOP_S = 0.5
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 _PASSED_ON = (*_STOPS, signal.SIGHUP, signal.SIGUSR1)
@@ -38,10 +38,10 @@ _PASSED_ON = (*_STOPS, signal.SIGHUP, signal.SIGUSR1)
 
 @dataclass
 class _Rank:
-    """A started rank.
+    """A rank that has been started.
 
     Attributes:
-        is_done: Whether the rank has announced a regular end.
+        is_done: Whether the rank has announced that it ended regularly.
         is_open: Whether the rank can still send messages.
     """
 
@@ -66,17 +66,17 @@ def launch(
     on_failure: Callable[[Failure], None],
     on_message: Callable[[Mapping[str, Any]], None] = lambda message: None,
 ) -> int:
-    """Run a command in several processes on this host, which are the ranks of a run, and wait until all have ended.
+    """Run a command in several processes on this host and wait until all have ended. The processes are a run's ranks.
 
-    SIGTERM, SIGINT, SIGHUP and SIGUSR1 are forwarded to rank 0, which informs the other ranks after the step. Each rank
+    SIGTERM, SIGINT, SIGHUP and SIGUSR1 are forwarded to rank 0. It informs the other ranks after the step. Each rank
     has a separate session, so that it does not receive Ctrl-C directly. If a rank fails, all ranks end. Ranks that do
     not exit in time are killed.
 
     Args:
         size: Number of ranks.
-        threads: Number of threads of each rank's libraries. None for equal shares of the cores.
-        on_failure: Called once, with the failure to report to the user.
-        on_message: Called with other messages of ranks.
+        threads: Number of threads for the libraries of each rank, or None to divide the cores equally.
+        on_failure: Called once with the failure to report to the user.
+        on_message: Called with all other messages of the ranks.
 
     Returns:
         Exit code of rank 0, or of the failure.
@@ -102,7 +102,7 @@ class _Launcher:
 
     @contextlib.contextmanager
     def signals(self) -> Any:
-        """Forward signals within the context. SIGHUP stays ignored if it is already ignored (``nohup``)."""
+        """Forward signals in the context. If SIGHUP is already ignored (``nohup``), it stays ignored."""
         before = {
             number: signal.signal(number, self._pass_on)
             for number in _PASSED_ON
@@ -116,7 +116,7 @@ class _Launcher:
 
     def start(self, command: Sequence[str], threads: int | None) -> None:
         """Start the ranks."""
-        # Use the same number on all ranks, because it affects rounding on a CPU.
+        # Use the same number of threads on all ranks, because it affects rounding on a CPU.
         threads = threads or min(len(cores_of_rank(number, self._size)) for number in range(self._size))
         for number in range(self._size):
             environment = {
@@ -140,9 +140,9 @@ class _Launcher:
             self._ranks.append(_Rank(number, process, LauncherLine(ours)))
 
     def wait(self) -> int:
-        """Wait until all ranks have ended, and return the exit code of the run."""
+        """Wait until all ranks have ended. Return the run's exit code."""
         while True:
-            # Check for ended ranks first, then receive all messages that they sent before they ended.
+            # First check which ranks have ended, then receive all messages that they sent before they ended.
             ended = [rank for rank in self._ranks if rank.has_ended]
             self._listen(0.0 if len(ended) == self._size else _CHECK_S)
             died = any(rank.failure is None and not rank.is_done for rank in ended)
@@ -152,7 +152,7 @@ class _Launcher:
                 return self._ranks[0].process.returncode
 
     def kill(self) -> None:
-        """Kill all running ranks, and close the connections to all ranks."""
+        """Kill all ranks that still run, and close the connections to all ranks."""
         for rank in self._ranks:
             if not rank.has_ended:
                 rank.process.kill()
@@ -161,7 +161,7 @@ class _Launcher:
             rank.line.close()
 
     def _listen(self, timeout_s: float) -> None:
-        """Receive messages of ranks for at most ``timeout_s``."""
+        """Receive messages from ranks for at most ``timeout_s`` seconds."""
         ready, _, _ = select.select([rank.line for rank in self._ranks if rank.is_open], [], [], timeout_s)
         for rank in self._ranks:
             while rank.is_open and rank.line in ready:
@@ -187,7 +187,7 @@ class _Launcher:
         return self._force_s is not None and time.monotonic() > self._force_s
 
     def _end(self) -> int:
-        """End all ranks after a failure, report it, and return its exit code."""
+        """End all ranks after a failure. Report the failure and return its exit code."""
         end_s = time.monotonic() + _TOGETHER_S
         while time.monotonic() < end_s and not all(rank.has_ended for rank in self._ranks):
             self._listen(_CHECK_S)

@@ -1,12 +1,12 @@
 """Encoding of messages between ranks as JSON and arrays, without pickle.
 
 Any program that can reach the port of a process group can send bytes to a rank. Unpickling such bytes could run code,
-but parsing JSON cannot. Tags in the JSON represent Python's types (a tuple is ``{"tuple": [...]}``). Arrays follow as
-they are in memory. Records are decoded to their classes, but only to classes of this project: dataclasses, pydantic
-models, enums, named tuples, and exceptions (including Python's).
+but parsing JSON cannot. Tags in the JSON represent Python types; a tuple is ``{"tuple": [...]}``. Arrays follow the
+JSON as raw bytes. Records are decoded to instances of their classes, but only if the classes belong to this project:
+dataclasses, pydantic models, enums, named tuples, and exceptions. Python's own exceptions are also allowed.
 
-A message consists of the length of the JSON text (8 bytes, little-endian), the text, and the concatenated arrays, each
-aligned to 8 bytes.
+A message consists of the length of the JSON text (8 bytes, little-endian), the text, and the arrays. The text and each
+array are padded to a multiple of 8 bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["MessageError", "broadcast_message", "decode", "encode", "gather_mess
 #: Packages whose classes messages can contain.
 _PACKAGES = ("megatrain", "tiered", "megatrain_tier_cli")
 _HEADER = struct.Struct("<Q")
-#: Errors that invalid bytes can cause. RuntimeError comes from torch and from deeply nested JSON.
+#: Errors that invalid bytes can cause. torch and deeply nested JSON raise RuntimeError.
 _UNREADABLE = (
     *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, ImportError),
     struct.error,
@@ -43,18 +43,18 @@ _ALIGNMENT = 8
 
 
 class MessageError(ValueError):
-    """Bytes are not a valid message, or refer to a class that is not allowed."""
+    """The bytes are not a valid message, or they name a class that is not allowed."""
 
 
 def encode(item: object) -> bytes:
-    """Encode an object as bytes for ``decode``.
+    """Encode an object as bytes that ``decode`` can read.
 
     Args:
         item: None, bool, int, float, str, bytes, Path; numpy arrays and scalars, host tensors; exceptions; dataclasses,
             pydantic models, enums and named tuples of this project; and lists, tuples, sets and mappings of these.
 
     Raises:
-        TypeError: The object contains a value of another type.
+        TypeError: The object contains a value of an unsupported type.
     """
     buffers: list[bytes] = []
     text = json.dumps(_tagged(item, buffers), separators=(",", ":")).encode()
@@ -66,7 +66,7 @@ def decode(message: bytes | bytearray | memoryview) -> Any:
     """Decode the output of ``encode``.
 
     Raises:
-        MessageError: The bytes are not a valid message, or refer to a class of another project.
+        MessageError: The bytes are not a valid message, or they name a class outside this project.
     """
     data = memoryview(message)
     try:
@@ -83,11 +83,11 @@ def decode(message: bytes | bytearray | memoryview) -> Any:
 
 
 def gather_messages(item: object, group: ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's item, by rank. A collective, which uses host memory.
+    """Return every rank's item, by rank. A collective that uses host memory.
 
     Args:
         item: Object that ``encode`` supports.
-        group: Group with a backend for host memory. None for the default group.
+        group: Group with a backend for host memory, or None for the default group.
     """
     import torch.distributed as dist
 
@@ -104,7 +104,7 @@ def gather_messages(item: object, group: ProcessGroup | None = None) -> list[Any
 
 
 def broadcast_message(item: object, *, source: int = 0) -> Any:
-    """Return the item of rank ``source``. A collective of the default group.
+    """Return the item of rank ``source`` on all ranks. A collective of the default group.
 
     Args:
         item: Object that ``encode`` supports. Ignored on all ranks except ``source``.
@@ -135,7 +135,7 @@ def _name(kind: type) -> list[str]:
 
 
 def _tagged(item: Any, buffers: list[bytes]) -> Any:
-    """Convert an object to JSON values. All types except lists and plain values become a JSON object with one tag."""
+    """Convert an object to JSON values. Lists and plain values are kept. Other types become an object with one tag."""
     kind = type(item)
     if item is None or kind in (bool, int, float, str):
         return item
@@ -180,7 +180,7 @@ def _memory(tensor: Tensor, buffers: list[bytes]) -> int:
 
 
 def _or_text(item: Any, buffers: list[bytes]) -> Any:
-    """Convert an argument of an exception, as text if its type is not supported, so that any error can be sent."""
+    """Convert an exception's argument. Convert unsupported types to text, so that any error can be sent."""
     before = len(buffers)
     try:
         return _tagged(item, buffers)
@@ -194,7 +194,7 @@ def _attributes(error: Exception, buffers: list[bytes]) -> list[Any]:
 
 
 class _Reader:
-    """Decoder of the JSON tree of a message. It reads the arrays in the order in which they were written."""
+    """Decodes the JSON tree of a message. Reads the arrays in the order in which they were written."""
 
     def __init__(self, data: memoryview, start: int) -> None:
         self._data, self._at = data, start
@@ -296,7 +296,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _class(name: Sequence[str], default: type | None = None) -> Any:
-    """Return a class of this project by module and name. For other classes, return ``default`` or raise an error."""
+    """Return the class with this module and name. Return ``default`` or raise if it is outside this project."""
     module, qualname = name
     if module.partition(".")[0] not in _PACKAGES:
         if default is None:

@@ -1,4 +1,4 @@
-"""Records that ranks exchange at the end of a step, so that all ranks take the same next action."""
+"""Records that ranks exchange at the end of a step, so that all ranks take the same action next."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class StepRecord:
     """State of one rank after a step.
 
     Attributes:
-        stops: Whether the rank has received a signal to end the run.
-        saves: Whether the rank has received a signal to save a checkpoint, or one is due by its clock.
-        is_hung_up: Whether the terminal of the rank was closed.
-        is_paused: Whether the rank was waiting for space on a drive.
-        step_s: Seconds of the step.
+        stops: Whether the rank received a signal to end the run.
+        saves: Whether the rank received a signal to save a checkpoint, or a checkpoint is due according to its clock.
+        is_hung_up: Whether the rank's terminal was closed.
+        is_paused: Whether the rank waited for space on a drive.
+        step_s: Duration of the step in seconds.
         tier_used_bytes: Bytes of slots in use after the step, by tier.
         stall_s: Seconds that the step waited, by cause.
         link_bytes: Bytes moved during the step, by link (``"ram->nvme"``, ``"ram->ranks"``).
-        written_bytes: Bytes written during the step, by path on a drive.
+        written_bytes: Bytes written during the step, by a path on the drive.
         rss_bytes: Resident memory of the process.
     """
 
@@ -38,14 +38,14 @@ class StepRecord:
     rss_bytes: int = 0
 
     def figures(self) -> dict[str, Any]:
-        """Return the rank's measurements for ``StepMetrics.ranks``."""
+        """Return the rank's measurements, for ``StepMetrics.ranks``."""
         values = asdict(self)
         return {name: value for name, value in values.items() if name not in ("stops", "saves", "is_hung_up")}
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """Action of all ranks after a step, derived from the records of all ranks.
+    """Action that all ranks take after a step. It is derived from the records of all ranks.
 
     Attributes:
         stops: Whether the run ends after this step.
@@ -59,7 +59,7 @@ class Agreed:
 
     @classmethod
     def of(cls, records: Sequence[StepRecord]) -> Agreed:
-        """Return the action of all ranks. A request to one rank applies to all."""
+        """Return the action of all ranks. If one rank requests an action, all ranks take it."""
         return cls(
             stops=any(record.stops for record in records),
             saves=any(record.saves for record in records),

@@ -1,7 +1,7 @@
-"""Shards: the division of each part of a layout between the ranks.
+"""Shards: the division of each part of a layout among the ranks.
 
-Every rank owns one contiguous range of each part: its *shard*. The shards of weight, state and gradient have the same
-range, so an update needs no other rank. All shards of a part have equal lengths and start at multiples of
+Every rank owns one contiguous range of each part: its *shard*. Weight, state and gradient have the same shard, so an
+update needs no data from other ranks. All shards of a part have the same length and start at multiples of
 `SHARD_BLOCK_ELEMENTS`, so that no partial sum of a norm is split between ranks. Elements past the end of the part are
 zeros.
 """
@@ -14,11 +14,11 @@ from megatrain.ranks.lanes import Lanes, lanes_of_rank, micro_batches_of_rank, s
 
 __all__ = ["NETWORK", "PEER", "SHARD_BLOCK_ELEMENTS", "RankLanes", "Sharding", "RankShards", "peer_links"]
 
-#: Names, in links, of other ranks on the same host and on other hosts: ``"ranks->ram"``, ``"gpu->hosts"``.
+#: Names of other ranks in links, on the same host and on other hosts: ``"ranks->ram"``, ``"gpu->hosts"``.
 PEER, NETWORK = "ranks", "hosts"
 
 SHARD_BLOCK_ELEMENTS = 65_536
-"""Lengths of shards are multiples of this number, the length of one partial sum of a norm."""
+"""Every shard's length is a multiple of this number, which is the length of one partial sum of a norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +37,25 @@ class RankShards:
         return self.size == 1
 
     def num_elements(self, part: range) -> int:
-        """Return the length of a shard of a part, including padding, which is equal on all ranks."""
+        """Return the length of each shard of a part, including padding. It is the same on all ranks."""
         if self.are_whole:
             return len(part)
         blocks = -(-len(part) // SHARD_BLOCK_ELEMENTS)
         return -(-blocks // self.size) * SHARD_BLOCK_ELEMENTS
 
     def gathered(self, part: range) -> range:
-        """Return the range of a part's concatenated shards in a full copy of a layout.
+        """Return the range that a part's concatenated shards occupy in a full copy of the layout.
 
-        The range can end in the next part or past the layout, because the last shards include padding.
+        Because the last shards include padding, the range can end in the next part or past the end of the layout.
         """
         return range(part.start, part.start + self.size * self.num_elements(part))
 
     def owned(self, part: range, rank: int | None = None) -> range:
-        """Return the range of a part that a rank owns, which is empty if the rank's shard is only padding.
+        """Return the range of a part that a rank owns. It is empty if the rank's shard contains only padding.
 
         Args:
             part: Range of elements in a layout.
-            rank: Number of the rank. None for this rank.
+            rank: Number of the rank, or None for this rank.
         """
         length = self.num_elements(part)
         start = part.start + (self.rank if rank is None else rank) * length
@@ -63,19 +63,19 @@ class RankShards:
 
 
 def peer_links(tier: str, size: int, num_hosts: int) -> list[str]:
-    """Return the names of the links between a tier and other ranks, or no links if there is only one rank."""
+    """Return the names of the links between a tier and other ranks. The list is empty if there is only one rank."""
     place = PEER if num_hosts == 1 else NETWORK
     return [] if size == 1 else [f"{place}->{tier}", f"{tier}->{place}"]
 
 
 @dataclass(frozen=True, slots=True)
 class RankLanes:
-    """Distribution of a step's lanes to the ranks (`lanes.py`).
+    """Distribution of a step's lanes among the ranks (`lanes.py`).
 
     Attributes:
-        count: Number of lanes in a step, at least one per rank.
+        count: Number of lanes in a step. Must be at least the number of ranks.
         size: Number of ranks.
-        num_hosts: 1, or the number of ranks. `plan.planner.check_ranks` rejects other numbers.
+        num_hosts: 1, or the number of ranks. `plan.planner.check_ranks` rejects all other numbers.
     """
 
     count: int = 1
@@ -86,13 +86,13 @@ class RankLanes:
         assert 1 <= self.size <= self.count and self.num_hosts in (1, self.size), self
 
     def sums_of_rank(self, rank: int) -> list[tuple[int, int]]:
-        """Return the subtrees of lanes that a rank sums without other ranks, in order."""
+        """Return, in order, the subtrees of lanes that a rank sums without data from other ranks."""
         own = lanes_of_rank(rank, self.size, self.count)
         return subtrees(0, self.count, own.start, own.stop)
 
     @property
     def num_sums(self) -> int:
-        """Total number of sums of all ranks."""
+        """Number of sums on all ranks together."""
         return sum(len(self.sums_of_rank(rank)) for rank in range(self.size))
 
     def micro_batches_of_rank(self, rank: int, num_micro_batches: int) -> range:
@@ -102,13 +102,13 @@ class RankLanes:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """One rank's share of the parameters and of the micro-batches of a step.
+    """One rank's share of the parameters and of a step's micro-batches.
 
     Attributes:
         shards: Shards in this rank's blocks.
-        lanes: Distribution of the lanes to all ranks.
+        lanes: Distribution of the lanes among all ranks.
         own_lanes: Lanes that this rank sums.
-        gathers_ahead: Number of visits between a gather and the visit that needs the weight.
+        gathers_ahead: Number of visits between the gather of a weight and the visit that needs the weight.
     """
 
     shards: RankShards = field(default_factory=RankShards)

@@ -15,7 +15,7 @@ ThreadCount = Annotated[
 
 
 class DistributedConfig(Table, json_schema_extra=all_alter("no")):
-    """``[distributed]``: several processes that train one run, each with its shard of every block."""
+    """``[distributed]``: the processes that train one run. Each process has a shard of every block."""
 
     processes: int = key(
         "Number of processes (ranks) of the run on this machine, one per GPU. Do not set it with torchrun and srun, "

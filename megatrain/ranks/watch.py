@@ -1,7 +1,7 @@
-"""Watchers of ranks: if a rank fails or stops responding, all ranks end within seconds, with one message about it.
+"""Watchers of ranks. If a rank fails or stops responding, all ranks end within seconds, with one message about it.
 
-A rank in a collective waits forever for a rank that has ended, and NCCL kernels cannot be interrupted. So threads watch
-the other ranks, and end the process with ``os._exit``. This is safe, because checkpoints survive a ``SIGKILL``.
+A rank in a collective waits forever for a rank that has ended, and NCCL kernels cannot be interrupted. Therefore,
+threads watch the other ranks and end the process with ``os._exit``. This is safe, because checkpoints survive SIGKILL.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 __all__ = ["LAUNCHED_VARIABLE", "Failure", "LauncherLine", "Watcher", "describe_end"]
 
 _log = logging.getLogger(__name__)
-#: Environment variable that marks ranks whose stdin is a socket of their launcher.
+#: Environment variable that marks ranks whose stdin is a socket to their launcher.
 LAUNCHED_VARIABLE = "MEGATRAIN_TIER_LAUNCHED"
 _BEAT_S = 0.5
 _CHECK_S = 0.1
-#: Time to wait for the reason of a broken collective, which is clearer than "connection reset".
+#: Time to wait for the reason why a collective broke. The reason is clearer than "connection reset".
 _REASON_S = 2.0
 #: Time without heartbeats after which a rank is reported as the cause of a broken collective.
 _BROKEN_S = 2.5
-#: Time to wait for other ranks that fail for the same reason. The lowest rank's message is reported.
+#: Time to wait for other ranks that fail for the same reason. The message of the lowest rank is reported.
 _TOGETHER_S = 0.5
-#: Time in which a running store answers.
+#: Time within which the store answers if its process runs.
 _ANSWER_S = 0.5
-#: Time for the other ranks to end before rank 0, which can serve the store that they read.
+#: Time for all other ranks to end before rank 0, because rank 0 can serve the store that they read.
 _LEAVE_S = 3.0
-#: Time to wait for rank 0 to find the same error in the config, the model or the data.
+#: Time to wait until rank 0 has also found an error in the config, the model or the data.
 _ALIKE_S = 2.0
 #: Exit codes for an invalid config, for a model that does not fit, and for unusable data.
 _OF_ALL = (2, 3, 4)
@@ -51,10 +51,10 @@ _FAILED, _REPORTED, _NOTICES = "failed", "reported", "notices"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Failure that ends all ranks of a run.
+    """A failure that ends all ranks of a run.
 
     Attributes:
-        rank: Number of the failed rank, or -1 if the failure is not specific to a rank.
+        rank: Number of the failed rank, or -1 if no particular rank failed.
         host: Host of the failed rank.
         exit_code: Exit code of all processes.
         message: Message for the user, without the rank.
@@ -68,7 +68,7 @@ class Failure:
     is_shared: bool = False
 
     def __str__(self) -> str:
-        """Return the message to report, with the name of the rank unless the failure applies to all ranks."""
+        """Return the message to report. It names the rank, except if the failure applies to all ranks."""
         if self.is_shared or self.rank < 0 or (self.rank == 0 and self.exit_code in _OF_ALL):
             return self.message
         return f"rank {self.rank} (on {self.host}): {self.message}"
@@ -82,10 +82,10 @@ class Failure:
 
     @classmethod
     def reported_of(cls, failures: Mapping[int, Failure], size: int) -> Failure:
-        """Select the failure to report: the failure of the lowest rank.
+        """Select the failure to report, which is the failure of the lowest rank.
 
         Args:
-            failures: Failures by the rank that reported them.
+            failures: Failures, by the rank that reported each failure.
             size: Number of ranks.
         """
         first = failures[min(failures)]
@@ -95,7 +95,7 @@ class Failure:
 
 
 def describe_end(code: int) -> str:
-    """Describe the end of a process from its exit code."""
+    """Describe how a process ended, given its exit code."""
     if code < 0:
         try:
             name = signal.Signals(-code).name
@@ -107,9 +107,9 @@ def describe_end(code: int) -> str:
 
 
 class LauncherLine:
-    """Connection between a rank and its launcher, for lines of JSON in both directions. Thread-safe.
+    """Connection between a rank and its launcher. Both send lines of JSON. Thread-safe.
 
-    The connection is the rank's stdin: an unnamed socket, which no other process can open, and which is closed when
+    The connection is the rank's stdin, which is an unnamed socket. No other process can open it. It is closed when
     either side ends.
     """
 
@@ -120,7 +120,7 @@ class LauncherLine:
 
     @classmethod
     def of_environment(cls) -> LauncherLine | None:
-        """Return the connection to the launcher, and replace stdin by an empty file. None without a launcher."""
+        """Return the connection to the launcher, or None without a launcher. Replace stdin with an empty file."""
         if os.environ.pop(LAUNCHED_VARIABLE, None) is None:
             return None
         connection = socket.socket(fileno=os.dup(0))
@@ -139,7 +139,7 @@ class LauncherLine:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout_s: float | None = None) -> list[dict[str, object]] | None:
-        """Wait for data, and return the messages that have arrived, or None if the other end is closed."""
+        """Wait for data. Return the messages that have arrived, or None if the other end is closed."""
         self._connection.settimeout(timeout_s)
         try:
             data = self._connection.recv(1 << 16)
@@ -158,15 +158,15 @@ class LauncherLine:
 
 
 class Watcher:
-    """Watcher of the other ranks, whose threads end this process if another rank has failed.
+    """Watches the other ranks. Its threads end this process if another rank fails.
 
     Args:
         world: Position of this rank among all ranks.
-        store: Separate connection to the store at which the ranks meet.
+        store: Connection to the store at which the ranks meet. Must not be used for anything else.
         timeout_s: Time without a heartbeat after which a rank is considered dead.
-        line: Connection to the launcher, which then reports failures instead of the ranks.
-        on_notice: Called on rank 0, in a thread, with the notices of other ranks.
-        on_failure: Called in a thread with the failure, before it ends this process.
+        line: Connection to the launcher. If it is given, the launcher reports failures instead of the ranks.
+        on_notice: Called on rank 0 with notices from other ranks, on one of the watcher's threads.
+        on_failure: Called with the failure before it ends this process, on one of the watcher's threads.
     """
 
     def __init__(
@@ -185,13 +185,13 @@ class Watcher:
         self._leaving = threading.Lock()
         self._beats: dict[int, bytes] = {}
         self._seen_s: dict[int, float] = {}
-        self._gone: set[int] = set()  # ranks that have ended regularly
+        self._gone: set[int] = set()  # ranks that ended regularly
         self._answered_s = time.monotonic()
         self._limit_s = timeout_s
-        self._store_error: Exception | None = None  # error after which the store cannot be used
+        self._store_error: Exception | None = None  # error after which the store is unusable
         self._num_notices = 0
         self._failure: Failure | None = None
-        self._is_reporter: bool | None = None  # whether this rank reports to the user; None until it is decided
+        self._is_reporter: bool | None = None  # whether this rank reports to the user, or None if undecided
         self._threads = [
             threading.Thread(target=target, name=f"ranks-{name}", daemon=True)
             for name, target in (("beat", self._beat), ("watch", self._watch))
@@ -200,32 +200,32 @@ class Watcher:
             self._threads.append(threading.Thread(target=self._listen, name="ranks-launcher", daemon=True))
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the time after which a silent rank is considered dead."""
+        """Set the time without a heartbeat after which a rank is considered dead."""
         self._timeout_s = self._limit_s = timeout_s
 
     def start(self) -> None:
-        """Start the threads. The caller must wait for ranks that have not started yet."""
+        """Start the threads. The watcher does not detect ranks that never start; the caller must wait for them."""
         for thread in self._threads:
             thread.start()
 
     # -- reports of this rank ------------------------------------------------------------------------------------
 
     def notify(self, text: str) -> None:
-        """Make rank 0 report a text to the user, with the name of this rank. Thread-safe."""
+        """Make rank 0 report a text to the user, together with this rank's name. Thread-safe."""
         if self._world.is_first:
             self.on_notice(text)
             return
-        with contextlib.suppress(Exception):  # if the store cannot be reached, this rank is about to end
+        with contextlib.suppress(Exception):  # if the store is unreachable, this rank is about to end
             number = self._store.add(_NOTICES, 1)
             self._store.set(f"notice/{number}", f"rank {self._world.rank}: {text}")
 
     def fail(self, message: str, exit_code: int, *, is_own: bool) -> NoReturn:
-        """End all ranks because this rank failed.
+        """End all ranks because this rank failed. Never returns.
 
         Args:
             exit_code: Exit code of all processes.
-            is_own: Whether this rank certainly caused the error. If not, the error can be a collective that broke when
-                another rank ended, so this rank first waits for the reason.
+            is_own: Whether this rank certainly caused the error. If False, the error can come from a collective that
+                broke when another rank ended. This rank then first waits for the reason.
         """
         if not is_own:
             self._limit_s = min(self._limit_s, _BROKEN_S)
@@ -233,7 +233,7 @@ class Watcher:
         mine = Failure(self._world.rank, self._world.host, exit_code, message)
         with contextlib.suppress(Exception):
             self._store.set(f"{_FAILED}/{self._world.rank}", mine.to_json())
-            # Errors in config, model or data usually apply to all ranks. Wait for rank 0, whose message is reported.
+            # An error in config, model or data usually occurs on all ranks. Wait for rank 0, whose message is reported.
             end_s = time.monotonic() + (_ALIKE_S if exit_code in _OF_ALL else 0.0)
             while not self._store.check([f"{_FAILED}/0"]) and time.monotonic() < end_s:
                 time.sleep(_CHECK_S / 2)
@@ -242,7 +242,7 @@ class Watcher:
         self._leave(mine)
 
     def finish(self) -> None:
-        """Stop watching after a regular end. Rank 0, which can serve the store, waits for all other ranks."""
+        """Stop watching after a regular end. Rank 0 can serve the store, so it waits for all other ranks."""
         with contextlib.suppress(Exception):
             self._store.set(f"gone/{self._world.rank}", "1")
             if self._world.is_first:
@@ -255,7 +255,7 @@ class Watcher:
     # -- threads -------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        """Send and read heartbeats. Calls of the store can block forever if the process that serves it is stopped."""
+        """Send and read heartbeats. Store calls can block forever if the process that serves the store is stopped."""
         others = [rank for rank in range(self._world.size) if rank != self._world.rank]
         number, next_s = 0, 0.0
         while not self._over.is_set():
@@ -308,7 +308,7 @@ class Watcher:
         while not self._over.wait(_CHECK_S):
             now_s = time.monotonic()
             if now_s - before_s > 5 * _CHECK_S:
-                # This process was paused. Do not count the pause, because other ranks could have sent heartbeats.
+                # This process was paused. Ignore the pause, because other ranks could have sent heartbeats.
                 self._answered_s += now_s - before_s
                 self._seen_s = {rank: seen_s + now_s - before_s for rank, seen_s in dict(self._seen_s).items()}
             before_s = now_s
@@ -317,7 +317,7 @@ class Watcher:
                 self._leave(failure)
 
     def _find(self, now_s: float) -> Failure | None:
-        """Return the failure of another rank, or None."""
+        """Return another rank's failure, or None."""
         if self._store_error is not None:
             return self._without_store("has ended without a message")
         if now_s - self._answered_s > self._limit_s:
@@ -330,7 +330,7 @@ class Watcher:
         return None
 
     def _ask(self, question: Callable[[], bytes], timeout_s: float = _ANSWER_S) -> bytes | None:
-        """Return the store's answer, or None if it does not answer in time, because its process may be stopped."""
+        """Return the store's answer, or None if it does not answer in time. The store's process can be stopped."""
         answers: list[bytes] = []
 
         def ask() -> None:
@@ -361,7 +361,7 @@ class Watcher:
         return "another host" if name is None else name.decode()
 
     def _listen(self) -> None:
-        """Receive messages of the launcher. Record a failure if it has ended."""
+        """Receive messages from the launcher. If the launcher has ended, record this as a failure."""
         assert self._line is not None
         while not self._over.is_set():
             messages = self._line.receive(_CHECK_S)
@@ -376,7 +376,7 @@ class Watcher:
     # -- end of the process --------------------------------------------------------------------------------------
 
     def _leave(self, failure: Failure) -> NoReturn:
-        """Report the failure if necessary, and end this process. A second thread blocks here meanwhile."""
+        """Report the failure if necessary, and end this process. If a second thread calls this, it blocks."""
         with self._leaving:
             with contextlib.suppress(Exception):
                 self.on_failure(failure)
@@ -392,7 +392,7 @@ class Watcher:
             os._exit(failure.exit_code)
 
     def _see_off(self, failure: Failure) -> bytes:
-        """Mark this rank as gone. Rank 0, which can serve the store, waits until the others have read the failure."""
+        """Mark this rank as gone. Rank 0 can serve the store, so it waits until all others have read the failure."""
         self._store.set(f"gone/{self._world.rank}", "1")
         others = set(range(self._world.size)) - {self._world.rank, failure.rank}
         while self._world.is_first and not self._store.check([f"gone/{rank}" for rank in others]):
@@ -400,12 +400,12 @@ class Watcher:
         return b""
 
     def _claim(self) -> bool:
-        """Return whether this rank is the first to claim the report to the user."""
+        """Claim the report to the user. Return whether this rank is the first to claim it."""
         mine = str(self._world.rank)
         return bool(self._store.compare_set(_REPORTED, "", mine) == mine.encode())
 
     def _should_report(self, failure: Failure) -> bool:
-        """Return whether this rank reports to the user: the first to claim it, or the lowest running rank."""
+        """Return whether this rank reports to the user. This is the first to claim it, or the lowest running rank."""
         if self._is_reporter is None and self._store_error is None:
             answer = self._ask(lambda: b"1" if self._claim() else b"")
             self._is_reporter = None if answer is None else bool(answer)
