@@ -3,7 +3,7 @@
 Floating-point sums depend on their order. The micro-batches of a step are therefore divided into contiguous lanes of
 nearly equal size. Each lane is summed from its first micro-batch to its last. The lanes' sums are added in a binary
 tree that depends only on the number of lanes. Each rank adds up the complete subtrees among its lanes. The owner of an
-element then adds the subtrees of all ranks (`total`). With one lane, gradients are added in micro-batch order.
+element then adds the subtrees of all ranks (`total`). With one lane, gradients are added one micro-batch after another.
 
 The tree is left-complete: a node is split at the largest power of two below its number of lanes.
 """

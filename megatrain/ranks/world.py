@@ -1,6 +1,6 @@
-"""Position of this process among the processes ("ranks") of a run, read from the environment, and their connection.
+"""Position of this process among a run's processes ("ranks"), as read from the environment, and their connection.
 
-Only the functions that connect ranks import torch, because the launcher and ``--help`` do not need it.
+Only functions that connect ranks import torch, because the launcher and ``--help`` do not need it.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ __all__ = [
     "meeting_point",
 ]
 
-#: Variables that torchrun and this project's launcher set for each process.
+#: Environment variables that torchrun and this project's launcher set for each process.
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-#: Variables that srun sets in a job step. A batch script, which is not a rank, has only the variables of the job.
+#: Environment variables that srun sets in a job step. A batch script is not a rank and has only the job's variables.
 _SLURM_NAMES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
-#: Variable with the GPUs that a process sees, by number or name.
+#: Environment variable that lists the GPUs that a process sees, by number or name.
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-#: Timeout of the process group. It is long because a rank can wait for hours if a drive is full; the watcher handles
-#: silent ranks.
+#: Timeout of the process group. It is long because a rank waits while a drive is full, which can take hours. The
+#: watcher detects silent ranks much sooner.
 _GROUP_TIMEOUT = timedelta(days=1)
-#: Time for all ranks to start, which can import from slow file systems.
+#: Time for all ranks to start. Imports can be slow on some file systems.
 CONNECT_TIMEOUT_S = 600.0
-#: Meeting point of ranks on one host, which other hosts cannot reach.
+#: Meeting point of ranks on one host. Other hosts cannot reach it.
 LOOPBACK = "127.0.0.1"
 #: Interface on which gloo and NCCL listen if all ranks are on one host.
 _LOOPBACK_INTERFACE = "lo"
 
 
 class WorldError(Exception):
-    """The environment or the config describes no valid set of ranks. The message contains the remedy."""
+    """The environment or the config does not describe a valid set of ranks. The message states the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks of a run, seen from one of them.
+    """A run's ranks, seen from one of them.
 
     Attributes:
-        rank: Number of this process, from 0.
+        rank: Number of this process, counted from 0.
         size: Number of processes.
-        local_rank: Number of this process on its host, from 0.
+        local_rank: Number of this process on its host, counted from 0.
         local_size: Number of processes on each host.
-        num_hosts: Number of hosts, with ``local_size`` ranks each. Rank r is on host number ``r // local_size``.
+        num_hosts: Number of hosts. Each has ``local_size`` ranks. Rank r is on host number ``r // local_size``.
     """
 
     rank: int
@@ -76,12 +76,12 @@ class World:
 
     @classmethod
     def local(cls, rank: int, size: int, num_hosts: int = 1) -> World:
-        """Return the world of one of ``size`` processes on this host, or on several hosts with equally many ranks."""
+        """Return the world of one of ``size`` processes on this host, or on hosts with equal numbers of ranks."""
         return cls(rank, size, rank % (size // num_hosts), size // num_hosts, socket.gethostname(), num_hosts)
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
-        """Return the world that torchrun, srun or this project's launcher describes, or a world of one process.
+        """Return the world that torchrun, srun or this project's launcher describes. Default: a world of one process.
 
         Raises:
             WorldError: The variables contradict each other, or the hosts have different numbers of ranks.
@@ -114,20 +114,20 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, the only rank that owns the run's folder and reports on the run."""
+        """Whether this is rank 0. Only rank 0 owns the run's folder and reports on the run."""
         return self.rank == 0
 
     @property
     def host_number(self) -> int:
-        """Number of this host, from 0."""
+        """Number of this host, counted from 0."""
         return self.rank // self.local_size
 
     def take_gpu(self, environment: MutableMapping[str, str] = os.environ) -> None:
-        """Make this rank's GPU the only one that the process sees, so that all its threads compute there.
+        """Make this rank's GPU the only GPU that the process sees, so that all of its threads use this GPU.
 
-        Call this method before any query about GPUs, because CUDA reads the variable only at the first query. Therefore
-        the method does not count the GPUs, and a rank beyond the last GPU sees none. Nothing changes if the process
-        already sees only one GPU, as under Slurm.
+        Call this before any query about GPUs, because CUDA reads the environment variable only at the first query. For
+        the same reason, the method does not count the GPUs, and a rank beyond the last GPU sees none. If the process
+        already sees only one GPU, as under Slurm, nothing changes.
         """
         if self.is_single:
             return
@@ -140,11 +140,11 @@ class World:
             environment[_VISIBLE] = names[self.local_rank] if self.local_rank < len(names) else ""
 
     def folder_in(self, folder: Path) -> Path:
-        """Return this rank's subfolder of a run's folder, or the folder itself for a single process."""
+        """Return this rank's subfolder of a run's folder. For a single process, return the folder itself."""
         return folder if self.is_single else folder / f"rank{self.rank:05d}"
 
     def name_of(self, rank: int, host: str = "") -> str:
-        """Return the name of a rank for messages, such as ``rank 3``, with its host if there are several hosts."""
+        """Return a rank's name for messages, such as ``rank 3``. Include its host if there are several hosts."""
         return f"rank {rank} ({host})" if host and self.num_hosts > 1 else f"rank {rank}"
 
 
@@ -156,7 +156,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Parse srun's list of the number of tasks on each host: ``"2(x3),1"`` becomes ``[2, 2, 2, 1]``."""
+    """Parse srun's list of task counts per host. For example, ``"2(x3),1"`` becomes ``[2, 2, 2, 1]``."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -167,7 +167,7 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def _first_host(nodes: str) -> str:
-    """Return the first host in Slurm's list, which is ``"a03"`` for ``"a[03-07,12],b"``."""
+    """Return the first host in Slurm's list. For ``"a03"`` and ``"a[03-07,12],b"``, this is ``"a03"``."""
     match = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
     if match is None:
         raise WorldError(f"SLURM_STEP_NODELIST = {nodes!r} in the environment cannot be read. Set MASTER_ADDR")
@@ -175,16 +175,16 @@ def _first_host(nodes: str) -> str:
 
 
 def meeting_point(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return the host and port of the meeting point, as set by torchrun or srun.
+    """Return the host and port of the meeting point that torchrun or srun has set.
 
     Raises:
-        WorldError: The environment does not contain them.
+        WorldError: The environment does not contain the host or the port.
     """
     host = environment.get("MASTER_ADDR") or _first_host(environment.get("SLURM_STEP_NODELIST", ""))
     if "MASTER_PORT" in environment:
         return host, _number(environment, "MASTER_PORT")
     if "SLURM_JOB_ID" in environment:
-        # Use different ports for the steps of a job, which can run concurrently.
+        # Use different ports for the steps of a job, because they can run concurrently.
         number = 97 * _number(environment, "SLURM_JOB_ID") + int(environment.get("SLURM_STEP_ID", 0))
         return host, _FIRST_PORT + number % _NUM_PORTS
     raise WorldError(
@@ -193,16 +193,16 @@ def meeting_point(environment: Mapping[str, str] = os.environ) -> tuple[str, int
 
 
 def connect(world: World, host: str, port: int, *, serves: bool = False, timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
-    """Return a new connection to the store at which the ranks meet. Thread-safe, but its calls run one at a time.
+    """Return a new connection to the store at which the ranks meet. Thread-safe, but only one call runs at a time.
 
-    A store on ``LOOPBACK`` listens only there. On any other host, torch's store listens on all interfaces of the
-    machine and answers any client, so use it only in private networks.
+    A store on ``LOOPBACK`` can be reached only from this host. On any other host, torch's store listens on all
+    interfaces and answers any client. Use it only in private networks.
 
     Args:
         host: Host that serves the store.
-        port: Port of the store. 0 for any free port, if this rank serves the store.
-        serves: Whether this rank serves the store, for as long as the connection exists.
-        timeout_s: Time that a call waits for a key.
+        port: Port of the store. If this rank serves the store, 0 selects any free port.
+        serves: Whether this rank serves the store. The store exists as long as this connection.
+        timeout_s: Maximum time that a call waits for a key.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -210,7 +210,7 @@ def connect(world: World, host: str, port: int, *, serves: bool = False, timeout
     if serves and host == LOOPBACK:
         listener = socket.create_server((LOOPBACK, port))
         port = listener.getsockname()[1]
-        options["master_listen_fd"] = listener.detach()  # the store closes it
+        options["master_listen_fd"] = listener.detach()  # the store closes this socket
     return TCPStore(
         host,
         port,
@@ -223,24 +223,24 @@ def connect(world: World, host: str, port: int, *, serves: bool = False, timeout
 
 
 def init(world: World, device: torch.device, store: Store, bus: str = "") -> None:
-    """Join the default process group of torch.distributed, with gloo for host memory and NCCL for GPU memory.
+    """Join torch.distributed's default process group, with gloo for host memory and NCCL for GPU memory.
 
-    Waits for all ranks. A single process joins no group.
+    The call waits for all ranks. A single process does not join a group.
 
     Args:
-        device: Device of the layers. A GPU must be the only one that this process sees.
+        device: Device of the layers. If it is a GPU, this process must not see any other GPU.
         store: Store at which the ranks meet.
         bus: PCI address of the GPU, or "" if it is unknown.
 
     Raises:
-        WorldError: Only some ranks have a GPU, or two ranks on a host have the same GPU.
+        WorldError: Only some ranks have a GPU, or two ranks on one host have the same GPU.
     """
     import torch.distributed as dist
 
     if world.is_single:
         return
     if world.num_hosts == 1:
-        # Set these variables before the group is created. Otherwise, gloo and NCCL use a network interface.
+        # Set these variables before the group is created. Otherwise gloo and NCCL use a network interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
     on_gpu = device.type == "cuda"
@@ -256,13 +256,13 @@ def init(world: World, device: torch.device, store: Store, bus: str = "") -> Non
 
 
 def _check_gpus(world: World, store: Store, bus: str | None) -> None:
-    """Check that each rank has a separate GPU, or that no rank has a GPU. All ranks call this function.
+    """Check that each rank has a separate GPU or that no rank has a GPU. All ranks must call this function.
 
-    Otherwise, NCCL would only report "invalid usage", or the other ranks would wait forever for a rank without a GPU.
+    Without this check, NCCL would only report "invalid usage", or ranks would wait forever for a rank without a GPU.
 
     Args:
         store: Store at which the ranks meet.
-        bus: PCI address of this rank's GPU, "" if it is unknown, or None without a GPU.
+        bus: PCI address of this rank's GPU, "" if it is unknown, or None if this rank has no GPU.
     """
     store.set(f"gpu/{world.rank}", f"{world.host} {'none' if bus is None else bus}")
     found = [store.get(f"gpu/{rank}").decode().rpartition(" ")[::2] for rank in range(world.size)]

@@ -1,6 +1,6 @@
-"""Warnings about settings that a config allows but users rarely intend. They never refuse a run.
+"""Warnings about settings that a config permits but users rarely intend. No warning stops a run.
 
-The bounds are rules of thumb, wide enough for published recipes. docs/decisions explains them.
+The bounds are rules of thumb. They are wide enough for published recipes. docs/decisions explains them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 __all__ = ["model_warnings", "schedule_warnings", "warmup_notice"]
 
-#: Models with fewer parameters, which tests and demonstrations use, have the bounds of training from scratch.
+#: Smaller models, which are used in tests and demonstrations, have the bounds of training from scratch.
 _SMALL_MODEL_PARAMETERS = 50_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class _LearningRates:
-    """Plausible peak learning rates of an optimizer that trains all parameters."""
+    """Plausible peak learning rates for an optimizer that trains all parameters."""
 
     lowest: float
     highest: float
@@ -35,7 +35,7 @@ class _LearningRates:
 
 _RATES = {
     "adamw": _LearningRates(1e-8, 5e-4, 1e-2),
-    "adafactor": _LearningRates(1e-8, 5e-4, 1e-2),  # for unscaled rates, because its updates are as large as AdamW's
+    "adafactor": _LearningRates(1e-8, 5e-4, 1e-2),  # for unscaled rates; updates are then as large as AdamW's
     "lion": _LearningRates(1e-9, 1e-4, 3e-3),
     "sgd": _LearningRates(1e-6, 1.0, 10.0),
     "muon": _LearningRates(1e-8, 5e-2, 1e-1),  # "original" needs much larger rates than "match_rms_adamw"
@@ -45,7 +45,7 @@ _LONG_WARMUP_SHARE = 0.5
 
 
 def model_warnings(model: ModelSpec, max_length: int, optimizer: OptimizerConfig, graph: ModelGraph) -> Iterator[str]:
-    """Yield a warning for each setting that does not suit the model, such as an implausible learning rate."""
+    """Yield a warning for each setting that does not suit the model, for example an implausible learning rate."""
     yield from _position_warning(graph, max_length, from_scratch=model.table.train_from_scratch)
     width = getattr(graph.config.get_text_config(), "hidden_size", None)
     if model.lora is not None and isinstance(width, int) and model.lora.r > width:
@@ -61,7 +61,7 @@ def model_warnings(model: ModelSpec, max_length: int, optimizer: OptimizerConfig
 
 
 def _fused_warning(graph: ModelGraph, optimizer: OptimizerConfig) -> Iterator[str]:
-    """Yield a warning if parameters seem to contain several fused matrices, but the parts are unknown."""
+    """Yield a warning if parameters seem to contain several fused matrices but the division is unknown."""
     _, unknown = find_fused(graph)
     left = [name for name in unknown if not any(fnmatchcase(name, glob) for glob in optimizer.muon_exclude)]
     products = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in left)
@@ -89,7 +89,7 @@ def _position_warning(graph: ModelGraph, length: int, *, from_scratch: bool) -> 
 
 def _rate_warning(key: str, rate: float, optim: str, *, is_new: bool) -> Iterator[str]:
     bounds = _RATES.get(optim)
-    if bounds is None:  # the bounds of an optimizer from another package are unknown
+    if bounds is None:  # for optimizers from other packages, no bounds are known
         return
     highest = bounds.highest_from_scratch if is_new else bounds.highest
     what = f'{key} = {rate:g} is implausible for optim = "{optim}"'
@@ -115,7 +115,7 @@ def schedule_warnings(optimizer: OptimizerConfig, num_steps: int) -> Iterator[st
 
 
 def warmup_notice(first: float, peak: float, num_steps: int, *, is_start: bool) -> str:
-    """Return the notice about a warm-up. It says if the learning rate starts at 0, which users do not expect.
+    """Return the notice about a warm-up. It mentions a first learning rate of 0, because users do not expect it.
 
     Args:
         first: Learning rate of the first step.

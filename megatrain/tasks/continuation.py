@@ -1,4 +1,4 @@
-"""Generation of continuations for a batch of prompts, with transformers' ``generate`` and the blocks of a store.
+"""Generation of text after a batch of prompts. Uses transformers' ``generate`` and a store's blocks.
 
 Used by commands (``generation``) and between the steps of a run (``evaluation``).
 """
@@ -32,21 +32,21 @@ __all__ = ["Continuation", "StoppedError"]
 
 
 class StoppedError(Exception):
-    """A stop was requested between two passes; nothing is leased or in transfer."""
+    """A stop was requested between two passes. Nothing is leased or in transfer."""
 
 
 class Continuation:
-    """Generator of continuations with the weights of a store. Used by one thread.
+    """Generates text after prompts with the weights in a store. Must be used by only one thread.
 
     Args:
         plan: Plan of the passes for a batch of prompts.
-        settings: Sampling and length of completions.
-        activity: Progress within a pass, for status.
+        settings: Sampling and length of the generated text.
+        activity: Progress inside a pass, shown as status.
         is_exact: Whether to prefetch only for the current pass. If False, links stay busy between passes, but
             prefetched bytes are wasted if all prompts end before the next pass.
         should_stop: Called before each pass, on all ranks.
-        collectives: Collectives of the ranks that share the weights, each with separate prompts, or None for a single
-            process.
+        collectives: Collectives of the ranks that share the weights, or None for a single process. Each rank has its
+            prompts.
 
     Attributes:
         planned_bytes: Planned bytes of all passes so far, by link.
@@ -71,15 +71,15 @@ class Continuation:
         self.planned_bytes: dict[str, int] = {}
 
     def run(self, prompts: Sequence[Tensor], first_micro_batch: int = 0) -> list[tuple[int, ...]]:
-        """Return the new tokens of each prompt, including the end-of-text token.
+        """Return the new tokens for each prompt, including the end-of-text token.
 
         Args:
-            prompts: Tokens of each prompt; at most one prompt per row of the plan. Can be empty on some ranks.
+            prompts: Tokens of each prompt. At most one prompt per row of the plan. Can be empty on some ranks.
             first_micro_batch: Number of the first micro-batch. It determines the random numbers.
 
         Raises:
             StoppedError: ``should_stop`` returned True.
-            VisitOrderError: The prompts do not call the same layers, or not the planned ones.
+            VisitOrderError: The prompts do not call the same layers, or they call layers that were not planned.
         """
         from transformers import DynamicCache
 
@@ -107,7 +107,7 @@ class Continuation:
             if self._should_stop():
                 raise StoppedError
             num_passes = number + 1
-            at = min(number, 1)  # the first pass fills the cache, and the later passes use it
+            at = min(number, 1)  # the first pass fills the cache; later passes use it
             turn.access = accesses[at]
             if number <= 1 or self._is_exact:
                 store.set_schedule(None)
@@ -115,7 +115,7 @@ class Continuation:
                 set_schedule(
                     store, programs[at].schedule(homes, count, first_step=number), plan.run.advanced.prefetch_bytes
                 )
-            # The first pass reads all tokens of the prompts, and each later pass one token of each prompt.
+            # The first pass reads all prompt tokens. Each later pass reads one token per prompt.
             turn.access.start_step(number, num_tokens=sum(map(len, prompts)) if number == 0 else len(prompts))
 
         runner = GenerationRunner(
@@ -140,7 +140,7 @@ class Continuation:
         try:
             outputs = runner.run(functions, caches, seeds, on_pass)
             turn.access.end_step()
-        except StoppedError:  # raised again below, after the store is idle
+        except StoppedError:  # raised again below when the store is idle
             pass
         finally:
             model.generation_config = before
@@ -161,7 +161,7 @@ class Continuation:
         return any(self._collectives.gather_objects(goes_on))
 
     def _batch(self, prompts: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the prompts padded on the left to one length, as ``generate`` requires."""
+        """Return the prompts, padded on the left to one length, because ``generate`` requires this."""
         width = max(map(len, prompts))
         pad = self._tokenizer.pad_token_id
         pad = self._tokenizer.eos_token_id if pad is None else pad
@@ -173,7 +173,7 @@ class Continuation:
 
 
 class _CurrentAccess:
-    """``GenerationAccess`` that forwards to the access of the current pass: the first pass or a later one."""
+    """``GenerationAccess`` that forwards to the current pass's access. The first pass has a different access."""
 
     def __init__(self, accesses: Sequence[StoreAccess]) -> None:
         self.access = accesses[0]
@@ -187,11 +187,11 @@ class _CurrentAccess:
         return self.access.weights(unit, visit)
 
     def skip_weights(self, unit: Any, visit: int) -> None:
-        """Skip the lease of a visit's weights, without moving them."""
+        """Skip the lease of a visit's weights. The weights are not moved."""
         self.access.skip_weights(unit, visit)
 
     def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
-        """Record visits whose weights will not move."""
+        """Record the visits whose weights will not be moved."""
         self.access.announce_idle(visits, idle)
 
     def cache_block(self, visit: int, micro_batch: int) -> Any:
@@ -206,7 +206,7 @@ def _make_generate_call(
 
 
 def _read_generation_config(model: Any, folder: Path) -> None:
-    """Set the model's generation config from its folder, if the file exists."""
+    """Set the model's generation config from the file in its folder, if the file exists."""
     from transformers import GenerationConfig
 
     if (folder / "generation_config.json").is_file():
@@ -219,7 +219,7 @@ def _end_tokens(model: Any) -> frozenset[int]:
 
 
 def _trim_after_end(ids: list[int], ends: frozenset[int]) -> list[int]:
-    """Return the tokens up to and including the first end-of-text token, without the padding after it."""
+    """Return the tokens up to and including the first end-of-text token. The padding after it is removed."""
     for number, token in enumerate(ids):
         if token in ends:
             return ids[: number + 1]

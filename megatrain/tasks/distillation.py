@@ -1,4 +1,4 @@
-"""Distillation: training on a teacher's scores of every token. Logits are computed for parts of the vocabulary."""
+"""Distillation: training on a teacher's scores of every token. Logits are computed one vocabulary range at a time."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["DistillTask", "Distillation", "RunningDistillation", "TeacherRows"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TeacherRows:
-    """A teacher's scores of rows of logits, at the temperature of the distillation.
+    """A teacher's scores for rows of logits, at the distillation temperature.
 
     Attributes:
-        ids: Token ids, distinct within a row, ``(rows, k)``.
+        ids: Token ids, ``(rows, k)``. They are distinct within a row.
         log_probs: Log-probabilities of these tokens, ``(rows, k)``, fp32.
-        rest_log_probs: Log of the total probability of all other tokens, ``(rows,)``, fp32.
+        rest_log_probs: Logarithm of the total probability of all other tokens, ``(rows,)``, fp32.
     """
 
     ids: Tensor
@@ -37,7 +37,7 @@ class TeacherRows:
     rest_log_probs: Tensor
 
     def between(self, start: int, stop: int) -> TeacherRows:
-        """Return a range of rows."""
+        """Return the rows from ``start`` to ``stop``."""
         return TeacherRows(self.ids[start:stop], self.log_probs[start:stop], self.rest_log_probs[start:stop])
 
 
@@ -46,14 +46,13 @@ class Distillation(Loss):
     """Training on a teacher's scores: ``alpha * cross entropy + (1 - alpha) * temperature**2 * KL(teacher, student)``.
 
     Both terms are means over the tokens with a label. The forward KL divergence is computed at the temperature, over
-    the teacher's k most likely tokens. ``rest`` defines the treatment of all other tokens.
+    the teacher's k most likely tokens. ``rest`` determines how all other tokens are treated.
 
     Attributes:
-        temperature: Temperature of the scores. The student's logits are divided by it.
+        temperature: Temperature of the scores. The student's logits are also divided by it.
         alpha: Weight of the cross entropy.
-        rest: ``bucket``: all other tokens are one outcome, with their total probabilities for teacher and student.
-            ``ignore``: other tokens have no term. ``renormalize``: the teacher's k probabilities are scaled to a sum of
-            1.
+        rest: Treatment of all other tokens. ``bucket``: one outcome with their total probability. ``ignore``: no term
+            in the loss. ``renormalize``: also no term, and the teacher's k probabilities are scaled to a sum of 1.
         k: Number of the teacher's tokens per position.
     """
 
@@ -68,11 +67,11 @@ class Distillation(Loss):
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes of a token's teacher scores: ids, log-probabilities, and the log-probability of the rest."""
+        """Bytes of one token's teacher scores: ids, log-probabilities, and the log-probability of the rest."""
         return 8 * self.k + 4
 
     def read(self, batch: Mapping[str, Tensor], shifted: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        """Return the teacher's scores of the rows with a label, or an empty dict for a micro-batch without scores."""
+        """Return the teacher's scores for the rows with a label. Empty if the micro-batch has no scores."""
         return {key: batch[key].flatten(0, 1).index_select(0, positions) for key in TEACHER_KEYS if key in batch}
 
     def synthetic_inputs(self, num_rows: int, device: torch.device) -> dict[str, Tensor]:
@@ -80,11 +79,11 @@ class Distillation(Loss):
         return dict(zip(TEACHER_KEYS, (words, words.float(), torch.zeros(num_rows, device=device)), strict=True))
 
     def for_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
-        """Return the loss of a micro-batch, which is plain cross entropy if it has no scores."""
+        """Return the loss for a micro-batch. A micro-batch without scores has plain cross entropy."""
         return TaughtRows(self, TeacherRows(*(placed[key] for key in TEACHER_KEYS))) if placed else PLAIN
 
     def targets(self, teacher: TeacherRows) -> tuple[Tensor, Tensor]:
-        """Return the teacher's log-probabilities of the k tokens and of the rest, to compare the student with."""
+        """Return the teacher's log-probabilities of the k tokens and of the rest. The student is compared with them."""
         log_probs = teacher.log_probs.float()
         if self.rest == "renormalize":
             log_probs = log_probs - log_probs.logsumexp(1, keepdim=True)
@@ -93,10 +92,10 @@ class Distillation(Loss):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TaughtRows(MicroBatchLoss):
-    """Distillation loss of one micro-batch.
+    """Distillation loss for one micro-batch.
 
     Attributes:
-        teacher: Scores of the rows with a label.
+        teacher: Scores for the rows with a label.
     """
 
     loss: Distillation
@@ -108,14 +107,14 @@ class TaughtRows(MicroBatchLoss):
 
 
 class DistillTask(TextTask):
-    """Task that trains on texts whose labels have the scores of a teacher."""
+    """Task that trains on texts. A teacher has scored every label."""
 
     @staticmethod
     def loss_of(training: TrainingConfig, table: DistillConfig) -> Loss:
-        """Return the loss against the teacher's scores, without reading the scores themselves.
+        """Return the loss that uses the teacher's scores. The scores themselves are not read.
 
         Raises:
-            ConfigError: The scores do not exist, or do not match the config.
+            ConfigError: The scores do not exist or do not match the config.
         """
         if table.scores is None:
             return TextTask.loss_of(training, table)
@@ -142,12 +141,12 @@ class DistillTask(TextTask):
 
 
 class RunningDistillation:
-    """Distillation loss, computed in fp32 from one part of the logits at a time, like ``RunningSoftmax``.
+    """Distillation loss, computed in fp32 from one range of logits at a time, like ``RunningSoftmax``.
 
     Args:
         labels: Token ids, ``(rows,)``. Every row has a label.
-        vocab_size: Size of the vocabulary over all parts.
-        num_items: Divisor of the sum over the rows.
+        vocab_size: Size of the vocabulary over all ranges.
+        num_items: Divisor of the sum over all rows.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class RunningDistillation:
         self._rest = torch.full_like(self._log_rest_p, -torch.inf)
 
     def add(self, logits: Tensor, start: int) -> None:
-        """Add a part of the logits, ``(rows, columns)``, of the tokens from ``start`` on."""
+        """Add the logits of a vocabulary range, ``(rows, columns)``. The range starts at token ``start``."""
         if self._hard is not None:
             self._hard.add(logits, start)
         values, at, is_here = self._tempered(logits, start)
@@ -169,7 +168,7 @@ class RunningDistillation:
         self._rest = torch.logaddexp(self._rest, values.scatter_(1, at, -torch.inf).logsumexp(1))
 
     def loss(self) -> Tensor:
-        """Return the loss, after all parts were added."""
+        """Return the loss. Call this after all ranges have been added."""
         log_sum = self._log_sum()
         found = _weighted(self._log_p, self._log_p - (self._of_top - log_sum.unsqueeze(1))).sum(1)
         if self._spec.rest == "bucket":
@@ -178,20 +177,20 @@ class RunningDistillation:
         return soft if self._hard is None else soft + self._spec.alpha * self._hard.loss()
 
     def gradient(self, logits: Tensor, start: int) -> Tensor:
-        """Return the loss's gradient with respect to a part's logits, in their dtype, after all parts were added."""
+        """Return the gradient for a range of logits, in their dtype. Call this after all ranges have been added."""
         spec, log_sum = self._spec, self._log_sum().unsqueeze(1)
         values, at, _ = self._tempered(logits, start)
-        found = values.sub_(log_sum).exp_()  # student's probabilities, which are 0 in the padding column
+        found = values.sub_(log_sum).exp_()  # the student's probabilities; the padding column has probability 0
         of_top = found.gather(1, at)
         if spec.rest == "bucket":
-            # For tokens outside of the k tokens, subtract their share of the bucket from their probability.
+            # For tokens outside the k tokens, subtract the token's share of the bucket from its probability.
             share = torch.exp(self._log_rest_p - (self._rest - log_sum.squeeze(1)))
             found.mul_((1 - torch.where(self._rest.isneginf(), 0, share)).unsqueeze(1))
         elif spec.rest == "ignore":
             mass = self._log_p.exp().sum(1, keepdim=True)
             found.mul_(mass)
             of_top = of_top * mass
-        # Scatter instead of adding, because each token has one column. Tokens of other parts use the padding column.
+        # Each token has one column, so scatter instead of adding. Tokens of other ranges use the padding column.
         found = found.scatter_(1, at, of_top - self._log_p.exp())[:, :-1]
         found = found.mul_((1 - spec.alpha) * spec.temperature / self._num_items)
         if self._hard is not None:
@@ -202,9 +201,9 @@ class RunningDistillation:
         return torch.logaddexp(self._rest, self._of_top.logsumexp(1))
 
     def _tempered(self, logits: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tempered logits, the columns of the teacher's tokens, and whether they are in this part.
+        """Return tempered logits, the columns of the teacher's tokens, and whether each token is in this range.
 
-        The logits have an additional padding column for tokens that are in other parts.
+        The logits have an additional padding column. It is used for tokens in other ranges.
         """
         num_columns = logits.shape[1]
         values = functional.pad(logits.float() / self._spec.temperature, (0, 1), value=-torch.inf)
@@ -214,6 +213,6 @@ class RunningDistillation:
 
 
 def _weighted(log_p: Tensor, values: Tensor) -> Tensor:
-    """Return ``exp(log_p) * values``, and 0 where the probability is 0, even if the value is infinite."""
+    """Return ``exp(log_p) * values``. If the probability is 0, the result is 0, even for infinite values."""
     p = log_p.exp()
     return torch.where(p > 0, p * values, 0)

@@ -39,7 +39,7 @@ class PreferenceTask:
 
     @staticmethod
     def findings(table: PreferenceConfig, dataset: TokenDataset) -> Sequence[RowFinding]:
-        """Return the number of examples, a warning if all answers have the same label, and a note on scoring."""
+        """Return the number of examples. Add a warning if all labels are the same, and a note if answers are scored."""
         loss = PreferenceTask.loss_of(None, table)
         found = [RowFinding("ok", f"{dataset.kind.summary(dataset.roles)} for {loss.loss_type}")]
         if not loss.is_paired and len(set(dataset.roles[::2].tolist())) < 2:
@@ -50,11 +50,11 @@ class PreferenceTask:
         return found
 
     def accumulator(self) -> JudgedExamples:
-        """Return an accumulator of a set's examples."""
+        """Return an accumulator for a set's examples."""
         return JudgedExamples(self._loss)
 
     def prepare(self, context: PrepareContext) -> Mapping[str, Any]:
-        """Attach the reference model's log-probabilities to the loaders, if the loss needs them."""
+        """Give the loaders the reference model's log-probabilities, if the loss needs them."""
         if not self._loss.needs_reference:
             return {}
         reference = Reference(
@@ -71,22 +71,22 @@ class PreferenceTask:
 
 
 class JudgedExamples:
-    """``MetricAccumulator`` of a set's examples, which computes the loss and TRL's metrics."""
+    """``MetricAccumulator`` for a set's examples. It computes the loss and TRL's metrics."""
 
     def __init__(self, loss: PreferenceLoss) -> None:
         self._loss, self._collected, self._num_passes = loss, CollectedExamples(), 0
 
     def head(self, runner: LayerRunner, micro_batches: MicroBatches) -> _Answers:
-        """Return each micro-batch with the log-probability of each of its answers."""
+        """Return each micro-batch together with the log-probabilities of its answers."""
         return list(zip(micro_batches, runner.log_probs(micro_batches), strict=True))
 
     def add(self, found: _Answers) -> None:
-        """Add the result of ``head`` for a pass."""
+        """Add the result of ``head`` for one pass."""
         for batch, logps in found:
             self._collected.add(batch, shifted_labels(batch["labels"]), logps, part=self._num_passes)
         self._num_passes += 1
 
     def judge(self, gather: Gather[CollectedExamples]) -> SetFigures:
-        """Return the loss and metrics of the examples of all ranks."""
+        """Return the loss and metrics over the examples of all ranks."""
         loss, num_tokens, figures = CollectedExamples.join(gather(self._collected)).judge(self._loss)
         return SetFigures(loss, num_tokens, figures)

@@ -1,4 +1,4 @@
-"""Evaluations between two steps: losses of held-out rows, computed by the training engine."""
+"""Evaluations between two steps. The training engine computes the losses of held-out rows."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ EvaluatedWeights = Literal["trained", "average"]
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSource:
-    """Source of one ``[[data.eval]]``.
+    """Source of rows from one ``[[data.eval]]`` table.
 
     Attributes:
         name: Name of the set in metrics.
@@ -80,8 +80,8 @@ class EvaluationSpec:
 
     Attributes:
         table: The ``[evaluation]`` table.
-        rows: Maximum number of rows in a micro-batch, or None for the number in training.
-        sources: Sources in addition to the rows that ``data.val_size`` holds out.
+        rows: Maximum number of rows in a micro-batch, or None for the same number as in training.
+        sources: Sources of rows. Rows that ``data.val_size`` holds out are not included.
     """
 
     table: EvaluationConfig
@@ -90,7 +90,7 @@ class EvaluationSpec:
 
     @property
     def num_samples(self) -> int:
-        """Number of rows of each set that the model continues, or 0 without samples."""
+        """Number of rows per set for which samples are generated, or 0 if samples are off."""
         return self.table.max_predict_samples if self.table.predict_with_generate else 0
 
     @property
@@ -99,24 +99,24 @@ class EvaluationSpec:
         return ("trained", "average") if self.table.weights == "both" else (self.table.weights,)
 
     def name_of(self, name: str, weights: EvaluatedWeights) -> str:
-        """Return the name, in metrics, of a set's evaluation with these weights."""
+        """Return the name in metrics for the evaluation of a set with these weights."""
         return f"{name}_average" if weights == "average" and len(self.weights) > 1 else name
 
     def evaluations_of(self, names: Iterable[str]) -> list[str]:
-        """Return the names of all evaluations at a step, in order, given the names of the sets."""
+        """Return the names of all evaluations at one step, in order. ``names`` are the names of the sets."""
         names = list(names)
         return [self.name_of(name, weights) for weights in self.weights for name in names]
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSet:
-    """Rows that are used only for evaluation.
+    """Rows used only for evaluation.
 
     Attributes:
-        loader: Loader of the rows. One evaluation uses one epoch.
-        num_micro_batches: Number of micro-batches in a step of the loader.
+        loader: Loader of the rows. Each evaluation uses one epoch.
+        num_micro_batches: Number of micro-batches in one step of the loader.
         num_together: Number of micro-batches that share a pass.
-        own: Micro-batches of a pass that this rank evaluates, or None for all.
+        own: Micro-batches of a pass that this rank evaluates, or None for all micro-batches.
     """
 
     name: str
@@ -127,7 +127,7 @@ class EvaluationSet:
 
     @property
     def num_passes(self) -> int:
-        """Number of passes over the weights in an evaluation."""
+        """Number of passes over the weights in one evaluation."""
         return self.loader.steps_per_epoch * (self.num_micro_batches // self.num_together)
 
     def passes(self) -> Iterator[Sequence[Mapping[str, Tensor]]]:
@@ -148,15 +148,15 @@ def load_evaluation_sets(
     training: TokenDataset | None = None,
     on_warning: Callable[[str], None] = lambda text: None,
 ) -> list[EvaluationSet]:
-    """Read and tokenize the evaluation sets of a run, in order. Return no sets if the config has no evaluation.
+    """Read and tokenize a run's evaluation sets, in order. The list is empty if the config has no evaluation.
 
     Args:
         on_message: Called with reports on the rows.
-        training: Training dataset, whose held-out rows are a set. None to load it if necessary.
+        training: Training dataset. Its held-out rows are an evaluation set. None to load it if it is needed.
         on_warning: Called with a warning for each set that lost many rows or tokens.
 
     Raises:
-        DataError: Raised by ``load_dataset``, or more than ``data.max_dropped`` of a set is dropped or truncated.
+        DataError: ``load_dataset`` failed, or more than ``data.max_dropped`` of a set is dropped or truncated.
     """
     if spec.table.eval_strategy == "no" and not spec.table.eval_on_start:
         return []
@@ -181,13 +181,13 @@ def load_evaluation_sets(
             pad_token_id=pad_token_id(tokenizer),
             images=run.data.image_processor(tokenizer),
         )
-        # Limit the rows of a pass to the number in training, for which the plan has memory.
+        # Limit the rows in a pass to the number in training, because the plan only has memory for these.
         sets.append(EvaluationSet(name, loader, num_micro_batches, run.batch.together(num_micro_batches), own))
     return sets
 
 
 def deal_micro_batches(run: RunSpec, rows: int) -> list[range]:
-    """Return the micro-batches, with ``rows`` rows each, that each rank evaluates in a pass.
+    """Return the micro-batches of a pass that each rank evaluates. Each micro-batch has ``rows`` rows.
 
     Every rank has at least one micro-batch, and not more rows than in training. Metrics do not depend on the division.
     """
@@ -206,7 +206,7 @@ def _load_datasets(
     training: TokenDataset | None,
     on_warning: Callable[[str], None],
 ) -> Iterator[tuple[str, TokenDataset]]:
-    """Yield (name, dataset) for the rows held out from training and for each ``[[data.eval]]``."""
+    """Yield (name, dataset) for the rows held out from training, then for each ``[[data.eval]]`` table."""
     if data.table.val_size is not None:
         whole = load_dataset(data, tokenizer, on_message) if training is None else training
         dataset = held_out_part(whole, spec.table.eval_max_samples)
@@ -227,16 +227,16 @@ def plans_of_evaluations(spec: EvaluationSpec, plan: Plan) -> dict[EvaluatedWeig
     """Return the plan of evaluation passes for each kind of evaluated weights.
 
     Raises:
-        DoesNotFitError: A tier is too small. The message contains a sufficient size.
+        DoesNotFitError: A tier is too small. The message states a sufficient size.
     """
     return {weights: plan if weights == "trained" else plan_averages(plan) for weights in spec.weights}
 
 
 def traffic_of_passes(plan: Plan, num_passes: int) -> dict[str, int]:
-    """Return the exact bytes that each link moves in ``num_passes`` evaluation passes.
+    """Return the exact number of bytes that each link moves in ``num_passes`` evaluation passes.
 
     Args:
-        plan: A plan of ``plans_of_evaluations``.
+        plan: One of the plans that ``plans_of_evaluations`` returns.
     """
     program = plan.for_passes.program
     placement = plan.placement
@@ -245,18 +245,18 @@ def traffic_of_passes(plan: Plan, num_passes: int) -> dict[str, int]:
 
 
 class Evaluator:
-    """Evaluator of a run at the configured steps. Used by the training thread.
+    """Evaluates a run at the configured steps. Must be used by the training thread.
 
     Args:
-        steps_per_epoch: Number of steps in an epoch of the training rows.
-        should_stop: Called between passes. An interrupted evaluation is not reported. All ranks call it and get the
-            same result, so it can be a collective.
-        before: Last evaluations before the run was resumed, by name. They are not repeated at the same step.
-        plans: Plans of the passes. Defaults to the result of ``plans_of_evaluations``.
-        samplers: Samplers by the weights that they use. Empty without samples.
+        steps_per_epoch: Number of steps in an epoch of training.
+        should_stop: Called between passes. An interrupted evaluation is not reported. All ranks call it and must get
+            the same result, so it can be a collective.
+        before: Latest evaluations before the run was resumed, by name. They are not repeated at the same step.
+        plans: Plans of the passes, or None to use the result of ``plans_of_evaluations``.
+        samplers: Samplers by the kind of weights that they use. Empty if samples are off.
 
     Attributes:
-        latest: Last evaluation by name. Equal on all ranks except for the seconds.
+        latest: Latest evaluation by name. It is equal on all ranks, except for the duration.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class Evaluator:
         self._collectives: Collectives | Alone | None = None
 
     def is_due(self, step: int) -> bool:
-        """Return whether an evaluation is due after ``step`` steps and at least one set has not been evaluated then."""
+        """Return whether an evaluation is due after ``step`` steps and not all sets have been evaluated yet."""
         return self._is_scheduled(step) and not all(self._is_done(step, name) for name in self.names)
 
     @property
@@ -329,10 +329,10 @@ class Evaluator:
         return self._collectives
 
     def run(self, step: int) -> None:
-        """Evaluate every set with the current weights and report it, unless it was already evaluated at this step.
+        """Evaluate and report every set that has not been evaluated at this step. Use the current weights.
 
         All updates must be finished, and the compute tier must not keep copies for a later step. Afterwards, the store
-        has no schedule. A collective: all ranks call it at the same steps.
+        has no schedule. A collective: all ranks must call it at the same steps.
         """
         if self._collectives is None:
             self._collectives = self._plan.collectives()
@@ -346,7 +346,7 @@ class Evaluator:
                         return
 
     def _evaluate(self, step: int, each: EvaluationSet, weights: EvaluatedWeights) -> bool:
-        """Evaluate and report a set. Return False if a stop interrupted the evaluation."""
+        """Evaluate a set and report the result. Return False if a stop interrupted the evaluation."""
         start_s, name = time.perf_counter(), self._spec.name_of(each.name, weights)
         figures = self._judge(each, weights, f"evaluating {name}")
         samples: Sequence[Sample] = ()
@@ -366,7 +366,7 @@ class Evaluator:
         return True
 
     def _judge(self, each: EvaluationSet, weights: EvaluatedWeights, doing: str) -> SetFigures:
-        """Run the passes of a set and return the task's metrics."""
+        """Run a set's passes and return the task's metrics."""
         if weights not in self._passes:
             self._passes[weights] = Passes(
                 self._plans[weights],
@@ -386,16 +386,16 @@ class Evaluator:
 
 @dataclass(frozen=True, slots=True)
 class _SplitRow:
-    """The start of a row as a prompt, and the tokens that follow it in the row."""
+    """A row split into a prompt and the tokens that follow the prompt in the row."""
 
     prompt: Tensor
     reference: Tensor
 
 
 def _split_rows(dataset: TokenDataset, data_seed: int, count: int, max_new_tokens: int) -> list[_SplitRow]:
-    """Return the first rows of a set, split where their trained part starts. For preferences, use the first answers.
+    """Return a set's first rows, split where the part in the loss starts. For preferences, use the first answers.
 
-    A text that is trained as a whole is split in the middle.
+    If a whole text is in the loss, it is split in the middle.
     """
     found: list[_SplitRow] = []
     for document in dataset.epoch_documents(data_seed):
@@ -414,10 +414,10 @@ def _split_rows(dataset: TokenDataset, data_seed: int, count: int, max_new_token
 
 
 class Sampler:
-    """Generator of samples between two steps, which continues rows of evaluation sets with the current weights.
+    """Generates samples between two steps: it continues rows of evaluation sets with the current weights.
 
-    It always selects the most likely token, so samples depend only on the weights. The KV cache uses the memory
-    of gradients, activations and workspace, so that no tier exceeds its capacity.
+    The most likely token is always selected, so samples depend only on the weights. The KV cache uses the memory of
+    gradients, activations and workspace, so that no tier exceeds its capacity.
 
     Attributes:
         planned_bytes: Planned bytes of all passes so far, by link.
@@ -444,15 +444,15 @@ class Sampler:
         tokenizer: PreTrainedTokenizerFast,
         gather: Callable[[int], Sequence[int]] = lambda number: [number],
     ) -> Sampler | None:
-        """Return a sampler of the first rows of each set, or None if there are no rows.
+        """Return a sampler for the first rows of each set, or None if there are no rows.
 
         Args:
-            spec: Settings with the number of rows, and of new tokens per row.
+            spec: Settings with the number of rows, and the number of new tokens per row.
             plan: Plan of evaluation passes.
             gather: Collective that returns the values of all ranks.
 
         Raises:
-            ConfigError: A row with its new tokens exceeds the positions of the model.
+            ConfigError: A row and its new tokens need more positions than the model has.
             DoesNotFitError: A tier is too small.
             UnsupportedModelError: The model cannot generate with streamed weights.
         """
@@ -472,7 +472,7 @@ class Sampler:
             advice = f"Use at most {positions - longest}" if positions > longest else "Lower data.max_length"
             raise ConfigError(plan.run.model.name, [Problem(key, text, advice)])
         together = min(spec.rows or plan.micro_batch_size, plan.micro_batch_size, most)
-        # Each rank gets whole micro-batches, because the tokens depend on the rows that share a micro-batch.
+        # Each rank gets whole micro-batches, because tokens depend on which rows share a micro-batch.
         num_micro_batches = -(-most // (together * plan.run.world.size))
 
         def planned(count: int) -> GenerationPlan:
@@ -502,13 +502,13 @@ class Sampler:
         should_stop: Callable[[], bool],
         collectives: Collectives | Alone | None = None,
     ) -> list[Sample]:
-        """Generate the samples of a set; return no samples if a stop was requested.
+        """Generate a set's samples. Return no samples if a stop was requested.
 
-        All updates must be finished, as for ``Evaluator.run``. A collective: all ranks call it.
+        As for ``Evaluator.run``, all updates must be finished. A collective: all ranks must call it.
 
         Args:
-            should_stop: Called before each pass, with the same result on all ranks.
-            collectives: Collectives of the ranks. None for a single process.
+            should_stop: Called before each pass. All ranks must get the same result.
+            collectives: Collectives of the ranks, or None for a single process.
         """
         rows, own, ranks = self._rows[name], self._generation.plan, collectives or Alone()
         if not rows:
@@ -549,12 +549,12 @@ def make_samplers(
     tokenizer: PreTrainedTokenizerFast,
     gather: Callable[[int], Sequence[int]] = lambda number: [number],
 ) -> dict[EvaluatedWeights, Sampler]:
-    """Return samplers of the sets' rows, by the weights that they use. Return none if the config has no samples.
+    """Return samplers for the sets' rows, by kind of weights. The dict is empty if samples are off.
 
     Raises the errors of ``Sampler.for_sets``.
 
     Args:
-        spec: Settings with the number of rows, and of new tokens per row.
+        spec: Settings with the number of rows, and the number of new tokens per row.
         plans: Result of ``plans_of_evaluations``.
         gather: Collective that returns the values of all ranks.
     """

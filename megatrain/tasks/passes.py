@@ -1,6 +1,6 @@
-"""Forward passes over batches with the weights of a store, for evaluations, a reference, and scores.
+"""Forward passes over batches with a store's weights, for evaluations, a reference model, and scores.
 
-A head (a function of the layer runner) computes the result of a pass. All else is equal for all passes.
+A head computes the result of a pass. It is a function of the layer runner. Everything else is the same for all passes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Result = TypeVar("Result")
 
 
 class Passes:
-    """Runner of forward passes. Used by one thread, when all updates are finished.
+    """Runs forward passes. Must be used by only one thread, when all updates are finished.
 
     Args:
-        plan: Plan of a training step, whose forward is a pass, or plan of passes.
-        timeline: Timeline that records every op. None to record nothing.
-        activity: Progress within a pass, for status.
+        plan: Plan of passes, or plan of a training step, whose forward is then used for passes.
+        timeline: Timeline that records every op, or None to record nothing.
+        activity: Progress inside a pass, shown as status.
         collectives: Collectives of the ranks that share the weights, or None for a single process.
-        stays: Copies that stay in the compute tier between passes, from the plan of passes.
+        stays: Copies that stay in the compute tier between passes, according to the plan of passes.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Passes:
         Weights are prefetched for all passes. At the end, no copy stays, and the store has no schedule.
 
         Args:
-            batches: Micro-batches of each pass. Each unit runs all of them before the next unit.
-            head: Function that computes the result of a pass, such as ``LayerRunner.evaluate``.
+            batches: Micro-batches of each pass. Each unit runs all of them before the next unit starts.
+            head: Function that computes a pass's result, such as ``LayerRunner.evaluate``.
             num_passes: Number of passes.
             should_stop: Called after each pass, on all ranks.
 
         Raises:
-            VisitOrderError: The model calls its units in a different order in eval mode.
+            VisitOrderError: In eval mode, the model calls its units in a different order.
         """
         schedule = self._engine.program.schedule(self._plan.placement.homes, num_passes)
         set_schedule(self._store, schedule, self._plan.run.advanced.prefetch_bytes)

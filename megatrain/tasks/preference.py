@@ -1,13 +1,13 @@
-"""Preference losses: functions of the log-probabilities of whole answers, and their gradients per answer.
+"""Preference losses: functions of whole answers' log-probabilities, and their gradients per answer.
 
 An example consists of two rows of a micro-batch. Rows 0 to P - 1 contain the first answers of P examples, and rows P to
-2P - 1 their second answers. In a pair, these are the chosen and the rejected answer. In an unpaired example (KTO), the
-first row contains the answer, and the second row its prompt with the answer of another example, from which KTO
-estimates the divergence from the reference model.
+2P - 1 their second answers. For a pair, these are the chosen and the rejected answer. For an unpaired example (KTO),
+the first row contains the answer, and the second row the example's prompt with another example's answer. KTO estimates
+the divergence from the reference model with the second rows.
 
-These losses depend on logits only through the summed log-probability of each answer. So the gradient is the
-cross-entropy gradient times one weight per answer. The weight is known only after all rows of an example were read.
-Therefore the head runs twice over the rows of a micro-batch: for the sums, and for the gradients (`head.py`).
+The losses depend on the logits only through each answer's summed log-probability. The gradient is therefore the
+cross-entropy gradient multiplied by one weight per answer. The weight is known only after all rows of an example have
+been read. The head therefore runs twice over a micro-batch's rows: for the sums and for the gradients (`head.py`).
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ __all__ = [
 _ROW_NBYTES = 32  # bytes per row of a micro-batch for the log-probability, its gradient and intermediate values
 
 _WITHOUT_REFERENCE = ("cpo", "orpo", "simpo")
-_BY_LENGTH = ("orpo", "simpo")  # losses with means over the tokens of an answer instead of sums
+_BY_LENGTH = ("orpo", "simpo")  # losses that use the mean over an answer's tokens instead of the sum
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """Divisors of the terms of a step.
+    """Divisors for the terms of a step's loss.
 
     Attributes:
-        num_chosen_tokens: Total number of tokens in the first answers.
+        num_chosen_tokens: Total number of tokens in first answers.
     """
 
     num_examples: int
@@ -59,13 +59,13 @@ class StepSize:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Examples:
-    """The P examples of a micro-batch, without empty rows.
+    """All P examples of a micro-batch. Empty rows are left out.
 
     Attributes:
         counts: Number of labelled tokens in each row of the micro-batch, including empty rows.
         rows: Row indices of the first and second answers, ``(2, P)``.
         lengths: Number of tokens in each answer, ``(2, P)``, fp32.
-        reference: Log-probabilities of the answers by the reference model, ``(2, P)``, fp32.
+        reference: The reference model's log-probabilities of the answers, ``(2, P)``, fp32.
         desirable: Whether the first answer is good, ``(P,)``, bool.
         num_desirable: Number of good first answers.
         repeats: ``counts`` as a tensor, on the device of the gradients.
@@ -84,24 +84,24 @@ class Examples:
         return self.rows.shape[1]
 
     def sums(self, row_logps: Tensor) -> Tensor:
-        """Sum the log-probabilities of each row's labelled tokens; return one sum per row."""
+        """Sum the log-probabilities of each row's labelled tokens. Return one sum per row."""
         # Do not use `index_add_`, because its order of additions varies on a GPU.
         return torch.stack([part.sum() for part in torch.split(row_logps, list(self.counts))])
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceLoss(Loss):
-    """A preference loss. The attributes have the names and meanings of TRL.
+    """A preference loss. Its attributes have the same names and meanings as in TRL.
 
     Attributes:
         loss_type: sigmoid (DPO), hinge, ipo and robust compare a pair relative to the reference model; kto judges
-            single answers relative to it; cpo, orpo and simpo do not use a reference model.
-        beta: Strength of the pull toward the reference model; for orpo, the weight of the odds ratio.
+            single answers relative to the reference model; cpo, orpo and simpo do not use a reference model.
+        beta: Strength of the pull toward the reference model. For orpo: weight of the odds ratio.
         label_smoothing: Assumed probability that the two answers of a pair are swapped.
-        simpo_gamma: Target margin of simpo.
-        rpo_alpha: Weight of the chosen answer's negative log-likelihood, which is a mean over its tokens.
-        desirable_weight: Weight of good answers in kto.
-        undesirable_weight: Weight of bad answers in kto.
+        simpo_gamma: Target margin for simpo.
+        rpo_alpha: Weight of the chosen answer's negative log-likelihood, averaged over its tokens.
+        desirable_weight: Weight of good answers for kto.
+        undesirable_weight: Weight of bad answers for kto.
     """
 
     loss_type: LossType = "sigmoid"
@@ -131,19 +131,19 @@ class PreferenceLoss(Loss):
 
     @property
     def is_paired(self) -> bool:
-        """Whether an example has a chosen and a rejected answer."""
+        """Whether each example has a chosen and a rejected answer."""
         return self.loss_type != "kto"
 
     def applied(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Disable dropout, as TRL does, because the model is compared with its reference."""
+        """Disable dropout, as TRL does, because the model is compared with its reference model."""
         return _without_dropout(model)
 
     def read(self, batch: Mapping[str, Tensor], shifted: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        """Return the loss's inputs of a micro-batch, or an empty dict if it has no examples."""
+        """Return a micro-batch's inputs for this loss, or an empty dict if the micro-batch has no examples."""
         return describe_examples(batch, shifted) if REFERENCE in batch else {}
 
     def size_of_step(self, micro_batches: Sequence[Mapping[str, Tensor]], shifted: Sequence[Tensor]) -> StepSize | None:
-        """Return the divisors of the means over the examples of a step, or None without examples."""
+        """Return the divisors for the means over a step's examples, or None if there are no examples."""
         if REFERENCE not in micro_batches[0]:
             return None
         described = [describe_examples(*pair) for pair in zip(micro_batches, shifted, strict=True)]
@@ -153,24 +153,24 @@ class PreferenceLoss(Loss):
         )
 
     def for_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
-        """Return the loss of a micro-batch, which is plain cross entropy if it has no examples."""
+        """Return the loss for a micro-batch. A micro-batch without examples has plain cross entropy."""
         if not host:
             return PLAIN
         assert isinstance(size, StepSize), size
         return ComparedRows(self, examples_from(host, placed), size)
 
     def step_metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of a step. For KTO, add the margin between the mean rewards of good and bad answers."""
+        """Return a step's metrics. For KTO, add the difference between the mean rewards of good and bad answers."""
         if "kl" in means and {"rewards/chosen", "rewards/rejected"} <= set(means):
             means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
         return means
 
     def loss(self, logps: Tensor, examples: Examples, size: StepSize) -> tuple[Tensor, list[PartialMean]]:
-        """Return a micro-batch's part of the step's mean loss, and the metrics of its examples.
+        """Return a micro-batch's contribution to the step's mean loss, and the metrics of its examples.
 
         Args:
             logps: Log-probability of the answer in each row, including empty rows.
-            examples: At least one example.
+            examples: The micro-batch's examples. There must be at least one.
         """
         first, second = logps[examples.rows[0]], logps[examples.rows[1]]
         if not self.is_paired:
@@ -196,7 +196,7 @@ class PreferenceLoss(Loss):
         """Return a micro-batch's loss, its gradient with respect to each token's log-probability, and metrics.
 
         Args:
-            row_logps: Log-probabilities of all labelled tokens of the micro-batch, in order, 1-D.
+            row_logps: Log-probabilities of all labelled tokens in the micro-batch, in order, 1-D.
         """
         if not examples.num_examples:
             return torch.zeros((), device=row_logps.device), torch.zeros_like(row_logps), []
@@ -208,10 +208,10 @@ class PreferenceLoss(Loss):
         return loss.detach(), of_rows, figures
 
     def _of_pairs(self, own: Tensor, other: Tensor, examples: Examples) -> Tensor:
-        """Return the loss of each pair, from the scores of its two answers."""
+        """Return the loss of each pair, given the scores of its two answers."""
         beta, smoothing, margin = self.beta, self.label_smoothing, own - other
         if self.loss_type == "ipo":
-            # Divide by the lengths, as in TRL, so that the meaning of beta does not depend on the lengths.
+            # As in TRL, divide by the lengths, so that the meaning of beta does not depend on the lengths.
             difference = own / examples.lengths[0] - other / examples.lengths[1]
             return (difference - 1 / (2 * beta)) ** 2
         if self.loss_type == "hinge":
@@ -242,7 +242,7 @@ class PreferenceLoss(Loss):
         self, logps: Tensor, mismatched: Tensor, examples: Examples, size: StepSize
     ) -> tuple[Tensor, list[PartialMean]]:
         ratios = logps - examples.reference[0]
-        # KTO clamps this estimate of the KL divergence at 0 and does not differentiate it.
+        # KTO clamps this estimate of the KL divergence at 0. It is not differentiated.
         moved = (mismatched - examples.reference[1]).mean().detach().clamp(min=0)
         good = examples.desirable
         weights = torch.where(good, self.desirable_weight, self.undesirable_weight)
@@ -259,7 +259,7 @@ class PreferenceLoss(Loss):
 
 
 def _log_one_minus_exp(values: Tensor) -> Tensor:
-    """Return ``log(1 - exp(x))`` of negative numbers, accurate both near 0 and far from 0."""
+    """Return ``log(1 - exp(x))`` for negative numbers. The result is accurate both near 0 and far from 0."""
     is_near = values > -0.693
     near = torch.log(-torch.expm1(torch.where(is_near, values, -1.0)))
     far = torch.log1p(-torch.exp(torch.where(is_near, -1.0, values)))
@@ -268,7 +268,7 @@ def _log_one_minus_exp(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComparedRows(MicroBatchLoss):
-    """Preference loss of one micro-batch."""
+    """Preference loss for one micro-batch."""
 
     loss: PreferenceLoss
     examples: Examples
@@ -279,11 +279,11 @@ class ComparedRows(MicroBatchLoss):
         return True
 
     def for_rows(self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool) -> RowsLoss:
-        """Return an accumulator of the rows' log-probabilities. ``compare`` sets their weights later."""
+        """Return an accumulator for the rows' log-probabilities. ``compare`` sets the rows' weights later."""
         return RunningSoftmax(labels, vocab_size, 1)
 
     def compare(self, rows: Sequence[RowsLoss]) -> tuple[Tensor, Sequence[PartialMean]]:
-        """Return the loss and metrics of the micro-batch, and set the weights of its rows' gradients."""
+        """Return the micro-batch's loss and metrics. Set the weights of its rows' gradients."""
         if not rows:
             return torch.zeros((), device=self.examples.repeats.device), ()
         softmaxes = [each for each in rows if isinstance(each, RunningSoftmax)]
@@ -296,18 +296,18 @@ class ComparedRows(MicroBatchLoss):
 
 @dataclass(eq=False)
 class CollectedExamples:
-    """Examples of an evaluation, with a few numbers per example, on the host. Ranks exchange this object."""
+    """Examples of an evaluation. Stores a few numbers per example on the host, because ranks exchange this object."""
 
     _batches: list[tuple[Tensor, dict[str, Tensor]]] = field(default_factory=list)
     _parts: list[int] = field(default_factory=list)
 
     def add(self, batch: Mapping[str, Tensor], shifted: Tensor, logps: Sequence[float], *, part: int = 0) -> None:
-        """Add a micro-batch, its shifted labels, and the log-probabilities of its answers.
+        """Add a micro-batch, its shifted labels, and its answers' log-probabilities.
 
         Args:
             batch: Micro-batch with ``REFERENCE`` and ``DESIRABLE``.
             shifted: Labels of the next token.
-            part: Number of the pass.
+            part: Number of the pass in which they were computed.
         """
         described = describe_examples(batch, shifted)
         self._batches.append((torch.tensor(logps, dtype=torch.float32)[described["rows"]], described))
@@ -324,7 +324,7 @@ class CollectedExamples:
         return found
 
     def judge(self, preference: PreferenceLoss) -> tuple[float, int, dict[str, float]]:
-        """Return the loss of all examples, the number of tokens in their answers, and the metrics."""
+        """Return the mean loss over all examples, the number of tokens in their answers, and the metrics."""
         logps, lengths, reference = (
             torch.cat(parts, dim=1)
             for parts in (
@@ -351,7 +351,7 @@ class CollectedExamples:
 
 
 def describe_examples(batch: Mapping[str, Tensor], shifted: Tensor) -> dict[str, Tensor]:
-    """Return the loss's inputs of a micro-batch, on the host.
+    """Return a micro-batch's inputs for the loss, on the host.
 
     Args:
         batch: Micro-batch with ``REFERENCE`` and ``DESIRABLE``.
@@ -372,7 +372,7 @@ def describe_examples(batch: Mapping[str, Tensor], shifted: Tensor) -> dict[str,
 
 
 def examples_from(host: Mapping[str, Tensor], placed: Mapping[str, Tensor]) -> Examples:
-    """Create examples from the output of `describe_examples`, with tensors on the loss's device (``placed``)."""
+    """Create examples from the output of `describe_examples`. ``placed`` has the tensors on the loss's device."""
     return Examples(
         tuple(host["counts"].numpy().tolist()),
         placed["rows"],
@@ -386,7 +386,7 @@ def examples_from(host: Mapping[str, Tensor], placed: Mapping[str, Tensor]) -> E
 
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Disable dropout within the context."""
+    """Disable dropout in the context."""
     layers = [(module, module.p) for module in model.modules() if isinstance(module, nn.Dropout)]
     try:
         for module, _ in layers:

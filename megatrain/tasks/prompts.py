@@ -1,4 +1,4 @@
-"""Conversion of prompts to tokens, including earlier turns of a conversation, and the settings of generation."""
+"""Conversion of prompts and earlier turns of a conversation to tokens, and settings for generation."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["GenerationSettings", "PromptError", "generation_options", "prompt_to
 
 
 class PromptError(Exception):
-    """A prompt cannot be continued. The message contains the reason and the remedy."""
+    """A prompt cannot be continued. The message states the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
-    """Sampling and length of completions.
+    """Sampling and length of generated text.
 
     Attributes:
-        temperature: Temperature of sampling. 0 selects the most likely token. None uses generation_config.json.
-        seed: Seed of sampling. None is equivalent to 0.
-        system: System message before each prompt, or "".
+        temperature: Temperature for sampling. 0 selects the most likely token. None uses generation_config.json.
+        seed: Random seed for sampling. None is equivalent to 0.
+        system: System message before each prompt, or "" for no system message.
     """
 
     max_new_tokens: int = 512
@@ -42,7 +42,7 @@ def _check_template(tokenizer: Any, messages: Sequence[dict[str, str]]) -> None:
             tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except (MemoryError, OverflowError):
             raise
-        except Exception:  # a template can raise any exception, which the caller reports
+        except Exception:  # a template can raise any exception; the caller reports it
             return
 
     try:
@@ -54,10 +54,10 @@ def _check_template(tokenizer: Any, messages: Sequence[dict[str, str]]) -> None:
 def prompt_tokens(
     tokenizer: Any, prompt: str, system: str = "", earlier: Sequence[dict[str, str]] = ()
 ) -> torch.Tensor:
-    """Return the tokens of a prompt, ``(1, tokens)``: a chat turn, or text to continue if there is no chat template.
+    """Return a prompt's tokens, ``(1, tokens)``. The prompt is a chat turn, or plain text without a chat template.
 
     Args:
-        system: System message, or "".
+        system: System message, or "" for no system message.
         earlier: Earlier messages of the conversation.
 
     Raises:
@@ -84,7 +84,7 @@ def prompt_tokens(
 
 
 def generation_options(settings: GenerationSettings, tokenizer: Any, room: int) -> dict[str, Any]:
-    """Return the arguments of transformers' ``generate`` in addition to the prompt.
+    """Return the arguments of transformers' ``generate``, except the prompt.
 
     Args:
         room: Maximum number of new tokens that the model's positions allow.

@@ -1,8 +1,8 @@
-"""Reference of a preference loss: the initial model's log-probabilities of every answer.
+"""Reference of a preference loss: the initial model's log-probability of every answer.
 
-The training engine computes them once, before the first step, by evaluation passes over all rows. So no second model is
-ever in memory. They are stored in two places: in the folder of the run, for a resumed run, which no longer has the
-initial weights; and next to the token cache, for other runs with the same model and rows.
+The training engine computes the log-probabilities once, before the first step, with evaluation passes over all rows.
+A second model is therefore never in memory. They are stored in two places. The run's folder keeps them for a resumed
+run, which no longer has the initial weights. The token cache keeps them for other runs with the same model and rows.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FOLDER_NAME", "RECORD", "Reference", "num_reference_passes"]
 
-#: Name of the folder inside ``output_dir``, and inside the folder of the token cache.
+#: Name of the folder in ``output_dir`` and in the token cache.
 FOLDER_NAME = "reference"
-#: Key of ``RunState.model`` with the checksums of the log-probabilities, by the checksum of the rows.
+#: Key in ``RunState.model`` for the checksums of the log-probabilities, which are keyed by the rows' checksum.
 RECORD = "reference_xxh3_64"
 _FORMAT = 1
 _ENDING = ".logps"
@@ -51,24 +51,24 @@ Logps = npt.NDArray[np.float32]
 
 
 class ReferenceFileError(Exception):
-    """A file of log-probabilities is incomplete, or belongs to another model or other rows."""
+    """A file of log-probabilities is incomplete, or belongs to another model or to other rows."""
 
 
 def num_reference_passes(plan: Plan, loader: BatchLoader) -> int:
-    """Return the number of passes over the weights to score all answers of a loader's data."""
+    """Return the number of passes over the weights that are needed to score all answers in a loader's data."""
     num_micro_batches = -(-len(loader.dataset) // loader.rows_in_order)
     return -(-num_micro_batches // plan.run.batch.together(plan.num_micro_batches))
 
 
 class Reference:
-    """Source of the reference log-probabilities for loaders, which reads them from a file or computes them.
+    """Provides loaders with reference log-probabilities. Reads them from a file or computes them.
 
     Args:
         timeline: Timeline that records ops while it is on.
-        activity: Current activity, for status.
+        activity: Current activity, shown as status.
         on_message: Called with a report for each loader.
-        known: ``RECORD`` of the resumed checkpoint, or None for a new run, whose store has the initial weights.
-        group: The ranks of the run. All ranks call ``give``; only rank 0 reads and writes files.
+        known: ``RECORD`` of the resumed checkpoint, or None for a new run. A new run's store has the initial weights.
+        group: Ranks of the run. All ranks must call ``give``. Only rank 0 reads and writes files.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Reference:
         return None if self._cache is None else self._cache / FOLDER_NAME / (key + _ENDING)
 
     def _read_cached(self, loader: BatchLoader) -> Logps | None:
-        """Return the cached log-probabilities of an earlier run with the same model and rows, or None."""
+        """Return log-probabilities that an earlier run with the same model and rows has cached, or None."""
         key = self._key(loader)
         cached, count = self._cache_file(key), len(loader.dataset)
         if cached is not None and cached.exists():
@@ -148,7 +148,7 @@ class Reference:
         cached = self._cache_file(key)
         _write(path, key, values)
         if cached is not None:
-            # Ignore errors of the cache, because the run has its own copy.
+            # Ignore errors of the cache, because the values are also in the run's folder.
             with suppress(OSError):
                 _write(cached, key, values)
         self._on_message(f"reference: log-probabilities of {count:,} answers computed in {seconds}, stored in {path}")
@@ -189,7 +189,7 @@ class Reference:
         return values
 
     def _key(self, loader: BatchLoader) -> str:
-        """Return a key of 32 hex digits, computed from everything that determines the values."""
+        """Return a key of 32 hex digits that depends on everything that determines the values."""
         run = self._plan.run
         self._digest = self._digest or self._model_digest()
         parts = {
@@ -204,7 +204,7 @@ class Reference:
                 run.model.table.compiler,
                 run.uses_liger,
                 run.model.table.mlp_rows,
-                run.model.table.split_experts,  # changes the order of sums
+                run.model.table.split_experts,  # this setting changes the order of sums
                 *(() if run.flash == "FA2" else (run.flash,)),
             ],
             "libraries": {name: version(name) for name in ("torch", "transformers")},
@@ -212,13 +212,13 @@ class Reference:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
     def _model_digest(self) -> str:
-        """Return a checksum of the files, or of the seed, that determine the initial weights."""
+        """Return a checksum of the files or the seed that determine the initial weights."""
         model, seed = self._plan.run.model, self._plan.run.seed
         folder = Path(model.folder)
         parts: dict[str, Any] = {"config": checksum((folder / "config.json").read_bytes())}
         files = [] if model.table.train_from_scratch else sorted(folder.glob("*.safetensors"))
         if model.lora is not None:
-            # New adapters do not change results before the first step, except for the rounding in DoRA.
+            # New adapters do not change results before the first step, except for rounding with DoRA.
             parts["dora"] = model.lora.use_dora
             if model.lora.adapter_name_or_path is not None:
                 files.append(Path(model.lora.adapter_name_or_path) / ADAPTER_WEIGHTS)
@@ -263,7 +263,7 @@ class Reference:
         )
 
     def _search_cache(self, loader: BatchLoader, wanted: str) -> Logps | None:
-        """Return the values of a cached file with the checksum ``wanted``, or None."""
+        """Return the values in a cached file that has the checksum ``wanted``, or None."""
         if self._cache is None:
             return None
         for path in sorted((self._cache / FOLDER_NAME).glob(f"*{_ENDING}")):
@@ -280,18 +280,18 @@ def _file_name(loader: BatchLoader) -> str:
 
 
 def _file_checksum(path: Path) -> str:
-    return checksum(np.memmap(path, dtype=np.uint8, mode="r"))  # a memory map, because the file may exceed the RAM
+    return checksum(np.memmap(path, dtype=np.uint8, mode="r"))  # a memory map, because files can exceed the RAM
 
 
 def _read(path: Path, key: str | None, count: int) -> Logps:
     """Return the values in a file.
 
     Args:
-        key: Key that the file must have. None for any key.
+        key: Key that the file must have, or None to accept any key.
         count: Expected number of values.
 
     Raises:
-        ReferenceFileError: The file is damaged, or belongs to another model or to other rows.
+        ReferenceFileError: The file is damaged, or it belongs to another model or to other rows.
     """
     try:
         head, _, body = path.read_bytes().partition(b"\n")

@@ -1,4 +1,4 @@
-"""Lookup of tasks by their names in configs."""
+"""Lookup of tasks by the names that configs use."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ __all__ = ["task_class"]
 
 
 def task_class(name: str) -> type[Task]:
-    """Return the class of a task, after importing only the module of that task."""
+    """Return the class of a task. Only that task's module is imported."""
     file, _, made = TASK_FACTS[name].made_by.partition(".")
     return cast("type[Task]", getattr(import_module(f"megatrain.tasks.{file}"), made))

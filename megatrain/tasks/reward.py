@@ -1,4 +1,4 @@
-"""Reward task (``task = "reward"``): a model that scores texts, trained on pairs with a preferred text."""
+"""Reward task (``task = "reward"``): trains a model that scores texts, on pairs with a preferred text."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["RewardTask"]
 
 
 class RewardTask(TextTask):
-    """Task that trains a reward model, and evaluates how often, and by how much, chosen texts have larger rewards.
+    """Task that trains a reward model. Evaluations measure how often and how much chosen texts have larger rewards.
 
-    The model itself computes the loss of the steps (`megatrain/converters/heads.py`).
+    The model itself computes the loss of the training steps (`megatrain/converters/heads.py`).
     """
 
     @staticmethod
@@ -34,27 +34,27 @@ class RewardTask(TextTask):
         return [RowFinding("ok", dataset.kind.summary(dataset.roles))]
 
     def accumulator(self) -> MetricAccumulator:
-        """Return an accumulator of pair metrics."""
+        """Return an accumulator for pair metrics."""
         return JudgedPairs()
 
 
 class JudgedPairs:
-    """``MetricAccumulator`` of the rewards of a set's pairs."""
+    """``MetricAccumulator`` for the rewards of a set's pairs."""
 
     def __init__(self) -> None:
         self._found: list[npt.NDArray[np.float64]] = []
 
     def head(self, runner: LayerRunner, micro_batches: MicroBatches) -> list[npt.NDArray[np.float64]]:
-        """Return the rewards and margins of the pairs in each micro-batch of a pass."""
+        """Return the rewards and margins of the pairs in each of a pass's micro-batches."""
         outputs = runner.outputs(micro_batches)
         return [rewards(batch, logits) for batch, logits in zip(micro_batches, outputs, strict=True)]
 
     def add(self, found: list[npt.NDArray[np.float64]]) -> None:
-        """Add the result of ``head`` for a pass."""
+        """Add the result of ``head`` for one pass."""
         self._found += found
 
     def judge(self, gather: Gather[list[npt.NDArray[np.float64]]]) -> SetFigures:
-        """Return the loss of the pairs of all ranks, without the centering term, and TRL's metrics."""
+        """Return the loss over the pairs of all ranks, without the centering term, and TRL's metrics."""
         found = np.concatenate([piece for of_rank in gather(self._found) for piece in of_rank], axis=1)
         chosen, rejected, margins = found
         count = len(chosen)
@@ -63,7 +63,7 @@ class JudgedPairs:
         difference = torch.from_numpy(chosen - rejected - margins)
         losses = -torch.nn.functional.logsigmoid(difference)
         both = np.concatenate([chosen, rejected])
-        # Use exact sums, so that the results do not depend on the order of the terms or on the ranks.
+        # Use exact sums, so that results do not depend on the order of the terms or on the number of ranks.
         figures = {
             "accuracy": int((chosen > rejected).sum()) / count,
             "margin": math.fsum((chosen - rejected).tolist()) / count,
@@ -75,11 +75,11 @@ class JudgedPairs:
 
 
 def rewards(batch: Mapping[str, torch.Tensor], logits: torch.Tensor) -> npt.NDArray[np.float64]:
-    """Return the chosen rewards, rejected rewards and margins of a micro-batch's pairs, ``(3, pairs)``, fp64.
+    """Return a micro-batch's chosen rewards, rejected rewards and margins, ``(3, pairs)``, fp64.
 
     Args:
-        batch: Micro-batch of P pairs, with ``labels``, ``(2 P, 2)``, and ``MARGIN``, ``(P,)``.
-        logits: Rewards, ``(2 P, 1)``: first of all chosen texts, then of all rejected texts.
+        batch: Micro-batch of P pairs. It has ``labels``, ``(2 P, 2)``, and ``MARGIN``, ``(P,)``.
+        logits: Rewards, ``(2 P, 1)``. All chosen texts come first, then all rejected texts.
     """
     half = len(logits) // 2
     is_there = batch["labels"][:half, 1] != IGNORED_LABEL

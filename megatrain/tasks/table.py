@@ -1,4 +1,4 @@
-"""Names and facts of tasks, and config tables [preference], [reward], [distill] and [evaluation]."""
+"""Names of tasks and facts about them, and config tables [preference], [reward], [distill] and [evaluation]."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pydantic import model_validator
 
 from megatrain.base.table import HF, HF_AXOLOTL, ConfigPath, Table, all_alter, key
 
-#: Names of the tasks. ``registry.py`` returns their classes.
+#: Names of all tasks. ``registry.py`` returns the class of a task.
 TaskName = Literal["sft", "pretrain", "distill", "dpo", "reward"]
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFacts:
-    """Facts about a task, for generated configs and for the selection of its class and row kind.
+    """Facts about a task. They are used in generated configs and to select the task's class and row kind.
 
     Attributes:
         what: Description of the task's rows and loss.
         example_data: Example of a data path.
         learning_rate: Default learning rate for training all parameters of a trained model.
         lora_learning_rate: Default learning rate for training only adapters.
-        made_by: Module of this package that defines the task, and the name of its class.
-        rows: Function from the task's config table (None for the default table) to its row kind: module in
-            `megatrain/data`, and name.
-        table: Name of the task's config table, or "".
+        made_by: Module in this package that defines the task, and the name of the task's class.
+        rows: Function that returns the task's row kind: module in `megatrain/data`, and name. It gets the task's config
+            table, or None for the default table.
+        table: Name of the task's config table, or "" if it has none.
         is_packed: Whether a row of a micro-batch can contain several documents.
         is_streamed: Whether the task supports `data.streaming`.
         has_lm_head: Whether the model has a language model head.
@@ -89,7 +89,7 @@ LossType = Literal["sigmoid", "hinge", "ipo", "robust", "kto", "cpo", "orpo", "s
 
 
 class PreferenceConfig(Table, json_schema_extra=all_alter("yes")):
-    """``[preference]``: the loss of ``task = "dpo"``."""
+    """``[preference]``: the loss for ``task = "dpo"``."""
 
     loss_type: LossType = key(
         "sigmoid (DPO), hinge, ipo and robust compare two answers relative to the initial model; kto judges "
@@ -142,12 +142,12 @@ class PreferenceConfig(Table, json_schema_extra=all_alter("yes")):
 
     @property
     def is_paired(self) -> bool:
-        """Whether an example has a chosen and a rejected answer."""
+        """Whether each example has a chosen and a rejected answer."""
         return self.loss_type != "kto"
 
 
 class RewardConfig(Table, json_schema_extra=all_alter("yes")):
-    """``[reward]``: the loss of ``task = "reward"``."""
+    """``[reward]``: the loss for ``task = "reward"``."""
 
     center_rewards_coefficient: float = key(
         "Weight of the squared sum of a pair's rewards, e.g. 0.01. It keeps the mean reward near zero.",
@@ -158,7 +158,7 @@ class RewardConfig(Table, json_schema_extra=all_alter("yes")):
 
 
 class DistillConfig(Table, json_schema_extra=all_alter("yes")):
-    """``[distill]``: the teacher's scores and the loss of ``task = "distill"``."""
+    """``[distill]``: the teacher's scores and the loss for ``task = "distill"``."""
 
     scores: ConfigPath | None = key(
         "Folder of scores that `megatrain-tier score` wrote for the rows of [[data.train]].", None, alters="by contents"
@@ -179,7 +179,7 @@ class DistillConfig(Table, json_schema_extra=all_alter("yes")):
 
 
 class EvaluationConfig(Table, json_schema_extra=all_alter("no")):
-    """``[evaluation]``: when and how a run evaluates ``[[data.eval]]`` or the rows of ``data.val_size``."""
+    """``[evaluation]``: when and how a run evaluates ``[[data.eval]]`` or the rows that ``data.val_size`` holds out."""
 
     eval_strategy: Literal["no", "steps", "epoch"] = key(
         "When to evaluate. steps and epoch also evaluate at the end of the run. Default with [[data.eval]] or "

@@ -1,6 +1,6 @@
-"""Interface of tasks, which define a run's loss, its evaluation, and its preparation before the first step.
+"""Interface of tasks. A task defines a run's loss, its evaluation, and its preparation before the first step.
 
-Each task is one file. The code that all tasks share (steps, checkpoints, passes) only calls this interface.
+Each task is one file. Code that all tasks share (steps, checkpoints, passes) only calls this interface.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["MetricAccumulator", "PrepareContext", "RowFinding", "SetFigures", "T
 
 MicroBatches = Sequence[Mapping[str, "Tensor"]]
 Item = TypeVar("Item")
-#: Collective that returns the values of all ranks, in order. A single process gets only its own value.
+#: Collective that returns the values of all ranks, in rank order. A single process gets only its value.
 Gather = Callable[[Item], Sequence[Item]]
 
 
 @dataclass(frozen=True, slots=True)
 class SetFigures:
-    """Metrics of an evaluation of a set.
+    """Metrics from the evaluation of a set.
 
     Attributes:
         loss: Mean loss per token with a label, or per example.
@@ -47,28 +47,28 @@ class SetFigures:
 
 
 class MetricAccumulator(Protocol):
-    """Accumulator of the results of an evaluation's passes."""
+    """Accumulates the results of an evaluation's passes."""
 
     def head(self, runner: LayerRunner, micro_batches: MicroBatches) -> Any:
-        """Run the layers for a pass, and return the input of ``add``."""
+        """Run the layers for one pass. Return the input for ``add``."""
 
     def add(self, found: Any) -> None:
-        """Add the result of ``head`` for a pass."""
+        """Add the result of ``head`` for one pass."""
 
     def judge(self, gather: Gather[Any]) -> SetFigures:
-        """Return the metrics of all ranks' rows. All ranks get the same result, whichever rank evaluated which row."""
+        """Return the metrics over all ranks' rows. It is the same on all ranks and for any division of the rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareContext:
-    """Context for the preparation of a task before the first step of a run.
+    """Objects that a task can use to prepare for a run's first step.
 
     Attributes:
-        store: Store with the weights that the run starts from.
+        store: Store with the weights from which the run starts.
         loaders: Loaders of the training rows and of all evaluation sets.
         kept: The task's record in the resumed checkpoint, or None for a new run.
         timeline: Timeline that records ops while it is on.
-        activity: Current activity, for status.
+        activity: Current activity, shown as status.
     """
 
     plan: Plan
@@ -83,7 +83,7 @@ class PrepareContext:
 
 @dataclass(frozen=True, slots=True)
 class RowFinding:
-    """A finding of the command `check` about the rows of a task.
+    """Result of the command `check` about a task's rows.
 
     Attributes:
         severity: "ok", "note" (useful to know) or "warning" (rarely intended).
@@ -97,20 +97,20 @@ class Task(Protocol):
     """The training task of a run.
 
     Args:
-        loss: Loss of the steps, as returned by ``loss_of``.
+        loss: Loss of the steps, from ``loss_of``.
     """
 
     def __init__(self, loss: Loss) -> None: ...
 
     @staticmethod
     def loss_of(training: TrainingConfig, table: Any) -> Loss:
-        """Return the loss that the steps of a run minimize.
+        """Return the loss that a run's steps minimize.
 
         Args:
-            table: The task's table, or None if it has none.
+            table: The task's config table, or None if the task has none.
 
         Raises:
-            ConfigError: Files that the loss needs do not exist, or do not match the config.
+            ConfigError: Files that the loss needs do not exist or do not match the config.
         """
 
     @staticmethod
@@ -118,7 +118,7 @@ class Task(Protocol):
         """Return facts about the training rows that a user should know before the run."""
 
     def accumulator(self) -> MetricAccumulator:
-        """Return an accumulator of the metrics of one set."""
+        """Return an accumulator for one set's metrics."""
 
     def prepare(self, context: PrepareContext) -> Mapping[str, Any]:
         """Prepare the task before the first step.

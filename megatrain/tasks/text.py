@@ -19,7 +19,7 @@ __all__ = ["TextTask"]
 
 
 class TextTask:
-    """``Task`` that trains on texts, and always evaluates held-out rows by plain cross entropy."""
+    """``Task`` that trains on texts. Evaluations always use plain cross entropy."""
 
     def __init__(self, loss: object = None) -> None:
         pass
@@ -31,11 +31,11 @@ class TextTask:
 
     @staticmethod
     def findings(table: Any, dataset: TokenDataset) -> Sequence[RowFinding]:
-        """Return no findings, because the report of the rows is sufficient."""
+        """Return no findings, because the report on the rows is sufficient."""
         return ()
 
     def accumulator(self) -> MetricAccumulator:
-        """Return an accumulator of the mean loss over tokens."""
+        """Return an accumulator for the mean loss over tokens."""
         return MeanLoss()
 
     def prepare(self, context: PrepareContext) -> Mapping[str, Any]:
@@ -44,18 +44,18 @@ class TextTask:
 
 
 class MeanLoss:
-    """``MetricAccumulator`` of the mean cross entropy over all tokens with a label."""
+    """``MetricAccumulator`` for the mean cross entropy over all tokens with a label."""
 
     def __init__(self) -> None:
         self._terms: list[float] = []
         self._num_tokens = 0
 
     def head(self, runner: LayerRunner, micro_batches: MicroBatches) -> SummedLoss:
-        """Return the summed loss of a pass."""
+        """Return the summed loss of one pass."""
         return runner.evaluate(micro_batches)
 
     def add(self, found: SummedLoss) -> None:
-        """Add the result of ``head`` for a pass."""
+        """Add the result of ``head`` for one pass."""
         self._terms += found.terms
         self._num_tokens += found.num_tokens
 
@@ -64,5 +64,5 @@ class MeanLoss:
         found = gather((self._terms, self._num_tokens))
         terms = [term for of_rank, _ in found for term in of_rank]
         num_tokens = sum(count for _, count in found)
-        # Use an exact sum, so that the result does not depend on the order of the terms or on the ranks.
+        # Use an exact sum, so that the result does not depend on the order of the terms or on the number of ranks.
         return SetFigures(math.fsum(terms) / num_tokens if num_tokens else math.nan, num_tokens)
