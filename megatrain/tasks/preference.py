@@ -99,7 +99,7 @@ class PreferenceLoss(Loss):
         beta: Strength of the pull toward the reference model. For orpo: weight of the odds ratio.
         label_smoothing: Assumed probability that the two answers of a pair are swapped.
         simpo_gamma: Target margin for simpo.
-        rpo_alpha: Weight of the chosen answer's negative log-likelihood, averaged over its tokens.
+        rpo_alpha: Weight of the chosen answer's negative log-likelihood, which is a mean over its tokens.
         desirable_weight: Weight of good answers for kto.
         undesirable_weight: Weight of bad answers for kto.
     """
