@@ -1,1 +1,1 @@
-"""The lowest layer: errors, records, names and formats that all packages share. Imports only ``tiered``."""
+"""The lowest layer: errors, records, names and formats for all packages. Imports only ``tiered``."""

@@ -1,10 +1,10 @@
-"""Keys of a micro-batch other than tokens. The data package writes them and losses read them."""
+"""Keys of a micro-batch other than the tokens. The data package writes these keys, and losses read them."""
 
 from __future__ import annotations
 
 __all__ = ["DESIRABLE", "IGNORED_LABEL", "LOSS_PREFIX", "MARGIN", "REFERENCE", "TEACHER_KEYS"]
 
-#: Label of a position that is not trained, as in transformers.
+#: Label of a position that does not count toward the loss, as in transformers.
 IGNORED_LABEL = -100
 #: Prefix of the keys that only losses read; a model's forward does not get them.
 LOSS_PREFIX = "loss."
@@ -12,7 +12,7 @@ LOSS_PREFIX = "loss."
 TEACHER_KEYS = ("loss.teacher_ids", "loss.teacher_log_probs", "loss.teacher_rest_log_probs")
 #: Key with the reference model's log-probability of each row's answer, [2 P] fp32.
 REFERENCE = "loss.reference_logps"
-#: Key with a flag per example: the first answer is desirable, [P] bool.
+#: Key with a flag per example that is set if the first answer is desirable, [P] bool.
 DESIRABLE = "loss.desirable"
 #: Key with the margin by which the chosen text of each pair should win, [P] fp32.
 MARGIN = "margin"

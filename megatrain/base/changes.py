@@ -15,9 +15,9 @@ class Change:
     """One key with two values.
 
     Attributes:
-        key: as users write it, ``optimizer.groups.0.learning_rate``.
-        before: its value in the first config, as parsed from TOML; None if it is not set.
-        now: its value in the second config, in the same form.
+        key: in the notation for users, e.g. ``optimizer.groups.0.learning_rate``.
+        before: value in the first config, as parsed from TOML. None if not set.
+        now: value in the second config, in the same form.
     """
 
     key: str
@@ -31,11 +31,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class ConfigChanges:
-    """All keys whose values differ, in the order of the config.
+    """All keys with different values, in the order of the config.
 
     Attributes:
-        altering: changes that change the numbers that the run computes.
-        free: changes that leave the results the same.
+        altering: changes that affect the numbers that the run computes.
+        free: changes that do not affect the results.
     """
 
     altering: tuple[Change, ...]

@@ -1,4 +1,4 @@
-"""Errors for users that any package may raise: an unusable config or model."""
+"""Errors about unusable configs and models. Any package can raise them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ConfigError", "ModelFolderError", "Problem", "UnsupportedModelError"
 
 
 class UnsupportedModelError(Exception):
-    """The model cannot be trained. The text names the model, the missing property and the remedy."""
+    """The model cannot be trained. The message names the model, the missing property and the remedy."""
 
     def __init__(self, model: str, problem: str) -> None:
         self.model = model
@@ -27,10 +27,10 @@ class Problem:
 
     Attributes:
         key: dotted key at fault, or "".
-        message: what is wrong, as a sentence without a full stop.
-        remedy: what to write instead, or "".
-        where: file that contains it, or ``--set``.
-        line: line in that file, counted from 1; None if unknown.
+        message: the mistake, as a sentence without a full stop.
+        remedy: advice on what to write instead, or "".
+        where: file with the mistake, or ``--set``.
+        line: line in this file, counted from 1. None if unknown.
     """
 
     key: str
@@ -48,7 +48,7 @@ class ConfigError(Exception):
     """A config cannot be used.
 
     Attributes:
-        problems: every problem found, at least one, in the order of the file.
+        problems: all problems (at least one), in the order of the file.
         source: the config file.
     """
 
@@ -65,7 +65,7 @@ class ConfigError(Exception):
 
 
 class ModelFolderError(Exception):
-    """A model folder cannot be used; the text names the problem, the place and the remedy.
+    """A model folder cannot be used. The message names the problem, the place and the remedy.
 
     Attributes:
         path: the file or folder at fault.

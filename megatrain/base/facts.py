@@ -1,4 +1,4 @@
-"""Facts about a machine and a model that determine the sizes in a first config."""
+"""Facts about a machine and a model. They determine the sizes in a first config."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["Drive", "MachineFacts", "ModelFacts"]
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """A folder that could store blocks.
+    """A folder that can store blocks.
 
     Attributes:
         path: the folder, as the config writes it.
-        kind: its file system.
-        objection: reason not to use it; "" if it can be used.
+        kind: kind of the file system.
+        objection: reason not to use the folder, or "".
     """
 
     path: str
@@ -26,7 +26,7 @@ class Drive:
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """Memory and drives of a machine. ``gpu_bytes`` is the free GPU memory; None without a CUDA device."""
+    """Memory and drives of a machine. ``gpu_bytes`` is the free GPU memory, or None without a CUDA device."""
 
     ram_bytes: int
     free_ram_bytes: int
@@ -36,7 +36,7 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Known facts about a model. ``path`` is a folder or a hub name; unknown numbers are 0."""
+    """Known facts about a model. ``path`` is a folder or a hub name. Unknown numbers are 0."""
 
     path: str
     num_parameters: int = 0

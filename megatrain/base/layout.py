@@ -1,7 +1,7 @@
-"""Positions of a unit's tensors inside one flat block.
+"""Positions of a unit's tensors in one flat block.
 
-Every kind of block of a unit (weight, low half, m, v, gradient) uses the same element offsets, so one layout serves
-all of them.
+All kinds of blocks of a unit (weight, low half, m, v, gradient) have the same element offsets, so they share one
+layout.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ PART_ALIGNMENT_ELEMENTS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One parameter inside a flat block.
+    """One parameter in a flat block.
 
     Attributes:
         name: Full parameter name as in `model.named_parameters()`.
         shape: Shape of the parameter; `()` for a scalar.
-        offset: First element inside the block; a multiple of `ALIGNMENT_ELEMENTS`.
-        part_of: Model parameter of which this entry is a range along the first dimension; "" for a whole parameter.
-        first: First element of this range, counted in the model's parameter.
+        offset: First element in the block, a multiple of `ALIGNMENT_ELEMENTS`.
+        part_of: Model parameter, if this entry is only a range of its first dimension. "" for a whole parameter.
+        first: First element of this range in the model's parameter.
     """
 
     name: str
@@ -81,9 +81,10 @@ class UnitLayout:
     Attributes:
         name: Name of the block group: the unit's name, or `<unit>.frozen` for the frozen part of a partly frozen unit.
         entries: Parameters in definition order, without overlap.
-        num_elements: Length of the block in elements, padding included; a multiple of `ALIGNMENT_ELEMENTS`.
+        num_elements: Length of the block in elements including padding, a multiple of `ALIGNMENT_ELEMENTS`.
         trainable: Whether the group has gradients and optimizer state.
-        parts: Ranges of elements, in order, with a block each for state and gradient; a small group has one.
+        parts: Consecutive ranges of elements. Each has separate blocks for state and gradient. A small group has one
+            part.
     """
 
     name: str
@@ -98,7 +99,7 @@ class UnitLayout:
 
     @property
     def first_rows(self) -> tuple[int, ...]:
-        """First row of each part; empty unless the group is one matrix that is split at row boundaries."""
+        """First row of each part. Empty unless the group is one matrix that is split at row boundaries."""
         if len(self.entries) != 1 or len(self.entries[0].shape) != 2:
             return ()
         width = self.entries[0].shape[1]
@@ -131,8 +132,8 @@ def build_layout(name: str, parameters: Iterable[tuple[str, Sequence[int]]], tra
 def in_parts(layouts: Iterable[UnitLayout]) -> list[UnitLayout]:
     """Split each layout that is larger than one part, and return all layouts.
 
-    A model that would have more than `MAX_PARTS` parts gets larger ones, because each block costs planning and a
-    lease.
+    If a model would have more than `MAX_PARTS` parts, its parts are larger, because each block takes time for planning
+    and a lease.
     """
     whole = list(layouts)
     total = sum(layout.num_elements for layout in whole)
@@ -151,9 +152,9 @@ def _parts(layout: UnitLayout, part_elements: int) -> tuple[range, ...]:
 
 
 def _part_end(entries: Sequence[TensorEntry], start: int, limit: int) -> int:
-    """Return the end of a part: the last row boundary in the second half of `start` to `limit`, or `limit` if none.
+    """Return the end of a part: the last row boundary in the second half of `start` to `limit`, else `limit`.
 
-    Parts that consist of whole rows are matrices, so a gradient can be split without making it contiguous.
+    Parts with whole rows are matrices, so a gradient can be split without making it contiguous.
     """
     for end in range(limit, (start + limit) // 2, -PART_ALIGNMENT_ELEMENTS):
         entry = next(entry for entry in reversed(entries) if entry.offset <= end)
@@ -164,7 +165,7 @@ def _part_end(entries: Sequence[TensorEntry], start: int, limit: int) -> int:
 
 
 def build_layouts(path: str, parameters: Mapping[str, nn.Parameter], *, by_dtype: bool = False) -> list[UnitLayout]:
-    """Return the layouts of a unit's own parameters: trained ones in one block, frozen ones in another.
+    """Return the layouts of a unit's own parameters, with separate blocks for trained and frozen parameters.
 
     Args:
         path: Name of the unit and of the first layout.
@@ -172,7 +173,8 @@ def build_layouts(path: str, parameters: Mapping[str, nn.Parameter], *, by_dtype
         by_dtype: Whether each dtype gets separate blocks.
 
     Returns:
-        The trained ones first: `<unit>`, `<unit>.frozen`; for other dtypes `<unit>.<dtype>`, `<unit>.<dtype>.frozen`.
+        Layouts of trained parameters first: `<unit>`, `<unit>.frozen`. For other dtypes: `<unit>.<dtype>`,
+            `<unit>.<dtype>.frozen`.
     """
     kinds: dict[tuple[bool, torch.dtype | None], list[tuple[str, torch.Size]]] = {}
     for name, parameter in parameters.items():
@@ -188,11 +190,11 @@ def build_layouts(path: str, parameters: Mapping[str, nn.Parameter], *, by_dtype
 
 
 def entries_within(layout: UnitLayout, start: int, stop: int) -> Iterator[tuple[TensorEntry, int, int]]:
-    """Yield (parameter, start, stop) for a range of a block: the elements of each parameter inside it.
+    """Yield (parameter, start, stop) for each parameter in a range of a block: its elements inside the range.
 
     Args:
         layout: layout of the block.
-        start: first element of the block.
+        start: first element of the range.
     """
     for entry in layout.entries:
         first, last = max(entry.offset, start), min(entry.offset + entry.numel, stop)
@@ -201,10 +203,10 @@ def entries_within(layout: UnitLayout, start: int, stop: int) -> Iterator[tuple[
 
 
 def views(flat: Tensor, layout: UnitLayout) -> dict[str, Tensor]:
-    """Return one view of `flat` per parameter, by full name; nothing is copied.
+    """Return views of `flat` for all parameters, by full name. Copies nothing.
 
     Args:
-        flat: 1-D tensor of `layout.num_elements` elements, any dtype and device.
+        flat: 1-D tensor with `layout.num_elements` elements, of any dtype on any device.
     """
     assert flat.dim() == 1 and flat.numel() == layout.num_elements, (
         tuple(flat.shape),
@@ -219,9 +221,9 @@ class Piece:
     """The section of a parameter in one part: some of its rows, or a range of one row.
 
     Attributes:
-        start: First element inside the part's block.
+        start: First element in the part's block.
         rows: Indexes along the parameter's first dimension. A scalar has one row.
-        inside: Range of elements within a single row; None for whole rows.
+        inside: Range of elements in a single row. None for whole rows.
     """
 
     part: int
@@ -231,7 +233,7 @@ class Piece:
     shape: tuple[int, ...]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return this piece of a tensor with the parameter's shape; a view, unless its row is not contiguous."""
+        """Return this piece of a tensor with the parameter's shape. The result is a view if the row is contiguous."""
         if self.inside is not None:
             row = tensor[self.rows.start] if tensor.dim() else tensor
             return row.reshape(-1)[self.inside.start : self.inside.stop]
@@ -265,10 +267,10 @@ def pieces(entry: TensorEntry, parts: Sequence[range]) -> Iterator[Piece]:
 
 
 class InPieces:
-    """A parameter's tensor, split over several blocks.
+    """A parameter's tensor that is split over several blocks.
 
     Args:
-        places: The parameter's pieces, each with its view of a block.
+        places: The parameter's pieces, with their views of blocks.
     """
 
     def __init__(self, places: Sequence[tuple[Piece, Tensor]]) -> None:
@@ -297,7 +299,7 @@ def views_of_pieces(
 
     Args:
         blocks: 1-D tensors, one for each part.
-        pieces_of: Pieces of each parameter, see `pieces_of_parts`.
+        pieces_of: Pieces of each parameter; see `pieces_of_parts`.
     """
     if len(blocks) == 1:
         return dict(views(blocks[0], layout))

@@ -1,4 +1,4 @@
-"""Limits on processor time and memory for untrusted input: patterns, templates, YAML aliases."""
+"""Limits on CPU time and memory for untrusted input: patterns, templates, YAML aliases."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 __all__ = ["MAX_CPU_S", "MAX_EXTRA_BYTES", "LimitError", "run_limited"]
 
-#: Limits of one call. A typical pattern or template needs 1 ms and less than 1 MB.
+#: Limits for one call. A typical pattern or template needs 1 ms and less than 1 MB.
 MAX_CPU_S = 10
 MAX_EXTRA_BYTES = 1 << 30  # address space in addition to what the caller's process uses
-_WALL_S = 300.0  # limits a process that waits instead of computing
+_WALL_S = 300.0  # for a process that waits instead of computing
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -28,13 +28,14 @@ Result = TypeVar("Result")
 
 
 class LimitError(Exception):
-    """The function has no result because it reached a limit or its process ended early. The text names the cause."""
+    """The function reached a limit, or its process ended early, so there is no result. The message names the cause."""
 
 
 def run_limited(act: Callable[[], Result]) -> Result:
     """Call a function in a forked process with limits, and return its result.
 
-    Within one process, a regular expression or a template cannot be interrupted and its memory cannot be limited.
+    A separate process is needed, because a regular expression or template in this process could not be interrupted or
+    limited in memory.
 
     Args:
         act: function that returns a JSON value. It must not use a device, start threads or change files.
@@ -69,7 +70,7 @@ def run_limited(act: Callable[[], Result]) -> Result:
 
 
 def _reason(code: int) -> str:
-    """Return the reason why a child has no result, from its exit status; a negative status means a signal."""
+    """Return the reason why a child has no result, given its exit status. A negative status means a signal."""
     if code == -signal.SIGXCPU:
         return f"it takes more than {MAX_CPU_S} s of processor time"
     if code == -signal.SIGKILL:
@@ -83,11 +84,11 @@ def _run_child(act: Callable[[], Any], writing: int) -> None:
     """Call the function, write its result or its error, and end this process. Never returns."""
     code = 1
     try:
-        gc.disable()  # so that the child does not destroy objects of the parent
+        gc.disable()  # so that the child does not destroy the parent's objects
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGXCPU):
             signal.signal(number, signal.SIG_DFL)
         _limit(resource.RLIMIT_CORE, 0)
-        # The kernel sends SIGXCPU at the soft limit. It sends SIGKILL at the hard limit, which has other causes too.
+        # The kernel sends SIGXCPU at the soft limit, and SIGKILL at the hard limit. SIGKILL can also have other causes.
         _limit(resource.RLIMIT_CPU, MAX_CPU_S, hard=MAX_CPU_S + 1)
         _limit_memory()
         try:
@@ -104,7 +105,7 @@ def _run_child(act: Callable[[], Any], writing: int) -> None:
 
 
 def _limit(kind: int, soft: int, hard: int | None = None) -> None:
-    """Set a limit of this process, unless the current one is stricter."""
+    """Set a limit of this process, unless the current limit is stricter."""
     _, current = resource.getrlimit(kind)
     hard = soft if hard is None else hard
     hard = hard if current == resource.RLIM_INFINITY else min(hard, current)
@@ -117,7 +118,7 @@ def _limit_memory() -> None:
 
 
 def _read_all(reading: int) -> bytes | None:
-    """Return everything that the child writes until it ends; None if it does not end in time."""
+    """Return everything that the child writes until it ends, or None if it does not end in time."""
     end_s = time.monotonic() + _WALL_S
     parts: list[bytes] = []
     while (left_s := end_s - time.monotonic()) > 0 and select.select([reading], [], [], left_s)[0]:

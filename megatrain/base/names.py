@@ -1,4 +1,4 @@
-"""Names that several packages share: files in a run's folder, and properties of optimizers by name.
+"""Names that several packages use: files in a run's folder, and properties of optimizers.
 
 Imports no torch, so that ``status`` starts fast.
 """
@@ -22,16 +22,16 @@ __all__ = [
 ]
 
 
-#: Folders of checkpoints and of their whole copies, inside ``output_dir``.
+#: Folders for checkpoints and their whole copies, inside ``output_dir``.
 CHECKPOINTS_NAME = "checkpoints"
 COPIES_NAME = "copies"
-#: Record of the matching generations of all ranks, inside either folder.
+#: Record of the generations of all ranks that belong together, inside either folder.
 RANKS_NAME = "RANKS.json"
 #: The config with all defaults, inside ``output_dir``.
 RESOLVED_NAME = "config.resolved.toml"
 #: The trained model, inside ``output_dir``.
 FINAL_NAME = "final"
-#: Weights inside a model's folder: one file, or the index of several.
+#: Weights inside a model's folder: one file, or the index of several files.
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 #: Lock file of a folder, with the name that ``tiered`` uses.
@@ -40,19 +40,19 @@ LOCK_NAME = "LOCK"
 #: A folder with one of these files contains a model or an adapter.
 _OF_MODELS = ("config.json", "adapter_config.json")
 
-#: Optimizers that treat each element independently, so that a parameter can be updated in parts.
+#: Optimizers that update each element independently, so that a parameter can be updated in parts.
 ELEMENT_WISE = ("adamw", "lion", "sgd")
 
 
 def trained_model(folder: Path) -> Path:
-    """Return the folder of the model that a run wrote, given the run's folder; return any other folder unchanged."""
+    """Given a run's folder, return the folder of its trained model. Return any other folder unchanged."""
     final = folder / FINAL_NAME
     has_own, has_final = (any((each / name).is_file() for name in _OF_MODELS) for each in (folder, final))
     return final if has_final and not has_own else folder
 
 
 def run_of_final(folder: Path) -> Path | None:
-    """Return the run whose trained model is in a folder; None if no run wrote the folder."""
+    """Return the run that wrote its trained model to a folder, or None."""
     folder = folder.absolute()
     is_of_run = folder.name == FINAL_NAME and (folder.parent / CHECKPOINTS_NAME).is_dir()
     return folder.parent if is_of_run else None

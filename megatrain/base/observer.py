@@ -1,4 +1,4 @@
-"""The reports of a run, as records and as lines of text, and the protocol of its observers.
+"""A run's reports, as records and as lines of text, and the protocol for its observers.
 
 The console, ``status.json``, ``metrics.jsonl`` and every tracker receive the same ``StepMetrics`` for a step.
 Imports no torch.
@@ -20,12 +20,12 @@ class StoredRecord:
     """Base of dataclasses that are stored as JSON objects."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values; non-finite floats become text, because strict JSON has no NaN."""
+        """Return JSON values. Non-finite floats become text, because strict JSON has no NaN."""
         return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the record from the output of ``to_json``; unknown keys are ignored.
+        """Return the record from the output of ``to_json``. Ignores unknown keys.
 
         Raises:
             TypeError: a field is missing or has the wrong type.
@@ -53,12 +53,12 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """Facts that are known when training starts.
+    """Facts about a run, known when training starts.
 
     Attributes:
         task: ``sft``, ``pretrain`` or ``dpo``.
         device: compute device, ``cpu`` or ``cuda:0``.
-        tokens_per_step: token positions in a step, padding included.
+        tokens_per_step: token positions in a step, including padding.
     """
 
     run_name: str
@@ -75,30 +75,29 @@ class StepMetrics(StoredRecord):
 
     Attributes:
         step: steps done, including this one.
-        epoch: passes over the data, with a fraction.
-        loss: mean over the step's trained tokens, before the update.
+        epoch: number of passes over the data, as a fraction.
+        loss: mean over the step's trained tokens before the update.
         grad_norm: global norm before clipping.
-        lr: learning rate of this update.
         num_real_tokens: tokens without padding.
         num_trained_tokens: tokens with a label.
         step_s: seconds of this step.
-        mean_step_s: mean of the last 20 steps of this process; of all its steps if there were fewer.
+        mean_step_s: mean over the last 20 steps of this process, or over all its steps if there are fewer.
         eta_s: estimated seconds until the last step.
         warmup_steps: steps over which the learning rate rises.
         tier_used_bytes: tier -> bytes of slots in use after the step.
         tier_capacity_bytes: tier -> bytes of all its slots.
-        stall_s: cause -> seconds that this step waited for it.
-        written_bytes: path on a drive -> bytes written to it during this step.
-        link_bytes: ``"ram->nvme"`` -> bytes moved for the uses of this step.
+        stall_s: cause -> seconds that this step waited.
+        written_bytes: path on a drive -> bytes written during this step.
+        link_bytes: ``"ram->nvme"`` -> bytes moved for this step's uses.
         link_busy_s: ``"ram->nvme"`` -> seconds of this step with at least one transfer in progress.
         ranks: figures of this step for each of several processes: ``step_s``, ``tier_used_bytes``,
             ``stall_s``, ``link_bytes``, ``written_bytes``, ``rss_bytes`` and ``is_paused``. All other fields
             describe rank 0.
         rss_bytes: resident memory of the process.
         process_usage: ``user_s``, ``system_s`` and ``page_faults`` of the process during this step.
-        model_flops: floating-point operations without recomputation and padding; 0 if unknown.
-        hardware_flops: all floating-point operations, see ``megatrain.trace.counting.step_flops``; 0 if unknown.
-        preferences: means for a preference loss, under TRL's names: ``rewards/accuracies``, ``logps/chosen`` ...
+        model_flops: floating-point operations, excluding recomputation and padding. 0 if unknown.
+        hardware_flops: all floating-point operations; see ``megatrain.trace.counting.step_flops``. 0 if unknown.
+        preferences: means for a preference loss, by TRL's names: ``rewards/accuracies``, ``logps/chosen`` ...
     """
 
     step: int
@@ -138,12 +137,12 @@ class StepMetrics(StoredRecord):
 
     @property
     def model_flops_per_s(self) -> float:
-        """Floating-point operations without recomputation and padding, per second of this step."""
+        """Floating-point operations per second of this step, excluding recomputation and padding."""
         return self.model_flops / self.step_s if self.step_s > 0 else 0.0
 
     @property
     def hardware_flops_per_s(self) -> float:
-        """All floating-point operations, per second of this step."""
+        """All floating-point operations per second of this step."""
         return self.hardware_flops / self.step_s if self.step_s > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -158,11 +157,11 @@ class StepMetrics(StoredRecord):
 
 @dataclass(frozen=True, slots=True)
 class Sample(StoredRecord):
-    """The model's continuation of a row of an evaluation set.
+    """The model's continuation of a row in an evaluation set.
 
     Attributes:
         prompt: beginning of the row.
-        generated: text that the model appends.
+        generated: text that the model appended.
     """
 
     prompt: str
@@ -177,11 +176,11 @@ class EvaluationMetrics(StoredRecord):
     Attributes:
         step: steps done before the evaluation.
         name: name of the evaluation set, as in metrics.
-        loss: mean cross entropy over all tokens with a label, without dropout, smoothing and auxiliary terms. For
-            preferences, the mean preference loss over all examples.
+        loss: mean cross entropy over all tokens with a label, without dropout, smoothing or auxiliary terms. For
+            preferences, mean preference loss over all examples.
         num_tokens: tokens with a label.
         seconds: time for which training was paused.
-        samples: continuations of its first rows, if the config asks for them.
+        samples: continuations of the set's first rows, if the config requests samples.
     """
 
     step: int
@@ -195,7 +194,7 @@ class EvaluationMetrics(StoredRecord):
 
     @property
     def perplexity(self) -> float:
-        """``exp(loss)``; meaningless for preference losses."""
+        """``exp(loss)``. Meaningless for preference losses."""
         try:
             return math.exp(self.loss)
         except OverflowError:
@@ -203,7 +202,7 @@ class EvaluationMetrics(StoredRecord):
 
     @property
     def quality(self) -> str:
-        """The figures after the loss in a console line."""
+        """The figures that follow the loss in a console line."""
         return format_preferences(self.preferences) or f"perplexity {self.perplexity:.2f}"
 
     def to_json(self) -> dict[str, Any]:
@@ -216,15 +215,15 @@ class EvaluationMetrics(StoredRecord):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMetrics(StoredRecord):
-    """Figures of one checkpoint that is on disk.
+    """Figures of a checkpoint that is on disk.
 
     Attributes:
-        step: steps done when it was taken.
+        step: steps done at the checkpoint.
         path: directory of the checkpoints.
         nbytes: size of all blocks.
         written_bytes: bytes of blocks that were copied from memory.
         linked_bytes: bytes of blocks that were hard-linked on drives.
-        seconds: time from the start until the checkpoint would survive a power cut.
+        seconds: time until the checkpoint survives a power cut.
         stall_s: part of ``seconds`` during which training was paused.
     """
 
@@ -243,10 +242,8 @@ class RunSummary(StoredRecord):
 
     Attributes:
         num_steps: steps done, including those before a resume.
-        first_loss: loss of the first step.
-        last_loss: loss of the last step.
-        mean_losses: mean over the first and mean over the last ``num_averaged`` steps; None if unknown.
-        num_averaged: steps in each of ``mean_losses``.
+        mean_losses: means over the first and over the last ``num_averaged`` steps. None if unknown.
+        num_averaged: number of steps in each mean of ``mean_losses``.
         seconds: training time over all starts, without the export.
         num_real_tokens: tokens without padding, over all steps.
         num_trained_tokens: tokens with a label, over all steps.
@@ -254,13 +251,12 @@ class RunSummary(StoredRecord):
         tier_capacity_bytes: tier -> bytes of all its slots.
         link_bytes: ``"ram->nvme"`` -> bytes moved since this start.
         link_paths: link -> data path that it uses: ``cuda``, ``posix-direct``, ``kvikio-gds`` ...
-        written_bytes: path on a drive -> bytes written to it since this start.
-        peak_rss_bytes: peak resident memory.
-        export_dir: the exported Hugging Face folder; None if there is no export.
+        written_bytes: path on a drive -> bytes written since this start.
+        export_dir: exported Hugging Face folder. None without an export.
         interrupted: whether the run was stopped early.
-        saved_step: step of the newest checkpoint; None if there is none.
+        saved_step: step of the newest checkpoint. None without a checkpoint.
         evaluations: set -> its last evaluation.
-        num_processes: processes that trained together. Figures of tiers, links, drives and memory describe rank 0.
+        num_processes: number of processes. Figures of tiers, links, drives and memory describe rank 0.
     """
 
     num_steps: int
@@ -304,13 +300,14 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 class RunObserver:
-    """The protocol for observers of a run; every method does nothing unless it is overridden.
+    """The protocol for observers of a run. By default, every method does nothing.
 
-    The training thread calls them; any thread may call ``on_message``. Methods return quickly and do not raise.
+    The training thread calls the methods; any thread can call ``on_message``. Methods must be quick and not raise
+    errors.
     """
 
     def on_ready(self, step: int | None) -> None:
-        """Called after all checks before training. ``step`` is the checkpoint's step; None for a new run."""
+        """Called after all checks before training. ``step`` is the checkpoint's step, or None for a new run."""
 
     def on_start(self, info: RunInfo) -> None:
         """Called before training starts."""
@@ -328,7 +325,7 @@ class RunObserver:
         """Called with a message for the user."""
 
     def on_end(self, summary: RunSummary) -> None:
-        """Called after training, except when it ended with an error."""
+        """Called after training, unless training ended with an error."""
 
 
 class Observers(RunObserver):
@@ -368,7 +365,7 @@ def format_evaluation(metrics: EvaluationMetrics) -> str:
 
 
 def format_samples(samples: Sequence[Sample]) -> list[str]:
-    """Return a console line per sample: the end of its prompt, then the starts of its continuation and reference."""
+    """Return a console line per sample: the end of the prompt, and the beginnings of continuation and reference."""
     return [
         f"      ...{_one_line(each.prompt)[-_SHOWN:]} >> {_one_line(each.generated)[:_SHOWN]} "
         f"(reference: {_one_line(each.reference)[:_SHOWN]})"
@@ -376,7 +373,7 @@ def format_samples(samples: Sequence[Sample]) -> list[str]:
     ]
 
 
-#: Characters of each text in a line.
+#: Maximum characters of each text in a line.
 _SHOWN = 60
 _LEAST_SHOWN_S = 0.05
 
@@ -405,7 +402,7 @@ def format_step(metrics: StepMetrics) -> str:
 
 
 def format_preferences(figures: Mapping[str, float]) -> str:
-    """Return the preference figures for a console line; "" without figures."""
+    """Return the preference figures for a console line, or "" without figures."""
     names = {
         "rewards/accuracies": "accuracy {:.2f}",
         "rewards/margins": "margin {:.3f}",
@@ -417,7 +414,7 @@ def format_preferences(figures: Mapping[str, float]) -> str:
 
 
 def format_lr(metrics: StepMetrics) -> str:
-    """Return the learning rate and the progress of the warm-up, whose first rate is 0 and changes no weight."""
+    """Return the learning rate and the progress of the warm-up. Its first rate is 0, which changes no weight."""
     text = f"{metrics.lr:.1e}" if metrics.lr else "0"
     if metrics.step > metrics.warmup_steps:
         return text
@@ -444,7 +441,7 @@ def format_tiers(used: Mapping[str, int], capacity: Mapping[str, int]) -> str:
 
 
 def format_rank(figures: Mapping[str, Any]) -> str:
-    """Return one rank's tier usage, transfers and stalls of a step, from its entry in ``StepMetrics.ranks``."""
+    """Return a rank's tier usage, transfers and stalls in a step, given its entry in ``StepMetrics.ranks``."""
     moved = figures.get("link_bytes", {})
     between = sum(nbytes for link, nbytes in moved.items() if link.endswith(("->ranks", "->hosts")))
     parts = [
@@ -457,6 +454,6 @@ def format_rank(figures: Mapping[str, Any]) -> str:
 
 
 def format_stalls(stall_s: Mapping[str, float]) -> str:
-    """Return the seconds waited per cause, for causes of at least 50 ms; "" without any."""
+    """Return the seconds waited per cause. Omits causes below 50 ms. Return "" without any."""
     seen = [f"{cause} {seconds:.1f}s" for cause, seconds in stall_s.items() if seconds >= _LEAST_SHOWN_S]
     return f"wait {' '.join(seen)}" if seen else ""

@@ -1,4 +1,4 @@
-"""Finds the living process that owns a run's folder, by its lock, and sends it signals. Imports no torch."""
+"""Finds the living process that holds the lock of a run's folder, and sends signals to it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["LockHolder", "UnreachableRunError", "catches_signal", "check_reachab
 
 
 class UnreachableRunError(Exception):
-    """A run is alive, but this process cannot reach it. The text states the reason and the remedy."""
+    """A run is alive, but this process cannot reach it. The message states the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class LockHolder:
 
 
 def living_owner(path: Path | str) -> LockHolder | None:
-    """Return the process that holds the lock of a run's folder; None if no living process holds it.
+    """Return the living process that holds the lock of a run's folder, or None.
 
     Raises:
         OSError: the lock cannot be read.
@@ -44,7 +44,7 @@ def living_owner(path: Path | str) -> LockHolder | None:
 
 
 def check_reachable(path: Path | str, owner: LockHolder) -> None:
-    """Check that the owner's pid is valid in this process; it may come from another machine or container.
+    """Check that the owner's pid is valid here. The owner may be on another machine or in another container.
 
     Raises:
         UnreachableRunError: the owner is on another machine, in another container, or belongs to another user.
@@ -70,7 +70,7 @@ def check_reachable(path: Path | str, owner: LockHolder) -> None:
 
 
 def send_signal(path: Path | str, owner: LockHolder, number: int) -> None:
-    """Send a signal to the owner of a folder.
+    """Send a signal to a folder's owner.
 
     Raises:
         UnreachableRunError: see ``check_reachable``.
@@ -82,7 +82,7 @@ def send_signal(path: Path | str, owner: LockHolder, number: int) -> None:
 
 
 def catches_signal(pid: int, number: int) -> bool:
-    """Return whether a process on this machine handles a signal; most unhandled signals would end it."""
+    """Return whether a process on this machine handles a signal. Most unhandled signals would end the process."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:

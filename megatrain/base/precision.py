@@ -1,18 +1,18 @@
 """Exact fp32 master weights, stored as a bf16 high half and an int16 low half.
 
-The high half is the master rounded to bf16, ties away from zero: the weight that a bf16 device computes with. The
-low half is the low 16 bits of the master. In integers, with all arithmetic modulo 2**32::
+The high half is the master rounded to bf16, with ties away from zero. A bf16 device computes with this half. The low
+half is the low 16 bits of the master. In integers, with all arithmetic modulo 2**32::
 
     high = (bits + 0x8000) >> 16        low = bits & 0xFFFF, read as int16
     bits = (high << 16) + low           # a negative low half subtracts the carry that rounding added to high
 
-So the pair represents all 2**32 bit patterns exactly, including NaN payloads. Round-to-nearest-even cannot be stored
-this way: an even high half would have to represent 65,537 masters.
+The pair therefore represents all 2**32 bit patterns exactly, including NaN payloads. Round-to-nearest-even cannot be
+stored this way, because an even high half would have to represent 65,537 masters.
 
-The *high half read as bf16* differs in two cases. A finite master that exceeds the largest bf16 by half a step or more
-(0x7F7F8000, 3.3961775e38, and up) has an infinite high half. A NaN whose payload changes when rounded can become
-another value (0x7FFFFFFF becomes -0.0, 0x7F800001 becomes +inf). Training refuses non-finite gradients before they
-reach a master, so no NaN is ever encoded.
+The *high half as a bf16 value* differs from the rounded master in two cases. A finite master that exceeds the largest
+bf16 by half a step or more (0x7F7F8000, 3.3961775e38, and up) has an infinite high half. The high half of some NaNs is
+not a NaN, because rounding changes the payload (0x7FFFFFFF gives -0.0, 0x7F800001 gives +inf). Training refuses
+non-finite gradients before they reach a master, so no NaN is ever encoded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 __all__ = ["MASTER_ELEMENTS", "decode", "encode", "high_half"]
 
-#: fp32 weights in memory at a time while blocks are filled: 64 MiB.
+#: Number of fp32 weights in memory at a time while blocks are filled: 64 MiB.
 MASTER_ELEMENTS = 16 << 20
 _CONVERT_ELEMENTS = 1 << 18
 """Elements converted at a time, so that temporaries fit into the cache and are much smaller than the block."""
@@ -51,7 +51,7 @@ def encode(master: Tensor, high: Tensor, low: Tensor) -> None:
 
 
 def high_half(master: Tensor, high: Tensor) -> None:
-    """Write only the high half: the bf16 weight that every placement computes with.
+    """Write only the high half, the bf16 weight used for computing in every placement.
 
     Args:
         master: 1-D contiguous fp32, any device; unchanged.
@@ -60,7 +60,7 @@ def high_half(master: Tensor, high: Tensor) -> None:
     _require("master", master, torch.float32, master.numel())
     _require("high", high, torch.bfloat16, master.numel())
     bits, high_bits = master.view(torch.int32), high.view(torch.int16)
-    # On a device the caller's pieces are small, and launching a kernel per 256 Ki elements would dominate the time.
+    # On a device, the caller's pieces are small, and one kernel launch per 256 Ki elements would dominate the time.
     step = _CONVERT_ELEMENTS if master.device.type == "cpu" else max(1, master.numel())
     for start in range(0, master.numel(), step):
         part = slice(start, start + step)
@@ -68,7 +68,7 @@ def high_half(master: Tensor, high: Tensor) -> None:
 
 
 def decode(high: Tensor, low: Tensor, master: Tensor) -> None:
-    """Join two halves into the fp32 masters from which they were split, bit for bit.
+    """Join two halves into the original fp32 masters, bit for bit.
 
     Args:
         high: 1-D contiguous bf16, any device; unchanged.

@@ -1,4 +1,4 @@
-"""The current activity of a run, which the live view and ``status.json`` show."""
+"""A run's current activity, for the live view and ``status.json``."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Moment(StoredRecord):
         doing: ``"step"``, or another activity, e.g. ``"loading weights"``.
         phase: phase of a step or an evaluation, e.g. ``"backward"``.
         unit: part of the model, e.g. ``"model.layers.11"``.
-        part: finished parts of the activity.
-        num_parts: parts of the activity; 0 if unknown.
-        micro_batch: current micro-batch, counted from 1; 0 between micro-batches.
-        num_micro_batches: micro-batches of a step.
+        part: number of finished parts of the activity.
+        num_parts: number of parts. 0 if unknown.
+        micro_batch: current micro-batch, counted from 1. 0 between micro-batches.
+        num_micro_batches: number of micro-batches in a step.
         seconds: time since the activity began.
         notice: text that stays visible, e.g. that the run is stopping.
-        done_bytes: bytes moved so far by an activity such as loading.
-        num_bytes: total bytes of that activity; 0 if it is not measured in bytes.
-        saved_bytes: bytes written so far of a checkpoint, which is written concurrently with other activities.
-        checkpoint_bytes: size of that checkpoint; 0 if no checkpoint is being written.
+        done_bytes: bytes that the activity (e.g. loading) has moved so far.
+        num_bytes: total bytes of the activity. 0 if not measured in bytes.
+        saved_bytes: bytes written so far of a checkpoint. Checkpoints are written concurrently with other activities.
+        checkpoint_bytes: size of this checkpoint. 0 if no checkpoint is being written.
     """
 
     doing: str = ""
@@ -47,7 +47,7 @@ class Moment(StoredRecord):
 
 
 class Saving(Protocol):
-    """The protocol of a checkpoint that is being written; ``Commit`` implements it."""
+    """The protocol for a checkpoint that is being written. ``Commit`` implements it."""
 
     @property
     def is_done(self) -> bool: ...
@@ -60,16 +60,16 @@ class Saving(Protocol):
 
 
 class Activity:
-    """Counters that the training thread sets and any thread may read, without locks.
+    """Counters that the training thread sets, and that any thread can read without locks.
 
-    Setting one is a plain assignment and never synchronizes with the device, which may still be computing queued
-    work. A reader may see a new value of one counter with an old value of another.
+    Setting a counter is a plain assignment and never synchronizes with the device, which may still be executing queued
+    work. A reader can see a new value of one counter together with an old value of another counter.
 
     Attributes:
-        is_watched: whether a live view will soon show a ``notice`` that is set.
-        notice: see ``Moment``; set by ``RunSignals``.
-        micro_batch: see ``Moment``; set by the engine.
-        saving: the checkpoint whose write began last; set by the saver.
+        is_watched: whether a live view will soon show a new ``notice``.
+        notice: see ``Moment``. Set by ``RunSignals``.
+        micro_batch: see ``Moment``. Set by the engine.
+        saving: checkpoint of the last write that began. Set by the saver.
     """
 
     def __init__(self) -> None:
@@ -83,14 +83,14 @@ class Activity:
         self._start_s = time.monotonic()
 
     def begin(self, doing: str, *, num_parts: int = 0, num_micro_batches: int = 0, num_bytes: int = 0) -> None:
-        """Begin another activity; pass ``num_bytes`` if it is measured in bytes."""
+        """Begin a new activity. Pass ``num_bytes`` if it is measured in bytes."""
         self._done_bytes, self._num_bytes = 0, num_bytes
         self._phase, self._unit, self._part, self.micro_batch = "", "", 0, 0
         self._doing, self._num_parts, self._num_micro_batches = doing, num_parts, num_micro_batches
         self._start_s = time.monotonic()
 
     def begin_part(self, part: int, phase: str = "", unit: str = "", num_parts: int | None = None) -> None:
-        """Begin a part of the activity; ``part`` parts are finished."""
+        """Begin a part of the activity, after ``part`` finished parts."""
         self._part, self._phase, self._unit, self.micro_batch = part, phase, unit, 0
         if num_parts is not None:
             self._num_parts = num_parts

@@ -1,6 +1,6 @@
-"""Sizes, rates and durations in a config: parsed, formatted exactly, and as JSON Schema patterns.
+"""Parses and formats sizes, rates and durations in a config, and defines their JSON Schema patterns.
 
-A size is bytes with a unit, a share of the machine's total, or "auto"; a duration is stored in seconds.
+A size is a number of bytes with a unit, a share of the machine's total, or "auto". A duration is in seconds.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ DURATION_SCHEMA: Mapping[str, Any] = {"type": "string", "pattern": _DURATION_PAT
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A size that may depend on the machine. At most one of ``nbytes`` and ``fraction`` is set; none for "auto".
+    """A size that can depend on the machine. For "auto", neither ``nbytes`` nor ``fraction`` is set, else one of them.
 
     Attributes:
-        nbytes: bytes, if the config gave a size with a unit.
-        fraction: share of the machine's total, 0 to 1, if the config gave a percentage.
+        nbytes: bytes, if the config has a size with a unit.
+        fraction: share of the machine's total, 0 to 1, if the config has a percentage.
     """
 
     text: str
@@ -56,11 +56,11 @@ class Size:
         return self.nbytes is None and self.fraction is None
 
     def resolve(self, total_bytes: int, *, auto_bytes: int | None = None) -> int:
-        """Return the size in bytes for a machine that has ``total_bytes``.
+        """Return the size in bytes on a machine with ``total_bytes``.
 
         Args:
             total_bytes: value of 100%.
-            auto_bytes: value of "auto"; defaults to ``total_bytes``.
+            auto_bytes: value of "auto". Default: ``total_bytes``.
         """
         if self.nbytes is not None:
             return self.nbytes
@@ -70,10 +70,10 @@ class Size:
 
     @classmethod
     def parse(cls, value: object) -> Size:
-        """Parse text into a size; return a Size unchanged.
+        """Parse text into a size. Return a Size unchanged.
 
         Raises:
-            ValueError: not text, no unit, or a percentage above 100; the text gives the remedy.
+            ValueError: not text, no unit, or a percentage above 100. The message states the remedy.
         """
         if isinstance(value, cls):
             return value
@@ -130,10 +130,10 @@ def exact_size(nbytes: int) -> str:
 
 
 def parse_interval(value: object) -> float:
-    """Return the seconds of a duration above 0, the sum of its parts.
+    """Return the seconds of a positive duration. Adds the parts of the duration.
 
     Raises:
-        ValueError: not text, no unit, an unknown unit, or zero; the text gives the remedy.
+        ValueError: not text, no unit, an unknown unit, or zero. The message states the remedy.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         raise ValueError(f'{value} has no unit. Write "{value}min" or "{value}s"')

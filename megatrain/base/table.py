@@ -1,7 +1,7 @@
-"""Declarations of config tables: a frozen model with one field per key, which contains all facts about the key.
+"""Declarations of config tables. A table is a frozen model; each field has all facts about one key.
 
-The package that reads a table owns it (``megatrain.optim.table``) and receives it unchanged;
-``megatrain.config.schema`` combines them. Modules of tables import nothing slow.
+Each table belongs to the package that reads it (``megatrain.optim.table``). ``megatrain.config.schema`` combines the
+tables. Their modules import nothing slow.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ __all__ = [
 
 T = TypeVar("T")
 
-# JSON Schema has keywords for type, bounds, description, examples and default. This project's keywords begin with x-.
+# JSON Schema has keywords for type, bounds, description, examples and default. Our additional keywords begin with x-.
 
-#: Whether another value changes the results of a resumed run. "no": keys of placement, output and retention. "by
-#: contents": keys of the weights, which the checkpoint contains, and of the data, which is compared by its
-#: fingerprint. Without a checkpoint these keys would change the results.
+#: Whether a different value changes the results of a resumed run. "no": keys about placement, output and retention. "by
+#: contents": keys that name the weights, which are in the checkpoint, or the data, which is compared by fingerprint.
+#: Without a checkpoint, these keys would change the results.
 Alters = Literal["yes", "by contents", "no"]
 HF = "transformers, TRL, LLaMA-Factory"
 HF_AXOLOTL = "transformers, TRL, LLaMA-Factory, Axolotl"
@@ -80,10 +80,10 @@ def key(
 
     Args:
         description: one or two sentences for the reference, ``config explain`` and editors.
-        default: the key is required without it.
-        alters: whether another value changes the results of a resumed run; None to use the value of the table.
-        same_name: the tools in which the key has the same name and meaning.
-        used_if: another key of the same table -> its values for which this key has an effect.
+        default: default value. Without it, the key is required.
+        alters: whether a different value changes the results of a resumed run. None to use the table's value.
+        same_name: tools in which the key has the same name and meaning.
+        used_if: another key in the table -> values of that key for which this key has an effect.
         words: further arguments of ``pydantic.Field``: bounds, ``examples``, ``default_factory``.
     """
     facts: dict[str, Any] = {"x-alters": alters, "x-same-name": same_name, "x-used-if": used_if}
@@ -95,13 +95,13 @@ def key(
 
 
 def all_alter(alters: Alters) -> dict[str, Any]:
-    """Return the JSON Schema keywords of a table, which apply to its keys and to the tables inside it."""
+    """Return JSON Schema keywords for a table. They apply to its keys and to the tables inside it."""
     return {"x-alters": alters}
 
 
 @dataclass(frozen=True, eq=False)
 class _Words:
-    """Annotation of a type: further keywords for its JSON Schema."""
+    """Type annotation that adds keywords to the JSON Schema."""
 
     words: Mapping[str, Any]
 
@@ -110,22 +110,22 @@ class _Words:
 
 
 def is_not(wrong: str, write: str) -> _Words:
-    """Return the annotation with the message for wrong values: ``KEY = VALUE <wrong>. <write>``."""
+    """Return an annotation with the message for wrong values: ``KEY = VALUE <wrong>. <write>``."""
     return _Words({"x-wrong": wrong, "x-write": write})
 
 
 def is_path(*words: str, name: str | None = None) -> _Words:
-    """Return the annotation of a path, which is made absolute unless it is one of ``words`` or a name on the hub.
+    """Return the annotation for a path. It is made absolute unless it is one of ``words`` or a name on the hub.
 
     Args:
         words: values that are not paths.
-        name: pattern of hub names; a value that matches and does not exist as a file is a name on the hub.
+        name: pattern of hub names. A value that matches and is not an existing file is a name on the hub.
     """
     return _Words({"x-path": {"words": words, "name": name}})
 
 
 class Table(BaseModel):
-    """Base of every table: immutable, rejects unknown keys, and does not convert types."""
+    """Base class of all tables. Immutable; rejects unknown keys and does not convert types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -134,12 +134,12 @@ class Table(BaseModel):
 
 
 def as_tuple(value: object) -> object:
-    """Convert a TOML list to a tuple; return any other value unchanged."""
+    """Convert a TOML list to a tuple. Return any other value unchanged."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def as_names(value: object) -> object:
-    """Convert one name, several names or "none" to a tuple; return any other value like :func:`as_tuple`."""
+    """Convert one name, several names or "none" to a tuple. Handle any other value like :func:`as_tuple`."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         return as_tuple(value)
@@ -147,16 +147,16 @@ def as_names(value: object) -> object:
 
 
 def without_secrets(url: str) -> str:
-    """Return a URL in which three stars replace passwords and signatures."""
+    """Replace passwords and signatures in a URL with three stars."""
     shown = re.sub(r"(://)\S*:\S*@", r"\1***@", url)  # S3 keys may contain slashes
     return re.sub(r"\?[^/]*=.*", "?***", shown) if "://" in url else url
 
 
 def plain_size(value: object) -> object:
-    """Return the number of bytes of a text with a unit."""
+    """Convert text with a unit to a number of bytes."""
     if isinstance(value, str):
         return parse_size(value)
-    return Size.parse(value).nbytes  # rejects a plain number and advises to add a unit
+    return Size.parse(value).nbytes  # rejects a number without a unit
 
 
 def _as_path(value: object) -> object:

@@ -1,7 +1,6 @@
-"""The timeline of traced steps, for Perfetto: computation, transfers and stalls.
+"""A timeline of traced steps for Perfetto: computation, transfers and stalls.
 
-The file uses Chrome's Trace Event Format (JSON), which https://ui.perfetto.dev and chrome://tracing read. Imports no
-torch.
+The file is in Chrome's Trace Event Format (JSON), for https://ui.perfetto.dev and chrome://tracing. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ if TYPE_CHECKING:
     from tiered import Event
 
 TIMELINE_NAME = "trace.json"
-#: The first rows; a row for each link follows when its first event arrives.
+#: The first rows. A row for each link follows when the link's first event arrives.
 COMPUTE, WAITING = "compute", "waiting"
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One bar of a row; times are seconds of ``time.perf_counter``."""
+    """One bar of a row. Times are seconds of ``time.perf_counter``."""
 
     row: str
     name: str
@@ -35,7 +34,7 @@ class Span:
 
 
 class TimedOp(Protocol):
-    """The fields of a tape op that a timeline reads."""
+    """Fields of a tape op that a timeline reads."""
 
     @property
     def tick(self) -> int: ...
@@ -52,7 +51,7 @@ class Timeline:
 
     Attributes:
         is_on: whether spans are collected.
-        read_usage: called at each op; returns tier -> bytes in use. None to collect no usage.
+        read_usage: called at each op, returns tier -> bytes in use. If None, no usage is collected.
     """
 
     def __init__(self) -> None:
@@ -80,7 +79,7 @@ class Timeline:
             self._add(Span(row, event.key, event.start_s, event.end_s, event.nbytes))
 
     def on_op(self, op: TimedOp | None) -> None:
-        """Record that the engine begins an op of the tape, or with None that it ended a step."""
+        """Record that the engine begins an op of the tape, or if ``op`` is None that it has ended a step."""
         now_s = time.perf_counter()
         if self._op is not None and self.is_on:
             self._add(Span(COMPUTE, self._op[0], self._op[1], now_s))
@@ -93,10 +92,10 @@ class Timeline:
             self._spans.append(span)
 
     def write(self, path: Path) -> Path:
-        """Write the spans collected so far to a file, atomically.
+        """Write the collected spans to a file, atomically.
 
         Returns:
-            The path of the file.
+            Path of the file.
 
         Raises:
             OSError: the file cannot be written.
@@ -132,7 +131,7 @@ class Timeline:
 
 
 def _lanes(spans: list[Span]) -> Iterator[tuple[int, Span]]:
-    """Yield each span with the first lane in which it overlaps no other span."""
+    """Yield each span with the first lane where it overlaps no other span."""
     ends_s: list[float] = []
     for span in spans:
         lane = next((number for number, end_s in enumerate(ends_s) if end_s <= span.start_s), len(ends_s))

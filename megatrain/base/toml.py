@@ -1,4 +1,4 @@
-"""Values in TOML syntax, for files and messages."""
+"""Formats values in TOML syntax for files and messages."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def format_value(value: Any) -> str:
             return "{}"
         names = {key: key if _BARE_KEY.fullmatch(key) else format_value(key) for key in value}
         return "{ " + ", ".join(f"{names[key]} = {format_value(item)}" for key, item in value.items()) + " }"
-    # A JSON string is a TOML basic string, except that TOML also requires DEL to be escaped.
+    # A JSON string is also a TOML basic string, except that TOML requires DEL to be escaped.
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

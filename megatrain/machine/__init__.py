@@ -1,1 +1,1 @@
-"""The machine of a run: its profile, memory and file systems, and files of planned machines."""
+"""The machine of a run: its profile, memory and file systems, and the files of planned machines."""

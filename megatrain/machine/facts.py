@@ -1,4 +1,4 @@
-"""Facts about this machine for a first config."""
+"""Collects facts about this machine for a first config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatrain.machine.machine import (
 from megatrain.machine.target import TierSpecs
 from tiered.units import GiB
 
-#: Folder on a drive for training state and for checkpoints of it.
+#: Folder on a drive for training state and its checkpoints.
 _FOLDER = "state"
 
 _NOT_FOR_DATA = frozenset({"squashfs", "iso9660", "vfat", "efivarfs", "autofs"})
@@ -28,10 +28,10 @@ _LEAST_FREE_BYTES = 4 * GiB
 
 
 def machine_facts(folder: Path, tiers: TierSpecs) -> MachineFacts:
-    """Return facts about this machine; nothing is allocated or written.
+    """Return facts about this machine. Allocates and writes nothing.
 
     Args:
-        folder: Future folder of the config. Its drive comes first, with a path relative to the folder.
+        folder: Folder in which the config will be. The folder's drive comes first, with a path relative to the folder.
         tiers: Resources with the size "auto".
     """
     device = resolve_device("auto")
@@ -44,7 +44,7 @@ def machine_facts(folder: Path, tiers: TierSpecs) -> MachineFacts:
 
 
 def _drives(folder: Path) -> Iterator[Drive]:
-    """Yield the drive of ``folder``, then the other writable drives; drives with most free space come first."""
+    """Yield the drive of ``folder``, then the other writable drives, ordered by free space."""
     own = file_system_of(folder)
     yield Drive(_FOLDER, _free(folder), own.kind, _objection(own, _free(folder)))
     found: list[Drive] = []

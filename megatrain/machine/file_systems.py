@@ -1,4 +1,4 @@
-"""File systems of this machine: their kind, their disk, and their space."""
+"""File systems of this machine: their kinds, disks and space."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FileSystem:
 
     @property
     def nature(self) -> Nature:
-        """Return the location of its bytes, derived from its kind."""
+        """Return the location of the file system's bytes, derived from its kind."""
         if self.kind in _IN_MEMORY:
             return "memory"
         if self.kind.startswith(_LAYERS):
@@ -61,7 +61,7 @@ class FileSystem:
 
     @property
     def caution(self) -> str:
-        """Return a warning about this file system, as a clause that begins with the kind, or "" for a drive."""
+        """Return a warning about this file system as a clause that begins with its kind, or "" for a drive."""
         if self.nature == "network" and _WINDOWS_DRIVE.fullmatch(self.source):
             return f"{self.kind} {_WINDOWS_CAUTION}"
         return f"{self.kind} {_CAUTIONS[self.nature]}" if _CAUTIONS[self.nature] else ""
@@ -73,7 +73,7 @@ class FileSystem:
 
 
 def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> FileSystem:
-    """Return the file system that holds ``path``, or its nearest existing parent folder."""
+    """Return the file system of ``path``, or of its nearest existing parent folder."""
     real = Path(os.path.realpath(existing_parent(path)))
     number = real.stat().st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
@@ -82,7 +82,7 @@ def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> F
 
 
 def missing_mount(path: Path, table: Path = Path("/etc/fstab")) -> str | None:
-    """Return the folder above ``path`` that /etc/fstab mounts a drive on but that is not mounted, else None."""
+    """Return the folder above ``path`` where /etc/fstab mounts a drive that is not mounted now, or None."""
     try:
         lines = table.read_bytes().decode(errors="surrogateescape").split("\n")
     except OSError:
@@ -98,9 +98,9 @@ def missing_mount(path: Path, table: Path = Path("/etc/fstab")) -> str | None:
 
 
 def disk_of(file_system: FileSystem, root: Path = Path("/sys/dev/block")) -> str:
-    """Return the disk that holds a file system, e.g. ``nvme0n1`` for its first partition; else its key."""
+    """Return a file system's disk, e.g. ``nvme0n1`` for its first partition. If unknown, return the key."""
     number = file_system.device
-    if number.startswith("0:") and file_system.source.startswith("/dev/"):  # btrfs: an anonymous device number
+    if number.startswith("0:") and file_system.source.startswith("/dev/"):  # btrfs has anonymous device numbers
         with contextlib.suppress(OSError):
             device = os.stat(file_system.source).st_rdev
             number = f"{os.major(device)}:{os.minor(device)}"
@@ -113,7 +113,7 @@ def disk_of(file_system: FileSystem, root: Path = Path("/sys/dev/block")) -> str
 def file_system_number(path: Path) -> int:
     """Return the device number of a path's file system."""
     while True:
-        with contextlib.suppress(FileNotFoundError):  # another process may remove the folder in between
+        with contextlib.suppress(FileNotFoundError):  # another process may have removed the folder
             return existing_parent(path).stat().st_dev
 
 
@@ -125,7 +125,7 @@ class DiskUsage(NamedTuple):
 
 
 def disk_usage(path: Path) -> DiskUsage:
-    """Return total and free bytes of the file system that holds a path, or would hold it."""
+    """Return the total and free bytes of the file system of a path. The path need not exist."""
     while True:
         with contextlib.suppress(FileNotFoundError):  # as above
             usage = shutil.disk_usage(existing_parent(path))
@@ -133,10 +133,10 @@ def disk_usage(path: Path) -> DiskUsage:
 
 
 def own_drive_bytes(path: Path, checkpoints: Path) -> int:
-    """Return the bytes on an NVMe path that a run can use: its checkpoints, and files of dead runs.
+    """Return the bytes of files on an NVMe path that a run can reuse: its checkpoints, and files of dead runs.
 
     Args:
-        checkpoints: Directory of the run's generations. Other runs' checkpoints on the path do not count.
+        checkpoints: Directory of the run's generations. Checkpoints of other runs do not count.
     """
     store_id = read_store_id(checkpoints)
     owned = reusable_bytes(path)

@@ -1,8 +1,8 @@
-"""Machine files in TOML: figures of one machine, with their origins, to plan its runs on another machine.
+"""Machine files in TOML. A file has one machine's figures and their origins, to plan its runs on another machine.
 
-The package contains files of common machines (``megatrain/machine/machines``); ``doctor --save-profile`` writes one.
-A figure is a table: ``is``, the value with its unit, and exactly one origin: ``source`` (a publication), ``estimate``
-(its basis) or ``measured`` (the day on which doctor measured it).
+The package contains files for common machines (``megatrain/machine/machines``). ``doctor --save-profile`` writes a
+file. A figure is a table. ``is`` is the value with its unit. Exactly one key states the origin: ``source`` (a
+publication), ``estimate`` (the basis) or ``measured`` (the day of doctor's measurement).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ FORMAT = "megatrain-tier machine 1"
 _FOLDER = Path(__file__).with_name("machines")
 _PREFIXES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _COUNTED = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kMGTP]?)([A-Za-z]+)/s")
-#: Placeholder: profiles need a day of measurement, which planned machines do not have.
+#: Placeholder, because profiles need the date of a measurement and planned machines have none.
 _NO_DAY = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class MachineFileError(Exception):
-    """The machine does not exist, or its file cannot be used. The text states the remedy."""
+    """The machine does not exist, or its file cannot be used. The message states the remedy."""
 
 
 def _text(value: object) -> str:
@@ -48,7 +48,7 @@ def _size(value: object) -> float:
 
 
 def _per_second(unit: str, example: str) -> BeforeValidator:
-    """Return a parser for a number of units per second, such as ``"794TFLOP/s"``."""
+    """Return a parser for units per second, e.g. ``"794TFLOP/s"``."""
 
     def parse(value: object) -> float:
         match = _COUNTED.fullmatch(_text(value).strip())
@@ -91,7 +91,7 @@ class Bandwidth(Figure):
 
 
 class Flops(Figure):
-    """Achieved floating-point operations per second of large matrix products."""
+    """Achieved floating-point operations per second in large matmuls."""
 
     value: Annotated[float, _per_second("FLOP", "794TFLOP/s"), Field(alias="is", gt=0)]
 
@@ -103,7 +103,7 @@ class Updates(Figure):
 
 
 class Launches(Figure):
-    """Operators that one thread calls per second, including the Python code of a step."""
+    """Number of operators that one thread calls per second, including a step's Python code."""
 
     value: Annotated[float, _per_second("launch", "28klaunch/s"), Field(alias="is", gt=0)]
 
@@ -177,7 +177,7 @@ class MachineFile(_MachineTable):
 
     Attributes:
         note: Note for the user; may be "".
-        unified_memory: Size of the memory that the CPU and the GPU share; None if each has its own.
+        unified_memory: Size of the memory that the CPU and the GPU share, or None if each has its own memory.
     """
 
     format: Literal["megatrain-tier machine 1"]
@@ -190,7 +190,7 @@ class MachineFile(_MachineTable):
     drives: tuple[DriveTable, ...] = ()
 
     def figures(self) -> Iterator[tuple[str, Figure]]:
-        """Yield (dotted key, figure) of every figure, e.g. ``("gpu.memory", ...)``."""
+        """Yield (dotted key, figure) for every figure, e.g. ``("gpu.memory", ...)``."""
         if self.unified_memory is not None:
             yield "unified_memory", self.unified_memory
         tables: list[tuple[str, _MachineTable | None]] = [("gpu", self.gpu), ("cpu", self.cpu), ("ram", self.ram)]
@@ -208,7 +208,7 @@ def machine_names() -> list[str]:
 
 
 def find_machine(name: str) -> PlannedMachine:
-    """Return a machine by its name, or by the path of its file.
+    """Return a machine, given its name or the path of its file.
 
     Raises:
         MachineFileError: The machine does not exist, or its file cannot be used.
@@ -217,7 +217,7 @@ def find_machine(name: str) -> PlannedMachine:
 
 
 def read_machine(name: str) -> tuple[str, MachineFile]:
-    """Return the name and the figures of a machine.
+    """Return a machine's name and figures.
 
     Args:
         name: Name of a packaged machine, or path of a file.
@@ -264,7 +264,7 @@ def planned_machine(name: str, file: MachineFile) -> PlannedMachine:
     gpu, cpu, ram = file.gpu, file.cpu, file.ram
 
     def by_device(prefix: str = "") -> dict[str, float]:
-        """Return one kind of rate, for the processors and the GPU."""
+        """Return one kind of rate for the CPU and the GPU."""
         return {
             f"{device}/{dtype}": figure.value
             for device, table in (("cpu", cpu), ("cuda", gpu))
@@ -343,7 +343,7 @@ def machine_toml(profile: MachineProfile, in_use_bytes: int, drive_sizes: Mappin
 
     Args:
         in_use_bytes: RAM used by other programs and the system.
-        drive_sizes: Key of a drive in the profile -> bytes of its file system.
+        drive_sizes: Drive's key in the profile -> size of its file system.
     """
     day = f"{profile.measured_at:%Y-%m-%d}{', quick' if profile.is_quick else ''}"
 

@@ -1,4 +1,4 @@
-"""Devices and memory of this machine or a planned one, and the part of them that a config lets a run use."""
+"""Devices and memory of this machine or a planned machine, and how much of them a config lets a run use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LIBRARY_BYTES = GiB
 
 
 def resolve_device(name: str, planned: PlannedMachine | None = None) -> torch.device:
-    """Return the compute device of a config. "auto" is CUDA if available.
+    """Return a config's compute device. "auto" is CUDA if available.
 
     Raises:
         ConfigError: The config requests a GPU, but torch or the planned machine has none.
@@ -42,7 +42,7 @@ def resolve_device(name: str, planned: PlannedMachine | None = None) -> torch.de
 
 
 def bus_of_gpu() -> str:
-    """Return the PCI address of the current GPU as in sysfs, or "" if this version of torch does not provide it."""
+    """Return the current GPU's PCI address in the form of sysfs, or "" if this version of torch does not have it."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     domain, bus, number = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
     if domain is None or bus is None or number is None:
@@ -58,9 +58,9 @@ def resolve_compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def compute_tier(tiers: TierSpecs, device: torch.device) -> str:
-    """Return the tier that layers run in: GPU memory with CUDA or an emulated GPU, else RAM.
+    """Return the tier in which layers run: GPU memory with CUDA or an emulated GPU, else RAM.
 
-    If GPU and RAM are one memory, it is also RAM, unless the config sets a size of the GPU tier.
+    If GPU and RAM are one memory, layers run in RAM unless the config sets the GPU tier's size.
     """
     if device.type == "cuda" and tiers.table.gpu.size.is_auto and is_one_memory(tiers.machine):
         return "ram"
@@ -70,7 +70,7 @@ def compute_tier(tiers: TierSpecs, device: torch.device) -> str:
 def is_one_memory(planned: PlannedMachine | None = None) -> bool:
     """Return whether GPU and RAM are one memory: CUDA reports an integrated GPU, as on GB10, Jetson or an APU.
 
-    GPUs with separate memory next to coherent RAM, such as GH200, return False, because RAM is slower for them.
+    Returns False for GPUs that have separate memory and coherent access to RAM, such as GH200, because RAM is slower.
 
     Args:
         planned: Machine to plan for, or None for this one.
@@ -85,19 +85,20 @@ def is_one_memory(planned: PlannedMachine | None = None) -> bool:
 def one_memory_reserve_bytes(total_bytes: int) -> int:
     """Return the bytes that a run leaves free if GPU and RAM share a memory: a tenth, at least 2 GiB.
 
-    Such a machine hangs before it kills a process. GPU allocations cannot be swapped out, so only the system's memory
-    can be reclaimed (seen on GB10 with 112 of 119 GiB in use). The reserve includes libraries and the CUDA context.
+    When memory runs out, such a machine hangs before it kills a process: GPU allocations cannot be swapped out, so only
+    the system's memory can be reclaimed (seen on GB10 with 112 of 119 GiB in use). The reserve includes libraries and
+    the CUDA context.
     """
     return max(total_bytes // 10, min(2 * GiB, total_bytes // 2))
 
 
 def moves_past_ram(tiers: TierSpecs, device: torch.device) -> bool:
-    """Return whether blocks move directly between files and GPU memory, if kvikio has confirmed that this works.
+    """Return whether blocks move directly between files and GPU memory. kvikio must have shown that this works.
 
-    With an emulated GPU, files are read by plain system calls, but only if the config requests it.
+    With an emulated GPU, plain system calls read the files, and only if the config requests direct movement.
 
     Raises:
-        ConfigError: The config requests it, but it does not work here.
+        ConfigError: The config requests direct movement, but it does not work here.
     """
     if tiers.table.direct == "off" or not tiers.table.nvme or compute_tier(tiers, device) != "gpu":
         return False
@@ -116,27 +117,27 @@ def moves_past_ram(tiers: TierSpecs, device: torch.device) -> bool:
 
 @functools.cache
 def _probed(folder: Path) -> KvikioProbe:
-    """Probe once per process, because the probe takes a second and the result does not change."""
+    """Probe once per process, because a probe takes a second and the result does not change."""
     return probe_kvikio(folder)
 
 
 def total_ram_bytes(root: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
-    """Return the RAM of the machine, or the limit of the cgroup if it is lower."""
+    """Return the machine's RAM, or the cgroup's limit if the limit is lower."""
     total: int = psutil.virtual_memory().total
     return min([total, *(limit for limit, _ in _cgroup_limits(root, own))])
 
 
 def available_ram_bytes(root: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
-    """Return the RAM that is free now, within the cgroup's limit. Swap does not count."""
+    """Return the free RAM, within the cgroup's limit. Swap does not count."""
     left = (max(0, limit - used) for limit, used in _cgroup_limits(root, own))
     available: int = psutil.virtual_memory().available
     return min([available, *left])
 
 
 def _cgroup_limits(root: Path, own: Path) -> list[tuple[int, int]]:
-    """Return (limit, used) of this process's cgroup and of each parent with a limit.
+    """Return (limit, used bytes) for this process's cgroup and each parent with a limit.
 
-    A container sees its cgroup as the root. A batch job sees the whole tree, with its position in it.
+    A container sees its own cgroup as the root. A batch job sees the whole tree and its position in the tree.
     """
     found = []
     for folder, limit_name, used_name, cache_name in _cgroup_folders(root, own):
@@ -150,7 +151,7 @@ def _cgroup_limits(root: Path, own: Path) -> list[tuple[int, int]]:
 
 
 def _cgroup_folders(root: Path, own: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """Yield folders of cgroups, with their file names for the limit, the usage, and the file cache in the usage."""
+    """Yield folders of cgroups, with the names of the limit, the usage, and the file cache within the usage."""
     try:
         lines = [line.split(":", 2) for line in own.read_text().split("\n") if line]
     except OSError:
@@ -164,7 +165,7 @@ def _cgroup_folders(root: Path, own: Path) -> Iterator[tuple[Path, str, str, str
 
 
 def _stat_of(folder: Path, name: str) -> int:
-    """Return a value of ``memory.stat``. A cgroup is charged for the file cache, which is freed on demand."""
+    """Return a value in ``memory.stat``. A cgroup is charged for file cache, although it is freed on demand."""
     try:
         lines = (folder / "memory.stat").read_text().split("\n")
     except OSError:
@@ -173,7 +174,7 @@ def _stat_of(folder: Path, name: str) -> int:
 
 
 def ram_capacity_bytes(tiers: TierSpecs) -> int:
-    """Return the capacity of the RAM tier. auto: the free RAM minus the margin and a GPU tier in RAM.
+    """Return the RAM tier's capacity. "auto" is the free RAM minus the margin and minus an emulated GPU tier.
 
     Raises:
         ConfigError: GPU and RAM are one memory, and the config leaves too little for the system.
@@ -208,7 +209,7 @@ def _check_one_memory(tiers: TierSpecs, wanted_bytes: int, total_bytes: int) -> 
 
 
 def gpu_capacity_bytes(tiers: TierSpecs, device: torch.device) -> int:
-    """Return the capacity of the GPU tier. auto: the free memory minus the margin. Emulated: as configured.
+    """Return the GPU tier's capacity. "auto" is the free memory minus the margin. An emulated GPU needs a size.
 
     The margin is at least the allowance for libraries. If GPU and RAM are one memory, return the RAM tier's capacity.
     """
@@ -222,16 +223,16 @@ def gpu_capacity_bytes(tiers: TierSpecs, device: torch.device) -> int:
 
 
 def library_bytes(total_bytes: int) -> int:
-    """Return the allowance for libraries in a GPU's memory outside the tier, which no plan includes.
+    """Return the GPU memory outside the tier that is allowed for libraries. Plans do not include it.
 
-    It is estimated from the sources of libraries, not measured: workspaces of cuBLAS and cuDNN, and kernels, which are
-    loaded at their first use.
+    An estimate from the libraries' source code, not a measurement. It covers workspaces of cuBLAS and cuDNN, and
+    kernels, which are loaded at their first use.
     """
     return min(_LIBRARY_BYTES, total_bytes // 10)
 
 
 def describe_library_memory(capacity_bytes: int, device: torch.device, planned: PlannedMachine | None = None) -> str:
-    """Return a sentence on the GPU memory that a tier of this capacity leaves to libraries, or "" if unknown."""
+    """Describe the GPU memory that a tier of this capacity leaves for libraries, or return "" if unknown."""
     if device.type != "cuda" or (planned is None and not torch.cuda.is_available()) or is_one_memory(planned):
         return ""
     free, total = _gpu_memory(planned, device)
@@ -245,14 +246,14 @@ def describe_library_memory(capacity_bytes: int, device: torch.device, planned: 
 
 
 def _gpu_memory(planned: PlannedMachine | None, device: torch.device) -> tuple[int, int]:
-    """Return the free and the total memory of a GPU."""
+    """Return a GPU's free and total memory."""
     if planned is None:
         return gpu_memory_bytes(device)
     return planned.gpu_bytes or 0, planned.gpu_bytes or 0
 
 
 def gpu_memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Return the free and the total memory of a CUDA device."""
+    """Return a CUDA device's free and total memory."""
     free, total = torch.cuda.mem_get_info(device)
     return free, total
 
@@ -263,9 +264,9 @@ def gpu_name(device: torch.device) -> str:
 
 
 def nvme_capacity_bytes(tiers: TierSpecs, output_dir: Path) -> int:
-    """Return the capacity of the NVMe tier over all its paths. auto: free space minus the margin.
+    """Return the NVMe tier's total capacity over all paths. "auto" is the free space minus the margin.
 
-    Files left by this run count as free. Paths on one file system share its free space.
+    Files that this run left count as free. Paths on the same file system share its free space.
 
     Args:
         tiers: Resources with at least one drive.
@@ -284,7 +285,7 @@ def nvme_capacity_bytes(tiers: TierSpecs, output_dir: Path) -> int:
 
 
 def _planned_nvme_bytes(tiers: TierSpecs, planned: PlannedMachine) -> int:
-    """Return the capacity over the empty drives of a planned machine. "auto" without a drive is 0."""
+    """Return the NVMe tier's capacity on a planned machine with empty drives. "auto" without a drive is 0."""
     totals = [drive.total_bytes for drive in planned.drives]
     totals += [0] * (len(tiers.table.nvme) - len(totals))
     capacity = 0

@@ -1,4 +1,4 @@
-"""Measured rates of machines, and the file that stores them: ``doctor`` writes it, and plans read it."""
+"""Measured rates of machines, and the file that stores the rates. ``doctor`` writes the file, and plans read it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from megatrain.machine.file_systems import file_system_of
 from tiered.units import GiB
 
-#: Older figures are still used, but reported as old.
+#: Older figures are still used, but are reported as old.
 STALE_DAYS = 30
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-#: Rates that earlier versions stored and that no plan reads.
+#: Rates that earlier versions stored. No plan reads them.
 _ENDED_RATES = frozenset(
     f"{name}_bytes_per_s" for name in ("bare_read", "bare_write", "bare_mixed", "ram_read", "ram_copy")
 )
@@ -40,15 +40,14 @@ class _Record(BaseModel):
 
 
 class DriveProfile(_Record):
-    """Rates that the tier reached on one file system, in bytes per second.
+    """Rates of a tier on one file system, in bytes per second.
 
     Attributes:
-        path: Measured path.
         is_direct: Whether O_DIRECT was used.
         mixed_bytes_per_s: Total rate of simultaneous reads and writes.
-        sustained_write_bytes_per_s: Rate at the end of a long write, or None if not measured.
-        computing_s_per_byte: Compute slowdown per moved byte, or None if not measured.
-        seconds_per_copy: Time of the step's thread per moved block, or None if not measured.
+        sustained_write_bytes_per_s: Rate at the end of a long write. None if not measured.
+        computing_s_per_byte: Seconds by which each moved byte delays computation. None if not measured.
+        seconds_per_copy: Time that the step's thread spends per moved block. None if not measured.
     """
 
     path: str
@@ -65,12 +64,13 @@ class DriveProfile(_Record):
 
 
 class GpuProfile(_Record):
-    """Measured rates of one CUDA device and between it and page-locked RAM, in bytes per second.
+    """Measured rates of one CUDA device, and of copies to and from page-locked RAM, in bytes per second.
 
     Attributes:
-        update_bytes_per_s: Two reads and a write per element in its memory, or None if not measured.
-        peer_bytes_per_s: Each direction while all GPUs of a host gather or exchange, or None if unknown.
-        network_bytes_per_s: Each direction between hosts, per GPU while all of them use it, or None if unknown.
+        update_bytes_per_s: Rate in device memory with two reads and a write per element. None if not measured.
+        peer_bytes_per_s: Rate in each direction while all GPUs of a host gather or exchange. None if unknown.
+        network_bytes_per_s: Rate between hosts in each direction, per GPU while all GPUs use the network. None if
+            unknown.
     """
 
     name: str
@@ -86,16 +86,15 @@ class MachineProfile(_Record):
     """All measurements of one machine.
 
     Attributes:
-        num_threads: Number of compute threads.
-        ram_update_bytes_per_s: Two reads and a write per element, in place, with one addition.
-        adamw_params_per_s: Dtype of the weights -> parameters that the AdamW kernel updates per second.
-        matmul_flops_per_s: ``"cpu/float32"`` -> FLOP/s of matrix products: as in layers of a step on a CPU, of large
-            ones on a GPU.
-        attention_flops_per_s: Same keys -> FLOP/s of fused attention, counting the work of a causal kernel. Empty if
+        ram_update_bytes_per_s: Rate of in-place additions, with two reads and a write per element.
+        adamw_params_per_s: Dtype of the weights -> parameters per second that the AdamW kernel updates.
+        matmul_flops_per_s: ``"cpu/float32"`` -> FLOP/s of matmuls. On a CPU, measured in the layers of steps; on a GPU,
+            with large matrices.
+        attention_flops_per_s: Same keys -> FLOP/s of fused attention, counting only a causal kernel's work. Empty if
             not measured.
-        elementwise_bytes_per_s: Same keys -> bytes/s of other layer operators, reads and writes. Empty if not measured.
-        launches_per_s: Operator calls per second of a CPU thread, with a step's Python code. None if not measured.
-        drives: Device of a file system -> its rates.
+        elementwise_bytes_per_s: Same keys -> bytes/s that other layer operators read and write. Empty if not measured.
+        launches_per_s: Operator calls per second of a CPU thread, including a step's Python code. None if not measured.
+        drives: Device of the file system -> rates of the drive.
     """
 
     host: str
@@ -119,7 +118,7 @@ class MachineProfile(_Record):
         return _key_of(self.host, self.cpu, self.ram_bytes)
 
     def drive_of(self, path: Path) -> DriveProfile | None:
-        """Return the rates of the drive that holds ``path``, or will hold it, or None if not measured."""
+        """Return the rates of a path's drive, or None if not measured. The path need not exist."""
         return self.drives.get(file_system_of(path).key)
 
 
@@ -131,12 +130,12 @@ class _ProfileFile(_Record):
 
 @dataclass(frozen=True, slots=True)
 class LoadedProfile:
-    """The profile of a machine, or None.
+    """A machine's profile, or None.
 
     Attributes:
-        note: Why an existing file of profiles gives no rates, or None.
-        origin: A line on their source, or "" if doctor measured them on this machine.
-        ranks: Lines on the ranks that determine these rates. Empty if all ranks have equal rates.
+        note: Reason why an existing file of profiles provides no rates, or None.
+        origin: Line that states the source of the rates, or "" if doctor measured them on this machine.
+        ranks: Lines about the ranks that determine the rates. Empty if all ranks have the same rates.
     """
 
     machine: MachineProfile | None
@@ -153,7 +152,7 @@ def profile_path() -> Path:
 
 
 def load_profile(path: Path | None = None) -> LoadedProfile:
-    """Return the profile of this machine. Never raises: the note names an unusable file."""
+    """Return this machine's profile. Never raises an error: ``note`` explains an unusable file."""
     path = profile_path() if path is None else path
     try:
         machines = _read(path).machines
@@ -168,9 +167,9 @@ def load_profile(path: Path | None = None) -> LoadedProfile:
 
 
 def store_profile(machine: MachineProfile, path: Path | None = None) -> Path:
-    """Write the profile of one machine atomically; return the file.
+    """Write a machine's profile atomically, and return the file.
 
-    The file keeps figures of other machines, and figures of this machine's drives that were not measured now.
+    The file keeps the figures of other machines, and of drives that this measurement did not include.
 
     Raises:
         OSError: The file cannot be written.
@@ -199,14 +198,14 @@ def store_profile(machine: MachineProfile, path: Path | None = None) -> Path:
 
 
 def measured_drive_rates(paths: Sequence[Path], machine: MachineProfile | None) -> list[float] | None:
-    """Return the mixed rate of each path's drive, in bytes per second, or None unless all were measured."""
+    """Return the mixed rates of the paths' drives in bytes per second, or None unless all drives were measured."""
     drives = [machine.drive_of(path) for path in paths] if machine is not None else []
     rates = [drive.mixed_bytes_per_s for drive in drives if drive is not None]
     return rates if rates and len(rates) == len(paths) else None
 
 
 def age_days(measured_at: datetime) -> float:
-    """Return the age of a measurement in days; 0 for a time in the future."""
+    """Return the age of a measurement in days, or 0 for a time in the future."""
     return max(0.0, (datetime.now(UTC) - measured_at).total_seconds() / 86400)
 
 

@@ -1,4 +1,4 @@
-"""The table [tiers]: the resources of a machine that a run may use."""
+"""The table [tiers]: the resources of a machine that a run can use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine that a run is planned for, this one or another, and the resources that the run may use on it."""
+"""The machine for which a run is planned, and the resources that the run can use there."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatrain.machine.table import TiersConfig
 
 @dataclass(frozen=True, slots=True)
 class PlannedDrive:
-    """A drive of a planned machine. The machine's profile has its rates under the same key.
+    """A drive of a planned machine. The machine's profile has the drive's rates under the same key.
 
     Attributes:
-        key: Name of its rates in the profile.
-        total_bytes: Size of its file system.
-        max_written_bytes: Endurance that its maker promises, or None if unknown.
+        key: Name of the drive's rates in the profile.
+        total_bytes: Size of the file system.
+        max_written_bytes: Endurance that the manufacturer guarantees, or None if unknown.
     """
 
     key: str
@@ -29,15 +29,15 @@ class PlannedDrive:
 
 @dataclass(frozen=True, slots=True)
 class PlannedMachine:
-    """A machine that runs are planned for, from its figures. Planning for it reads nothing of this machine.
+    """A machine for which runs are planned from figures alone. Such plans read nothing on the current machine.
 
     Attributes:
-        name: Name of its file, without the suffix.
+        name: Name of the machine's file, without the suffix.
         note: Note for the user, or "".
-        free_ram_bytes: RAM that the system leaves free.
+        free_ram_bytes: RAM that the system does not use.
         gpu_bytes: Memory of one GPU, or None without a GPU.
-        num_gpus: Number of GPUs of that kind; each process uses one.
-        unified_bytes: Size of the memory that GPU and RAM share, or None if they are separate.
+        num_gpus: Number of GPUs of this kind. Each process uses one GPU.
+        unified_bytes: Size of the memory that GPU and CPU share, or None if they have separate memory.
         drives: Drives, in the order of a config's ``[[tiers.nvme]]``.
         num_published: Number of figures with a source.
         num_estimated: Number of estimated figures.
@@ -63,7 +63,7 @@ class PlannedMachine:
 
     @property
     def origin(self) -> str:
-        """The source of its rates, as a line of a plan."""
+        """Source of the machine's rates, as a line for plans."""
         made = f"{self.num_published} of its figures are published ones, {self.num_estimated} estimated"
         if not self.num_published and not self.num_estimated:
             made = "measured there by doctor"
@@ -72,16 +72,16 @@ class PlannedMachine:
 
 @dataclass(frozen=True, slots=True)
 class TierSpecs:
-    """Resources that a run may use on a machine.
+    """Resources that a run can use on a machine.
 
     Attributes:
-        table: ``[tiers]``. Without a drive there is no NVMe tier.
+        table: ``[tiers]``. Without a drive, there is no NVMe tier.
         rates: Relative weight of each drive in a stripe.
         has_rates: Whether the config sets these weights.
-        emulates_gpu: Whether a part of RAM is used instead of GPU memory.
+        emulates_gpu: Whether a part of RAM emulates GPU memory.
         file_bytes: Largest file of a block, or None for the tier's default.
         machine: Machine to plan for, or None for this one.
-        profile: Rates to plan with, or None for the rates of the machine.
+        profile: Rates to plan with, or None for the machine's rates.
     """
 
     table: TiersConfig

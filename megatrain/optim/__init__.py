@@ -1,1 +1,1 @@
-"""Optimizers, exact clipping and learning-rate schedules. Imports no kernel and compiles nothing."""
+"""Optimizers, exact clipping and learning-rate schedules. Importing this package compiles no kernels."""

@@ -1,4 +1,4 @@
-"""Adafactor on the CPU. It stores row and column means of second moments, about a thousandth of AdamW's state."""
+"""Adafactor on the CPU. Its state is the row and column means of second moments: a thousandth of AdamW's state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_ROW_BLOCKS = 64
 
 
 def second_moment_elements(entry: TensorEntry) -> int:
-    """Return the number of state elements: one per row and column of a matrix, or one per element of a vector."""
+    """Return the number of state elements: one per row and per column of a matrix, or one per element of a vector."""
     num_matrices, num_rows, num_columns = as_matrices(entry.shape, entry.numel)
     return num_matrices * (num_rows + num_columns) if len(entry.shape) >= 2 else entry.numel
 
@@ -42,7 +42,7 @@ def as_matrices(shape: Sequence[int], num_elements: int) -> tuple[int, int, int]
 
 
 def rows_per_block(num_rows: int, num_columns: int) -> int:
-    """Return the number of rows that share column sums. It affects the result, so it depends only on the shape."""
+    """Return the number of rows per column sum. This number affects the result, so it depends only on the shape."""
     return max(RANGE_ELEMENTS // max(num_columns, 1), -(-num_rows // MAX_ROW_BLOCKS), 1)
 
 
@@ -57,8 +57,8 @@ class _KernelSlice:
 class Adafactor:
     """Adafactor over flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract. 4 bytes per parameter.
 
-    From Shazeer and Stern (2018), with an external learning rate: `transformers.Adafactor` with `scale_parameter` and
-    `relative_step` off and no first moment. A parameter is updated as follows, in fp32 with sums in fp64::
+    Shazeer and Stern (2018) with an external learning rate, like `transformers.Adafactor` with `scale_parameter` and
+    `relative_step` off and no first moment. A parameter is updated in fp32, with sums in fp64::
 
         g = grad * grad_scale
         rows = rows * b + (mean(g * g, columns) + eps) * (1 - b)       where b = 1 - step ** decay_rate
@@ -66,13 +66,12 @@ class Adafactor:
         u = g * (sqrt(mean(rows) / rows) * sqrt(1 / columns))          a vector: u = g / sqrt(v), v per element
         w = w * (1 - lr * weight_decay) - u * (lr / max(1, rms(u) / clip_threshold))
 
-    The gradient is read three times, because the mean square of the update must be known before a weight changes.
+    The gradient is read three times, because no weight can change before the update's mean square is known.
 
     Args:
-        decay_rate: Exponent below 0; second moments decay by `1 - step ** decay_rate`.
-        eps: Number added to squared gradients.
+        decay_rate: Negative exponent. Second moments decay by `1 - step ** decay_rate`.
         clip_threshold: Maximum root mean square of a parameter's update before it is multiplied by the learning rate.
-        threads: Threads to compute on; None creates one thread per usable CPU.
+        threads: Compute threads. None creates one thread per usable CPU.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Adafactor:
         self.threads = KernelThreads() if threads is None else threads
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return the kinds of the master, and `v`, which is shorter than the weights."""
+        """Return the master's kinds, and `v`, which has fewer elements than the weights."""
         return (*master_kinds(split_master), *_STATE)
 
     def update(
@@ -107,7 +106,7 @@ class Adafactor:
             matrices = as_matrices(segment.shape, size)
             is_matrix = len(segment.shape) >= 2
             kept = matrices[0] * (matrices[1] + matrices[2]) if is_matrix else size
-            assert "v" in segment.state_starts, segment  # build_segments sets it if it receives the kinds
+            assert "v" in segment.state_starts, segment  # build_segments sets this if it gets the kinds
             start = segment.state_starts["v"]
             assert math.prod(matrices) == size and start + kept <= moments.size, (segment, moments.size)
             if size:
@@ -131,7 +130,7 @@ class Adafactor:
 
 
 class _Parameter:
-    """One step of one parameter. All arrays are views of the blocks."""
+    """One parameter's update in one step. All arrays are views of the blocks."""
 
     def __init__(
         self,
@@ -186,7 +185,7 @@ class _Parameter:
         rows = self._moments[:num_row_means].reshape(num_matrices, num_rows)
         columns = self._moments[num_row_means:].reshape(num_matrices, num_columns)
         self._update_means(shape, rows, columns)
-        with np.errstate(all="ignore"):  # non-finite values propagate to the weights, as in every other optimizer
+        with np.errstate(all="ignore"):  # non-finite values reach the weights, as in every optimizer
             mean = np.add.accumulate(rows, axis=1, dtype=np.float64)[:, -1:] / num_rows
             row_factor = np.sqrt(mean / rows).astype(np.float32)
             column_factor = np.sqrt(1.0 / columns.astype(np.float64)).astype(np.float32)
@@ -252,7 +251,7 @@ class _Parameter:
             means[:] = means * self._beta2 + new * self._one_minus_beta2
 
     def _step_size(self, sums: Array) -> np.float32:
-        """Return the clipped learning rate, given the sums of squares of the update."""
+        """Return the clipped learning rate for an update with these sums of squares."""
         with np.errstate(all="ignore"):
             total = float(np.add.accumulate(sums.reshape(-1))[-1])
         rms = math.sqrt(total / self._grad.size)
@@ -261,7 +260,7 @@ class _Parameter:
 
 
 def _pieces(shape: tuple[int, int, int]) -> Iterator[_KernelSlice]:
-    """Yield kernel calls of about RANGE_ELEMENTS: several matrices, or one row block of a matrix."""
+    """Yield kernel calls with about RANGE_ELEMENTS elements each: several matrices, or one row block of a matrix."""
     num_matrices, num_rows, num_columns = shape
     block = rows_per_block(num_rows, num_columns)
     if block >= num_rows:

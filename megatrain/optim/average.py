@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights, as an additional kind of state of any optimizer."""
+"""Exponential moving average of the weights, stored as an additional kind of optimizer state."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ EMA = StateKind("ema", torch.float32, begins_as_weight=True)
 
 
 class WeightAverage:
-    """Wrapper of an optimizer that adds an average of the weights; see `megatrain.optim.base.Optimizer`.
+    """Adds an average of the weights to any optimizer; see `megatrain.optim.base.Optimizer`.
 
-    After it updates an element, it updates the average with the new fp32 master w. Each operation is rounded to fp32::
+    After updating an element, it updates the average with the new fp32 master w. Each operation is rounded to fp32::
 
         ema = ema + (w - ema) * (1 - decay)
 
-    The average begins as a copy of the weights. A step changes no averages of parameters without a gradient.
+    The average begins as a copy of the weights. If a parameter has no gradient in a step, its average does not change.
 
     Args:
-        inner: Optimizer of the weights. None of its kinds is named "ema".
+        inner: Optimizer of the weights. It must not have a kind named "ema".
         decay: Above 0 and below 1.
-        threads: Threads to compute on; default: the threads of ``inner``, or new ones.
+        threads: Compute threads. Default: the threads of ``inner``, or new threads.
     """
 
     def __init__(self, inner: Optimizer, decay: float, threads: KernelThreads | None = None) -> None:
@@ -55,7 +55,7 @@ class WeightAverage:
 
     @property
     def share(self) -> np.float32:
-        """Factor on the new weights in the average: 1 - decay."""
+        """Share of the new weights in the average: 1 - decay."""
         return np.float32(1.0 - self.decay)
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
@@ -84,7 +84,8 @@ class WeightAverage:
         for kind in self.inner.state:
             arrays[kind.name] = flat_block(kind.name, own[kind.name], kind.dtype, kind.elements_for(num_elements))
         updating = self.inner.calls(arrays, flat_gradient(gradient), segments, update)
-        # Both cut segments at the same elements, so a thread averages the range that it just updated from its cache.
+        # Updating and averaging split segments at the same elements, so a thread averages the range that it has just
+        # updated, while this range is in the cache.
         self.threads.run(partial(_both, *calls) for calls in zip(updating, averaging, strict=True))
 
     def _calls(
@@ -105,7 +106,7 @@ class WeightAverage:
 
     @property
     def rows_kinds(self) -> tuple[str, ...]:
-        """State kinds, EMA first; see `ElementwiseOptimizer.rows_kinds`."""
+        """State kinds, beginning with the average; see `ElementwiseOptimizer.rows_kinds`."""
         assert isinstance(self.inner, ElementwiseOptimizer), self.inner
         return (EMA.name, *self.inner.rows_kinds)
 
@@ -142,9 +143,9 @@ def begin_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
     """Initialize an average with the masters.
 
     Args:
-        weight: Masters or their high halves; 1-D and contiguous in host memory.
-        low: Low halves; None if `weight` holds whole masters.
-        average: fp32 average of the same length; written.
+        weight: Masters, or their high halves. 1-D, contiguous, in host memory.
+        low: Low halves, or None if `weight` has whole masters.
+        average: fp32 output of the same length.
     """
     if low is None:
         average.copy_(weight)
@@ -164,7 +165,7 @@ def swap_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
 
 
 class MatrixWeightAverage(WeightAverage):
-    """`WeightAverage` that wraps a `megatrain.optim.base.MatrixOptimizer`."""
+    """`WeightAverage` for a `megatrain.optim.base.MatrixOptimizer`."""
 
     inner: MatrixOptimizer
 
@@ -174,7 +175,7 @@ class MatrixWeightAverage(WeightAverage):
         return self.inner.piece_bytes
 
     def is_matrix_of(self, entry: TensorEntry) -> bool:
-        """Return the result of the wrapped optimizer."""
+        """Return whether the wrapped optimizer treats a parameter as matrices."""
         return self.inner.is_matrix_of(entry)
 
     def make_directions(
@@ -185,7 +186,7 @@ class MatrixWeightAverage(WeightAverage):
         update: Update,
         directions: Tensor,
     ) -> None:
-        """Start an update of matrices; `apply_directions` updates the averages."""
+        """Start an update of matrices. `apply_directions` finishes it and updates the averages."""
         self.inner.make_directions(blocks, gradient, segments, update, directions)
 
     def orthogonalize(self, matrix: Tensor, room: Tensor, name: str = "") -> None:

@@ -1,4 +1,4 @@
-"""The contract between engine and optimizer: kinds of state, and the update of one block group."""
+"""The contract between engine and optimizers: kinds of state, and updates of block groups."""
 
 from __future__ import annotations
 
@@ -47,14 +47,16 @@ class StateKind:
     """One kind of block that an update reads and writes.
 
     Attributes:
-        name: Kind of the block: the part of its key after the unit's name.
+        name: Name of the kind, which follows the unit's name in the keys of blocks.
         dtype: Element type.
-        elements_of: Returns the number of elements that a parameter has in the block, which stores parameters
+        elements_of: Returns the number of elements that a parameter has in the block. Parameters are stored
             consecutively. Without it, each `granularity` elements of the weight block share one element, in order.
-        needs_whole: Whether an update needs the whole parameter, even if the block has the layout of the weight.
-        granularity: Elements of the weight that share one element of this block: 1, or a divisor of 1024. Parameters
-            and parts are aligned to it, so no two of them share an element.
-        begins_as_weight: Whether new state is a copy of the fp32 masters, not zeros. Needs an fp32 element per weight.
+        needs_whole: Whether an update needs whole parameters, even if the block has the same layout as the weight
+            block.
+        granularity: Number of weights that share one element of this block, a divisor of 1024. Parameters and parts are
+            aligned to it, so no two parameters or parts share an element.
+        begins_as_weight: Whether new state is a copy of the fp32 masters instead of zeros. Requires one fp32 element
+            per weight.
     """
 
     name: str
@@ -71,7 +73,7 @@ class StateKind:
         assert is_aligned or not self.begins_as_weight, self
 
     def num_elements(self, layout: UnitLayout) -> int:
-        """Return the length of the block for a layout, padding included; never 0."""
+        """Return the length of a layout's block, including padding; at least 1."""
         if self.elements_of is None:
             return self.elements_for(layout.num_elements)
         return max(1, -(-self._extent(layout)[1] // _BLOCK_ALIGNMENT_ELEMENTS)) * _BLOCK_ALIGNMENT_ELEMENTS
@@ -81,7 +83,7 @@ class StateKind:
         return -(-num_elements // self.granularity)
 
     def is_like_weight(self, layout: UnitLayout) -> bool:
-        """Return whether the block can be cut where the weight block is cut, so that parts are updated separately."""
+        """Return whether the block can be cut at the same places as the weight block, to update parts separately."""
         if self.elements_of is None or self.needs_whole:
             return not self.needs_whole
         return len(layout.entries) == 1 and self.elements_of(layout.entries[0]) == layout.entries[0].numel
@@ -107,18 +109,18 @@ class StateKind:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A range of a flat block whose parameters share their settings.
+    """A range of a flat block with the same settings for all its parameters.
 
     Attributes:
         start: First element.
-        stop: One past the last element. Updates never touch the padding after it.
+        stop: One past the last element. Updates never change the padding that follows.
         weight_decay: Decoupled decay, as a fraction per step at a learning rate of 1.
-        lr_scale: Factor on the learning rate of the step.
-        shape: Shape of the parameter, for optimizers that need it; `()` for a vector.
-        state_starts: First element of the parameter in the block, by kind, for kinds with `elements_of`.
+        lr_scale: Factor by which the step's learning rate is multiplied.
+        shape: Shape of the parameter, for optimizers that need it. `()` for a vector.
+        state_starts: Parameter's first element in its block, by kind. Only for kinds with `elements_of`.
         name: Full name of the parameter.
-        first: Index of element `start` within the parameter; above 0 if the block begins inside the parameter. Together
-            with `name` it identifies an element of the model, independent of parts and ranks.
+        first: Index of element `start` within the parameter, above 0 if the block begins inside the parameter. With
+            `name`, it identifies an element of the model independently of parts and ranks.
     """
 
     start: int
@@ -131,23 +133,23 @@ class Segment:
     first: int = 0
 
     def within(self, block: range) -> Segment:
-        """Return the overlap of the segment with a range of its block, relative to the start of that range."""
+        """Return the overlap of the segment and a range of its block, relative to the start of the range."""
         start, stop = max(self.start, block.start), min(self.stop, block.stop)
         first = self.first + start - self.start
-        # Only blocks with the layout of the weight are cut, so state and weight start at the same element.
+        # Only blocks with the weight's layout are cut, so state and weight start at the same element.
         starts = dict.fromkeys(self.state_starts, start - block.start)
         return replace(self, start=start - block.start, stop=stop - block.start, first=first, state_starts=starts)
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The scalars of one optimizer step, equal for every block group.
+    """The scalars of one optimizer step. All block groups use the same scalars.
 
     Attributes:
-        step: Number of this update, counted from 1; it sets the bias corrections.
-        grad_scale: Factor on every gradient, applied in fp32: the clip coefficient, or 1 without clipping.
-        decision: fp32 tensor ``[2]`` on the blocks' device that replaces ``grad_scale``: the factor, and 0 to skip the
-            update or 1 to apply it. None if the host knows the factor. Only a `TableOptimizer` receives a decision.
+        step: Number of this update, counted from 1. Determines the bias corrections.
+        grad_scale: Factor by which every gradient is multiplied in fp32: the clip coefficient, or 1 without clipping.
+        decision: fp32 tensor ``[2]`` on the blocks' device that replaces ``grad_scale``: the factor, then 1 to apply or
+            0 to skip the update. None if the host knows the factor. Only a `TableOptimizer` gets decisions.
     """
 
     step: int
@@ -160,12 +162,12 @@ class Update:
 class Optimizer(Protocol):
     """The contract between the engine and an optimizer.
 
-    An optimizer object holds only settings. The blocks hold all state, so state can live in any tier, and the blocks
-    suffice to resume. New state is zeros, except for kinds that begin as the weights.
+    An optimizer object holds only settings. All state is in blocks, so state can be in any tier, and the blocks are
+    sufficient to resume. New state is zeros, except for kinds that begin as the weights.
     """
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return every kind of block that `update` needs, the master weight first. Names are unique.
+        """Return all kinds of blocks that `update` needs, beginning with the master weight. Names are unique.
 
         Args:
             split_master: Whether a bf16 `weight` and an int16 `low` block replace the fp32 `weight` block.
@@ -175,33 +177,33 @@ class Optimizer(Protocol):
     def update(
         self, blocks: Mapping[str, Tensor], gradient: Tensor, segments: Sequence[Segment], update: Update
     ) -> None:
-        """Apply one step to one block group, in place, and return when it is done.
+        """Apply one step to one block group in place. Return after the step is finished.
 
-        The result depends only on the contents, not on the parts of the block or the number of threads. Any thread may
-        call it, also while other block groups are updated. It releases the GIL while it computes.
+        The result depends only on the contents, not on the parts of the block or the number of threads. Any thread can
+        call this method, even while other block groups are being updated. It releases the GIL while it computes.
 
         Args:
-            blocks: Flat CPU tensors by kind; a `low` block selects the split-master update.
-            gradient: Sum of the gradients, as long as the weight block; fp32 or bf16; unchanged.
-            segments: Ranges to update, without overlap. Elements outside all of them keep their values.
+            blocks: Flat CPU tensors by kind. A `low` block selects the split-master update.
+            gradient: Sum of the gradients in fp32 or bf16, with the length of the weight block. Not changed.
+            segments: Ranges to update, without overlap. Elements outside these ranges do not change.
         """
         ...
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
-        """Compile or load the kernels before the first step. Any thread may call it, repeatedly.
+        """Compile or load the kernels before the first step. Any thread can call this method, also repeatedly.
 
         Args:
-            formats: Variants to compile. Each variant takes more seconds, especially on a GPU.
+            formats: Variants to compile. Each variant takes seconds, especially on a GPU.
         """
         ...
 
 
 @runtime_checkable
 class MatrixOptimizer(Optimizer, Protocol):
-    """An optimizer that orthogonalizes matrices one at a time, so that a GPU can do it for blocks in RAM.
+    """An optimizer that orthogonalizes matrices one at a time, so that a GPU can do this for blocks in RAM.
 
-    `update` equals `make_directions`, `orthogonalize` and `apply_directions` in sequence. Each kind of state either has
-    the layout of the weight, or its `elements_of` packs only the elements outside of matrices.
+    `update` is equivalent to `make_directions`, `orthogonalize` and `apply_directions` in sequence. A kind of state has
+    the weight's layout, or its `elements_of` includes only elements outside of matrices.
     """
 
     @property
@@ -210,7 +212,7 @@ class MatrixOptimizer(Optimizer, Protocol):
         ...
 
     def is_matrix_of(self, entry: TensorEntry) -> bool:
-        """Return whether the last two dimensions of a parameter form matrices that an update needs as a whole."""
+        """Return whether an update needs whole matrices, formed by a parameter's last two dimensions."""
         ...
 
     def make_directions(
@@ -221,24 +223,25 @@ class MatrixOptimizer(Optimizer, Protocol):
         update: Update,
         directions: Tensor,
     ) -> None:
-        """Update the moments of matrices and write the update direction of each element; see `update`.
+        """Update the moments of matrices, and write each element's update direction; see `update`.
 
         Args:
-            blocks: The blocks of `update`, or only the elements of one matrix.
+            blocks: Blocks as in `update`, or only the elements of one matrix.
             gradient: Gradient with the length of the weight block.
-            directions: bf16 output with the same length; elements outside of matrices are unchanged.
+            directions: bf16 output of the same length. Elements outside of matrices are not written.
         """
         ...
 
     def orthogonalize(self, matrix: Tensor, room: Tensor, name: str = "") -> None:
-        """Turn the directions of a whole matrix into its update, in place.
+        """Convert the directions of a whole matrix to its update, in place.
 
-        On a GPU it queues the work on the current stream, and returns before the work is done.
+        On a GPU, the call queues the work on the current stream and returns before the work is finished.
 
         Args:
             matrix: [rows, columns] in bf16, contiguous, on any device.
-            room: uint8 scratch of at least `orthogonalize_bytes`, on the same device; nothing else large is allocated.
-            name: Full name of the parameter, which may fuse several logical matrices.
+            room: uint8 scratch memory on the same device, at least `orthogonalize_bytes`. No other large memory is
+                allocated.
+            name: Full name of the parameter, which can fuse several logical matrices.
         """
         ...
 
@@ -247,7 +250,7 @@ class MatrixOptimizer(Optimizer, Protocol):
         ...
 
     def orthogonalize_flops(self, rows: int, columns: int, name: str = "") -> int:
-        """Return the FLOPs of `orthogonalize`, from which the plan predicts its time."""
+        """Return the FLOPs of `orthogonalize`, to predict its time."""
         ...
 
     def apply_directions(
@@ -268,7 +271,7 @@ class MatrixOptimizer(Optimizer, Protocol):
 
 
 def master_kinds(split_master: bool) -> tuple[StateKind, ...]:
-    """Return the blocks that hold the fp32 master: 4 bytes per parameter in both forms."""
+    """Return the kinds that store the fp32 master. Both forms take 4 bytes per parameter."""
     if split_master:
         return (StateKind("weight", torch.bfloat16), StateKind("low", torch.int16))
     return (StateKind("weight", torch.float32),)
@@ -278,7 +281,7 @@ def bytes_per_parameter(kinds: Sequence[StateKind], layout: UnitLayout | None = 
     """Return the total bytes of `kinds` per parameter.
 
     Args:
-        layout: Layout whose padded blocks are counted. Without it, padding and kinds with `elements_of` count as 0.
+        layout: Layout, to count its padded blocks. Without it, padding and kinds with `elements_of` count as 0.
     """
     if layout is None:
         return sum(kind.dtype.itemsize / kind.granularity for kind in kinds if kind.elements_of is None)
@@ -286,13 +289,13 @@ def bytes_per_parameter(kinds: Sequence[StateKind], layout: UnitLayout | None = 
 
 
 def decays(entry: TensorEntry, exclude: Sequence[str]) -> bool:
-    """Return whether weight decay applies to the parameter of an entry.
+    """Return whether weight decay applies to an entry's parameter.
 
-    If `exclude` is empty, all parameters decay. Otherwise only parameters with at least two dimensions decay, because
-    biases and norm weights are vectors in every architecture, and `exclude` removes further parameters by name.
+    If `exclude` is empty, all parameters decay. Otherwise, parameters that match `exclude` do not decay, and neither do
+    parameters with fewer than two dimensions: biases and norm weights are vectors in every architecture.
 
     Args:
-        exclude: Globs matched against the full name, case-sensitively.
+        exclude: Case-sensitive globs for full names.
     """
     if not exclude:
         return True
@@ -310,10 +313,10 @@ def build_segments(
     """Return one segment per parameter of a block group, in the order of the block.
 
     Args:
-        exclude: Globs of parameter names without decay; see `decays`.
-        groups: Settings by parameter name; the first group that matches a parameter applies.
-        kinds: Kinds of the optimizer; required if one of them has `elements_of`.
-        learning_rate: Peak learning rate of the run; the rate of a group is converted to a factor on this rate.
+        exclude: Globs for names of parameters without decay; see `decays`.
+        groups: Settings by parameter name. The first matching group applies.
+        kinds: Kinds of the optimizer. Required if a kind has `elements_of`.
+        learning_rate: Peak learning rate of the run. A group's rate becomes a factor relative to this rate.
     """
     starts = {kind.name: kind.starts(layout) for kind in kinds if kind.elements_of is not None}
     segments = []

@@ -1,4 +1,4 @@
-"""Choice of the optimizer for each tier. In one memory, either the GPU or the host can update the same bytes."""
+"""Chooses the optimizer for each tier. If GPU and RAM are one memory, either processor can update the same bytes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["HostUpdates", "optimizers_by_tier"]
 
 
 class HostUpdates:
-    """A host optimizer over blocks of a ``UnifiedTier``; see `megatrain.optim.base.Optimizer`.
+    """A host optimizer for blocks in a ``UnifiedTier``; see `megatrain.optim.base.Optimizer`.
 
-    `update` waits for the device's current stream, which wrote the blocks, and copies no bytes.
+    `update` waits for the device's current stream, which wrote the blocks. It copies no bytes.
     """
 
     def __init__(self, host: Optimizer, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class HostUpdates:
     def update(
         self, blocks: Mapping[str, Tensor], gradient: Tensor, segments: Sequence[Segment], update: Update
     ) -> None:
-        """Apply one step to one block group and return when it is done."""
+        """Apply one step to one block group. Return after the step is finished."""
         torch.cuda.current_stream(self._device).synchronize()
         views = {name: host_view(block) for name, block in blocks.items()}
         self._host.update(views, host_view(gradient), segments, update)
@@ -47,10 +47,10 @@ class HostUpdates:
 def optimizers_by_tier(
     host: Optimizer, on_device: Optimizer | None, compute_tier: str, device: torch.device
 ) -> dict[str, Optimizer]:
-    """Return the optimizer for the blocks in each tier. All are bit-identical to ``host``.
+    """Return the optimizer for the blocks in each tier. All give results bit-identical to ``host``.
 
-    If GPU and CPU share one memory, the GPU's kernels update the blocks in RAM, because the GPU reads this memory
-    faster than the CPU. ``host`` updates them if the optimizer has no GPU kernels.
+    If GPU and CPU share one memory, GPU kernels update the blocks in RAM, because the GPU reads this memory faster than
+    the CPU does. If the optimizer has no GPU kernels, ``host`` updates these blocks.
 
     Args:
         host: Optimizer for blocks in RAM.

@@ -1,9 +1,9 @@
-"""Gradient sums over use sites, exact gradient norms, and the clip coefficient.
+"""Adds gradients of use sites, and computes exact gradient norms and the clip coefficient.
 
-The norm is the square root of an fp64 sum whose order depends only on the layout: first within every 65,536 elements,
-then over these partial sums in a block group, then over the block groups. The norm is therefore bit-identical for every
-placement and number of threads, and on a GPU (`on_device.device_squared_norm`). Clipping needs no pass over the
-gradients, because the coefficient is a scalar of the update.
+The norm is the square root of an fp64 sum. The sum's order depends only on the layout: first within every 65,536
+elements, then over these partial sums in a block group, then over the block groups. The norm is therefore bit-identical
+for every placement and number of threads, and on a GPU (`on_device.device_squared_norm`). Clipping needs no separate
+pass over the gradients, because updates multiply by the coefficient.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ _CALLER = KernelThreads(1)
 
 
 class NonFiniteGradientError(Exception):
-    """A gradient is NaN or infinite and was not applied. The message says whether the step applied other gradients."""
+    """A gradient is NaN or infinite and was not applied. The message states whether other gradients were applied."""
 
 
 def sum_gradients(total: Tensor, addend: Tensor, threads: KernelThreads | None = None) -> None:
-    """Add the gradient of another use site to `total` in place, in fp32, rounded to the dtype of `total`.
+    """Add another use site's gradient to `total` in place. Adds in fp32, and rounds to the dtype of `total`.
 
     Args:
-        total: 1-D contiguous fp32 or bf16 CPU tensor; written.
-        addend: 1-D contiguous fp32 or bf16 CPU tensor of the same length; unchanged.
-        threads: Threads to compute on; None computes on the calling thread.
+        total: 1-D contiguous fp32 or bf16 CPU tensor. Changed in place.
+        addend: 1-D contiguous fp32 or bf16 CPU tensor of the same length.
+        threads: Compute threads. None uses the calling thread.
     """
     from megatrain.optim import kernels
 
@@ -66,23 +66,23 @@ def sum_gradients(total: Tensor, addend: Tensor, threads: KernelThreads | None =
 
 
 def squared_norm(gradient: Tensor, threads: KernelThreads | None = None) -> float:
-    """Return the fp64 sum of squares of one block group's gradient.
+    """Return the fp64 sum of squares of a block group's gradient.
 
-    The sum is non-finite only if an element is, because squares and sums of finite fp32 numbers fit into fp64.
+    The sum is finite if all elements are finite, because squares and sums of finite fp32 numbers fit into fp64.
 
     Args:
         gradient: 1-D contiguous fp32 or bf16 CPU tensor, padding (zeros) included.
-        threads: Threads to compute on; None computes on the calling thread. The result is the same.
+        threads: Compute threads. None uses the calling thread. The result is the same.
     """
     return _sum_in_order(_host_partials(gradient, threads))
 
 
 def partial_squares(gradient: Tensor, threads: KernelThreads | None = None) -> Tensor:
-    """Return the fp64 sum of squares of every 65,536 elements: [blocks], on the gradient's device. No host sync.
+    """Return the fp64 sums of squares of every 65,536 elements, [blocks] on the gradient's device. No host sync.
 
     Args:
         gradient: As in `squared_norm` or `device_squared_norm`.
-        threads: Threads to compute on; None computes on the calling thread.
+        threads: Compute threads. None uses the calling thread.
     """
     if gradient.is_cuda:
         return device_partials(gradient)
@@ -90,7 +90,7 @@ def partial_squares(gradient: Tensor, threads: KernelThreads | None = None) -> T
 
 
 def add_in_order(partials: Tensor) -> float:
-    """Return the sum of fp64 numbers on the host, added sequentially like in `squared_norm`."""
+    """Return the sum of fp64 numbers on the host, added sequentially as in `squared_norm`."""
     return float(np.add.accumulate(partials.numpy())[-1]) if len(partials) else 0.0
 
 
@@ -111,10 +111,10 @@ def _host_partials(gradient: Tensor, threads: KernelThreads | None) -> list[floa
 
 
 class SquaredNorm:
-    """Sum of squares of a block group's gradient, added in parts in any order. Exactly equal to `squared_norm`.
+    """Sum of squares of a block group's gradient. Parts can be added in any order; the result equals `squared_norm`.
 
     Args:
-        threads: Threads to compute on; None computes on the calling thread.
+        threads: Compute threads. None uses the calling thread.
     """
 
     def __init__(self, threads: KernelThreads | None = None) -> None:
@@ -136,7 +136,7 @@ class SquaredNorm:
             self._host[number] = _host_partials(part, self._threads)
 
     def add_all(self, parts: Sequence[Tensor]) -> None:
-        """Add all parts in one call. The result is the same as with one ``add`` call per part."""
+        """Add all parts in one call. The result is the same as with one call to ``add`` per part."""
         if parts[0].is_cuda:
             self._device[0] = device_partials_of_parts(parts)
             return
@@ -144,14 +144,14 @@ class SquaredNorm:
             self.add(number, part)
 
     def total(self) -> float | Tensor:
-        """Return the sum over all parts, in order of their numbers: a float, or a scalar on the device."""
+        """Return the sum over all parts, ordered by number: a float, or a scalar on the device."""
         if self._device:
             return sum_partials(torch.cat([self._device[number] for number in sorted(self._device)]))
         return _sum_in_order(value for number in sorted(self._host) for value in self._host[number])
 
 
 def squared_norms(gradients: Sequence[Tensor], threads: KernelThreads) -> list[float]:
-    """Return `squared_norm` of each gradient, with a few kernel calls for all gradients.
+    """Return `squared_norm` of each gradient, with only a few kernel calls.
 
     Args:
         gradients: Contiguous fp32 or bf16 CPU tensors of any shape.
@@ -188,19 +188,19 @@ def global_norm(squared_norms: Iterable[float]) -> float:
     """Return the norm over all block groups.
 
     Args:
-        squared_norms: `squared_norm` of each block group, in layout order because the order affects the result.
+        squared_norms: `squared_norm` of each block group, in layout order. The order affects the result.
     """
     return math.sqrt(_sum_in_order(squared_norms))
 
 
 def clip_coefficient(norm: float, max_grad_norm: float) -> float:
-    """Return the factor that scales a gradient of this norm down to `max_grad_norm`; 1 if the norm is smaller.
+    """Return the factor that scales a gradient with this norm down to `max_grad_norm`, or 1 if the norm is smaller.
 
     The formula is the same as in `torch.nn.utils.clip_grad_norm_`, but in fp64 instead of fp32.
 
     Args:
-        norm: Global norm. It must be finite, because a step with a non-finite gradient is not applied.
-        max_grad_norm: Largest norm after clipping; 0 disables clipping.
+        norm: Global norm. Must be finite.
+        max_grad_norm: Largest norm after clipping. 0 disables clipping.
     """
     assert math.isfinite(norm) and norm >= 0, norm
     assert max_grad_norm >= 0, max_grad_norm
@@ -208,12 +208,13 @@ def clip_coefficient(norm: float, max_grad_norm: float) -> float:
 
 
 def gradient_scale(norm: float, max_grad_norm: float, nonfinite: Literal["stop", "skip", "ignore"]) -> float | None:
-    """Return the factor on every gradient of a step, or None if the step must not be applied.
+    """Return the factor by which to multiply a step's gradients, or None if the step must not be applied.
 
     Args:
         norm: Global norm of the step.
         max_grad_norm: Largest norm after clipping.
-        nonfinite: Treatment of a NaN or infinite norm: "ignore" divides by it like torch; "stop" and "skip" give None.
+        nonfinite: Treatment of a NaN or infinite norm: "ignore" divides by the norm as torch does; "stop" and "skip"
+            return None.
     """
     if math.isfinite(norm):
         return clip_coefficient(norm, max_grad_norm)
@@ -223,18 +224,18 @@ def gradient_scale(norm: float, max_grad_norm: float, nonfinite: Literal["stop",
 def decide_on_device(
     squared_norms: Sequence[Tensor], max_grad_norm: float, nonfinite: Literal["stop", "skip", "ignore"]
 ) -> Tensor:
-    """Return the decision of `gradient_scale` as an `Update.decision` on the device of the norms. No host sync.
+    """Return the decision of `gradient_scale` as an `Update.decision`, on the norms' device. No host sync.
 
-    The host and a GPU compute the same result, because every operation is in fp64 and rounds to nearest.
+    The host and a GPU compute the same result, because all operations are in fp64 and round to nearest.
 
     Args:
-        squared_norms: Scalars of fp64 on one device, in layout order.
+        squared_norms: fp64 scalars on one device, in layout order.
         max_grad_norm: As in `gradient_scale`.
         nonfinite: As in `gradient_scale`.
     """
     norm = sum_partials(torch.stack(list(squared_norms))).sqrt()
     is_finite, one = norm.isfinite(), torch.ones_like(norm)
-    # Divide only tensors by tensors, because torch replaces a division by or of a Python number with a reciprocal.
+    # Divide only tensors by tensors. If one operand were a Python number, torch would multiply by a reciprocal instead.
     largest = torch.full_like(norm, max_grad_norm)
     scale = torch.div(largest, norm + _EPS).minimum(one) if max_grad_norm > 0 else one
     if nonfinite == "ignore":
@@ -252,7 +253,7 @@ def warm_up() -> None:
 
 
 def _sum_in_order(values: Iterable[float]) -> float:
-    total = 0.0  # sum() has compensated rounding errors since Python 3.12, which changes the result
+    total = 0.0  # since Python 3.12, sum() compensates rounding errors, which changes the result
     for value in values:
         total += value
     return total

@@ -1,4 +1,4 @@
-"""Elementwise optimizers on the CPU: AdamW, Lion and SGD, for fp32 masters and split masters."""
+"""Elementwise optimizers on the CPU for fp32 masters and split masters: AdamW, Lion and SGD."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Scalars = tuple[np.float32, tuple[np.float32, ...]]
 MOMENTS = ("m", "v")
 """Moment arguments of the kernels, in order. An optimizer passes None for a moment that it lacks."""
 
-#: Empty arrays from which numba infers the types of a kernel's arguments.
+#: Empty arrays that give numba the types of a kernel's arguments.
 _EXAMPLES: dict[torch.dtype, Array] = {
     torch.float32: np.empty(0, np.float32),
     torch.bfloat16: np.empty(0, np.uint16),
@@ -44,18 +44,18 @@ _SPLIT: tuple[Array, Array | None] = (_EXAMPLES[torch.bfloat16], _EXAMPLES[torch
 
 
 class ElementwiseOptimizer(ABC):
-    """An optimizer over flat CPU blocks that updates each element separately.
+    """Base class of optimizers that update each element of flat CPU blocks separately.
 
-    A subclass names its kernels and its moments (a subset of `MOMENTS`), and computes the scalars of the kernels. See
+    A subclass names its kernel and its moments (a subset of `MOMENTS`), and computes the kernel's scalars. See
     `megatrain.optim.base.Optimizer` for the contract.
 
     Moments in bf16 are rounded stochastically, so their expected value is exact. The random bits depend only on seed,
-    step, parameter name and element index. Moments in int8 are bytes of a code (`moments.code_of`) in blocks of 256
-    elements that share a scale, and segments begin at multiples of 256. Arithmetic is always in fp32, and the weight is
-    updated with the new moments before they are rounded.
+    step, parameter name and element index. Moments in int8 are bytes of a code (`moments.code_of`). Blocks of 256
+    elements share a scale, so segments begin at multiples of 256. Arithmetic is always in fp32. The weight is updated
+    with the new moments before they are rounded.
 
     Args:
-        threads: Threads to compute on; None creates one thread per usable CPU.
+        threads: Compute threads. None creates one thread per usable CPU.
     """
 
     def __init__(
@@ -77,19 +77,19 @@ class ElementwiseOptimizer(ABC):
     @property
     @abstractmethod
     def moments(self) -> tuple[str, ...]:
-        """Names of the moments, in the order of `MOMENTS`. `ElementwiseOptimizer.__init__` reads it."""
+        """Names of the moments, in the order of `MOMENTS`. `ElementwiseOptimizer.__init__` reads this property."""
 
     @property
     def has_rows(self) -> bool:
-        """Whether `rows_call` supports these moments: only fp32, because rows have no columns for keys and scales."""
+        """Whether `rows_call` supports the moments. They must be fp32: rows have no columns for keys and scales."""
         return self.state_dtype == "float32"
 
     @abstractmethod
     def coefficients(self, segment: Segment, update: Update) -> tuple[float, ...]:
-        """Return the scalars that the rule receives for a segment, computed in fp64."""
+        """Compute the scalars that the rule gets for a segment, in fp64."""
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return the kinds of the master and of the moments."""
+        """Return the kinds for the master and the moments."""
         return (*master_kinds(split_master), *self.state)
 
     def update(
@@ -106,7 +106,7 @@ class ElementwiseOptimizer(ABC):
     def calls(
         self, arrays: Mapping[str, Array | None], gradient: Array, segments: Sequence[Segment], update: Update
     ) -> Iterator[Callable[[], None]]:
-        """Yield the kernel calls of an update, which may run in any order, on any thread, and concurrently.
+        """Yield an update's kernel calls. They can run in any order, on any thread, and concurrently.
 
         Args:
             arrays: Results of `flat_master` and `flat_block`, by kind.
@@ -137,24 +137,24 @@ class ElementwiseOptimizer(ABC):
                     yield partial(of_this.update, weight, low, m, v, grad, key, *scalars)
 
     def rounding(self, segment: Segment, update: Update, start: int = 0) -> tuple[Any, ...] | None:
-        """Return the key of the random bits for a segment from element `start`, or None without stochastic rounding."""
+        """Return the key for the random bits of a segment from element `start`, or None without stochastic rounding."""
         if self.state_dtype != "bfloat16":
             return None
         return (*rounding_key(self.seed, update.step, segment.name), np.int64(segment.first + start))
 
     @property
     def rows_kinds(self) -> tuple[str, ...]:
-        """State kinds in the column order of an address table, before gradient and size. Unused columns contain 0."""
+        """State kinds in the column order of an address table. Gradient and size follow. Unused columns are 0."""
         return ("weight", "low", *MOMENTS)
 
     def rows_call(
         self, split_master: bool, gradient: torch.dtype, segment: Segment, update: Update
     ) -> Callable[[Any], None]:
-        """Return a function that updates the parameters in given rows. Any thread may call the function.
+        """Return a function that updates the parameters in given rows. Any thread can call the function.
 
         Args:
             gradient: Dtype of the gradients.
-            segment: Settings of all rows; its range is ignored.
+            segment: Settings for all rows. The segment's range is ignored.
         """
         from megatrain.optim import kernels
 
@@ -165,7 +165,7 @@ class ElementwiseOptimizer(ABC):
         return lambda rows: kernel(rows, *likes, *scalars)
 
     def scalars(self, segment: Segment, update: Update) -> Scalars:
-        """Return the factor on gradients and the scalars of the rule, each rounded to fp32 once.
+        """Return the gradient factor and the rule's scalars, each rounded to fp32 once.
 
         The last result is cached, because most parameters have the same scalars.
         """
@@ -174,7 +174,7 @@ class ElementwiseOptimizer(ABC):
         if known != wanted:
             rounded = tuple(np.float32(number) for number in self.coefficients(segment, update))
             scalars = (np.float32(update.grad_scale), rounded)
-            self._last_scalars = (wanted, scalars)  # one assignment, so other threads never see a mismatched pair
+            self._last_scalars = (wanted, scalars)  # atomic, so other threads never see a mismatched pair
         return scalars
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
@@ -185,25 +185,25 @@ class ElementwiseOptimizer(ABC):
 
 
 def master_examples(split_master: bool) -> tuple[Array, Array | None]:
-    """Return empty arrays `(weight, low)` that supply a master's dtypes to kernels that receive addresses."""
+    """Return empty arrays `(weight, low)` that give a master's dtypes to kernels that get addresses."""
     return _SPLIT if split_master else _WHOLE
 
 
 def flat_master(blocks: Mapping[str, Tensor], num_elements: int) -> tuple[Array, Array | None]:
-    """Return the arrays `(weight, low)` of a master; `low` is None if the weight is fp32."""
+    """Return a master's arrays `(weight, low)`. `low` is None if the weight is fp32."""
     kinds = master_kinds("low" in blocks)
     flats = [flat_block(kind.name, blocks[kind.name], kind.dtype, num_elements) for kind in kinds]
     return flats[0], flats[1] if len(flats) > 1 else None
 
 
 def flat_gradient(gradient: Tensor) -> Array:
-    """Return a gradient block's memory as a numpy array: fp32, or the bits of bf16."""
+    """Return a gradient block's memory as a numpy array: fp32, or bf16 bits."""
     assert gradient.dtype in GRADIENT_DTYPES, gradient.dtype
     return flat_block("gradient", gradient, gradient.dtype, gradient.numel())
 
 
 def flat_block(name: str, tensor: Tensor, dtype: torch.dtype, num_elements: int) -> Array:
-    """Return a block's memory as a numpy array; bf16 becomes uint16, because numpy has no bf16.
+    """Return a block's memory as a numpy array. bf16 becomes uint16, because numpy has no bf16.
 
     Args:
         name: Kind of the block, for assertions.
@@ -219,9 +219,9 @@ def flat_block(name: str, tensor: Tensor, dtype: torch.dtype, num_elements: int)
 
 
 class AdamW(ElementwiseOptimizer):
-    """AdamW over flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract.
+    """AdamW for flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract.
 
-    It needs 12 bytes per parameter, 8 with moments in bf16, and 6.03 with moments in int8.
+    It takes 12 bytes per parameter, 8 with bf16 moments, and 6.03 with int8 moments.
 
     Each element is updated as in `torch.optim.AdamW` (foreach=False), with each operation rounded to fp32::
 
@@ -231,14 +231,13 @@ class AdamW(ElementwiseOptimizer):
         v = v * beta2 + ((1 - beta2) * g) * g
         w = w - ((lr / (1 - beta1**step)) * m) / (sqrt(v) / sqrt(1 - beta2**step) + eps)
 
-    torch's kernels fuse some products and sums, so they may differ by the last bit of an operation.
+    torch's kernels fuse some products and sums, so they can differ in the last bit of an operation.
 
     Args:
         beta1: Decay of the mean of gradients, at least 0 and below 1.
         beta2: Decay of the mean of squared gradients, at least 0 and below 1.
-        eps: Number added to the denominator.
-        threads: Threads to compute on; None creates one thread per usable CPU.
-        seed: Seed for the rounding of bf16 moments.
+        threads: Compute threads. None creates one thread per usable CPU.
+        seed: Seed for rounding bf16 moments.
     """
 
     kernel_name = "adamw"
@@ -274,23 +273,23 @@ class AdamW(ElementwiseOptimizer):
 
 
 class Lion(ElementwiseOptimizer):
-    """Lion over flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract. It needs 8 bytes per parameter.
+    """Lion for flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract. It takes 8 bytes per parameter.
 
-    Algorithm 2 of Chen et al., Symbolic Discovery of Optimization Algorithms (2023). Each element is updated with these
-    operations, each rounded to fp32::
+    Algorithm 2 of Chen et al., Symbolic Discovery of Optimization Algorithms (2023). Each element is updated as
+    follows, with each operation rounded to fp32::
 
         g = grad * grad_scale
         w = w * (1 - lr * weight_decay)
         w = w - lr * sign(m * beta1 + g * (1 - beta1))
         m = m * beta2 + g * (1 - beta2)
 
-    The sign of zero, and of NaN, is zero.
+    sign(0) and sign(NaN) are 0.
 
     Args:
         beta1: Weight of the momentum in the update direction, at least 0 and below 1.
         beta2: Decay of the momentum, at least 0 and below 1.
-        threads: Threads to compute on; None creates one thread per usable CPU.
-        seed: Seed for the rounding of bf16 moments.
+        threads: Compute threads. None creates one thread per usable CPU.
+        seed: Seed for rounding bf16 moments.
     """
 
     kernel_name = "lion"
@@ -324,22 +323,22 @@ class Lion(ElementwiseOptimizer):
 
 
 class SGD(ElementwiseOptimizer):
-    """SGD over flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract.
+    """SGD for flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract.
 
-    It needs 8 bytes per parameter, or 4 without momentum. Each element is updated as in `torch.optim.SGD` without
+    It takes 8 bytes per parameter, or 4 without momentum. Each element is updated as in `torch.optim.SGD` without
     dampening, with each operation rounded to fp32::
 
         g = grad * grad_scale + w * weight_decay
         m = m * momentum + g
         w = w - m * lr                      # with nesterov: w - (g + m * momentum) * lr
 
-    torch's kernels fuse some products and sums, so they may differ by the last bit of an operation.
+    torch's kernels fuse some products and sums, so they can differ in the last bit of an operation.
 
     Args:
-        momentum: Decay of the sum of gradients, at least 0 and below 1; 0 keeps no state.
-        nesterov: Step along the gradient plus the decayed sum instead of along the sum. Needs momentum.
-        threads: Threads to compute on; None creates one thread per usable CPU.
-        seed: Seed for the rounding of bf16 moments.
+        momentum: Decay of the sum of gradients, at least 0 and below 1. If 0, there is no state.
+        nesterov: Whether to step along the gradient plus the decayed sum, instead of along the sum. Requires momentum.
+        threads: Compute threads. None creates one thread per usable CPU.
+        seed: Seed for rounding bf16 moments.
     """
 
     def __init__(

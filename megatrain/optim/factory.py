@@ -1,4 +1,4 @@
-"""Construction of a run's optimizer, and of its settings for each parameter, from the config."""
+"""Builds a run's optimizer and the settings of each parameter from the config."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class ParameterGroupError(OptimizerError):
-    """A group of `[[optimizer.groups]]` has no effect, because it matches no trained parameter or none that decays."""
+    """A group of `[[optimizer.groups]]` matches no trained parameter, or its decay has no effect."""
 
 
 def make_optimizer(
@@ -45,13 +45,13 @@ def make_optimizer(
     """Return the optimizer of a run.
 
     Args:
-        threads: Threads to compute on; None makes a set with one thread per usable CPU.
-        vocabulary: Full names of the embedding and head parameters, which some optimizers treat differently.
-        seed: Seed of the rounding of moments in bf16.
+        threads: Compute threads. None creates one thread per usable CPU.
+        vocabulary: Full names of the parameters of embeddings and heads. Some optimizers treat these differently.
+        seed: Seed for rounding bf16 moments.
         fused: Parameters that hold several logical matrices, by full name.
 
     Raises:
-        OptimizerError: a custom optimizer cannot be made.
+        OptimizerError: a custom optimizer cannot be constructed.
     """
     made = _updating(table, threads, vocabulary, seed, fused)
     if not table.ema_decay:
@@ -70,7 +70,7 @@ def _updating(
     seed: int,
     fused: Mapping[str, FusedMatrix] | None,
 ) -> Optimizer:
-    """Return the optimizer of the weights, without averaging; see `make_optimizer`."""
+    """Return the optimizer without averaging; see `make_optimizer`."""
     if table.optim == "custom":
         return make_custom_optimizer(table.custom_optimizer, table.optim_args)
     if table.optim == "adafactor":
@@ -100,11 +100,11 @@ def _updating(
 
 
 def layer_scales(graph: ModelGraph, layer_decay: float) -> Mapping[str, float]:
-    """Return the learning rate factor of each block group, by the name of its layout.
+    """Return each block group's learning rate factor, by the name of the layout.
 
-    As in timm, units after the last layer have factor 1, the last layer has `layer_decay`, and each earlier layer has
-    one more power of it. Units before the first layer have the highest power. A tied weight has the factor of its first
-    use.
+    As in timm, units after the last layer have the factor 1, the last layer has `layer_decay`, and each earlier layer
+    has the next power of `layer_decay`. Units before the first layer have the highest power. A tied weight has the
+    factor for its first use.
     """
     num_layers = len({unit.layer for unit in graph.units if unit.layer})
     scales: dict[str, float] = {}
@@ -126,7 +126,7 @@ def segment_builder(
     Args:
         optimizer: Result of `make_optimizer`.
         split_master: As in `Optimizer.state_kinds`.
-        graph: The model, required if layers have different learning rates.
+        graph: The model. Required if layers have different learning rates.
     """
     build = partial(
         build_segments,
@@ -148,13 +148,13 @@ def segment_builder(
 
 
 def check_groups(table: OptimizerConfig, trained: Iterable[TensorEntry]) -> None:
-    """Raise an error for groups and globs that have no effect.
+    """Raise an error if a group or glob has no effect.
 
     Args:
-        trained: Every trained parameter, under its owner's name.
+        trained: All trained parameters, under their owners' names.
 
     Raises:
-        ParameterGroupError: The message contains the group, the glob, and the most similar parameter name.
+        ParameterGroupError: A group or glob has no effect. The message suggests the most similar parameter name.
     """
     entries = list(trained)
     names = list(dict.fromkeys(entry.parameter for entry in entries))

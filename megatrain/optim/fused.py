@@ -1,4 +1,4 @@
-"""Logical matrices that share a parameter, so that one product computes them and the model splits its result."""
+"""Logical matrices in one parameter. The model computes one matmul for all of them and splits the result."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["FusedMatrix"]
 
 @dataclass(frozen=True, slots=True)
 class FusedMatrix:
-    """Mapping from the rows or columns of a parameter to its logical matrices.
+    """Division of a parameter's rows or columns into logical matrices.
 
     Attributes:
-        sizes: Number of rows of each logical matrix in one group, in order.
-        num_groups: Number of consecutive groups. Each group has rows of every logical matrix. With 1 group, the logical
-            matrices are stored consecutively.
+        sizes: Rows of each logical matrix in one group, in order.
+        num_groups: Number of consecutive groups. Each group has rows of every logical matrix. With one group, the
+            logical matrices are consecutive.
         by_column: Whether the matrices divide the columns of the parameter instead of its rows.
     """
 
@@ -28,12 +28,13 @@ class FusedMatrix:
 
     def __post_init__(self) -> None:
         assert self.sizes and min(self.sizes) > 0 and self.num_groups > 0, self
-        # A row of the parameter spans all matrices and gets one learning rate factor, so their sizes must be equal.
+        # A row of the parameter spans all matrices and gets one learning rate factor, so all matrices must have equal
+        # sizes.
         assert not self.by_column or len(set(self.sizes)) == 1, self
 
     @property
     def length(self) -> int:
-        """Number of divided rows or columns of the parameter."""
+        """Number of the parameter's rows or columns that are divided."""
         return self.num_groups * sum(self.sizes)
 
     @property
@@ -48,7 +49,7 @@ class FusedMatrix:
         return [(rows, length) if self.by_column else (length, columns) for length in lengths]
 
     def views(self, matrix: Tensor) -> Sequence[Tensor]:
-        """Return a 3-D view of each logical matrix, with its divided dimension as (group, row or column).
+        """Return a 3-D view of each logical matrix. Its divided dimension becomes two: (group, row or column).
 
         Args:
             matrix: [rows, columns], contiguous.
@@ -59,7 +60,7 @@ class FusedMatrix:
         return torch.split(matrix.view(shape), list(self.sizes), dim=2 if self.by_column else 1)
 
     def runs(self, columns: int, first: int, stop: int) -> list[tuple[int, int, int]]:
-        """Return `(start, stop, logical matrix number)` of each contiguous range in a stack of row-divided matrices.
+        """Return `(start, stop, logical matrix number)` of the contiguous ranges in a stack of row-divided matrices.
 
         Args:
             first: First requested element of the stack.

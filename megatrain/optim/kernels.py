@@ -1,23 +1,25 @@
-"""Numba kernels of the optimizers. Importing this file imports numba, which compiles each kernel at its first call.
+"""Numba kernels of the optimizers. Importing this file imports numba, which compiles a kernel at its first call.
 
 These rules make the results bit-identical for every partition of a block, every thread count and every CPU:
 
 * Arithmetic runs in fp32 in the written order, and each operation is rounded. `fastmath` stays off, so LLVM neither
   reassociates nor contracts a product and a sum into a fused multiply-add (a test reads the machine code).
-* Elements are independent, except in sums over a tensor. These sums are in fp64, and block positions fix their order.
+* Elements are independent, except in sums over a tensor. These sums are in fp64, in an order that depends only on
+  positions in the block.
 * Scalars arrive in fp32. The caller rounds them once from fp64.
 
 With `error_model="numpy"`, division by zero returns infinity instead of branching, which vectorization requires.
 
-Moments have one of three formats: fp32, bf16 with stochastic rounding by a hash of the element (`random_bits`), or
-bytes in blocks of 256 that share a scale (`megatrain.optim.moments`).
+Moments have one of three formats: fp32; bf16, rounded stochastically with a hash of the element (`random_bits`); or
+bytes, with a scale for each block of 256 elements (`megatrain.optim.moments`).
 
 A master weight is `(weight, low)`: fp32 and None, or the bf16 bits and the int16 half of `megatrain.base.precision`. A
 gradient is fp32 or the bits of bf16. Each kernel is written once; numba compiles it for the argument types and drops
 unused branches.
 
-An elementwise optimizer is one function of a weight, a gradient and two moments, in fp32. `UPDATES` contains three
-kernels of each: over a range of a block, over a range with moments in bytes, and over many parameters in one call.
+An elementwise optimizer is a function of a weight, a gradient and two moments, in fp32. `UPDATES` contains three
+kernels for each function: for a range of a block, for a range with moments in bytes, and for many parameters in one
+call.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ Rows = NDArray[np.int64]
 
 
 def as_float32(value: Any) -> Any:
-    """Return an element of a gradient block in fp32; bf16 bits are widened exactly."""
+    """Return an element of a gradient block in fp32. bf16 bits are widened exactly."""
     raise NotImplementedError("only compiled code calls this")  # numba calls the overload below
 
 
@@ -90,9 +92,9 @@ def _as_float32(value: Any) -> Any:
 
 
 def as_gradient(value: Any) -> Any:
-    """Return an element of a gradient block for an update: in fp32, with -0 converted to 0.
+    """Return an element of a gradient block in fp32, with -0 converted to 0.
 
-    The conversion makes results independent of where zeros are added for parameters without a gradient.
+    Because of the conversion, results do not depend on where zeros are added for parameters without a gradient.
     """
     raise NotImplementedError("only compiled code calls this")
 
@@ -109,7 +111,7 @@ def _as_gradient(value: Any) -> Any:
 
 
 def from_float32(value: Any, like: Any) -> Any:
-    """Return `value` in the dtype of `like`, an element of a block. bf16 is rounded to nearest, ties to even."""
+    """Convert `value` to the dtype of `like`, an element of a block. bf16 is rounded to nearest, ties to even."""
     raise NotImplementedError("only compiled code calls this")
 
 
@@ -152,7 +154,7 @@ def store_master(weight: Any, low: Low, i: int, value: np.float32) -> None:
 
 @njit(fastmath=False, error_model="numpy")
 def mix(bits: Any) -> Any:
-    """Return Wellons' lowbias32 hash of 32 bits: a bijection in which every output bit depends on all input bits."""
+    """Return Wellons' lowbias32 hash of 32 bits, a bijection. Every output bit depends on all input bits."""
     x = np.uint32(bits)
     x = np.uint32(x ^ (x >> np.uint32(16)))
     x = np.uint32(x * np.uint32(0x7FEB352D))
@@ -185,12 +187,12 @@ def _random_bits(key: Any, i: int) -> Any:
 
 
 def moment_from_float32(value: Any, bits: Any, like: Any) -> Any:
-    """Return `value` in the dtype of `like`. bf16 rounds up with a probability equal to the truncated fraction.
+    """Convert `value` to the dtype of `like`. bf16 rounds up with a probability equal to the truncated fraction.
 
     Args:
         value: New moment in fp32.
         bits: 16 random bits.
-        like: Any element of the block of moments.
+        like: Any element of the moments' block.
     """
     raise NotImplementedError("only compiled code calls this")
 
@@ -202,14 +204,14 @@ def _moment_from_float32(value: Any, bits: Any, like: Any) -> Any:
 
     def rounded(value: Any, bits: Any, like: Any) -> Any:
         found = np.uint16(np.uint32(np.float32(value).view(np.uint32) + bits) >> np.uint32(16))
-        return np.uint16(0x7FC0) if np.isnan(value) else found  # the sum could carry a NaN into its sign
+        return np.uint16(0x7FC0) if np.isnan(value) else found  # in the sum, a NaN could carry into the sign
 
     return rounded if like == types.uint16 else same
 
 
 @njit(fastmath=False, error_model="numpy")
 def load_moment(moment: Moment, i: int) -> Any:
-    """Return moment `i` in fp32, or None if the optimizer lacks this moment."""
+    """Return moment `i` in fp32, or None if the optimizer does not have this moment."""
     if moment is None:
         return None
     return as_float32(moment[i])
@@ -217,14 +219,13 @@ def load_moment(moment: Moment, i: int) -> Any:
 
 @njit(fastmath=False, error_model="numpy")
 def store_moment(moment: Moment, i: int, value: Any, bits: Any) -> None:
-    """Write moment `i`, given in fp32. The lowest 16 of the random bits round it."""
+    """Write moment `i`, given in fp32. The lowest 16 random bits determine the rounding."""
     if moment is not None:
         moment[i] = moment_from_float32(value, np.uint32(bits & np.uint32(0xFFFF)), moment[i])
 
 
 # -- rules of elementwise optimizers -------------------------------------------------------------------------------
-#
-# Each rule updates one element and returns its new weight and its new moments. A moment that the rule lacks is None.
+# Each rule updates one element, and returns the new weight and the new moments. Unused moments are None.
 
 
 @register_jitable(fastmath=False, error_model="numpy")
@@ -282,7 +283,7 @@ def update_range(
     grad_scale: np.float32,
     scalars: Scalars,
 ) -> None:
-    """Update a range of a block with a rule. One hash per element rounds both moments, each with half of the bits."""
+    """Update a range of a block with a rule. Each moment is rounded with half of the bits of one hash per element."""
     for i in range(grad.size):
         g = as_gradient(grad[i]) * grad_scale
         w = load_master(weight, low, i)
@@ -303,9 +304,9 @@ def load_moments(codes: Codes, scale: np.float32, code: Code, moments: Float32) 
 
 @njit(fastmath=False, error_model="numpy")
 def store_moments(moments: Float32, code: Code, codes: Codes) -> Any:
-    """Write the bytes of the nearest code values (ties to the smaller one) and return the scale.
+    """Write the bytes of the nearest code values (ties go to the smaller value), and return the scale.
 
-    The scale is found by comparing bits. A NaN has the largest bits, so it spreads to all moments of its block.
+    Bits are compared to find the scale. A NaN has the largest bits, so it spreads to all moments of its block.
     """
     largest = np.uint32(0)
     for i in range(codes.size):
@@ -323,7 +324,7 @@ def store_moments(moments: Float32, code: Code, codes: Codes) -> Any:
 
 
 def second_of(moments: BytesOfMoments, new: NDArray[np.float32]) -> Any:
-    """Return the second row of `new`, which has one row per moment, or None if there is only one moment."""
+    """Return the second row of `new`, or None if there is only one moment. `new` has one row per moment."""
     raise NotImplementedError("only compiled code calls this")
 
 
@@ -366,7 +367,7 @@ def _array_at(address: int, size: int, like: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class UpdateKernels:
-    """Kernels of an elementwise optimizer, which update 1-D contiguous arrays in place.
+    """Kernels of an elementwise optimizer. They update 1-D contiguous arrays in place.
 
     Attributes:
         update: `(weight, low, m, v, grad, key, grad_scale, scalars)`, with arrays of equal length.
@@ -382,10 +383,10 @@ class UpdateKernels:
 
 
 def _kernels_of(rule: Any) -> UpdateKernels:
-    """Compile the kernels of an optimizer around its rule.
+    """Compile an optimizer's kernels for its rule.
 
-    Numba's cache identifies a closure by its pickled cells. `rule` is a plain function of this module, which is pickled
-    by name. A function made by `njit` would have a different key in each process and be compiled again.
+    Numba's cache identifies a closure by its pickled cells. `rule` is a plain function of this module, so it is pickled
+    by name. A function created by `njit` would have a different key in each process, and be recompiled.
     """
 
     @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
@@ -415,7 +416,7 @@ def _kernels_of(rule: Any) -> UpdateKernels:
             own_low = None if low is None else low[start:stop]
             own_grad = grad[start:stop]
             update_range(rule, weight[start:stop], own_low, m_new, v_new, own_grad, None, grad_scale, scalars)
-            # A scale is the largest magnitude in its block, so all new moments must be known before they are rounded.
+            # A scale is the largest magnitude in its block, so all new moments must be known before rounding.
             for number in range(len(moments)):
                 codes, scales, code = moments[number]
                 scales[block] = store_moments(new[number], code, codes[start:stop])
@@ -532,16 +533,15 @@ def squared_norms_rows(rows: Rows, grad: Any, partials: Float64) -> None:
         squared_norms(array_at(row[0], row[1], grad), partials[row[2] : row[3]])
 
 
-# -- Adafactor -----------------------------------------------------------------------------------------------------
-#
-# The kernels repeat the loops of `squared_norms` instead of calling it, so that they read a gradient only once.
+# -- Adafactor ----------------------------------------------------------------------------------------------------- The
+# kernels repeat the loops of `squared_norms` instead of calling this function, so that they read a gradient once.
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def adafactor_columns(grad: Gradient, grad_scale: np.float32, row_sums: Float64, column_sums: Float64) -> None:
-    """Write the fp64 sums of squares over each row and each column.
+    """Write the fp64 sum of squares of each row and each column.
 
-    Column sums add rows in order. Row sums use lanes like `squared_norms`.
+    Column sums add rows in order. Row sums use lanes, as in `squared_norms`.
 
     Args:
         grad: `matrices x rows x columns`.
@@ -577,7 +577,7 @@ def adafactor_columns(grad: Gradient, grad_scale: np.float32, row_sums: Float64,
 def adafactor_square_sums(
     grad: Gradient, grad_scale: np.float32, row_factor: Float32, column_factor: Float32, sums: Float64
 ) -> None:
-    """Write the fp64 sum of squares of each row's update, added in lanes like `squared_norms`.
+    """Write the fp64 sum of squares of each row's update, added in lanes as in `squared_norms`.
 
     Args:
         grad: `matrices x rows x columns`.
@@ -608,7 +608,7 @@ def adafactor_square_sums(
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
 def average(weight: Master, low: Low, ema: Float32, share: np.float32) -> None:
-    """Move an average towards the masters, in place; see `average.WeightAverage`.
+    """Move an average toward the masters, in place; see `average.WeightAverage`.
 
     Args:
         ema: Average; 1-D, with the length of `weight`.
@@ -675,8 +675,8 @@ def adafactor_vector(
     """Update the second moment of a vector parameter, and write the sums of squares of its update.
 
     Args:
-        v: Second moment; 1-D, as long as `grad`.
-        sums: Output; one fp64 sum per NORM_BLOCK_ELEMENTS elements, added in order.
+        v: Second moment, 1-D with the length of `grad`.
+        sums: Output: one fp64 sum per NORM_BLOCK_ELEMENTS elements, added in order.
     """
     for block in range(sums.size):
         total = 0.0

@@ -16,14 +16,14 @@ __all__ = ["ScheduleError", "learning_rate_schedule", "make_schedule"]
 
 
 class ScheduleError(ValueError):
-    """The learning-rate schedule of a config does not exist or cannot be built from its arguments."""
+    """A config's learning-rate schedule does not exist, or cannot be built from its arguments."""
 
 
 def make_schedule(table: OptimizerConfig, num_steps: int) -> Callable[[int], float]:
     """Return the schedule for a run of `num_steps`; see `learning_rate_schedule`.
 
     Raises:
-        ScheduleError: The warm-up is longer than the run, the schedule does not exist, or it rejects the arguments.
+        ScheduleError: The warm-up is longer than the run, or the schedule does not exist or rejects the arguments.
     """
     warmup = table.num_warmup_steps(num_steps)
     if table.warmup_steps >= 1 and warmup >= num_steps and table.has_warmup:
@@ -46,14 +46,11 @@ def learning_rate_schedule(
 
     Args:
         name: `lr_scheduler_type` of transformers: linear, cosine, constant, warmup_stable_decay, ...
-        lr: Peak learning rate.
-        num_steps: Optimizer steps of the whole run.
-        warmup_steps: Steps of linear warm-up.
         arguments: `lr_scheduler_kwargs` of transformers, such as `{"min_lr_rate": 0.1}`.
 
     Returns:
-        A function that maps the number of finished steps (0 before the first update) to the next learning rate. It has
-        no state, so resuming needs only the step. With warm-up the first learning rate is 0, as in transformers.
+        A function from the number of finished steps (0 before the first update) to the next learning rate. The function
+        has no state, so a resume needs only the step. With warm-up, the first learning rate is 0, as in transformers.
 
     Raises:
         ScheduleError: The schedule does not exist, follows a metric, or rejects the arguments.

@@ -1,8 +1,8 @@
-"""Updates of whole matrices, one at a time, with orthogonalization on the host or on the compute device.
+"""Updates whole matrices one at a time, with orthogonalization on the host or on the compute device.
 
-A GPU and a CPU round matrix products differently. The compute device therefore computes all of them, independent of the
-homes of the blocks (`docs/decisions/0059-newton-schulz-on-the-gpu.md`). All other operations of an update are
-elementwise and run in RAM.
+A GPU and a CPU round matmuls differently. The compute device therefore computes all matmuls, whatever the homes of the
+blocks (`docs/decisions/0059-newton-schulz-on-the-gpu.md`). All other operations of an update are elementwise and run in
+RAM.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class Matrices(Protocol):
         use: Callable[[int, Tensor], None],
         names: Sequence[str],
     ) -> None:
-        """Fill, orthogonalize and use the directions of each matrix, in order.
+        """Fill, orthogonalize and use each matrix's directions, in order.
 
         Args:
             fill: Writes the directions of the matrix with this number to a flat bf16 host tensor.
-            use: Receives the orthogonalized directions, in the same order. The call for a matrix may come after the
-                `fill` of the next matrix.
+            use: Gets the orthogonalized directions, in the same order. `fill` for the next matrix may be called before
+                `use` for this matrix.
             names: Full names of the matrices' parameters.
         """
         ...
@@ -92,16 +92,16 @@ class HostMatrices:
 
 
 class DeviceMatrices:
-    """Orthogonalizes matrices in RAM on a device; see `Matrices`. Thread-safe, with serialized calls.
+    """Orthogonalizes matrices in RAM on a device; see `Matrices`. Thread-safe; calls are serialized.
 
-    While the device works on one matrix, the host uses the previous one and fills the next one. A GPU runs this work on
-    a separate stream, so the host waits only for the matrices, not for queued layers.
+    While the device works on a matrix, the host uses the previous matrix and fills the next matrix. On a GPU, this work
+    runs on a separate stream, so the host does not wait for queued layers.
 
     Args:
         device: A CUDA device, or a CPU device that emulates one.
 
     Attributes:
-        moved_bytes: Bytes copied to the device; the same number is copied back.
+        moved_bytes: Bytes copied to the device. The same number is copied back.
         sent_s: Seconds of copies to the device.
         fetched_s: Seconds of copies back.
     """
@@ -146,7 +146,7 @@ class DeviceMatrices:
 
         with self._lock:
             for number, shape in enumerate(shapes):
-                own = self._slots[number % _NUM_SLOTS][: math.prod(shape)]  # `use` is done with its old contents
+                own = self._slots[number % _NUM_SLOTS][: math.prod(shape)]  # `use` has finished with the old contents
                 fill(number, own)
                 under_way.append((number, own, self._queue(optimizer, own, shape, names[number])))
                 if len(under_way) == _NUM_SLOTS:
@@ -155,7 +155,7 @@ class DeviceMatrices:
                 use_first()
 
     def _queue(self, optimizer: MatrixOptimizer, own: Tensor, shape: Shape, name: str) -> Sequence[_Mark]:
-        """Queue the copy to the device, the orthogonalization and the copy back; return the marks around the copies."""
+        """Queue the copy to the device, the orthogonalization, and the copy back. Return marks around the copies."""
         with self._on_stream():
             matrix = self._matrix[: own.numel()]
             begun = self._mark()
@@ -180,7 +180,7 @@ class _Mark:
     def __init__(self, *, is_on_gpu: bool) -> None:
         self._event: Any = None
         self._at_s = 0.0
-        if is_on_gpu:  # waiting for a blocking event sleeps instead of spinning
+        if is_on_gpu:  # a wait for a blocking event sleeps instead of spinning
             self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
             self._event.record()
         else:
@@ -192,7 +192,7 @@ class _Mark:
             self._event.synchronize()
 
     def seconds_to(self, later: _Mark) -> float:
-        """Return the seconds from this mark to a later mark, for which `wait` has returned."""
+        """Return the seconds from this mark to a later mark. Call `later.wait` first."""
         if self._event is None:
             return later._at_s - self._at_s
         return float(self._event.elapsed_time(later._event)) / 1e3
@@ -207,7 +207,7 @@ def update_by_matrix(
     segments: Sequence[Segment],
     update: Update,
 ) -> None:
-    """Update a block group, while the directions of at most two matrices are in memory.
+    """Update a block group, with the directions of at most two matrices in memory.
 
     Args:
         is_matrix: Returns whether a parameter is a matrix or a stack of matrices.
@@ -221,9 +221,9 @@ def update_by_matrix(
             continue
         assert segment.stop - segment.start == math.prod(segment.shape), segment
         size = math.prod(segment.shape[-2:])
-        starts = range(segment.start, segment.stop, size)  # a stack is updated one matrix at a time
+        starts = range(segment.start, segment.stop, size)  # update a stack one matrix at a time
         found += [(segment.within(range(start, start + size)), slice(start, start + size)) for start in starts]
-    # Packed state contains no elements of matrices, so it is left out.
+    # Omit packed state, because it contains no elements of matrices.
     like_weight = {name: block for name, block in blocks.items() if len(block) == len(gradient)}
 
     def step(make: Callable[..., None], number: int, directions: Tensor) -> None:

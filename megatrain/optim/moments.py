@@ -1,4 +1,4 @@
-"""Moments with fewer than 4 bytes: storage formats, the code of int8, and random keys for rounding to bf16."""
+"""Moments in fewer than 4 bytes: storage formats, the int8 code, and random keys for rounding to bf16."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Code = tuple[Array, Array, Array]
 
 
 def moment_kinds(name: str, state_dtype: StateDtype) -> tuple[StateKind, ...]:
-    """Return the state kinds of one moment, such as `m`, and `m_scale` for int8."""
+    """Return the state kinds of one moment, e.g. `m`, and for int8 also `m_scale`."""
     moment = StateKind(name, STATE_DTYPES[state_dtype])
     if state_dtype != "int8":
         return (moment,)
@@ -47,16 +47,16 @@ def moment_kinds(name: str, state_dtype: StateDtype) -> tuple[StateKind, ...]:
 
 
 def is_signed(name: str) -> bool:
-    """Return whether a moment is signed. All are, except `v`, the mean of squares."""
+    """Return whether a moment is signed. Only `v`, the mean of squares, is unsigned."""
     return name != "v"
 
 
 @lru_cache(maxsize=1 << 16)
 def rounding_key(seed: int, step: int, name: str) -> tuple[np.uint32, np.uint32]:
-    """Return the key of the random bits that round a parameter's moments in one step.
+    """Return the key of the random bits for rounding a parameter's moments in one step.
 
-    The key and an element's index in its parameter determine the rounding. The block's tier and parts, the rank and the
-    number of threads have no effect.
+    Rounding depends only on this key and on an element's index in its parameter. The block's tier and parts, the rank
+    and the number of threads have no effect.
     """
     digest = hashlib.blake2b(f"{seed} {step} {name}".encode(), digest_size=8).digest()
     first, second = np.frombuffer(digest, "<u4")
@@ -67,12 +67,12 @@ def rounding_key(seed: int, step: int, name: str) -> tuple[np.uint32, np.uint32]
 def code_of(signed: bool) -> Code:
     """Return the dynamic 8-bit code of Dettmers et al. (2021), as in bitsandbytes and torchao.
 
-    The code covers the decades from 1e-6 to 1. Each decade has twice the values of the decade below it.
+    The code covers the decades from 1e-6 to 1. Each decade has twice the number of values of the decade below.
 
     Returns:
         The 256 values in ascending order; the rounding boundary above each value (infinity for the last); and a lookup
-        table. For the upper 16 bits of an fp32 number, it contains how many boundaries are below all numbers with these
-        bits. At most one more boundary lies between these numbers.
+        table. For each value of the upper 16 bits of an fp32 number, the table has the number of boundaries below all
+        numbers with these bits. At most one more boundary lies between these numbers.
     """
     values = [0.0, 1.0]
     for exponent in range(7):
@@ -83,8 +83,8 @@ def code_of(signed: bool) -> Code:
     assert table.size == 256, table.size
     between = np.append((table[:-1] + table[1:]) / np.float32(2.0), np.float32(np.inf)).astype(np.float32)
     if not signed:
-        # A nonzero second moment is never rounded to 0, because dividing by almost 0 would make a huge update step.
-        # Second moments are this small if a block contains embedding rows of both rare and frequent tokens.
+        # A nonzero second moment is never rounded to 0, because dividing by almost 0 would give a huge update. Second
+        # moments are this small in blocks with embedding rows of both rare and frequent tokens.
         between[0] = 0.0
     first = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)).view(np.float32)
     last = ((np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)) + np.uint32(0xFFFF)).view(np.float32)
@@ -97,7 +97,7 @@ def code_of(signed: bool) -> Code:
 
 
 def encode_moments(moments: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Return the bytes and scales of 1-D fp32 moments in host memory, rounded like in the kernels."""
+    """Encode 1-D fp32 moments in host memory as bytes and scales, rounded as in the kernels."""
     _, between, _ = code_of(signed)
     padded = np.zeros((-(-moments.numel() // BLOCK_ELEMENTS), BLOCK_ELEMENTS), np.float32)
     padded.reshape(-1)[: moments.numel()] = moments.detach().numpy()
@@ -109,6 +109,6 @@ def encode_moments(moments: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def decode_moments(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """Return the fp32 moments that bytes and scales encode."""
+    """Decode bytes and scales to fp32 moments."""
     values = torch.from_numpy(code_of(signed)[0])
     return values[codes.long()] * scales.repeat_interleave(BLOCK_ELEMENTS)[: codes.numel()]

@@ -1,4 +1,4 @@
-"""Muon: orthogonalizes the momentum of matrices before applying it. AdamW updates all other parameters."""
+"""Muon: updates matrices with their orthogonalized momentum. AdamW updates all other parameters."""
 
 from __future__ import annotations
 
@@ -38,20 +38,19 @@ def newton_schulz(
     coefficients: tuple[float, float, float] = COEFFICIENTS,
     eps: float = EPS,
 ) -> None:
-    """Bring all singular values of a matrix close to 1, in place, without changing its singular vectors.
+    """Bring all singular values of a matrix close to 1 in place, without changing the singular vectors.
 
     Args:
         matrix: [rows, columns] in bf16, contiguous, on any device.
-        room: uint8 scratch of at least `newton_schulz_bytes`, on the same device.
-        num_steps: Steps of the Newton-Schulz iteration.
-        eps: Minimum of the norm by which the matrix is divided.
+        room: uint8 scratch memory on the same device, at least `newton_schulz_bytes`.
+        eps: Lower bound of the norm by which the matrix is divided.
     """
     a, b, c = coefficients
     rows, columns = matrix.shape
     side = min(rows, columns)
     free = room[: newton_schulz_bytes(rows, columns)].view(torch.bfloat16)
     other, gram, poly = (part.view(side, -1) for part in torch.split(free, [matrix.numel(), side * side, side * side]))
-    # The iteration multiplies by square matrices of the smaller side, so it works on the transpose of a tall matrix.
+    # Transpose a tall matrix, because the iteration multiplies by square matrices of the first dimension.
     is_tall = rows > columns
     x, y = (other.copy_(matrix.T), matrix.view(side, -1)) if is_tall else (matrix, other)
     x.div_(x.norm().clamp(min=eps))
@@ -60,7 +59,7 @@ def newton_schulz(
         torch.addmm(gram, gram, gram, beta=b, alpha=c, out=poly)
         torch.addmm(x, poly, x, beta=a, out=y)
         x, y = y, x
-    # A wide `x` starts in `matrix`, a tall one in `other`, and each step swaps the buffers.
+    # Each step swaps the buffers. `x` starts in `matrix` if the matrix is wide, and in `other` if it is tall.
     lies_in_matrix = (num_steps % 2 == 1) == is_tall
     if is_tall:
         matrix.copy_((y.copy_(x) if lies_in_matrix else x).T)
@@ -69,35 +68,34 @@ def newton_schulz(
 
 
 def newton_schulz_bytes(rows: int, columns: int) -> int:
-    """Return the scratch bytes of `newton_schulz`: a copy of the matrix, and two squares of its smaller side."""
+    """Return the scratch bytes of `newton_schulz`: a copy of the matrix, and two squares of the smaller side."""
     return 2 * (rows * columns + 2 * min(rows, columns) ** 2)
 
 
 class Muon:
-    """Muon for matrices, AdamW for all other parameters; see `megatrain.optim.base.Optimizer` for the contract.
+    """Muon for matrices and AdamW for all other parameters; see `megatrain.optim.base.Optimizer` for the contract.
 
-    It needs 8 bytes per matrix element and 12 bytes per other parameter. A matrix is updated as follows. The iteration
-    is in bf16, and all other operations are rounded to fp32::
+    It takes 8 bytes per matrix element and 12 bytes per other parameter. A matrix is updated as follows, with the
+    iteration in bf16 and all other operations rounded to fp32::
 
         g = grad * grad_scale
         m = m + (g - m) * (1 - momentum)
         u = newton_schulz(g + (m - g) * momentum)         # without nesterov: newton_schulz(m)
         w = w * (1 - lr * weight_decay) - u * (lr * adjusted)
 
-    A parameter with more than two dimensions is a batch of matrices, such as stacked experts. Each matrix of a batch
-    and each logical matrix of a fused parameter is orthogonalized separately, with the factor for its shape. An
-    update needs whole matrices, so layouts with matrices are not cut, and several ranks cannot use Muon. torch computes
-    the products on the device that computes the model, independent of the homes of the blocks
-    (`megatrain.optim.matrices`), so results do not depend on these homes. All other operations are elementwise.
+    A parameter with more than two dimensions is a batch of matrices, such as stacked experts. Each matrix in a batch
+    and each logical matrix in a fused parameter is orthogonalized separately, with the factor for its shape. An update
+    needs whole matrices, so layouts with matrices are not cut, and several ranks cannot use Muon. torch computes the
+    matmuls on the model's compute device (`megatrain.optim.matrices`), so results do not depend on the homes of the
+    blocks. All other operations are elementwise.
 
     Args:
         adamw: Optimizer of the parameters that are not matrices.
         is_matrix: Returns whether Muon updates a parameter, given its full name and shape.
-        momentum: At least 0 and below 1.
-        nesterov: Whether to use Nesterov momentum.
-        adjust_lr: "original" is sqrt(max(1, rows / columns)), "match_rms_adamw" is 0.2 * sqrt(max(rows, columns)). The
-            latter makes updates as large as AdamW's, so one learning rate fits both.
-        matrices: Orthogonalizes the matrices in `update`; default: on the host.
+        momentum: Decay of the momentum, at least 0 and below 1.
+        adjust_lr: "original" multiplies the learning rate by sqrt(max(1, rows / columns)), "match_rms_adamw" by 0.2 *
+            sqrt(max(rows, columns)). The latter makes updates as large as AdamW's, so both can share a learning rate.
+        matrices: Orthogonalizes the matrices in `update`. Default: on the host.
         fused: Parameters that hold several logical matrices, by full name.
     """
 
@@ -126,7 +124,7 @@ class Muon:
 
     @property
     def piece_bytes(self) -> int:
-        """Scratch bytes of the kernels, which need none."""
+        """The kernels need no scratch memory."""
         return 0
 
     @property
@@ -135,7 +133,7 @@ class Muon:
         return self.adamw.threads
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return the master, `m`, and `v`, which exists only for the parameters that AdamW updates."""
+        """Return the kinds: the master, `m` and `v`. Only parameters that AdamW updates have elements in `v`."""
         first = StateKind("m", torch.float32)
         second = StateKind("v", torch.float32, lambda entry: 0 if self.is_matrix_of(entry) else entry.numel)
         return (*master_kinds(split_master), first, second)
@@ -186,7 +184,7 @@ class Muon:
             if not fused.needs_copies:
                 make(view.flatten(dim, dim + 1))
                 continue
-            # The remaining scratch is large enough even for the whole matrix.
+            # The remaining scratch memory is large enough even for the whole matrix.
             taken = DIRECTION_BYTES * view.numel()
             own = room[:taken].view(torch.bfloat16).view(view.shape).copy_(view)
             self._newton_schulz(room[round_up(taken, _ROOM_ALIGNMENT_BYTES) :], own.flatten(dim, dim + 1))
@@ -196,12 +194,12 @@ class Muon:
         newton_schulz(matrix, room, self.num_steps, self.coefficients, self.eps)
 
     def orthogonalize_bytes(self, rows: int, columns: int) -> int:
-        """Return the scratch bytes of `orthogonalize`, for any division into logical matrices."""
+        """Return the scratch bytes that `orthogonalize` needs for any division into logical matrices."""
         copied = round_up(DIRECTION_BYTES * rows * columns, _ROOM_ALIGNMENT_BYTES) if self._copies_matrices else 0
         return copied + newton_schulz_bytes(rows, columns)
 
     def orthogonalize_flops(self, rows: int, columns: int, name: str = "") -> int:
-        """Return the FLOPs of `orthogonalize`. A step has two products with the matrix and one of square matrices."""
+        """Return the FLOPs of `orthogonalize`. A step has two matmuls with the matrix, and one of square matrices."""
         fused = self.fused.get(name)
         if fused is not None:
             return sum(self.orthogonalize_flops(*shape) for shape in fused.shapes(rows, columns))
@@ -263,7 +261,7 @@ class Muon:
         )
 
     def _logical_matrices(self, segment: Segment) -> Iterator[tuple[range, tuple[int, int]]]:
-        """Yield ranges of a segment that have one learning rate factor, each with the shape that determines it."""
+        """Yield ranges of a segment with a single learning rate factor, and the shape that determines the factor."""
         rows, columns = segment.shape[-2:]
         fused = self.fused.get(segment.name)
         shapes = [(rows, columns)] if fused is None else fused.shapes(rows, columns)
@@ -275,7 +273,7 @@ class Muon:
             yield range(first + shift, stop + shift), shapes[number]
 
     def _ratio(self, rows: int, columns: int) -> float:
-        """Return the factor on the learning rate for a matrix of this shape."""
+        """Return the learning rate factor for a matrix of this shape."""
         return math.sqrt(max(1.0, rows / columns)) if self.adjust_lr == "original" else 0.2 * max(rows, columns) ** 0.5
 
     def _apply_direction(
@@ -287,7 +285,7 @@ class Muon:
         update: Update,
         directions: Tensor,
     ) -> None:
-        """Update the weights of a range of elements in a matrix or in a stack of matrices."""
+        """Update a range of the weights in a matrix or in a stack of matrices."""
         from megatrain.optim import kernels
 
         lr = update.lr * segment.lr_scale

@@ -1,4 +1,4 @@
-"""Updates and gradient norms of blocks in device memory, bit-identical to the host's kernels."""
+"""Updates and gradient norms for blocks in device memory. Results are bit-identical to the host kernels' results."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from megatrain.optim.moments import code_of, is_signed
 if TYPE_CHECKING:
     from megatrain.optim.base import Optimizer
 
-#: Number of rows of a norm block that a Triton program loads concurrently.
+#: Number of rows that a Triton program loads concurrently for a norm.
 _UNROLLED = 16
-#: Elements per piece of a norm without Triton: whole blocks, with an fp64 temporary of at most 32 MiB.
+#: Elements per piece when a norm is computed without Triton: whole blocks, with a temporary of at most 32 MiB.
 _PIECE_ELEMENTS = 1 << 22
 
 __all__ = [
@@ -52,20 +52,20 @@ __all__ = [
 
 
 class DeviceKernelError(RuntimeError):
-    """Updates on a GPU are impossible, because no kernel exists or Triton is missing."""
+    """A GPU cannot run the updates, because no kernel exists or Triton is missing."""
 
 
-#: Blocks of a group by kind, the group's gradient, and the ranges to update, as in `Optimizer.update`.
+#: A group's blocks by kind, its gradient, and the ranges to update, as in `Optimizer.update`.
 UpdateGroup = tuple[Mapping[str, Tensor], Tensor, Sequence[Segment]]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateTable:
-    """Addresses of ranges that one kernel launch updates. The table is valid while the blocks do not move.
+    """Addresses of the ranges that one kernel launch updates. The table is valid until a block moves.
 
     Attributes:
         rows: Address table on the device, ``[num_rows, columns]``; see `triton_kernels`.
-        examples: Empty tensors with the arrays' dtypes, in the order of the kernel's arguments.
+        examples: Empty tensors that give the dtypes of the arrays, in the order of the kernel's arguments.
         segment: Settings of all ranges.
     """
 
@@ -77,17 +77,17 @@ class UpdateTable:
 
 @runtime_checkable
 class TableOptimizer(Protocol):
-    """A device optimizer that can update many block groups in one launch, bit-identical to separate updates.
+    """A device optimizer that can update many block groups in one launch, with the same results as separate updates.
 
     Its updates accept an `Update.decision`.
     """
 
     def addresses(self, tensors: Iterable[Tensor]) -> Sequence[int]:
-        """Return the addresses of tensors. A table stays valid while the addresses of its blocks do not change."""
+        """Return the addresses of tensors. A table is valid while the addresses of its blocks stay the same."""
         ...
 
     def make_tables(self, groups: Sequence[UpdateGroup]) -> Sequence[UpdateTable] | None:
-        """Return one table per setting for all block groups, or None if the groups need separate launches."""
+        """Return tables that cover all block groups, one per setting, or None if groups need separate launches."""
         ...
 
     def update_by_tables(self, tables: Sequence[UpdateTable], update: Update) -> None:
@@ -96,14 +96,14 @@ class TableOptimizer(Protocol):
 
 
 class TritonOptimizer:
-    """An optimizer over flat blocks on a GPU; see `megatrain.optim.base.Optimizer` for the contract.
+    """An optimizer for flat blocks on a GPU; see `megatrain.optim.base.Optimizer` for the contract.
 
-    It is bit-identical to the host optimizer, except for the payload of a NaN, so either one may update a block group.
-    Unlike in the contract, `update` queues the work on the current stream of the blocks' device and returns before the
-    work is done.
+    Results are bit-identical to the host optimizer's results, except for NaN payloads, so either optimizer can update a
+    block group. Unlike the contract, `update` queues the work on the current stream of the blocks' device and returns
+    before the work is finished.
 
     Args:
-        host: Host optimizer, which defines the kinds of state, the scalars, and the name of the kernel.
+        host: Host optimizer. It defines the kinds of state, the scalars, and the kernel's name.
 
     Raises:
         DeviceKernelError: Triton is not installed, or the optimizer has no Triton kernel.
@@ -132,7 +132,7 @@ class TritonOptimizer:
 
         Args:
             blocks: Flat tensors by kind, all on one GPU.
-            gradient: fp32 or bf16 gradient on the same GPU; unchanged.
+            gradient: fp32 or bf16 gradient on the same GPU. Not changed.
             segments: Ranges to update, without overlap.
         """
         num_elements = gradient.numel()
@@ -180,7 +180,7 @@ class TritonOptimizer:
         return [tensor.data_ptr() for tensor in tensors]
 
     def make_tables(self, groups: Sequence[UpdateGroup]) -> list[UpdateTable] | None:
-        """Return tables; see `TableOptimizer`. None for bf16 and int8 moments, and if a range is not aligned to 16."""
+        """Return tables; see `TableOptimizer`. Return None for bf16 or int8 moments or unaligned ranges."""
         if not self._host.has_rows:
             return None
         alignment, block_elements = self._kernels.ROW_ALIGNMENT, self._kernels.BLOCK_ELEMENTS
@@ -225,7 +225,7 @@ class TritonOptimizer:
                 )
 
     def _arrays(self, blocks: Mapping[str, Tensor], gradient: Tensor) -> tuple[dict[str, Tensor], list[Tensor | None]]:
-        """Return the blocks in the kernel's format, once by kind and once in argument order, with the gradient last."""
+        """Return the blocks in the kernel's format: by kind, and in argument order followed by the gradient."""
         known = {
             kind.name: _flat(kind.name, blocks[kind.name], kind.dtype, gradient, kind.granularity)
             for kind in self.state_kinds("low" in blocks)
@@ -235,7 +235,7 @@ class TritonOptimizer:
         return known, [known["weight"], known.get("low"), *moments, grad]
 
     def _scalars(self, segment: Segment, update: Update) -> tuple[float, tuple[float, ...]]:
-        """Return the kernel's scalars as Python numbers. Most parameters share them, so they are cached."""
+        """Return the kernel's scalars as Python numbers. They are cached, because most parameters share them."""
         if self._known_scalars[0] != update:
             self._known_scalars = (update, {})
         known, settings = self._known_scalars[1], (segment.weight_decay, segment.lr_scale)
@@ -245,7 +245,7 @@ class TritonOptimizer:
         return known[settings]
 
     def _codes(self, device: torch.device) -> list[Tensor | None]:
-        """Return the code and the cells of each moment in device memory, or None for moments without a code."""
+        """Return each moment's code and cells in device memory, or None for a moment without a code."""
         if device not in self._tables:
             found: list[Tensor | None] = []
             for name in MOMENTS:
@@ -258,12 +258,12 @@ class TritonOptimizer:
         return self._tables[device]
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
-        """Compile the kernel for these formats on the current device; each format takes 1 to 2 s."""
+        """Compile the kernel for these formats on the current device. Each format takes 1 to 2 s."""
         _warm_up(self, self._kernels, formats)
 
 
 class TritonWeightAverage:
-    """`WeightAverage` over flat blocks on a GPU; updates and raises errors like `TritonOptimizer`."""
+    """`WeightAverage` for flat blocks on a GPU. Queues updates and raises errors like `TritonOptimizer`."""
 
     def __init__(self, host: WeightAverage) -> None:
         assert isinstance(host.inner, ElementwiseOptimizer), host.inner
@@ -304,7 +304,7 @@ class TritonWeightAverage:
 
 def _warm_up(optimizer: TritonOptimizer | TritonWeightAverage, kernels: ModuleType, formats: Iterable[Format]) -> None:
     device = "cpu" if kernels.IS_INTERPRETED else "cuda"
-    # Triton specializes on lengths that are multiples of 16, so both kinds of length are compiled.
+    # Triton specializes kernels for lengths that are multiples of 16, so compile for both kinds of length.
     size = MOMENT_BLOCK_ELEMENTS + 17
     segments = (Segment(0, MOMENT_BLOCK_ELEMENTS, 0.0), Segment(MOMENT_BLOCK_ELEMENTS, size, 0.0))
     for split_master, dtype in formats:
@@ -324,10 +324,10 @@ def _warm_up(optimizer: TritonOptimizer | TritonWeightAverage, kernels: ModuleTy
 
 
 def _rows_on_device(rows: Sequence[Sequence[int]], block_elements: int, device: torch.device) -> tuple[Tensor, int]:
-    """Return an address table for kernels, and the number of programs that it needs. No host sync.
+    """Return an address table for kernels, and the number of programs that the table needs. No host sync.
 
     Args:
-        rows: Rows of a number of elements and addresses, in the order of `triton_kernels.ROW_COLUMNS`.
+        rows: Rows in the order of `triton_kernels.ROW_COLUMNS`: number of elements, then addresses.
     """
     num_programs, width = 0, len(_import_kernels().ROW_COLUMNS)
     numbers = list[list[int]]()
@@ -353,12 +353,12 @@ def _import_kernels() -> ModuleType:
 
 
 def _as_int32(bits: int) -> int:
-    """Return 32 bits as a signed number, because Triton passes signed numbers of this size as 32 bits."""
+    """Convert 32 bits to a signed number, because Triton passes signed numbers of this size as 32 bits."""
     return (int(bits) ^ 0x80000000) - 0x80000000
 
 
 def _flat(name: str, tensor: Tensor, dtype: torch.dtype, gradient: Tensor, granularity: int = 1) -> Tensor:
-    """Return a block in the kernel's format, in which bf16 is passed as int16."""
+    """Return a block in the kernel's format. bf16 is passed as int16."""
     tensor = tensor.detach()
     assert tensor.dtype == dtype, (name, tensor.dtype, dtype)
     assert tensor.device == gradient.device, (name, tensor.device, gradient.device)
@@ -368,14 +368,14 @@ def _flat(name: str, tensor: Tensor, dtype: torch.dtype, gradient: Tensor, granu
 
 
 def device_optimizer(optimizer: Optimizer, device: torch.device) -> Optimizer:
-    """Return the optimizer for blocks on a device, bit-identical to the host optimizer.
+    """Return the optimizer for blocks on a device. Its results are bit-identical to the host optimizer's results.
 
     Args:
         optimizer: Host optimizer.
         device: Device of the blocks: a CUDA device, or a CPU device that emulates one (`advanced.emulate_gpu`).
 
     Raises:
-        DeviceKernelError: The optimizer runs only on the host; the message gives the reason.
+        DeviceKernelError: The optimizer runs only on the host. The message gives the reason.
     """
     updating = optimizer.inner if isinstance(optimizer, WeightAverage) else optimizer
     if isinstance(updating, MatrixOptimizer):
@@ -388,7 +388,7 @@ def device_optimizer(optimizer: Optimizer, device: torch.device) -> Optimizer:
 
 
 def device_squared_norm(gradient: Tensor) -> Tensor:
-    """Return the fp64 sum of squares of one block group's gradient, a scalar on its device. No host sync.
+    """Return the fp64 sum of squares of a block group's gradient, as a scalar on its device. No host sync.
 
     The result is bit-identical to `clip.squared_norm`. With Triton, two launches read the gradient once. Without
     Triton, it takes more than a thousand small launches.
@@ -400,7 +400,7 @@ def device_squared_norm(gradient: Tensor) -> Tensor:
 
 
 def device_partials(gradient: Tensor) -> Tensor:
-    """Return the fp64 sums of squares of every `kernels.NORM_BLOCK_ELEMENTS` elements: [blocks], on the same device."""
+    """Return the fp64 sum of squares of every `kernels.NORM_BLOCK_ELEMENTS` elements, [blocks] on the same device."""
     from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS, NORM_LANES
 
     flat, triton_kernels = gradient.detach(), _kernels_for(gradient)
@@ -410,7 +410,7 @@ def device_partials(gradient: Tensor) -> Tensor:
 
 
 def _partials_in_triton(kernels: ModuleType, gradient: Tensor, table: Tensor | None, num_programs: int) -> Tensor:
-    """Return the partial sums of `gradient`, or of the gradients in `table`, which have the same dtype and device."""
+    """Return the partial sums of `gradient`, or of all gradients in `table`, which have its dtype and device."""
     from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS, NORM_LANES
 
     flat = _flat("gradient", gradient, gradient.dtype, gradient)
@@ -431,7 +431,7 @@ def _partials_in_triton(kernels: ModuleType, gradient: Tensor, table: Tensor | N
     return partials
 
 
-#: Cached tables by addresses and lengths of gradients, because gradients rarely move between steps.
+#: Cached tables, by addresses and lengths of gradients. Gradients rarely move between steps.
 _norm_tables: OrderedDict[tuple[object, ...], tuple[Tensor, int]] = OrderedDict()
 _MOST_NORM_TABLES = 1024
 
@@ -457,7 +457,7 @@ def device_partials_of_parts(parts: Sequence[Tensor]) -> Tensor:
 
 
 def sum_partials(partials: Tensor) -> Tensor:
-    """Return the sum of fp64 numbers, added sequentially: a scalar on their device."""
+    """Add fp64 numbers sequentially, and return the sum as a scalar on their device."""
     total = torch.zeros((), dtype=torch.float64, device=partials.device)
     triton_kernels = _kernels_for(partials)
     if triton_kernels is None:
@@ -493,7 +493,7 @@ def _kernels_or_none() -> ModuleType | None:
 
 
 def _partials_in_torch(gradient: Tensor, block_elements: int, num_lanes: int) -> Tensor:
-    """Return the partial sums of a gradient, added in the same order as in the Triton kernel."""
+    """Return a gradient's partial sums, added in the same order as in the Triton kernel."""
     found: list[Tensor] = []
     for piece in torch.split(gradient, max(block_elements, _PIECE_ELEMENTS // block_elements * block_elements)):
         count = -(-piece.numel() // block_elements)

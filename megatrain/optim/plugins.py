@@ -1,4 +1,4 @@
-"""Optimizers from installed packages, found by entry point and constructed with the arguments in a config."""
+"""Finds optimizers in installed packages by entry point, and constructs them with the config's arguments."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class OptimizerError(ValueError):
 
 
 def available_optimizers() -> tuple[str, ...]:
-    """Return the sorted names of optimizers in installed packages, without importing the packages."""
+    """Return the sorted names of optimizers in installed packages. Does not import the packages."""
     return tuple(sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)}))
 
 
 def make_custom_optimizer(name: str, arguments: Mapping[str, Any]) -> Optimizer:
-    """Return an optimizer of an installed package.
+    """Construct an optimizer from an installed package.
 
     Args:
         arguments: Passed by keyword.
 
     Raises:
-        OptimizerError: No package or several packages define it, it cannot be imported or constructed, or it is not an
-            optimizer.
+        OptimizerError: No package or more than one package defines the optimizer, or it cannot be imported or
+            constructed, or the object is not an optimizer.
     """
     where = f'optimizer.custom_optimizer = "{name}"'
     points = list(entry_points(group=ENTRY_POINT_GROUP, name=name))

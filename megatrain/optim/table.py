@@ -30,11 +30,11 @@ class ParameterGroupConfig(Table):
     weight_decay: float | None = key("Their weight decay. Not set: optimizer.weight_decay.", None, ge=0)
 
     def matches(self, name: str) -> bool:
-        """Return whether a parameter is in the group; globs are case-sensitive."""
+        """Return whether a parameter is in the group. Globs are case-sensitive."""
         return any(fnmatchcase(name, glob) for glob in self.params)
 
     def lr_scale(self, learning_rate: float) -> float:
-        """Return the factor on the learning rate of a step, given the optimizer's peak learning rate."""
+        """Return the factor for a step's learning rate, given the optimizer's peak learning rate."""
         return (self.lr_mult or 1.0) if self.learning_rate is None else self.learning_rate / learning_rate
 
 
@@ -163,10 +163,10 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
 
     @property
     def defers_updates(self) -> bool:
-        """Whether all gradients of a step are held until their global norm is known.
+        """Whether updates wait until the global norm of all gradients in the step is known.
 
-        Without clipping, "stop" can end the run at the first non-finite layer, because the state after a stopped step
-        is not used. "skip" must check the last gradient of a step before it applies the first update.
+        Without clipping, "stop" does not wait: it can end the run at the first non-finite layer, because the state
+        after a stopped step is not used. "skip" must check a step's last gradient before it applies the first update.
         """
         return self.clip_scope == "global" and (self.max_grad_norm > 0 or self.nonfinite == "skip")
 
@@ -194,5 +194,5 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
         return not only_warmup or (self.has_warmup and 0 < self.warmup_steps < 1)
 
     def num_warmup_steps(self, num_steps: int) -> int:
-        """Return the number of linear warm-up steps in ``num_steps``; fractions are rounded up (as transformers 5)."""
+        """Return the number of linear warm-up steps in a run. Fractions are rounded up, as in transformers 5."""
         return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(num_steps * self.warmup_steps)

@@ -1,4 +1,4 @@
-"""Inheritable tests that check everything the engine requires of an optimizer."""
+"""Tests to inherit. They check everything that the engine requires of an optimizer."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class OptimizerSuite:
         )
 
     def test_a_layout_that_may_be_cut_gives_the_same_bits_in_parts(self) -> None:
-        """If no kind of state needs whole parameters, updates may process parts that begin inside a parameter."""
+        """If no kind of state needs whole parameters, updates can process parts that begin inside a parameter."""
         optimizer = self.make_optimizer()
         layout = build_layout("embedding", [("weight", (1100, 128))], True)
         kinds = optimizer.state_kinds(False)

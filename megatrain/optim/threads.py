@@ -32,34 +32,34 @@ _CALLS_PER_THREAD = 4
 
 
 def default_num_threads() -> int:
-    """Return the number of CPUs that this process may use."""
+    """Return the number of CPUs that this process can use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def num_update_threads(device_type: str) -> int:
     """Return the number of threads that update blocks on the host.
 
-    Updates run while a GPU computes, so two cores stay free: one launches kernels, the other starts copies.
+    Updates run while a GPU computes, so two cores stay free: one launches kernels, and the other starts copies.
     """
     num_cores = default_num_threads()
     return max(1, num_cores - 2) if device_type == "cuda" else num_cores
 
 
 def cut(start: int, stop: int, elements: int = RANGE_ELEMENTS) -> Iterator[tuple[int, int]]:
-    """Yield consecutive ranges of `elements` in `[start, stop)`; the last one may be shorter."""
+    """Split `[start, stop)` into consecutive ranges of `elements`. The last range can be shorter."""
     for begin in range(start, stop, elements):
         yield begin, min(begin + elements, stop)
 
 
 def elements_per_call(num_elements: int, num_threads: int) -> int:
-    """Return the number of elements per call for updates of many small arrays; at least 1."""
+    """Return the number of elements per call when many small arrays are updated; at least 1."""
     if num_threads == 1:
         return max(1, num_elements)
     return min(RANGE_ELEMENTS, max(_FEWEST_ELEMENTS, -(-num_elements // (_CALLS_PER_THREAD * num_threads))))
 
 
 def share_out(sizes: Sequence[int], at_once: int) -> list[tuple[int, int]]:
-    """Return calls of at most `at_once` elements, each as the range `(first, stop)` of its consecutive items.
+    """Group consecutive items into calls of at most `at_once` elements. Return each call as `(first, stop)`.
 
     Args:
         sizes: Number of elements of each item, at most `at_once`.
@@ -77,15 +77,15 @@ def share_out(sizes: Sequence[int], at_once: int) -> list[tuple[int, int]]:
 
 
 class KernelThreads:
-    """A set of threads for kernel calls: the calling thread, a pool, or torch's OpenMP threads.
+    """Threads that run kernel calls: the calling thread, a pool, or torch's OpenMP threads.
 
-    The pool starts with the first call that needs it. Several threads may call `run` at once.
+    The pool starts with the first call that needs it. Several threads can call `run` concurrently.
 
     Args:
-        num_threads: Number of computing threads, at least 1; 1 uses the calling thread. Default: one per usable CPU.
-        among_operations: Whether calls alternate with torch's CPU operations. Torch's OpenMP threads spin for
-            milliseconds after an operation, so the calls run on these threads to avoid competing with them, if the
-            OpenMP library allows it.
+        num_threads: Number of compute threads, at least 1. 1 uses the calling thread. Default: one per usable CPU.
+        among_operations: Whether calls alternate with torch's CPU operations. After an operation, torch's OpenMP
+            threads spin for milliseconds. To avoid competing with these threads, calls run on them if the OpenMP
+            library allows it.
     """
 
     def __init__(self, num_threads: int | None = None, *, among_operations: bool = False) -> None:
@@ -98,7 +98,7 @@ class KernelThreads:
     def run(self, calls: Iterable[Callable[[], None]]) -> None:
         """Run every call, wait for all of them, and raise the first error.
 
-        Threads take one call at a time from the iterator, so later calls are prepared while earlier calls run.
+        Threads take calls from the iterator one at a time, so later calls are prepared while earlier calls run.
         """
         remaining, lock = iter(calls), threading.Lock()
         ahead = list(islice(remaining, self.num_threads))
@@ -130,7 +130,7 @@ class KernelThreads:
         call = _OPENMP_BODY(lambda _: errors.extend(_errors_of(worker)))
         assert self._openmp is not None
         with _interrupts_deferred():
-            self._openmp(call, None, num_threads, 0)  # returns when all threads of the team are done
+            self._openmp(call, None, num_threads, 0)  # returns after all threads of the team have finished
         return errors
 
     def close(self) -> None:
@@ -149,9 +149,9 @@ class KernelThreads:
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Defer Ctrl-C until the block exits, because Python only prints an exception that a C callback raises.
+    """Defer Ctrl-C to the end of the block, because Python only prints exceptions from C callbacks.
 
-    Python handles signals in the main thread, so the context does nothing in other threads.
+    Python handles signals in the main thread, so the context manager does nothing in other threads.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
@@ -172,7 +172,7 @@ _OPENMP_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 @cache
 def _openmp_parallel() -> Any:
-    """Return `GOMP_parallel(body, argument, num_threads, flags)` of torch's OpenMP library, or None if not exported.
+    """Return the function `GOMP_parallel(body, argument, num_threads, flags)` of torch's OpenMP library, if exported.
 
     The libraries of GCC and LLVM export this function.
     """

@@ -1,4 +1,4 @@
-"""Triton kernels of the optimizers and of the gradient norm. Importing this file imports triton.
+"""Triton kernels for updates and gradient norms. Importing this file imports triton.
 
 Kernels are compiled at their first launch. They run the same operations as `megatrain.optim.kernels`, in the same
 order. Three rules make updates round each operation to fp32:
@@ -7,15 +7,16 @@ order. Three rules make updates round each operation to fp32:
 * Kernels call `div_rn` and `sqrt_rn`, because `/` and `tl.sqrt` on fp32 are approximations.
 * Denormal numbers are not flushed to zero, and scalars arrive in fp32, which the caller rounds once from fp64.
 
-As on the CPU, bf16 is passed as its 16 bits: a bf16 gradient or moment, and the high half of a split master, are int16
-tensors. Moments in bytes have scales and a code; for other formats, both are None.
+As on the CPU, bf16 is passed as 16 bits: bf16 gradients and moments, and the high halves of split masters, are int16
+tensors. Moments in bytes have scales and a code. For other formats, scales and code are None.
 
 `update` is the kernel of every elementwise optimizer. An optimizer adds a rule to `RULES`: a function of a weight, a
 gradient and two moments, in fp32.
 
-An update takes one array of each kind. With `rows`, it takes a table of the addresses of many arrays, with a row of
-`ROW_COLUMNS` per parameter, and the array arguments only supply dtypes. Addresses and lengths in a table are multiples
-of `ROW_ALIGNMENT`, in bytes and elements. With a `decision`, as in `Update`, its factor replaces `grad_scale`.
+An update takes one array of each kind. With `rows`, it takes a table with the addresses of many arrays, one row of
+`ROW_COLUMNS` per parameter, and the array arguments only supply dtypes. Addresses in a table are multiples of
+`ROW_ALIGNMENT` bytes, and lengths are multiples of `ROW_ALIGNMENT` elements. A `decision` (see `Update`) replaces
+`grad_scale`.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ ROW_ALIGNMENT = 16
 _MOMENTS = tl.constexpr(MOMENT_BLOCK_ELEMENTS)
 _NUM_COLUMNS = tl.constexpr(len(ROW_COLUMNS))
 _ALIGNMENT = tl.constexpr(ROW_ALIGNMENT)
-_NOT_SPECIALIZED = ["num_rows", "first_key", "second_key", "first"]  # specializing would recompile in every step
+_NOT_SPECIALIZED = ["num_rows", "first_key", "second_key", "first"]  # specializing would recompile every step
 LAUNCH_OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 
 
 @triton.jit
 def _load_master(weight: tl.tensor, low: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """Return fp32 masters: `weight` itself, or its high halves joined with `low`."""
+    """Return fp32 masters: `weight` itself, or the high halves in `weight` joined with `low`."""
     if low is None:
         return tl.load(weight + at, mask=inside)
     else:
@@ -87,13 +88,13 @@ def _load_float32(grad: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tenso
 
 @triton.jit
 def _positions(block_elements: tl.constexpr) -> tl.tensor:
-    """Return the indexes of this program's elements, in 64 bits because an embedding can exceed 2**31 elements."""
+    """Return the 64-bit indexes of this program's elements, because embeddings can exceed 2**31 elements."""
     return tl.program_id(0).to(tl.int64) * block_elements + tl.arange(0, block_elements)
 
 
 @triton.jit
 def _row_of_program(rows: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
-    """Return the address of this program's row: the last row whose first program is at most this program."""
+    """Return the address of this program's row: the last row with a first program that is not after this program."""
     found = 0
     stop = num_rows
     while stop - found > 1:
@@ -117,7 +118,7 @@ def _length_of_row(row: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _array_of_row(row: tl.tensor, column: tl.constexpr, example: tl.tensor) -> tl.tensor:
-    """Return the pointer to an array, with the dtype of an example."""
+    """Return a pointer to an array with the dtype of an example."""
     return tl.multiple_of(tl.load(row + column).to(example.dtype), _ALIGNMENT)
 
 
@@ -178,7 +179,7 @@ def _store_moment(
     decision: tl.tensor,
     block_elements: tl.constexpr,
 ) -> None:
-    """Write moments in the format of their block, rounded with 16 random `bits` or by `cells` (`moments.code_of`)."""
+    """Write moments in their block's format, rounded with 16 random `bits` or by `cells` (`moments.code_of`)."""
     if moment is None:
         pass
     elif moment.dtype.element_ty == tl.uint8:
@@ -204,7 +205,7 @@ def _store_moment(
 
 @triton.jit
 def _adamw(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: tl.tensor, scalars: tl.tuple) -> tl.tuple:
-    """AdamW; see `elementwise.AdamW`. A rule returns the new weight and two moments; unused moments can be anything."""
+    """AdamW; see `elementwise.AdamW`. A rule returns the new weight and two moments. Unused moments can be anything."""
     decay, one_minus_beta1, beta2, one_minus_beta2, correction2_sqrt, eps, step_size = scalars
     decayed = w * decay
     m_new = m + (g - m) * one_minus_beta1
@@ -219,7 +220,7 @@ def _lion(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: None, scalars: tl.tuple) 
     decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr = scalars
     decayed = w * decay
     direction = m * beta1 + g * one_minus_beta1
-    minus_lr = lr * -1.0  # exact, whereas Triton may compile `-lr` to `0 - lr`, which is +0 for an lr of 0
+    minus_lr = lr * -1.0  # exact; Triton may compile `-lr` to `0 - lr`, which is +0 if lr is 0
     step = tl.where(direction > 0.0, lr, tl.where(direction < 0.0, minus_lr, 0.0))  # 0 if direction is 0 or NaN
     m_new = m * beta2 + g * one_minus_beta2
     return decayed - step, m_new, m_new
@@ -271,8 +272,8 @@ def update(
 ) -> None:
     """Update elements with a rule of `RULES`, `block_elements` per program.
 
-    `low` is None without a split master, and a moment that the rule lacks is None. Only int8 moments use the scales and
-    codes. Only bf16 moments use the key and `first`, the index of the first element.
+    `low` is None without a split master, and unused moments are None. Only int8 moments use the scales and codes. Only
+    bf16 moments use the key and `first`, the index of the first element.
     """
     if rows is None:
         at = _positions(block_elements)
@@ -293,7 +294,7 @@ def update(
     inside = _where_used(at < num_elements, decision)
     w = _load_master(weight, low, at, inside)
     g = _load_gradient(grad, at, inside, grad_scale)
-    # The loads are inline, because functions in Triton 3.6 cannot return None.
+    # The loads are inlined, because functions in Triton 3.6 cannot return None.
     m_old = None
     v_old = None
     if m is not None:
@@ -326,7 +327,7 @@ def average(
     share: tl.tensor,
     block_elements: tl.constexpr,
 ) -> None:
-    """Move averages towards the masters; see `megatrain.optim.average.WeightAverage`."""
+    """Move averages toward the masters; see `megatrain.optim.average.WeightAverage`."""
     at = _positions(block_elements)
     inside = at < num_elements
     old = tl.load(ema + at, mask=inside)
@@ -350,9 +351,9 @@ def squared_norms(
     num_lanes: tl.constexpr,
     unrolled: tl.constexpr,
 ) -> None:
-    """Write the fp64 sum of squares of every `block_elements` elements of `grad`, as `kernels.squared_norms` does.
+    """Write the fp64 sum of squares of every `block_elements` elements of `grad`, like `kernels.squared_norms`.
 
-    Each program computes a block. Lane j adds elements j, j + num_lanes, ... in this order, then the lanes are added in
+    Each program computes a block. Lane j adds elements j, j + num_lanes, ... in this order. Then the lanes are added in
     order. The square of an fp32 number is exact in fp64, so a fused multiply-add gives the same sum. With `rows`, the
     kernel processes many gradients and writes their partial sums consecutively.
     """
@@ -372,7 +373,7 @@ def squared_norms(
             lanes += value * value
     total = tl.reduce(tl.where(lane == 0, lanes, 0.0), 0, _add)
     for number in range(1, num_lanes):
-        # All terms but one are zero, so this reduction is exact in any order.
+        # All terms except one are zero, so this reduction is exact in any order.
         total += tl.reduce(tl.where(lane == number, lanes, 0.0), 0, _add)
     tl.store(partials + tl.program_id(0), total)
 

@@ -1,1 +1,1 @@
-"""The folder, the loggers, the status and the record of a run, and its handling of signals."""
+"""A run's folder, loggers, status, record, and handling of signals."""

@@ -1,6 +1,6 @@
-"""The folder of a run, locked while the run uses it, and the checkpoint from which a run would continue.
+"""A run's folder, which the run locks while it uses it, and the checkpoint from which a run would continue.
 
-Only locking imports torch and the store: ``status``, ``save`` and ``stop`` read folders and answer at once.
+Only locking imports torch and the store, so that ``status``, ``save`` and ``stop`` answer at once.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 __all__ = ["LOG_NAME", "LockKeeper", "RunFolder", "committed_step"]
 
-#: File with the output of a run without a terminal, inside ``output_dir``.
+#: File in ``output_dir`` with the output of a run that has no terminal.
 LOG_NAME = "run.log"
-#: Patterns of the files that a run writes into its folder, and of their temporary names.
+#: Patterns for the files that a run writes into its folder, and for their temporary names.
 _WRITTEN = ("*.json", "*.jsonl", "*.toml", "*.log", "*.html", "*.tmp", "*.partial*", ".*")
-_LOCK_ATTEMPTS = 5  # living_owner briefly holds the lock
+_LOCK_ATTEMPTS = 5  # because living_owner briefly takes the lock
 _LOCK_RETRY_S = 0.02
 
 
 def open_to_all(folders: Iterable[Path]) -> str:
-    """Return a sentence that lists the folders in which every user of this machine can write; "" without any.
+    """Return a sentence that lists the folders to which all users of this machine can write, or "".
 
-    Folders with the sticky bit do not count: users can only remove their own files there.
+    Folders with the sticky bit do not count, because there users can only remove their own files.
     """
     found = []
     for folder in folders:
@@ -58,20 +58,19 @@ def open_to_all(folders: Iterable[Path]) -> str:
 
 
 class RunFolder:
-    """Folder of one run, locked while the context is open.
+    """A run's folder, which is locked during the ``with`` block.
 
     Args:
-        path: ``output_dir``; created if missing, and then removed again if it contains only the lock and the status.
+        path: ``output_dir``, created if missing. A created folder is removed again if it has only the lock and the
+            status.
 
     Attributes:
-        path: Absolute path.
-        final: Folder of the trained model.
-        dead_owner: Process that died while it held the lock; set on entering.
+        dead_owner: Process that died while it held the lock. Set on entering.
 
     Raises:
-        LockedError: On entering, if a living run holds the lock.
-        UnusableDirectoryError: On entering, if a file that the run writes exists as a symbolic link.
-        OSError: On entering, if the folder cannot be created or locked.
+        LockedError: On entering: a living run holds the lock.
+        UnusableDirectoryError: On entering: a file that the run would write is a symbolic link.
+        OSError: On entering: the folder cannot be created or locked.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -91,7 +90,7 @@ class RunFolder:
             self._lock = _lock(self.path)
             self.dead_owner = self._lock.dead_owner
         except BaseException:
-            with contextlib.suppress(OSError):  # a folder with another run's lock is not empty and stays
+            with contextlib.suppress(OSError):  # a folder with another run's lock is not empty, so it stays
                 for folder in self._made:
                     folder.rmdir()
             raise
@@ -106,11 +105,11 @@ class RunFolder:
             lock.release()
 
     def keep_lock(self) -> str | None:
-        """Lock the folder again if its lock file was removed, and return a message about it; else return None.
+        """If the lock file was removed, lock the folder again and return a message, else return None.
 
         Raises:
-            LockedError: If another run has locked the folder since.
-            OSError: If the folder itself was removed.
+            LockedError: Another run has locked the folder since.
+            OSError: The folder was removed.
         """
         with self._locking:
             assert self._lock is not None
@@ -130,12 +129,12 @@ class RunFolder:
         )
 
     def _remove_if_unused(self) -> None:
-        """Remove the folder if entering created it and it holds only the lock and the status."""
+        """Remove the folder if entering created it and it has only the lock and the status."""
         if self.path not in self._made or not self.path.is_dir():
             return
         if not {LOCK_NAME, STATUS_NAME}.issuperset(os.listdir(self.path)):
             return
-        with contextlib.suppress(OSError):  # another process may have just created a file there
+        with contextlib.suppress(OSError):  # another process may have created a file there
             for name in (STATUS_NAME, LOCK_NAME):
                 (self.path / name).unlink(missing_ok=True)
             for folder in self._made:
@@ -143,7 +142,7 @@ class RunFolder:
 
 
 class LockKeeper(RunObserver):
-    """Observer that checks once a second, and after each step, that the run still holds the lock of its folder.
+    """Observer that checks every second and after each step that the run still holds its folder's lock.
 
     Args:
         on_message: Called with messages for the user.
@@ -153,7 +152,7 @@ class LockKeeper(RunObserver):
         self._folder, self._on_message = folder, on_message
 
     def check_lock(self) -> None:
-        """Lock the folder again if its lock file is gone. Errors are raised after the step."""
+        """Lock the folder again if its lock file is gone. Raises errors after the step."""
         with contextlib.suppress(TieredError, OSError):
             self._report()
 
@@ -184,9 +183,9 @@ def _lock(path: Path) -> DirectoryLock:
 
 
 def committed_step(path: Path | str) -> int | None:
-    """Return the step of the checkpoint or copy from which a run in this folder would continue; None without one.
+    """Return the step from whose checkpoint or copy a run in this folder would continue, or None.
 
-    Reads only manifests and file names. Checksums are verified when the blocks are read.
+    Reads only manifests and file names. Checksums are verified later, when the blocks are read.
     """
     found = usable_checkpoint(path)
     return None if found is None else found.step

@@ -1,4 +1,4 @@
-"""Loggers of a run's figures, chosen by ``logging.report_to``: ``metrics.jsonl`` and the trackers of accelerate."""
+"""Loggers for a run's figures, selected by ``logging.report_to``: ``metrics.jsonl`` and accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ __all__ = ["METRICS_NAME", "Logger", "MetricsLog", "TrackerLog", "check_loggers"
 
 METRICS_NAME = "metrics.jsonl"
 TENSORBOARD_NAME = "tensorboard"
-#: File with the run at each tracker: name -> id, and the last steps logged there.
+#: File with this run's data at each tracker: tracker -> id of the run, and the last logged steps.
 TRACKERS_NAME = "trackers.json"
 
 
 class Logger(RunObserver):
-    """Observer that has an open file or connection. A context manager that calls ``close`` at its end."""
+    """Observer with an open file or connection. A context manager that calls ``close`` on exit."""
 
     def __enter__(self) -> Self:
         return self
@@ -48,14 +48,13 @@ class Logger(RunObserver):
 
 @dataclass(frozen=True, slots=True)
 class LoggingSpec:
-    """Destinations of the figures of a run.
+    """Destinations of a run's figures.
 
     Attributes:
-        table: ``[logging]``.
         run_name: Name of the run, as trackers show it.
-        output_dir: Folder of the run, for files of metrics.
+        output_dir: The run's folder, for metrics files.
         values: Resolved config as nested tables.
-        toml: Resolved config as a file.
+        toml: Resolved config as TOML text.
     """
 
     table: LoggingConfig
@@ -69,7 +68,7 @@ def check_loggers(spec: LoggingSpec) -> None:
     """Check that the packages of all trackers in ``logging.report_to`` are installed.
 
     Raises:
-        ConfigError: If a package is missing; the text states how to install it.
+        ConfigError: A package is missing. The message states how to install it.
     """
     problems = [
         Problem(
@@ -90,12 +89,13 @@ def make_loggers(
 ) -> list[Logger]:
     """Return a logger for each entry of ``logging.report_to``. ``output_dir`` must exist.
 
-    Steps after ``continued_from`` are logged again. Each logger drops, replaces or keeps the earlier entries.
+    Steps after ``continued_from`` are logged again. Each logger drops, replaces or keeps earlier entries for these
+    steps.
 
     Args:
         spec: Names and destinations of the loggers.
         continued_from: Number of finished steps, if this run continues a checkpoint.
-        on_notice: Called when a tracker fails. The run continues without it.
+        on_notice: Called when a tracker fails. The run continues without the tracker.
 
     Raises:
         ConfigError: If a package is not installed.
@@ -114,15 +114,15 @@ def make_loggers(
 
 
 class MetricsLog(Logger):
-    """Logger that appends a JSON object per step, evaluation and checkpoint to a file, each at once.
+    """Logger that appends a JSON object for each step, evaluation and checkpoint to a file, without buffering.
 
-    Objects of evaluations have ``"event": "evaluation"``, objects of checkpoints ``"checkpoint"``. Objects of steps
-    have no ``event``. If the drive is full, figures are kept and written once there is space.
+    Evaluations have ``"event": "evaluation"``, and checkpoints have ``"event": "checkpoint"``. Steps have no ``event``.
+    If the drive is full, figures are kept until there is space.
 
     Args:
         path: Path of the file, in an existing folder.
-        continued_from: Number of finished steps, if this run continues a checkpoint: lines of later steps are dropped,
-            because they will be logged again. Otherwise the file of an earlier run is moved to ``metrics.old.jsonl``.
+        continued_from: Number of finished steps, if this run continues a checkpoint. Lines for later steps are dropped,
+            because these steps will be logged again. For a new run, an earlier file is moved to ``metrics.old.jsonl``.
     """
 
     def __init__(self, path: Path, *, continued_from: int | None = None) -> None:
@@ -136,7 +136,7 @@ class MetricsLog(Logger):
         self._unwritten = b""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        # An error that is being raised must not be replaced by the error of a full drive.
+        # The error of a full drive must not replace an error that is being raised.
         with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
             self.close()
 
@@ -156,7 +156,7 @@ class MetricsLog(Logger):
         """Close the file. Idempotent.
 
         Raises:
-            OSError: If lines that a full drive rejected still cannot be written.
+            OSError: Lines that a full drive rejected still cannot be written.
         """
         fd, self._fd = self._fd, -1
         if fd < 0:
@@ -164,7 +164,7 @@ class MetricsLog(Logger):
         try:
             self._flush(fd)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from None  # adds the path, which os.write lacks
+            raise OSError(error.errno, error.strerror, str(self._path)) from None  # adds the path
         finally:
             os.close(fd)
 
@@ -182,7 +182,7 @@ class MetricsLog(Logger):
 
 
 def last_evaluations(path: Path, step: int) -> dict[str, EvaluationMetrics]:
-    """Return the last evaluation of each set, up to a step, from a ``metrics.jsonl``; empty if it cannot be read."""
+    """Return each set's last evaluation up to a step from a ``metrics.jsonl``; empty if it cannot be read."""
     found = {}
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -198,7 +198,7 @@ def last_evaluations(path: Path, step: int) -> dict[str, EvaluationMetrics]:
 
 
 def _drop_later_steps(path: Path, last_step: int) -> None:
-    """Rewrite the file without lines of later steps and without a line that a crash truncated."""
+    """Rewrite the file without lines for later steps and without a line that a crash truncated."""
     partial = path.with_name(path.name + ".partial")
     with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
         new.writelines(line for line in old if _is_of_steps_up_to(last_step, line))
@@ -221,7 +221,7 @@ class _Start:
 
     Attributes:
         spec: Project and name of the run at the tracker.
-        run_id: Id of the run at the tracker; None if the tracker generates one.
+        run_id: Id of the run at the tracker. None if the tracker generates the id.
         is_new: Whether the run must be created at the tracker.
         first_step: First step that this process logs.
     """
@@ -234,15 +234,16 @@ class _Start:
 
 @dataclass(frozen=True, slots=True)
 class _Tracker:
-    """How a run uses one of accelerate's trackers.
+    """Settings for one of accelerate's trackers.
 
     Attributes:
         arguments: Returns the keyword arguments of the tracker.
-        make_id: Generates the id of a new run; None if the tracker does.
-        read_id: Reads the id of a run from the started tracker.
-        keeps_repeats: Whether the tracker stores a repeated step twice. If so, steps that it already has are not sent.
+        make_id: Generates the id of a new run. None if the tracker generates the id.
+        read_id: Reads the run's id from the started tracker.
+        keeps_repeats: Whether the tracker would store a repeated step twice. If so, steps that it already has are not
+            sent.
         on_start: Called with the started tracker.
-        finish: Ends the run. Called with the tracker, and with the summary or None after an error.
+        finish: Ends the run. Called with the tracker and the summary; the summary is None after an error.
         has_nan: Whether the tracker accepts non-finite figures.
     """
 
@@ -282,7 +283,7 @@ def _finish_mlflow(tracker: Any, summary: RunSummary | None) -> None:
 
 _TRACKERS: dict[str, _Tracker] = {
     "tensorboard": _Tracker(
-        # Files of earlier starts stay. purge_step makes TensorBoard hide their steps that are logged again.
+        # Files of earlier starts stay. With purge_step, TensorBoard hides steps in these files that are logged again.
         lambda start: {
             "run_name": TENSORBOARD_NAME,
             "logging_dir": str(start.spec.output_dir),
@@ -351,14 +352,15 @@ _TRACKERS: dict[str, _Tracker] = {
 
 
 class TrackerLog(Logger):
-    """Logger for one of accelerate's trackers, which shows all starts of a run as one run.
+    """Logger for one of accelerate's trackers. The tracker shows all starts of a run as one run.
 
-    Training does not depend on a tracker: after its first error, which is reported, it gets no more figures.
+    Training does not depend on a tracker. After its first error, which is reported, a tracker gets no more figures.
 
     Args:
         name: Name in ``logging.report_to``.
         spec: Project and name of the run at the tracker.
-        continued_from: Number of finished steps, if this run continues a checkpoint; None for a new run at the tracker.
+        continued_from: Number of finished steps if this run continues a checkpoint, or None to create a new run at the
+            tracker.
         on_notice: Called with the text of the first error.
     """
 
@@ -384,7 +386,7 @@ class TrackerLog(Logger):
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
         scalars = scalars_of_checkpoint(metrics)
         if self._name == "wandb":
-            # wandb rejects figures of an earlier step, and training continued while this checkpoint was written.
+            # wandb rejects figures for an earlier step, and training has continued while the checkpoint was written.
             self._try(lambda tracker: tracker.log({**scalars, "checkpoint/step": metrics.step}, commit=False))
         else:
             self._log("checkpoint", scalars, metrics.step)
@@ -398,7 +400,7 @@ class TrackerLog(Logger):
 
     def _start(self, spec: LoggingSpec, first_step: int) -> None:
         tracking = importlib.import_module("accelerate.tracking")
-        # The logging of accelerate requires this state. It is on the CPU because the run uses the device.
+        # accelerate's logging requires this state. It is on the CPU, because the run uses the device.
         importlib.import_module("accelerate").PartialState(cpu=True)
         is_new = "id" not in self._known
         if is_new:
@@ -418,12 +420,13 @@ class TrackerLog(Logger):
         shown = {name: value for name, value in scalars.items() if self._about.has_nan or math.isfinite(value)}
         self._try(lambda tracker: tracker.log(shown, step=step))
         if self._about.keeps_repeats and self._tracker is not None:
-            # After the figures, so that a kill between the two duplicates a point; the other order would lose it.
+            # Write this after the figures. If the process is killed in between, a point is duplicated; otherwise it
+            # would be lost.
             self._known[kind] = step
             self._remember()
 
     def _remember(self) -> None:
-        """Write the id of the run at the tracker, and its last logged steps."""
+        """Write the run's id at the tracker and the last logged steps."""
         partial = self._path.with_name(self._path.name + ".partial")
         with contextlib.suppress(OSError):  # the drive may be full
             partial.write_text(json.dumps({**_read_json(self._path), self._name: self._known}) + "\n", encoding="utf-8")
@@ -434,11 +437,11 @@ class TrackerLog(Logger):
         self._tracker = None
 
     def _try(self, action: Callable[[Any], object]) -> None:
-        """Call an action with the tracker, unless it was dropped or has ended."""
+        """Call an action with the tracker, unless the tracker was dropped or has ended."""
         if self._tracker is not None:
             try:
                 action(self._tracker)
-            except Exception as error:  # no error of a tracker may end the run
+            except Exception as error:  # a tracker's error must not end the run
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""The record of a run: ``plan.json``, written at each start, and ``summary.json``, written at each end."""
+"""A run's record: ``plan.json``, written at each start, and ``summary.json``, written at each end."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _FORMAT = 1
 
 
 def write_plan(plan: Plan, continued_from: int | None) -> Path:
-    """Write the plan into ``output_dir`` at the start of a run, and return the file.
+    """Write the plan to ``output_dir`` at the start of a run, and return the file.
 
     The file of a continued run lists all its starts.
 
     Args:
-        continued_from: Number of finished steps, if the run is continued; None for a new run, which replaces the record
-            of an earlier run.
+        continued_from: Number of finished steps if the run is continued. None for a new run, which replaces an earlier
+            run's record.
 
     Raises:
-        OSError: If the file cannot be written.
+        OSError: The file cannot be written.
     """
     path = plan.run.output_dir / PLAN_NAME
     if continued_from is None:
@@ -59,7 +59,7 @@ def write_summary(summary: RunSummary, output_dir: Path) -> None:
 
 
 def _plan_values(plan: Plan) -> dict[str, Any]:
-    """Return a plan as JSON values; sizes in bytes, times in seconds."""
+    """Convert a plan to JSON values, with sizes in bytes and times in seconds."""
     # Imported here because they import torch, which readers of records do not need.
     from megatrain.plan.show import headline, table_rows
     from megatrain.plan.simulate import replay
@@ -112,7 +112,7 @@ def _write(path: Path, values: Mapping[str, Any]) -> Path:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return a record; empty if it cannot be read."""
+    """Return a record, or an empty dict if it cannot be read."""
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Handling of signals during a run: stop after the step, save and continue, or end at once."""
+"""Handles signals during a run: stop after the step, save and continue, or end at once."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ __all__ = ["RunSignals"]
 
 _STOP = (signal.SIGTERM, signal.SIGINT)
 _STOPPING = "stopping after this step, and saving; signal again to stop immediately without saving"
-#: Within this time, a second signal may be the same stop: a terminal signals the group, and a parent may forward it.
+#: A second signal within this time can be the same stop: a terminal signals the group, and a parent can forward it.
 SAME_STOP_S = 0.5
 
 
 class RunSignals:
     """Context manager that handles signals during training. It has no effect outside the main thread.
 
-    SIGTERM, SIGINT and SIGHUP (the terminal was closed) request a stop after the step, and SIGUSR1 a checkpoint. A
-    second SIGTERM or SIGINT, or one while the step cannot end, raises ``KeyboardInterrupt`` in the main thread. A
-    second SIGHUP does not, because closing a terminal does not ask to discard work. An ignored SIGHUP (``nohup``)
-    stays ignored.
+    SIGTERM, SIGINT and SIGHUP (the terminal was closed) request a stop after the step. SIGUSR1 requests a checkpoint. A
+    second SIGTERM or SIGINT raises ``KeyboardInterrupt`` in the main thread, and so does the first if the step cannot
+    end. A second SIGHUP does not raise, because a user who closes a terminal does not ask to discard work. An ignored
+    SIGHUP (``nohup``) stays ignored.
 
     Args:
-        stops_after_step: Whether a stop waits for the step. If not, the first SIGTERM, SIGINT or SIGHUP raises at once.
-        is_stuck: Returns whether the step may be unable to end because it waits for space on a drive.
-        activity: Receives the notice for the user. The notice goes to stderr if this is None or not displayed.
+        stops_after_step: Whether a stop waits for the end of the step. If not, the first SIGTERM, SIGINT or SIGHUP
+            raises at once.
+        is_stuck: Returns whether the step is waiting for space on a drive, so it may be unable to end.
+        activity: Gets the notice for the user. If it is None or not displayed, the notice goes to stderr.
 
     Attributes:
         stop_requested: Whether the run must end after its step.
-        save_requested: Whether the run must save after its step; the caller resets it afterwards.
+        save_requested: Whether the run must save after its step. The caller then resets it.
         is_hung_up: Whether the terminal was closed.
     """
 
@@ -75,7 +76,7 @@ class RunSignals:
         self._activity.notice = ""
 
     def steps_are_over(self) -> None:
-        """Make the next SIGTERM or SIGINT raise at once, because no more steps follow."""
+        """Make the next SIGTERM or SIGINT raise at once, because no steps follow."""
         self._has_steps_left = False
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
@@ -88,7 +89,7 @@ class RunSignals:
         self.stop_requested, self._requested_s = True, time.monotonic()
         self._activity.notice = _STOPPING
         if not self._activity.is_watched:
-            # Bypasses Python's streams because the signal may have interrupted a print.
+            # Bypass Python's streams, because the signal may have interrupted a print.
             with contextlib.suppress(OSError):
                 os.write(2, f"{_STOPPING}\n".encode())
 
@@ -97,7 +98,7 @@ class RunSignals:
             raise KeyboardInterrupt
         self.is_hung_up = True
         if not self.stop_requested:
-            # No notice without a terminal. A SIGTERM or SIGINT after SAME_STOP_S counts as the second signal.
+            # Without a terminal, there is no notice. A SIGTERM or SIGINT after SAME_STOP_S counts as the second signal.
             self.stop_requested, self._requested_s = True, time.monotonic()
 
     def _on_save(self, number: int, frame: FrameType | None) -> None:

@@ -1,6 +1,6 @@
-"""``status.json``: the progress of a run, which it writes about once a second and other processes read.
+"""``status.json``: a run's progress. The run writes it about once a second, and other processes read it.
 
-The results of a run do not depend on it. Reading it imports neither torch nor the store.
+The run's results do not depend on this file. Reading it imports neither torch nor the store.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 STATUS_NAME = "status.json"
 _INTERVAL_S = 1.0
 _READ_ATTEMPTS, _READ_RETRY_S = 3, 0.02
-#: Seconds without an update after which a run probably hangs, because it writes every second.
+#: After this many seconds without an update, a run probably hangs, because it writes every second.
 SILENT_S = 15.0
 
 State = Literal["starting", "training", "paused", "exporting", "done", "stopped", "failed"]
@@ -53,19 +53,16 @@ class RunStatus(StoredRecord):
     """Progress of a run. Times are ISO 8601, UTC.
 
     Attributes:
-        state: ``starting`` until the first step; ``paused`` while a drive is full; see ``FINAL_STATES``.
-        pid: Id of the process that wrote the file.
-        host: Name of the process's machine.
+        state: ``starting`` until the first step, ``paused`` while a drive is full, or one of ``FINAL_STATES``.
         step: Number of finished steps.
-        metrics: Figures of the last step; None before the first.
-        checkpoint_step: Step of the newest checkpoint; None without a checkpoint.
+        metrics: Figures of the last step. None before the first step.
+        checkpoint_step: Step of the newest checkpoint. None without a checkpoint.
         checkpoint_at: Time at which this checkpoint was finished.
-        evaluations: Set -> JSON values of its last evaluation: ``step``, ``loss``, ``perplexity``, and ``preferences``
-            for sets of preferences.
-        activity: Activity of the run at the time of writing, see ``Moment``.
-        exit_code: Exit code of the process; None while it runs.
-        updated_at: Time of writing.
-        message: Last message for the user; for a failed run, the reason.
+        evaluations: Set -> JSON values of its last evaluation: ``step``, ``loss``, ``perplexity``, and for preferences
+            also ``preferences``.
+        activity: Activity of the run at the time of writing; see ``Moment``.
+        exit_code: Exit code of the process. None while the process runs.
+        message: Last message for the user. For a failed run, the reason.
     """
 
     state: State
@@ -85,11 +82,11 @@ class RunStatus(StoredRecord):
 
 
 def read_status(path: Path | str) -> RunStatus | None:
-    """Return the last status that a run wrote into its folder; None if it cannot be read."""
+    """Return the last status that a run wrote to its folder, or None if it cannot be read."""
     for attempt in range(_READ_ATTEMPTS):
         try:
             return RunStatus.from_json(json.loads(Path(path, STATUS_NAME).read_bytes()))
-        except ValueError:  # partly written, on a full drive
+        except ValueError:  # partly written on a full drive
             if attempt + 1 < _READ_ATTEMPTS:
                 time.sleep(_READ_RETRY_S)
         except (OSError, TypeError, AttributeError, RecursionError, OverflowError):
@@ -98,10 +95,10 @@ def read_status(path: Path | str) -> RunStatus | None:
 
 
 def write_status(path: Path | str, status: RunStatus) -> None:
-    """Replace the ``status.json`` of a folder atomically. Never raises for a full or broken drive.
+    """Replace a folder's ``status.json`` atomically. Raises no error if the drive is full or broken.
 
-    On a full drive the existing file is overwritten in place, which needs no space, because users must still see that
-    the run waits for space. A reader that finds the file partly written reads it again.
+    On a full drive, the existing file is overwritten in place, which needs no space: users must still see that the run
+    is waiting for space. If a reader finds the file partly written, it reads the file again.
     """
     temporary = Path(path, f".{STATUS_NAME}.tmp")
     text = json.dumps(replace(status, updated_at=now_text()).to_json(), allow_nan=False) + "\n"
@@ -117,27 +114,27 @@ def write_status(path: Path | str, status: RunStatus) -> None:
 
 
 def _write_over(path: Path, data: bytes) -> None:
-    """Write into the blocks that a file already has; write nothing if the data needs more."""
+    """Overwrite a file within the blocks that it already has. Write nothing if the data needs more blocks."""
     with path.open("r+b") as file:
         known = os.fstat(file.fileno())
         max_bytes = max(known.st_size, known.st_blocks * 512)
         if len(data) <= max_bytes:
-            file.write(data.ljust(known.st_size))  # keeps the file's length; JSON allows trailing spaces
+            file.write(data.ljust(known.st_size))  # keep the length; JSON allows trailing spaces
             file.flush()
 
 
 class StatusWriter(RunObserver):
-    """Observer that keeps ``status.json`` up to date. Nothing is written before the first event.
+    """Observer that keeps ``status.json`` up to date. Writes nothing before the first event.
 
-    A context manager, to be entered inside the context of the run's folder. From the start of training, a thread writes
-    the current activity once a second. An exception that leaves the context is recorded as the end of the run.
+    A context manager. Enter it inside the context of the run's folder. From the start of training, a thread writes the
+    current activity once a second. If an exception leaves the context, it is recorded as the end of the run.
 
     Args:
-        path: The run's locked folder. Until the first event, the previous run's status stays, up to the checkpoint
-            that this run continues.
-        is_paused: Returns whether the run waits for space on a drive. Called for every message.
-        exit_code_of: Returns the exit code of the process after an error, or after a summary.
-        on_interval: Called by the writing thread once a second. It must not raise.
+        path: The run's locked folder. Until the first event, the previous run's status stays there, up to the
+            checkpoint that this run continues.
+        is_paused: Returns whether the run is waiting for space on a drive. Called for every message.
+        exit_code_of: Returns the process's exit code after an error or a summary.
+        on_interval: Called once a second on the writing thread. Must not raise errors.
     """
 
     def __init__(
@@ -155,7 +152,7 @@ class StatusWriter(RunObserver):
         self._activity = activity or Activity()
         self._is_paused = is_paused
         self._exit_code_of = exit_code_of or _exit_code_of
-        # Reentrant, because the handler of a signal that interrupts a write may send a message.
+        # Reentrant, because a signal may interrupt a write, and the signal's handler may send a message.
         self._changing = threading.RLock()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -172,7 +169,7 @@ class StatusWriter(RunObserver):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The folder is unlocked after this, because its next owner must be the only writer.
+        # Unlock the folder only after this, because the next owner must be the only writer.
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -186,7 +183,7 @@ class StatusWriter(RunObserver):
         self._write(True, state=state, **({} if message is None else {"message": message}))
 
     def fail(self, message: str, exit_code: int) -> None:
-        """Write the end of the run, from any thread. The process then ends without leaving the context."""
+        """Record the end of the run, from any thread. The process then ends without leaving the context."""
         if self._written_s is not None:
             self._over.set()
             self._write(True, state="failed", message=message, exit_code=exit_code, activity={})
@@ -210,7 +207,7 @@ class StatusWriter(RunObserver):
         )
 
     def on_message(self, text: str) -> None:
-        """Write a message; with it, the state may become or stop being ``paused``."""
+        """Write a message. The state can change to or from ``paused`` at the same time."""
         state = self._status.state
         if self._is_paused():
             state, self._was_done = "paused", False
@@ -225,7 +222,7 @@ class StatusWriter(RunObserver):
         self._write(True, checkpoint_step=metrics.step, checkpoint_at=now_text())
 
     def on_end(self, summary: RunSummary) -> None:
-        self._over.set()  # before the final state is written, so that the thread does not overwrite it
+        self._over.set()  # set before writing the final state, so that the thread does not overwrite it
         last = {name: _shown(metrics) for name, metrics in summary.evaluations.items()}
         self._write(
             True,
@@ -243,9 +240,9 @@ class StatusWriter(RunObserver):
             self._write(True, activity=asdict(self._activity.snapshot()))
 
     def _write(self, force: bool, **changes: Any) -> None:
-        """Change the status and write it, at most once a second unless ``force``."""
+        """Change the status, and write it at most once a second unless ``force`` is set."""
         with self._changing:
-            if self._was_done:  # keeps "done" if this start has no work
+            if self._was_done:  # keeps "done" if this start does nothing
                 return
             if self._over.is_set() and "exit_code" not in changes and self._status.exit_code is not None:
                 return
@@ -257,7 +254,7 @@ class StatusWriter(RunObserver):
 
 
 def _continued(path: Path, run_name: str) -> RunStatus:
-    """Return the first status of a run: the previous run's status, up to the checkpoint that this run continues."""
+    """Return a run's first status: the previous run's status, up to the checkpoint that this run continues."""
     status = RunStatus("starting", run_name=run_name)
     saved, before = usable_checkpoint(path), read_status(path)
     if saved is None or saved.step is None:
