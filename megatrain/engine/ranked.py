@@ -408,7 +408,7 @@ class FullCopies:
         yield tensors
 
     def skip(self, layouts: Sequence[UnitLayout], visit: int) -> None:
-        """Gather and drop the weights all the same, because all ranks gather together and other ranks may need them."""
+        """Wait for the full copies without using them. Ranks gather together, so other ranks may need the weights."""
         with self.for_visit(layouts, visit):
             pass
 
