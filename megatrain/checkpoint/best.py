@@ -23,7 +23,7 @@ class Best:
     """The best evaluation so far.
 
     Attributes:
-        num_worse: Number of consecutive evaluations that were not better by more than the threshold.
+        num_worse: Number of consecutive evaluations that did not improve by more than the threshold.
     """
 
     metric: str
@@ -33,7 +33,7 @@ class Best:
 
     @classmethod
     def of_state(cls, values: Mapping[str, Any] | None) -> Best | None:
-        """Return the best evaluation from the result of ``to_state``."""
+        """Return the best evaluation that ``to_state`` stored."""
         return None if values is None else cls(**values)
 
     def to_state(self) -> dict[str, Any]:
@@ -43,14 +43,14 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class BestSpec:
-    """The rule for the best evaluation, and its effects.
+    """Rule that selects the best evaluation, and the effects of this selection.
 
     Attributes:
         metric: Name of the metric: "loss", or "NAME_loss" with several sets. The prefix "eval_" is optional.
         is_greater_better: Whether greater values are better.
-        is_kept: Whether the checkpoint of the best evaluation is kept and becomes the model of the run.
-        patience: Number of consecutive evaluations without improvement that end the run; 0 disables this rule.
-        is_average: Whether the metric is measured with the averaged weights, which then are the best model.
+        is_kept: Whether the best evaluation's checkpoint is kept and becomes the model of the run.
+        patience: Number of consecutive evaluations without improvement after which the run ends; 0 disables this.
+        is_average: Whether the metric is measured with averaged weights. The average is then the best model.
     """
 
     metric: str
@@ -62,7 +62,7 @@ class BestSpec:
 
     @property
     def described(self) -> str:
-        """The metric and its better direction for messages."""
+        """Text with the metric and whether greater or smaller values are better, for messages."""
         of_average = " of the average of the weights" if self.is_average else ""
         return f"the {'largest' if self.is_greater_better else 'least'} {self.metric}{of_average}"
 
@@ -75,7 +75,7 @@ class BestSpec:
         """Check that the metric belongs to one of the evaluation sets.
 
         Raises:
-            ConfigError: no set has it.
+            ConfigError: No set has the metric.
         """
         names = list(names)
         metric = self.metric.removeprefix("eval_")
@@ -87,10 +87,10 @@ class BestSpec:
         """Return the metric's value. A metric without a set name is read from the first set.
 
         Args:
-            evaluations: Evaluations of one step by set name.
+            evaluations: Evaluations of one step, by set name.
 
         Raises:
-            ConfigError: there is no such metric.
+            ConfigError: There is no such metric.
         """
         metric = self.metric.removeprefix("eval_")
         known: dict[str, float] = {}

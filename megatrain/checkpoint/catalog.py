@@ -1,4 +1,4 @@
-"""Functions that list, find, verify and remove the checkpoints of a run without opening a store."""
+"""Lists, finds, verifies and removes the checkpoints of a run, without opening a store."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = [
 
 
 def checkpoints_folder(run: Path | str) -> Path:
-    """Return the folder of checkpoints of a run, given its ``output_dir`` or the folder itself.
+    """Return a run's folder of checkpoints. ``run`` is the run's ``output_dir`` or the folder itself.
 
-    If the checkpoints are gone, return the folder of whole copies.
+    If the checkpoints no longer exist, return the folder of whole copies.
 
     Raises:
         CheckpointError: The folder does not exist, or no checkpoint was ever saved in it.
@@ -47,9 +47,9 @@ def checkpoints_folder(run: Path | str) -> Path:
 
 
 def list_checkpoints(run: Path | str) -> list[Checkpoint]:
-    """Return all checkpoints of a run, oldest first, then their copies. Damaged ones have a ``problem``.
+    """Return all checkpoints of a run, oldest first, then their copies. Damaged checkpoints have a ``problem``.
 
-    The function reads only documents, and can be called during a run.
+    This reads only documents. It can be called while the run is active.
 
     Raises:
         CheckpointError: No checkpoint was ever saved there, or the document cannot be read.
@@ -63,7 +63,7 @@ def list_notices(run: Path | str, checkpoints: Sequence[Checkpoint] = ()) -> lis
     """Return the notices that a run would print about checkpoint documents and drives before it resumes.
 
     Raises:
-        CheckpointError: no checkpoint was ever saved there.
+        CheckpointError: No checkpoint was ever saved there.
     """
     notices = outside_notices(checkpoints)
     for folder in _folders(run):
@@ -74,7 +74,7 @@ def list_notices(run: Path | str, checkpoints: Sequence[Checkpoint] = ()) -> lis
 
 
 def next_start(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-    """Return the checkpoint that a run would resume from, or None.
+    """Return the checkpoint from which a run would resume, or None.
 
     Args:
         checkpoints: Entries of ``list_checkpoints``, in the same order.
@@ -85,11 +85,11 @@ def next_start(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
 
 
 def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Checkpoint:
-    """Return the newest usable checkpoint (of one step), judged by documents and file names.
+    """Return the newest usable checkpoint, or the newest of one step. Only documents and file names are checked.
 
     Args:
-        run_or_folder: ``output_dir``, its folder of checkpoints, or the folder ``snap/<generation>`` of one.
-        step: Number of finished steps. If several checkpoints have this step, the newest one is returned.
+        run_or_folder: ``output_dir``, its folder of checkpoints, or a checkpoint's folder ``snap/<generation>``.
+        step: Number of finished steps. If several checkpoints have this step, the newest is returned.
 
     Raises:
         CheckpointError: There is no such checkpoint. The message lists the available steps.
@@ -121,19 +121,19 @@ def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Check
 def verify_checkpoints(
     run: Path | str, step: int | None = None, on_block: Callable[[int, str], None] | None = None
 ) -> Iterator[tuple[Checkpoint, list[str]]]:
-    """Read every byte of the checkpoints, and yield each checkpoint with a list of its problems.
+    """Read every byte of the checkpoints. Yield each checkpoint with a list of its problems.
 
-    The function can be called during a run. It omits a checkpoint that the run prunes meanwhile.
+    This can be called while the run is active. Checkpoints that the run prunes meanwhile are omitted.
 
     Args:
-        on_block: Called with the number of the checkpoint and the block's key after each block.
+        on_block: Called after each block with the checkpoint's number and the block's key.
 
     Raises:
-        CheckpointError: There is no checkpoint, or none of this step.
+        CheckpointError: There is no checkpoint, or no checkpoint of this step.
     """
     checkpoints = [each for each in list_checkpoints(run) if step is None or each.step == step]
     if not checkpoints:
-        find_checkpoint(run, step)  # this call raises an error that lists the available steps
+        find_checkpoint(run, step)  # raises an error that lists the available steps
     for each in checkpoints:
         problems = [each.problem] if each.problem is not None else _problems(each, on_block)
         if not problems or is_listed(each):
@@ -141,7 +141,7 @@ def verify_checkpoints(
 
 
 def remove_checkpoint(run: Path | str, checkpoint: Checkpoint, *, force: bool = False) -> int:
-    """Remove one checkpoint, including its parts on drives, and return the freed bytes.
+    """Remove a checkpoint, including its parts on drives. Return the number of freed bytes.
 
     Args:
         force: Whether to remove the checkpoint even if it is the last usable one.
@@ -149,7 +149,7 @@ def remove_checkpoint(run: Path | str, checkpoint: Checkpoint, *, force: bool = 
     Raises:
         CheckpointError: The checkpoint is the only usable one or does not exist, or a live run uses the folder.
         LockedError: A run that has just started uses the folder.
-        OSError: A file cannot be removed. A second call resumes the removal.
+        OSError: A file cannot be removed. A repeated call resumes the removal.
     """
     folder = checkpoint.folder
     check_not_in_use(folder)
@@ -167,7 +167,7 @@ def remove_checkpoint(run: Path | str, checkpoint: Checkpoint, *, force: bool = 
 
 
 def check_not_in_use(folder: Path) -> None:
-    """Raise ``CheckpointError`` if a live run uses the folder of checkpoints, or the ``output_dir`` above it."""
+    """Raise ``CheckpointError`` if a live run uses the folder of checkpoints or its parent ``output_dir``."""
     for place in (folder, folder.parent) if folder.name in (CHECKPOINTS_NAME, COPIES_NAME) else (folder,):
         owner = living_owner(place)
         if owner is not None:
@@ -177,7 +177,7 @@ def check_not_in_use(folder: Path) -> None:
 
 
 def _folders(run: Path | str) -> list[Path]:
-    """Return the folder of checkpoints, and also the folder of copies if ``run`` is an ``output_dir`` with copies.
+    """Return the folder of checkpoints. If ``run`` is an ``output_dir`` with copies, also return their folder.
 
     Raises:
         CheckpointError: Neither folder exists.
@@ -201,13 +201,13 @@ def _scan(folder: Path) -> list[Checkpoint]:
 
 
 def _in_resume_order(found: list[list[Checkpoint]]) -> list[Checkpoint]:
-    """Merge scans of checkpoints and of copies in the order in which a run would try them, newest first."""
+    """Merge scans of checkpoints and copies in the order in which a run would try them, newest first."""
     own, *copies = [[each for each in one if each.problem is None] for one in found]
     return merge_by_save(own, copies[0]) if copies else own
 
 
 def _describe_problem(checkpoint: Checkpoint) -> str:
-    """Return why a checkpoint cannot be used."""
+    """Return the reason why a checkpoint cannot be used."""
     if checkpoint.step is None:
         return str(checkpoint.problem)
     place = checkpoint.folder

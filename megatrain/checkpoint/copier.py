@@ -1,4 +1,4 @@
-"""Copies whole checkpoints to ``output_dir/copies`` or to a URL, on a thread concurrent with training."""
+"""Copies whole checkpoints to ``output_dir/copies`` or to a URL, on a thread, concurrently with training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _CopyJob:
     """One copy: its checkpoint, its thread and its result.
 
     Attributes:
-        kept: Generations of this rank's earlier copies that the copy does not prune.
+        kept: Generations of this rank's earlier copies that are kept when the copy prunes.
     """
 
     checkpoint: Checkpoint
@@ -46,19 +46,20 @@ class _CopyJob:
 
 
 class CheckpointCopier:
-    """Maker of the copies that ``checkpoint.save_copy`` requests: a context manager for the training thread.
+    """Makes the copies that ``checkpoint.save_copy`` requests. A context manager for the training thread.
 
-    One background thread makes one copy at a time. Its duty cycle of one half leaves at least half of a drive's
-    bandwidth to training. It runs at full speed as soon as a caller waits for it. A checkpoint that is due during a
-    copy is queued; a later one replaces it in the queue. Training waits only if the checkpoint being copied would be
-    pruned. A failed copy is reported and never ends the run. ``RemoteCopier`` has different rules for copies at a URL.
+    A background thread makes one copy at a time. It pauses half of the time, which leaves at least half of a drive's
+    bandwidth to training. As soon as a caller waits for the thread, it runs at full speed. A checkpoint that is due
+    during a copy is queued, and a later checkpoint replaces it in the queue. Training waits only if the checkpoint
+    being copied would be pruned. A failed copy is reported and never ends the run. ``RemoteCopier`` has different rules
+    for copies at a URL.
 
-    Each rank copies its own part, and all ranks call the same methods in the same order.
+    Each rank copies its own part, and all ranks must call the same methods in the same order.
 
     Args:
-        drive_bytes: Bytes of one checkpoint that are stored on drives and must be copied, summed over ranks. 0 if
-            checkpoints are whole without copies.
-        gather: All-gathers one object per rank (``RankGroup.gather``). Defaults to a single rank.
+        drive_bytes: Bytes of one checkpoint that are on drives and must be copied, summed over ranks. 0 if checkpoints
+            are whole without copies.
+        gather: All-gathers one object per rank (``RankGroup.gather``). Default: a single rank.
     """
 
     def __init__(
@@ -98,15 +99,15 @@ class CheckpointCopier:
 
     @property
     def remote_save_number(self) -> int:
-        """Largest save number of the copies at the URL when the run started; 0 if there was no copy."""
+        """Largest save number among the copies that were at the URL when the run started, or 0."""
         return 0 if self._remote is None else self._remote.save_number
 
     def offer(self, checkpoint: Checkpoint, *, is_last: bool = False) -> None:
         """Copy a new checkpoint, if a copy is due.
 
         Args:
-            checkpoint: A checkpoint in the stores of these ranks.
-            is_last: Whether it is the last checkpoint of the process, which is always copied.
+            checkpoint: A checkpoint in these ranks' stores.
+            is_last: Whether this is the last checkpoint of the process, which is always copied.
         """
         if self._remote is not None:
             self._remote.offer(checkpoint)
@@ -147,7 +148,7 @@ class CheckpointCopier:
             self._remote.wait_for_pruned(outgoing, should_stop)
         if self._job is None or self._job.checkpoint.ranks not in [each.ranks for each in outgoing]:
             return
-        self._skip_next()  # the checkpoint that is being saved replaces it in the queue
+        self._skip_next()  # the checkpoint being saved replaces the queued one
         self._wait()
 
     def finish(self) -> None:
@@ -182,11 +183,11 @@ class CheckpointCopier:
     # -- one copy ----------------------------------------------------------------------------------------------
 
     def _is_due(self, number: int) -> bool:
-        """Return whether ``copy_every`` checkpoints were saved since the newest copy, judged by their numbers."""
+        """Return whether ``copy_every`` checkpoints were saved since the newest copy, according to their numbers."""
         if self._every is None:
             return False
         newest = self._newest()
-        # A smaller number means that the checkpoints were removed and their numbers restarted.
+        # A smaller number means that earlier checkpoints were removed and numbering restarted.
         return number - newest >= self._every or number < newest
 
     def _newest(self) -> int:
@@ -214,7 +215,7 @@ class CheckpointCopier:
         job.thread.start()
 
     def _run(self, job: _CopyJob) -> None:
-        """Make one copy. This method runs on the thread of the copy."""
+        """Make one copy. Called on the copy's thread."""
         start_s = time.perf_counter()
         try:
             job.figures = self._copy(job)
@@ -228,7 +229,7 @@ class CheckpointCopier:
         if self._copies is None:
             self._copies = WholeCopies(self._path)
         copies = self._copies
-        # Prune first, so that the drive never holds more than the plan says. The newest copy always stays.
+        # Prune first, so that the drive never contains more than planned. The newest copy always stays.
         copies.keep_only(job.kept)
         free, need = shutil.disk_usage(self._path).free, self._drive_bytes + self._min_free_disk
         if free < need:
@@ -241,7 +242,7 @@ class CheckpointCopier:
         return copies.copy(reader, _Pace(self._hurry, self._cancelled).rest)
 
     def _wait(self) -> None:
-        """Wait for the copy in flight, and start the next one. A signal can interrupt the wait."""
+        """Wait for the current copy, and start the next copy. A signal can interrupt the wait."""
         assert self._job is not None and self._job.thread is not None
         self._hurry.set()
         self._job.thread.join()
@@ -264,14 +265,14 @@ class CheckpointCopier:
 
 
 class _Pace:
-    """Throttle of a thread to a duty cycle of one half, until ``hurry`` is set."""
+    """Throttles a thread, so that it pauses half of the time until ``hurry`` is set."""
 
     def __init__(self, hurry: threading.Event, cancelled: threading.Event) -> None:
         self._hurry, self._cancelled = hurry, cancelled
         self._since_s = time.perf_counter()
 
     def rest(self) -> None:
-        """Sleep as long as the last piece took. Raises ``_CancelledError`` if the copy was cancelled."""
+        """Sleep for as long as the last piece took. Raises ``_CancelledError`` if the copy was cancelled."""
         if not self._hurry.is_set():
             self._hurry.wait(time.perf_counter() - self._since_s)
         if self._cancelled.is_set():

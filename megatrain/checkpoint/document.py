@@ -1,17 +1,17 @@
-"""A checkpoint is a document that names one generation of each rank's store.
+"""A checkpoint is a document that lists one generation of each rank's store.
 
     output_dir/checkpoints/RANKS.json        several ranks: which generations belong together, the newest last
     output_dir/checkpoints/rank00000/...     the directory of a rank's store
     output_dir/checkpoints/snap/00000003/    one process: a generation, whose sealed manifest is the document
 
 A save has two phases. First, every rank commits a generation of its store. When all generations are whole, rank 0
-replaces the document, and only then the checkpoint exists for readers. Without the second phase, the generations count
-as an abandoned future (`Generations`). So the document names only generations that are whole on all ranks, whenever a
-rank dies.
+replaces the document. Only then does the checkpoint exist for readers. Without the second phase, the generations count
+as an abandoned future (`Generations`). Therefore, even if a rank dies, the document lists only generations that are
+whole on all ranks.
 
-A single process needs no second file, because its store writes the manifest of a generation when the generation is
-whole. `_read_generations` reads this form, and `_read_document` reads `RANKS.json`. Both return the same type, and only
-writers distinguish the two forms.
+A single process needs no second file, because its store writes a generation's manifest when the generation is whole.
+`_read_generations` reads this form, and `_read_document` reads `RANKS.json`. Both return the same type, so only writers
+distinguish the two forms.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = [
     "write_document",
 ]
 
-#: Format of ``RANKS.json``. Readers refuse newer ones.
+#: Format of ``RANKS.json``. Readers refuse newer formats.
 RANKS_FORMAT = 2
 _MANIFEST_NAME = "MANIFEST.json"  # same as in tiered.durable.manifest
 _NUM_KEPT_KEY = "num_kept_tensors"  # same as in megatrain.models.passthrough, which imports torch
@@ -61,11 +61,11 @@ _LAST = (sys.maxsize, "")  # larger than the key of any save
 
 
 class Saved(Protocol):
-    """Position of a checkpoint, local or at a URL, among the saves of its run."""
+    """Position of a checkpoint among the saves of its run. The checkpoint can be local or at a URL."""
 
     @property
     def save_number(self) -> int:
-        """Number of the save; 0 if an older version did not count it."""
+        """Number of the save, or 0 if an older version did not count saves."""
         ...
 
     @property
@@ -80,9 +80,8 @@ class RankGeneration:
 
     Attributes:
         path: Directory of the rank's store, next to the document, for example ``"rank00003"``. "" if a single process
-            uses the folder itself.
-        xxh3_64: Checksum of the generation's manifest, so that no other generation can replace it. "" if the manifest
-            is the document.
+            xxh3_64: Checksum of the generation's manifest, so that no other generation can take its place. "" if the
+                manifest is the document.
     """
 
     path: str
@@ -92,21 +91,21 @@ class RankGeneration:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint, or a whole copy of one; its blocks are not read yet.
+    """A checkpoint, or a whole copy of a checkpoint. Its blocks are not read yet.
 
     A scan (``scan.py``) sets ``nbytes`` and all later fields. Before a scan, their defaults mean "no problem".
 
     Attributes:
-        number: Larger than the number of any earlier checkpoint. If a single process wrote the checkpoint, the number
-            of its generation.
+        number: Larger than the number of any earlier checkpoint. For a single process, the number of the generation.
         meta: ``RunState`` as JSON; empty if it cannot be read.
-        elements: Elements by block, without the padding of shards; empty if blocks have their recorded length.
-        outside: Drives outside a copied or moved run that hold parts of its checkpoint.
-        problem: Why the checkpoint cannot be used, judged by documents and file names; None if it looks sound.
-        is_foreign: Whether another program or a newer version wrote it. A run then ends with an error instead of
-            skipping the checkpoint.
-        is_newest: Whether a run would resume from it.
-        manifest: Manifest of its only generation, if that is its document and was read.
+        elements: Number of elements by block, without the padding of shards. Empty if the recorded lengths of blocks
+            have no padding.
+        outside: Drives outside of a copied or moved run that contain parts of its checkpoint.
+        problem: Reason why the checkpoint cannot be used, according to documents and file names, or None.
+        is_foreign: Whether another program or a newer version wrote the checkpoint. A run then ends with an error
+            instead of skipping the checkpoint.
+        is_newest: Whether a run would resume from the checkpoint.
+        manifest: Manifest of the only generation, if it is the document and was read.
     """
 
     folder: Path
@@ -125,17 +124,17 @@ class Checkpoint:
 
     @property
     def world(self) -> int:
-        """Number of ranks that wrote it."""
+        """Number of ranks that wrote the checkpoint."""
         return len(self.ranks)
 
     @property
     def is_listed(self) -> bool:
-        """Whether ``RANKS.json`` lists it. Otherwise the manifest of its only generation is its document."""
+        """Whether ``RANKS.json`` lists the checkpoint. Otherwise its only generation's manifest is the document."""
         return self.ranks[0].path != ""
 
     @property
     def note(self) -> str | None:
-        """Return a message if an export needs tensors from the model's folder and the folder is missing."""
+        """Return a message if an export needs tensors from the model's folder but the folder is missing."""
         model = self.meta.get("model")
         if not isinstance(model, Mapping) or not model.get(_NUM_KEPT_KEY):
             return None
@@ -149,12 +148,12 @@ class Checkpoint:
 
     @property
     def is_copy(self) -> bool:
-        """Whether it is a whole copy, which the store of the run does not know."""
+        """Whether this is a whole copy. The run's store does not know whole copies."""
         return self.folder.name == COPIES_NAME
 
     @property
     def is_gone(self) -> bool:
-        """Whether parts are certainly gone. With several ranks, they may be on drives of hosts that are not visible."""
+        """Whether parts are certainly lost. With several ranks, they may be on drives of hosts that are not visible."""
         return bool(self.lost) and not self.is_listed
 
     @property
@@ -182,7 +181,7 @@ class Checkpoint:
 
     @property
     def where(self) -> str:
-        """The name of its document for messages."""
+        """Name of the document, for messages."""
         return f"{'checkpoint' if self.is_listed else 'generation'} {self.number} in '{self.folder}'"
 
     @property
@@ -195,12 +194,12 @@ class Checkpoint:
         return RunState.from_meta(self.meta, where=self.where)
 
     def is_in_stores(self, output_dir: Path, size: int) -> bool:
-        """Return whether the stores of a run of ``size`` ranks hold it, so that they reuse its files unchanged."""
+        """Return whether the stores of a run of ``size`` ranks contain the checkpoint, so that they reuse its files."""
         is_theirs = [each.path for each in self.ranks] == store_paths(size)
         return is_theirs and self.folder == output_dir / CHECKPOINTS_NAME
 
     def belongs_to(self, output_dir: Path) -> bool:
-        """Return whether it belongs to the run in ``output_dir``, not to another run from which that run starts."""
+        """Return whether the checkpoint belongs to the run in ``output_dir``, and not to a run from which it starts."""
         return self.folder.parent == output_dir
 
     def __str__(self) -> str:
@@ -210,7 +209,7 @@ class Checkpoint:
 
     @contextmanager
     def errors_with_rank(self, rank: int) -> Iterator[None]:
-        """Add the rank's number to errors about its part, if there are several ranks."""
+        """Add the rank's number to errors about the rank's part, if there are several ranks."""
         try:
             yield
         except CorruptBlockError as error:
@@ -224,12 +223,12 @@ class Checkpoint:
 
 
 def rank_folder_name(rank: int) -> str:
-    """Return the name of a rank's folder within the folder of checkpoints, e.g. ``rank00003``."""
+    """Return the name of a rank's folder inside the folder of checkpoints, e.g. ``rank00003``."""
     return f"rank{rank:05d}"
 
 
 def store_paths(size: int) -> list[str]:
-    """Return the paths of ``size`` stores in a folder of checkpoints: one process uses the folder itself."""
+    """Return the paths of ``size`` stores in a folder of checkpoints. A single process uses the folder itself."""
     return [""] if size == 1 else [rank_folder_name(rank) for rank in range(size)]
 
 
@@ -237,10 +236,10 @@ def store_paths(size: int) -> list[str]:
 
 
 def read_checkpoints(folder: Path, on_damage: Callable[[GenerationError], None] | None = None) -> list[Checkpoint]:
-    """Return all checkpoints in a folder, oldest first, including those that cannot be read.
+    """Return all checkpoints in a folder, oldest first, including unreadable checkpoints.
 
     Args:
-        on_damage: Called if ``RANKS.json`` cannot be read. Its checkpoints are then skipped.
+        on_damage: Called if ``RANKS.json`` cannot be read. The checkpoints in this file are then skipped.
 
     Raises:
         GenerationError: ``RANKS.json`` is damaged, and ``on_damage`` is None.
@@ -259,7 +258,7 @@ def read_checkpoints(folder: Path, on_damage: Callable[[GenerationError], None] 
 def order_key(checkpoint: Saved) -> tuple[int, str]:
     """Return the sort key of a checkpoint: its save number, which grows even if clocks go backwards.
 
-    Older versions did not count saves. Their checkpoints precede all counted ones and are ordered by time.
+    Older versions did not count saves. Their checkpoints come before all counted checkpoints and are ordered by time.
     """
     return checkpoint.save_number, "" if checkpoint.save_number else checkpoint.saved_at
 
@@ -267,7 +266,7 @@ def order_key(checkpoint: Saved) -> tuple[int, str]:
 def merge_by_save(own: Sequence[Checkpoint], others: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Merge two sequences by save number. On a tie, the entry of the first sequence comes first.
 
-    Each sequence keeps its order. A checkpoint that cannot be read stays directly behind the one before it.
+    Each sequence keeps its order. An unreadable checkpoint stays directly behind its predecessor.
 
     Args:
         own: Checkpoints, newest first.
@@ -278,7 +277,7 @@ def merge_by_save(own: Sequence[Checkpoint], others: Sequence[Checkpoint]) -> li
         found: list[tuple[int, str] | None] = []
         number = 0
         for each in reversed(checkpoints):
-            # An older version may have continued a counted run: its saves follow the last counted save.
+            # An older version may have continued a counted run. Its saves come after the last counted save.
             number = max(number, each.save_number)
             is_known = each.save_number or each.saved_at
             found.append((number, order_key(each)[1]) if is_known else None)
@@ -294,9 +293,9 @@ def merge_by_save(own: Sequence[Checkpoint], others: Sequence[Checkpoint]) -> li
 
 
 def folder_notices(folder: Path) -> list[str]:
-    """Return notices about documents in a folder of checkpoints that are older than the files they describe.
+    """Return a notice for each document in a folder of checkpoints that is older than the files it describes.
 
-    The folder is then a copy of a live run, or the run crashed before it wrote the document.
+    This happens if the folder is a copy of a live run, or if the run crashed before it wrote the document.
     """
     notices = []
     with contextlib.suppress(NewerFormatError):  # ``read_checkpoints`` reports this error
@@ -318,7 +317,7 @@ def folder_notices(folder: Path) -> list[str]:
 
 
 def _read_generations(folder: Path) -> Iterator[Checkpoint]:
-    """Yield the checkpoints of a single process, oldest first: generations of a store in the folder itself."""
+    """Yield a single process's checkpoints, oldest first. They are the generations of a store in the folder itself."""
     for number in list_generations(folder):
         ranks = (RankGeneration("", number),)
         try:
@@ -333,7 +332,7 @@ def _read_generations(folder: Path) -> Iterator[Checkpoint]:
 
 
 def _read_document(folder: Path) -> list[Checkpoint]:
-    """Return the checkpoints in the folder's ``RANKS.json``, oldest first; empty without this file."""
+    """Return the checkpoints in a folder's ``RANKS.json``, oldest first, or an empty list without this file."""
     path = folder / RANKS_NAME
     try:
         document = json.loads(read_document_file(path))
@@ -355,8 +354,8 @@ def _read_document(folder: Path) -> list[Checkpoint]:
 def _checkpoint(folder: Path, fields: Mapping[str, Any]) -> Checkpoint:
     """Return a validated checkpoint. Raises ``KeyError``, ``TypeError`` or ``ValueError``.
 
-    The document may be untrusted and determines which generations are removed. So no folder name in it may lead out of
-    the folder.
+    The document may be untrusted, and it determines which generations are removed. A folder name in the document must
+    therefore not lead outside of the folder.
     """
     ranks = tuple(RankGeneration(**rank) for rank in fields["ranks"])
     for rank, each in enumerate(ranks):
@@ -396,13 +395,13 @@ def read_manifests(checkpoint: Checkpoint) -> list[Manifest]:
 
 
 def whole_blocks(checkpoint: Checkpoint, manifests: Sequence[Manifest]) -> dict[str, BlockRecord]:
-    """Return the blocks of a checkpoint by key, with the shards of all ranks joined and without their padding.
+    """Return a checkpoint's blocks by key. The shards of all ranks are joined, without their padding.
 
     Returns:
         Records with the shape of the whole block and the checksums of the shards.
 
     Raises:
-        GenerationError: The shards of a block cannot hold the number of elements in the document.
+        GenerationError: A block's shards cannot contain the number of elements in the document.
     """
     if not checkpoint.is_listed:
         return {block.key: block for block in manifests[0].blocks}
@@ -422,10 +421,10 @@ def whole_blocks(checkpoint: Checkpoint, manifests: Sequence[Manifest]) -> dict[
 
 
 def manifest_checksum(directory: Path, generation: int) -> str:
-    """Return the checksum of the manifest of a generation.
+    """Return the checksum of a generation's manifest.
 
     Raises:
-        GenerationError: there is no such generation.
+        GenerationError: The generation does not exist.
     """
     path = generation_folder(directory, generation) / _MANIFEST_NAME
     try:
@@ -438,7 +437,7 @@ def manifest_checksum(directory: Path, generation: int) -> str:
 
 
 def write_document(folder: Path, checkpoints: Sequence[Checkpoint]) -> None:
-    """Write checkpoints to ``RANKS.json``, atomically and durably."""
+    """Write checkpoints to ``RANKS.json``. The write is atomic and durable."""
     body = [
         {
             "number": each.number,
@@ -457,11 +456,11 @@ def write_document(folder: Path, checkpoints: Sequence[Checkpoint]) -> None:
 
 
 def forget_checkpoint(checkpoint: Checkpoint) -> None:
-    """Remove a checkpoint from its document, then remove the generations that no other checkpoint names.
+    """Remove a checkpoint from its document. Then remove the generations that no other checkpoint refers to.
 
     Raises:
         LockedError: A run uses one of the stores.
-        OSError: a file cannot be removed.
+        OSError: A file cannot be removed.
     """
     folder = checkpoint.folder
     left = [each for each in read_checkpoints(folder) if each.ranks != checkpoint.ranks]
@@ -472,20 +471,21 @@ def forget_checkpoint(checkpoint: Checkpoint) -> None:
         directory = folder / rank.path
         if (rank.path, rank.generation) in named or rank.generation not in list_generations(directory):
             continue
-        # Through a link, remove only the generation whose checksum the document has: others may belong to another run.
+        # Through a link, remove only the generation with the document's checksum, because others may belong to another
+        # run.
         if not directory.is_symlink() or rank.xxh3_64 in ("", manifest_checksum(directory, rank.generation)):
             _remove_generation(directory, rank.generation)
 
 
 def prune(folder: Path, stay: Sequence[Checkpoint], own: Sequence[str]) -> None:
-    """Remove generations that no kept checkpoint names, except in this run's stores, which prune themselves.
+    """Remove generations that no kept checkpoint refers to. This run's own stores are skipped: they prune themselves.
 
     Args:
-        own: Paths of the stores of this run, as in ``RankGeneration``.
+        own: Paths of this run's stores, as in ``RankGeneration``.
 
     Raises:
-        GenerationError: The document cannot be read, so the generations in use are unknown.
-        OSError: a file cannot be removed.
+        GenerationError: The document cannot be read, so it is unknown which generations are in use.
+        OSError: A file cannot be removed.
     """
     _read_document(folder)
     named = _named_generations(stay)

@@ -1,6 +1,6 @@
-"""Locations of the files of a run's checkpoints, with checks by name whether the files still exist.
+"""Locations of the files of a run's checkpoints, and checks whether the files still exist.
 
-This module imports neither torch nor a store, so that ``status`` starts fast. Contents are verified when they are read.
+This module imports neither torch nor a store, so that ``status`` starts fast. Contents are verified only when read.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _STORE_NAME, _OWNER_NAME = "STORE.json", "OWNER.json"  # same as in tiered.tiers
 
 @dataclass(frozen=True, slots=True)
 class LostPart:
-    """Blocks of a checkpoint that were lost with one drive.
+    """Blocks of a checkpoint that were lost together with a drive.
 
     Attributes:
         path: Folder on the drive. For a copied run, the folder of the copy.
-        is_there: Whether that path exists. If not, the drive may be unmounted.
+        is_there: Whether this path exists. If not, the drive may be unmounted.
         blocks: Keys of the blocks that had files there, for example ``"model.layers.0/weight"``.
         nbytes: Full size of ``blocks``. A striped block has only some of its bytes on this drive.
         recorded: Path of the drive when the checkpoint was saved.
@@ -62,7 +62,7 @@ class LostPart:
 
     @property
     def place(self) -> str:
-        """Quoted path, whether it exists, and the recorded path if it differs."""
+        """Quoted path, whether it exists, and the recorded path if it is different."""
         if self.is_there:
             return f"'{self.path}'"
         was = f" (it was '{self.recorded}')" if self.recorded not in ("", self.path) else ""
@@ -75,7 +75,7 @@ class LostPart:
 
 
 def lost_parts(manifest: Manifest, directory: Path, search: Sequence[Path] = ()) -> tuple[LostPart, ...]:
-    """Return the parts of a generation that were lost with drives; empty if a live run has just removed it."""
+    """Return the parts of a generation that were lost with drives. Empty if a live run has just removed it."""
     missing = _missing_parts(manifest, directory, search)
     if not missing or manifest.generation not in list_generations(directory):
         return ()
@@ -95,7 +95,7 @@ def lost_parts(manifest: Manifest, directory: Path, search: Sequence[Path] = ())
 
 
 def outside_drives(manifest: Manifest, directory: Path, search: Sequence[Path] = ()) -> list[DrivePlace]:
-    """Return the drives outside a copied or moved directory that supply parts of a generation."""
+    """Return the drives that contain parts of a generation but are outside of its copied or moved directory."""
     places = drive_places(manifest, directory)
     outside = [place for place in places if place.is_outside]
     if not outside:
@@ -108,21 +108,21 @@ def outside_drives(manifest: Manifest, directory: Path, search: Sequence[Path] =
 
 
 def _supplies(snap: Path, others: Sequence[Path]) -> bool:
-    """Return whether a folder has a block file that no other folder has as a regular file."""
+    """Return whether a folder contains a block file that is a regular file in no other folder."""
     files = (Path(place, file) for place, _, names in os.walk(snap) for file in names if Path(place).name == "c")
     places = ([other / file.relative_to(snap) for other in others] for file in files)
     return any(not any(os.path.isfile(place) and not os.path.islink(place) for place in each) for each in places)
 
 
 def _missing_parts(manifest: Manifest, folder: Path, search: Sequence[Path]) -> dict[Path, tuple[str, ...]]:
-    """Return the drives that lost the folder of a generation, with the keys of the blocks that had files there.
+    """Return the drives on which a generation's folder is lost, with the keys of the blocks that had files there.
 
-    A single missing file in an existing folder is not included, because the reader of the generation reports it.
+    A single missing file in an existing folder is not included, because the generation's reader reports it.
     """
     name, drives = f"{manifest.generation:08d}", drive_places(manifest, folder)
     known = {str(place.path) for place in drives} | _drives_of_locations(manifest, folder, name)
     if all(holds_part(drive, manifest) for drive in known):
-        return {}  # avoids the check of each block, because a run may have thousands of checkpoints
+        return {}  # skips the check of each block, because a run can have thousands of checkpoints
     moved = {place.recorded: place.path for place in drives}
     missing: dict[Path, dict[str, None]] = {}
     paths = [path for path in (*search, *(place.path for place in drives)) if holds_part(path, manifest)]
@@ -138,7 +138,7 @@ def _missing_parts(manifest: Manifest, folder: Path, search: Sequence[Path]) -> 
             missing.setdefault(drive, {})[block.key] = None
             continue
         for number in range(num_files):
-            # ``os.path`` raises no errors, so a failed or unreadable drive counts as gone.
+            # ``os.path`` raises no errors, so a failed or unreadable drive counts as lost.
             if not any(os.path.exists(place / "c" / str(number)) for place in places):
                 lay = _recorded_drive(named / "c" / str(number), depth)
                 missing.setdefault(moved.get(lay, lay), {})[block.key] = None
@@ -148,23 +148,23 @@ def _missing_parts(manifest: Manifest, folder: Path, search: Sequence[Path]) -> 
 
 
 def _drives_of_locations(manifest: Manifest, folder: Path, name: str) -> set[str]:
-    """Return the drives of blocks whose tier has no recorded paths."""
+    """Return the drives of the blocks whose tier has no recorded paths."""
     blocks = [block for block in manifest.blocks if block.home not in manifest.paths]
     above = {block.location.removesuffix(f"{SNAPSHOT_FOLDER}/{name}/{block.key}") for block in blocks}
     return {os.path.normpath(os.path.join(folder, place)) for place in above}
 
 
 def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict[Path, int]:
-    """Return the bytes of this run's checkpoints by drive path, counting each file once.
+    """Return the bytes of a run's checkpoints by drive path. Each file counts once.
 
     Args:
-        drives: Paths to search in addition to the paths in the manifests and the last config of the run.
+        drives: Paths to search, in addition to the paths in the manifests and in the run's last config.
     """
     root = Path(os.path.abspath(output_dir))
     folder = root / CHECKPOINTS_NAME
     found = Counter[Path]()
     for own in [folder, *sorted(folder.glob("rank*"))]:
-        # With several ranks, each rank has its own folder on every drive.
+        # With several ranks, each rank has a separate folder on every drive.
         inside = "" if own == folder else own.name
         store = _read(own / _STORE_NAME).get("id")
         named = [path.parent if inside and path.name == inside else path for path in _paths_of_tiers(own)]
@@ -176,7 +176,7 @@ def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict
 
 
 def refused_drives(output_dir: Path | str) -> list[str]:
-    """Return the reasons why a run would refuse the drive folders in its last config; empty if it accepts them."""
+    """Return the reasons why a run would refuse the drive folders in its last config. Empty if it accepts them."""
     found = []
     for path in drives_of_config(Path(os.path.abspath(output_dir))):
         try:
@@ -201,7 +201,7 @@ def _paths_of_tiers(directory: Path) -> Iterator[Path]:
 
 
 def _bytes_of(snap: Path, store: object) -> dict[int, int]:
-    """Return bytes by inode of the chunk files in one store's snapshots. A live run may remove files meanwhile."""
+    """Return the bytes of a store's chunk files by inode. A live run may remove files during this call."""
     sizes: dict[int, int] = {}
     for name in os.listdir(snap) if os.path.isdir(snap) else ():
         if not is_number(name) or _read(snap / name / _OWNER_NAME).get("id") != store:
@@ -216,7 +216,7 @@ def _bytes_of(snap: Path, store: object) -> dict[int, int]:
 
 
 def _num_files(block: BlockRecord, places: Sequence[Path]) -> int | None:
-    """Return the number of files of a block's array, or None if its document is missing."""
+    """Return the number of files of a block's array, or None if the array's document is missing."""
     for place in places:
         try:
             grid = _read(place / "zarr.json")["chunk_grid"]
@@ -228,7 +228,7 @@ def _num_files(block: BlockRecord, places: Sequence[Path]) -> int | None:
 
 
 def _recorded_drive(file: Path, depth: int) -> Path:
-    """Return the drive path of a missing file, from the target of its link or the location of its array.
+    """Return the drive path of a missing file, using the target of its link or the location of its array.
 
     Args:
         file: ``<drive>/snap/<generation>/<key>/c/<number>``.
@@ -238,9 +238,9 @@ def _recorded_drive(file: Path, depth: int) -> Path:
 
 
 def drives_of_config(output_dir: Path) -> tuple[Path, ...]:
-    """Return the drives in the config of a folder's last run, which may hold parts of checkpoints that have moved.
+    """Return the drives in the config of a folder's last run. They may contain parts of checkpoints that have moved.
 
-    The path relative to ``output_dir`` takes precedence over the recorded path, as in ``drive_places``.
+    As in ``drive_places``, the path relative to ``output_dir`` takes precedence over the recorded path.
     """
     try:
         values = tomllib.loads((output_dir / RESOLVED_NAME).read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""Reading of a checkpoint's blocks as if a single process had written them.
+"""Reads a checkpoint's blocks as if a single process had written them.
 
-The ranks hold a block as consecutive shards of equal length, zero-padded at the end (`megatrain/ranks/shards.py`).
-The reader joins the shards, so a different number of ranks, a single process or an export reads the same bytes.
+The ranks store a block as consecutive shards of equal length, zero-padded at the end (`megatrain/ranks/shards.py`). The
+reader joins the shards. A different number of ranks, a single process or an export therefore reads the same bytes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ __all__ = ["CheckpointReader"]
 
 
 class CheckpointReader:
-    """Reader of the blocks of a checkpoint.
+    """Reads the blocks of a checkpoint.
 
-    It takes no lock, and reads and verifies whole pieces of each rank's shard.
+    The reader takes no lock. It reads and verifies whole pieces of each rank's shard.
 
     Args:
-        search: Paths of file tiers for parts that have moved. Defaults to the drives in the last config of the run.
+        search: Paths of file tiers to search for parts that have moved. Default: the drives in the run's last config.
 
     Attributes:
         blocks: Records by key, with the shape of the whole block and the checksums of its shards.
 
     Raises:
-        GenerationError: A generation is missing, differs, or lacks a block. With several ranks, it names the rank.
+        GenerationError: A generation is missing, differs, or lacks a block. With several ranks, the message has the
+            rank.
     """
 
     piece_bytes = GenerationReader.piece_bytes
@@ -70,14 +71,14 @@ class CheckpointReader:
             memory[start:stop] = self.read_range(key, start, stop)
 
     def read_range(self, key: str, start: int, stop: int) -> torch.Tensor:
-        """Read and verify bytes ``start`` to ``stop`` of a block from the ranks that hold them.
+        """Read and verify bytes ``start`` to ``stop`` of a block from the ranks that store them.
 
         Returns:
-            1-D uint8 in host memory.
+            1-D uint8 tensor in host memory.
 
         Raises:
-            CorruptBlockError: The block is damaged. With several ranks, the error names the rank.
-            GenerationError: A part is missing. With several ranks, the error names the rank.
+            CorruptBlockError: The block is damaged. With several ranks, the message has the rank.
+            GenerationError: A part is missing. With several ranks, the message has the rank.
             TransferError: The drive returned an error.
         """
         spec = self.spec(key)
@@ -98,7 +99,7 @@ class CheckpointReader:
     def problems(
         self, on_block: Callable[[BlockRecord], None] | None = None, *, with_top: bool = True
     ) -> Iterator[str]:
-        """Read all blocks and yield a sentence about each problem, with the rank if there are several ranks."""
+        """Read all blocks. Yield a sentence about each problem, with the rank if there are several ranks."""
         for rank, reader in enumerate(self._readers):
             for problem in reader.problems(on_block, with_top=with_top):
                 yield f"rank {rank}: {problem}" if self.checkpoint.is_listed else problem

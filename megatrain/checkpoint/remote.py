@@ -1,4 +1,4 @@
-"""Checkpoints at a URL: upload, commit, verification and download. The document of a checkpoint is written last.
+"""Checkpoints at a URL: upload, commit, verification and download. A checkpoint's document is written last.
 
     s3://bucket/run/RUN.json                                    the run that owns the URL
     s3://bucket/run/00000003-step-600/CHECKPOINT.json           written last; without it, the copy does not exist
@@ -6,8 +6,8 @@
     s3://bucket/run/00000003-step-600/rank00000/snap/...        a whole generation: manifest and zarr arrays
     s3://bucket/run/00000003-step-600/rank00000/run/...         files of the run's folder, sent by rank 0
 
-A single process has no rank folder. ``output_dir/checkpoints`` has the same layout, so ``GenerationReader`` can read
-a copy that any tool has downloaded. This file uses only these methods of fsspec's file system: ``ls``, ``open``,
+A single process has no rank folder. ``output_dir/checkpoints`` has the same layout, so ``GenerationReader`` can read a
+copy that any tool has downloaded. This module uses only these methods of fsspec's file systems: ``ls``, ``open``,
 ``pipe_file``, ``cat_file``, ``rm_file``, ``rm`` and ``makedirs``.
 """
 
@@ -65,24 +65,25 @@ __all__ = [
     "verify_at_url",
 ]
 
-#: Format of the documents at the URL. Readers refuse newer ones.
+#: Format of the documents at the URL. Readers refuse newer formats.
 REMOTE_FORMAT = 1
 RUN_NAME, CHECKPOINT_NAME, OBJECTS_NAME = "RUN.json", "CHECKPOINT.json", "OBJECTS.json"
 #: File in ``output_dir`` with the run's identity at the URL.
 IDENTITY_NAME = "save_copy.json"
 #: Folder in ``output_dir`` with an unfinished download.
 PART_NAME = "checkpoints.part"
-#: Number of concurrent uploads or downloads; each takes a piece of 16 MiB plus fsspec's buffers.
+#: Number of concurrent uploads or downloads. Each needs a piece of 16 MiB plus fsspec's buffers.
 NUM_WORKERS = 2
 #: Maximum size of an object.
 OBJECT_BYTES = 512 * MiB
 #: Bytes per part of an upload, and per read.
 PART_BYTES = 8 * MiB
-#: Download attempts for an object before it counts as damaged.
+#: Number of download attempts before an object counts as damaged.
 NUM_TRIES = 3
 
-#: Files of the run's folder that a resumed run needs: reference log-probabilities (no model can recompute them), the
-#: log so far, and the ids of tracker runs.
+#: Files in the run's folder that a resumed run needs: reference log-probabilities (no model can recompute them), the
+#: log
+#: so far, and the ids of tracker runs.
 RUN_FILES = ("reference/*", "metrics.jsonl", "trackers.json")
 _RUN_FILES_NAME = "run"
 
@@ -97,7 +98,7 @@ class RemoteError(CheckpointError):
 
 
 class DamagedError(RemoteError):
-    """An object differs from the uploaded one."""
+    """An object differs from the object that was uploaded."""
 
 
 class TakenError(RemoteError):
@@ -133,7 +134,7 @@ class RemoteCheckpoint:
     """A whole copy at the URL.
 
     Attributes:
-        number: Number of the copy, which grows with every copy, whichever machine makes it.
+        number: Number of the copy. It grows with every copy, regardless of the machine that makes the copy.
         parts: Parts by rank.
     """
 
@@ -146,7 +147,7 @@ class RemoteCheckpoint:
 
     @property
     def name(self) -> str:
-        """Name of its folder."""
+        """Name of the copy's folder."""
         return f"{self.number:08d}-step-{self.step}"
 
     @property
@@ -156,11 +157,11 @@ class RemoteCheckpoint:
 
     @property
     def save_number(self) -> int:
-        """Number of the save within the run; 0 if an older version did not count it."""
+        """Number of the save within the run, or 0 if an older version did not count saves."""
         return self.as_checkpoint(Path()).save_number
 
     def as_checkpoint(self, folder: Path) -> Checkpoint:
-        """Return this copy's description in the form of a checkpoint in a folder."""
+        """Return a description of this copy as a checkpoint in a folder."""
         ranks = tuple(RankGeneration(part.path, part.generation) for part in self.parts)
         return Checkpoint(folder, self.number, ranks, self.meta, self.lanes, dict(self.elements))
 
@@ -172,13 +173,13 @@ class RemoteCheckpoint:
 
 @dataclass
 class Upload:
-    """Controls of one upload, and its progress, so that a retry can resume it.
+    """Controls and progress of one upload. A retry can resume it.
 
     Attributes:
         hurry: Set to disable throttling.
         cancelled: Set to end the upload.
         sums: Size and SHA-256 by object name.
-        compared: Names of the objects that were read back and match.
+        compared: Names of the objects that were read back and matched.
     """
 
     hurry: threading.Event
@@ -187,19 +188,19 @@ class Upload:
     compared: set[str] = field(default_factory=set)
 
     def check(self) -> None:
-        """Raise ``UploadCancelledError`` after a cancellation."""
+        """Raise ``UploadCancelledError`` if the upload was cancelled."""
         if self.cancelled.is_set():
             raise UploadCancelledError
 
 
 class RemoteFolder:
-    """The copies at a URL. The constructor reads nothing. Several threads may use the object.
+    """The copies at a URL. The constructor reads nothing. Thread-safe.
 
     Args:
-        url: Any URL that fsspec opens, e.g. ``"s3://bucket/run"``; credentials come from the environment.
+        url: Any URL that fsspec opens, e.g. ``"s3://bucket/run"``. Credentials come from the environment.
 
     Raises:
-        RemoteError: The fsspec package for the URL is missing, or the URL does not name a file system.
+        RemoteError: fsspec's package for the URL is missing, or the URL does not refer to a file system.
     """
 
     def __init__(self, url: str) -> None:
@@ -228,8 +229,9 @@ class RemoteFolder:
         """Claim the URL for a run, and check that it is writable.
 
         Args:
-            output_dir: Folder of the run, which stores the identity.
-            is_empty: Whether ``output_dir`` holds no checkpoint. The run that owns the URL may then continue in it.
+            output_dir: Folder of the run, where the run's identity is stored.
+            is_empty: Whether ``output_dir`` contains no checkpoint. The run that owns the URL can then continue in this
+                folder.
 
         Raises:
             TakenError: Another run owns the URL.
@@ -250,7 +252,7 @@ class RemoteFolder:
                 "continue that run, an empty output_dir"
             )
         document = json.dumps({"format": REMOTE_FORMAT, "run": run})
-        # Write the document even if it exists, so that missing permissions are found at once.
+        # Write the document even if it exists, so that missing permissions are found immediately.
         self._write(RUN_NAME, document.encode())
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, document, durable=True)
@@ -258,7 +260,7 @@ class RemoteFolder:
     # -- list --------------------------------------------------------------------------------------------------------
 
     def checkpoints(self) -> list[RemoteCheckpoint]:
-        """Return the whole copies, newest first, without incomplete copies and copies with a damaged document.
+        """Return the whole copies, newest first. Incomplete copies and copies with a damaged document are omitted.
 
         Raises:
             RemoteError: The URL cannot be read.
@@ -307,15 +309,15 @@ class RemoteFolder:
     ) -> RemotePart:
         """Send a generation, read it back and compare it. A repeated call resumes an interrupted call.
 
-        Every byte is compared with its checksum when it is read from the drive, and with its SHA-256 after the upload
-        of all objects. The upload takes about 110 MiB of memory, including s3fs's buffers.
+        Every byte is compared twice: with its checksum when it is read from the drive, and with its SHA-256 after all
+        objects were uploaded. The upload needs about 110 MiB of memory, including s3fs's buffers.
 
         Args:
             name: Folder of the copy at the URL.
-            files: Files of the run's folder to send with the generation, by name.
+            files: Files in the run's folder to send with the generation, by name.
 
         Raises:
-            CorruptBlockError: A byte of the generation differs from the written one.
+            CorruptBlockError: A byte of the generation differs from the byte that was written.
             GenerationError: A part of the generation is missing.
             TransferError: A drive returned an error.
             RemoteError: The URL returned an error.
@@ -365,7 +367,7 @@ class RemoteFolder:
         upload.compared.add(name)
 
     def commit(self, made: RemoteCheckpoint) -> None:
-        """Complete a copy by writing its document after all objects.
+        """Complete a copy by writing its document, after all objects.
 
         Raises:
             TakenError: Another process has made a copy in the meantime.
@@ -373,7 +375,7 @@ class RemoteFolder:
         """
         others = [each for each in self.checkpoints() if each.number >= made.number]
         if [(each.number, each.parts) for each in others] == [(made.number, made.parts)]:
-            return  # an earlier try wrote the document, but its response was lost
+            return  # an earlier try wrote the document, but the response was lost
         if others:
             raise TakenError(
                 f"{self._title} received copy {others[0].number} from another process meanwhile: two runs share it. "
@@ -391,9 +393,10 @@ class RemoteFolder:
             raise DamagedError(f"{self._title}: '{made.name}/{CHECKPOINT_NAME}' differs from the sent one")
 
     def prune(self, keep: int, best_step: int | None) -> None:
-        """Remove older and incomplete copies, except the newest ``keep`` copies and the copy of ``best_step``.
+        """Remove older and incomplete copies. Keep the newest ``keep`` copies and the copy of ``best_step``.
 
-        It removes only folders older than the newest copy. Raises ``RemoteError``. A repeated call resumes the removal.
+        Only folders older than the newest copy are removed. Raises ``RemoteError``. A repeated call resumes the
+        removal.
         """
         whole = self.checkpoints()
         stay = [each.name for each in [each for each in whole if each.step != best_step][:keep]]
@@ -401,14 +404,14 @@ class RemoteFolder:
         for name in sorted(self._folders()):
             if name not in stay and whole and int(name[:8]) < whole[0].number:
                 with self._errors_explained(f"'{name}' cannot be removed"):
-                    # Remove the document first, so that readers ignore a partly removed copy.
+                    # Remove the document first, so that readers ignore a partially removed copy.
                     with contextlib.suppress(FileNotFoundError):
                         self._files.rm_file(f"{self._root}/{name}/{CHECKPOINT_NAME}")
                     with contextlib.suppress(FileNotFoundError):
                         self._files.rm(f"{self._root}/{name}", recursive=True)
 
     def problems(self, checkpoint: RemoteCheckpoint) -> Iterator[str]:
-        """Read all objects of a copy and yield a sentence about each object that is missing or differs."""
+        """Read all objects of a copy. Yield a sentence about each object that is missing or differs."""
         for part in checkpoint.parts:
             try:
                 objects = self._list_objects(checkpoint, part)
@@ -432,14 +435,15 @@ class RemoteFolder:
     def fetch(self, checkpoint: RemoteCheckpoint, output_dir: Path, min_free_bytes: int) -> None:
         """Download a copy as a checkpoint of the run in ``output_dir``, as if it had been saved there.
 
-        A repeated call resumes an interrupted download: it compares files on the drive and does not fetch them again.
+        A repeated call resumes an interrupted download. Files that are already on the drive are compared, not fetched
+        again.
 
         Args:
-            output_dir: Folder of the run. No process may train in it.
+            output_dir: Folder of the run. No process may train in this folder.
             min_free_bytes: Bytes to leave free on the drive.
 
         Raises:
-            DamagedError: An object is missing or differs from the uploaded one.
+            DamagedError: An object is missing or differs from the object that was uploaded.
             RemoteError: The URL cannot be read, or the drive is too full.
         """
         part_dir = output_dir / PART_NAME
@@ -510,7 +514,7 @@ class RemoteFolder:
         raise DamagedError(f"'{self.url}/{where}' is damaged: {problem}")
 
     def _import_generations(self, checkpoint: RemoteCheckpoint, root: Path, folder: Path) -> None:
-        """Verify downloaded generations and hard-link their files into the run's stores."""
+        """Verify downloaded generations, and hard-link their files into the run's stores."""
         known = read_checkpoints(folder, on_damage=lambda error: None)
         is_listed = checkpoint.parts[0].path != ""
         if is_listed:
@@ -564,7 +568,7 @@ class RemoteFolder:
                 for part in contents:
                     file.write(part)
             except BaseException:
-                # Closing the file would commit the partial upload as an object.
+                # Closing the file would turn the partial upload into an object.
                 with contextlib.suppress(Exception):
                     file.discard()
                 with contextlib.suppress(Exception):
@@ -619,9 +623,9 @@ _Contents = Callable[[], Iterator["memoryview | bytes"]]
 
 
 def _objects(reader: GenerationReader, upload: Upload) -> Iterator[tuple[str, _Contents]]:
-    """Yield the name and contents of each object of a directory with one whole generation.
+    """Yield the name and contents of each object in a directory with one whole generation.
 
-    The manifest follows `docs/checkpoints.md` and places all blocks next to it, in files of at most 512 MiB.
+    The manifest has the format of `docs/checkpoints.md`. All blocks are next to it, in files of at most 512 MiB.
     """
     folder = f"{SNAPSHOT_FOLDER}/{reader.generation:08d}"
     blocks = [{**asdict(record), "location": f"{folder}/{record.key}"} for record in reader.manifest.blocks]
@@ -671,8 +675,8 @@ def _is_count(value: object) -> bool:
 
 
 def _restore_run_files(folder: Path, output_dir: Path) -> None:
-    """Move files into the folder of a run, except files that it already has."""
-    for name, file in find_run_files(folder).items():  # other files are ignored, because the URL may be untrusted
+    """Move files into a run's folder, except files that the folder already contains."""
+    for name, file in find_run_files(folder).items():  # ignore other files, because the URL may be untrusted
         target = output_dir / name
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -699,7 +703,7 @@ def _yield_chunk(
 
 
 def _chunk_bytes(nbytes: int) -> int:
-    """Return the chunk size of an array. All chunks have this size, and no piece of 16 MiB spans two chunks."""
+    """Return the chunk size of an array. All its chunks have this size. No piece of 16 MiB spans two chunks."""
     num_chunks = max(1, -(-nbytes // OBJECT_BYTES))
     unit = GenerationReader.piece_bytes if num_chunks > 1 else 4096
     return max(1, -(-nbytes // (num_chunks * unit))) * unit
@@ -721,7 +725,7 @@ def _sha256_of(path: Path) -> str:
 
 
 def _mask_secrets(text: str) -> str:
-    """Return the text of an error with possible secrets masked."""
+    """Return an error's text with possible secrets masked."""
     for name in _SECRETS:
         if value := os.environ.get(name):
             text = text.replace(value, "***")
@@ -733,7 +737,7 @@ def _mask_secrets(text: str) -> str:
 
 
 def rules_at_url(url: str) -> KeptRules | None:
-    """Return the settings of the newest copy, or None without a copy. Raises ``RemoteError``."""
+    """Return the settings of the newest copy, or None if there is no copy. Raises ``RemoteError``."""
     found = (KeptRules.of_meta(each.meta) for each in RemoteFolder(url).checkpoints())
     return next((rules for rules in found if rules is not None), None)
 
@@ -745,10 +749,10 @@ def list_at_url(url: str) -> list[Checkpoint]:
 
 
 def verify_at_url(url: str, step: int | None = None) -> Iterator[tuple[Checkpoint, list[str]]]:
-    """Read every object of the copies at a URL, and yield each copy with its problems, oldest first.
+    """Read every object of the copies at a URL. Yield each copy with its problems, oldest first.
 
     Raises:
-        RemoteError: The URL cannot be read, or has no copy of that step.
+        RemoteError: The URL cannot be read, or has no copy of this step.
     """
     folder = RemoteFolder(url)
     there = folder.checkpoints()
@@ -769,11 +773,11 @@ def download_newest(
     on_message: Callable[[str], None],
     check: Callable[[Checkpoint], None] = lambda checkpoint: None,
 ) -> None:
-    """Download the newest copy, and the copy of the best evaluation, if it is newer than the local checkpoints.
+    """Download the newest copy and the copy of the best evaluation, if the newest copy is newer than local checkpoints.
 
     Args:
         spec: Local folders of the run's checkpoints, and the URL.
-        check: Called with the newest copy before the download. It must raise if the run cannot resume from the copy.
+        check: Called with the newest copy before the download. It must raise an error if the run cannot resume from it.
 
     Raises:
         RemoteError: The URL cannot be used, belongs to another run, or has no whole copy.

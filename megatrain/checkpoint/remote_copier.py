@@ -1,4 +1,4 @@
-"""Copying of every checkpoint to a URL, in order and concurrently with training, before it is pruned locally."""
+"""Copies every checkpoint to a URL before it is pruned locally, in order and concurrently with training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RemoteCopier"]
 
-#: Consecutive failed tries after which ``finish`` gives up. During training, retries never end.
+#: Number of consecutive failed tries after which ``finish`` gives up. During training, retries never end.
 LAST_TRY = 8
 #: Longest pause between two tries.
 MAX_DELAY_S = 60.0
@@ -40,14 +40,14 @@ _POLL_S = 0.1
 
 @dataclass
 class _Job:
-    """One copy: first each rank sends its parts, then rank 0 writes the document and removes old copies.
+    """One copy. First each rank sends its parts. Then rank 0 writes the document and removes old copies.
 
     Attributes:
         uploads: Progress of this rank's uploads, by part.
         parts: Parts of all ranks; empty until all parts are sent.
         num_failed: Number of consecutive failed tries.
         found: Parts that this rank has sent.
-        notice: Message to report after the copy is complete.
+        notice: Message to report when the copy is complete.
         problem: Kind and message of the error, or None.
     """
 
@@ -64,19 +64,19 @@ class _Job:
 
 
 class RemoteCopier:
-    """Copier of every checkpoint to the URL in ``checkpoint.save_copy``, called by the training thread.
+    """Copies every checkpoint to the URL in ``checkpoint.save_copy``. Called by the training thread.
 
-    Copies are made one at a time, oldest first. Training waits only if a save would remove a checkpoint that is not at
-    the URL yet. Failed tries are reported and retried with backoff, at most 60 s apart.
+    Copies are made one at a time, oldest first. Training waits only if a save would remove a checkpoint that is not yet
+    at the URL. Failed tries are reported and retried with backoff, at most 60 s apart.
 
-    Each rank sends its own part, and all ranks call the same methods in the same order.
+    Each rank sends its own part, and all ranks must call the same methods in the same order.
 
     Args:
         spec: Local folders of the run's checkpoints, and the URL.
         gather: All-gathers one object per rank.
 
     Attributes:
-        save_number: Largest save number of the copies at the URL when the run started; 0 if there was no copy.
+        save_number: Largest save number among the copies that were at the URL when the run started, or 0.
 
     Raises:
         CheckpointError: The URL cannot be read.
@@ -115,14 +115,14 @@ class RemoteCopier:
     # -- methods for the training thread -----------------------------------------------------------------------
 
     def offer(self, checkpoint: Checkpoint) -> None:
-        """Queue a checkpoint for copying, unless the URL already has it."""
+        """Queue a checkpoint for copying, unless the URL already contains it."""
         waiting = [identity(each) for each in self._waiting]
         if identity(checkpoint) not in self._copied and identity(checkpoint) not in waiting:
             self._queue.append(checkpoint)
         self.poll()
 
     def poll(self) -> None:
-        """Report a finished copy, retry a failed try, and start the next copy.
+        """Report a finished copy, retry after a failure, and start the next copy.
 
         Raises:
             CheckpointError: Another run uses the URL.
@@ -160,8 +160,8 @@ class RemoteCopier:
     def wait_for_pruned(self, outgoing: Sequence[Checkpoint], should_stop: Callable[[], bool]) -> None:
         """Wait until every checkpoint that the next commit prunes has been copied.
 
-        If a stop was requested and the URL is unreachable, the checkpoints are pruned without a copy, because the
-        newest steps are worth more.
+        If a stop was requested and the URL is unreachable, checkpoints are pruned without a copy, because the newest
+        steps are worth more.
         """
         going = [identity(each) for each in outgoing]
         while any(identity(each) in going for each in self._waiting):
@@ -204,7 +204,7 @@ class RemoteCopier:
             self.poll()
 
     def close(self) -> None:
-        """Cancel the copy in flight. Idempotent."""
+        """Cancel the current copy. Idempotent."""
         self._queue.clear()
         self._cancel()
 
@@ -212,7 +212,7 @@ class RemoteCopier:
 
     @property
     def _waiting(self) -> list[Checkpoint]:
-        """Checkpoints that are queued or being copied."""
+        """Checkpoints that wait for their copy or are being copied."""
         return [*([] if self._job is None else [self._job.checkpoint]), *self._queue]
 
     def _start_next(self) -> None:
@@ -220,7 +220,7 @@ class RemoteCopier:
             return
         checkpoint = self._queue.pop(0)
         self._hurry.clear()
-        # With fewer ranks than the run that saved, the remaining ranks share the parts.
+        # If there are fewer ranks than in the run that saved, the ranks divide all parts among them.
         own = [part for part in range(checkpoint.world) if part % self._size == self._rank]
         uploads = {part: Upload(self._hurry, self._cancelled) for part in own}
         self._job = _Job(checkpoint, self._number + 1, uploads)
@@ -232,7 +232,7 @@ class RemoteCopier:
         job.thread.start()
 
     def _run(self, job: _Job, delay_s: float) -> None:
-        """Send the parts of this rank, or commit the copy. This method runs on the thread of one try."""
+        """Send this rank's parts, or commit the copy. Called on a thread for this one try."""
         try:
             if self._cancelled.wait(delay_s):
                 return
@@ -272,7 +272,7 @@ class RemoteCopier:
             job.notice = f"old copies could not be removed: {error}. The next copy tries again"
 
     def _fail(self, job: _Job, kind: str, problem: str) -> None:
-        """Report the error, and retry unless the checkpoint is damaged or another run uses the URL."""
+        """Report the error. Retry unless the checkpoint is damaged or another run uses the URL."""
         step = job.checkpoint.step
         if kind == "taken":
             raise CheckpointError(problem)

@@ -1,4 +1,4 @@
-"""Choice of the checkpoint that a run resumes from: the newest complete one that matches its config."""
+"""Chooses the checkpoint from which a run resumes: the newest complete checkpoint that matches the run's config."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WHAT_DECIDES = {
     "decays": "the parameters that weight decay applies to, as a checksum of their names",
 }
 _DECAY_KEY = "optimizer.weight_decay_exclude"
-_KEYS_OF_BLOCKS = ("optimizer.state_dtype",)  # keys that determine the format of blocks, which no run converts
+_KEYS_OF_BLOCKS = ("optimizer.state_dtype",)  # keys that set the format of blocks, which no run converts
 
 
 class ConfigChangedError(Exception):
@@ -55,7 +55,7 @@ class ConfigChangedError(Exception):
 
 
 class NoSuchCheckpointError(CheckpointError):
-    """``checkpoint.resume_from_checkpoint`` names a folder without checkpoints."""
+    """``checkpoint.resume_from_checkpoint`` refers to a folder without checkpoints."""
 
 
 class UnreadableCheckpointsError(CheckpointError):
@@ -75,17 +75,17 @@ class LostCheckpointsError(CheckpointError):
 
 
 def find_candidates(spec: CheckpointSpec, on_notice: Callable[[str], None]) -> list[Checkpoint]:
-    """Return the checkpoints and copies that the run can resume from, best first; empty if it starts from scratch.
+    """Return the checkpoints and copies from which the run can resume, best first. Empty for a start from scratch.
 
-    Checkpoints in the run's own folder precede those in ``checkpoint.resume_from_checkpoint``.
+    Checkpoints in the run's own folder come before checkpoints in ``checkpoint.resume_from_checkpoint``.
 
     Args:
-        spec: Locations of checkpoints, and the source to resume from.
-        on_notice: Receives notices about checkpoints with a damaged manifest or with parts missing on drives.
+        spec: Locations of checkpoints, and the source from which to resume.
+        on_notice: Called with notices about checkpoints that are damaged or have lost parts on drives.
 
     Raises:
-        LostCheckpointsError: Checkpoints exist, but each lacks a part that was on a drive.
-        CheckpointError: The folder holds checkpoints although the config forbids resuming, or the source holds none.
+        LostCheckpointsError: Checkpoints exist, but each has lost a part that was on a drive.
+        CheckpointError: The folder contains checkpoints although the config forbids resuming, or the source has none.
     """
     source = spec.table.resume_from_checkpoint
     found = _readable_in_run(spec.output_dir, spec.drives, on_notice)
@@ -112,14 +112,14 @@ def find_candidates(spec: CheckpointSpec, on_notice: Callable[[str], None]) -> l
 
 
 def is_not_after(checkpoint: Checkpoint, loaded: Checkpoint) -> bool:
-    """Return whether a checkpoint in a run's folder is not newer than the loaded one."""
+    """Return whether a checkpoint in a run's folder is not newer than the loaded checkpoint."""
     if checkpoint.is_listed == loaded.is_listed:
         return checkpoint.number <= loaded.number
     return order_key(checkpoint) <= order_key(loaded)
 
 
 def rules_of_newest(output_dir: Path, resume_from: str) -> KeptRules | None:
-    """Return the settings of the checkpoint that a run would resume from, or None without a checkpoint."""
+    """Return the settings of the checkpoint from which a run would resume, or None if there is none."""
     if resume_from == "no":
         return None
     other = [] if resume_from == "auto" else [Path(resume_from)]
@@ -136,9 +136,9 @@ def rules_of_newest(output_dir: Path, resume_from: str) -> KeptRules | None:
 
 
 def _readable_in_run(output_dir: Path, drives: Sequence[Path], on_notice: Callable[[str], None]) -> list[Checkpoint]:
-    """Return the readable checkpoints of a run and their copies, newest first.
+    """Return a run's readable checkpoints and their copies, newest first.
 
-    If there is no copy, errors of ``_readable`` are raised.
+    Errors of ``_readable`` are raised only if there is no copy.
     """
     copies: list[Checkpoint] = []
     with contextlib.suppress(UnreadableCheckpointsError):
@@ -156,7 +156,7 @@ def _readable_in_run(output_dir: Path, drives: Sequence[Path], on_notice: Callab
 def _with_all_parts(
     found: Sequence[Checkpoint], output_dir: Path, on_notice: Callable[[str], None]
 ) -> list[Checkpoint]:
-    """Return the checkpoints that have all parts, and report the incomplete checkpoints in one message.
+    """Return the checkpoints that have all parts. Report the incomplete checkpoints in one message.
 
     Raises:
         LostCheckpointsError: No checkpoint has all parts.
@@ -180,7 +180,7 @@ def _describe_remains(output_dir: Path) -> str:
 
 
 def _readable(folder: Path, drives: Sequence[Path], on_notice: Callable[[str], None]) -> list[Checkpoint]:
-    """Return the checkpoints in a folder whose documents can be read, newest first. Some may lack parts.
+    """Return the checkpoints in a folder whose documents can be read, newest first. Some may have lost parts.
 
     The errors prevent a run from skipping or overwriting saved work.
 
@@ -231,18 +231,18 @@ def check_changes(
     on_notice: Callable[[str], None],
     find_others: Callable[[], Sequence[str]] = tuple,
 ) -> None:
-    """Compare the config, the model and the data with those that a checkpoint records.
+    """Compare the config, the model and the data with the records of a checkpoint.
 
     Args:
         changes: Differences between the checkpoint's config and this run's config.
         data_fingerprint: Checksum of the rows (``BatchLoader.fingerprint``).
-        find_others: Returns further lines for the error. Called only before an error.
+        find_others: Returns further lines for the error. Called only if an error will be raised.
 
     Raises:
-        ConfigChangedError: The data or a key that alters results has changed, and ``allow`` is not set.
+        ConfigChangedError: The data or a key that alters results has changed, and ``allow`` is False.
     """
     others = {key for key, value in model.items() if key in WHAT_DECIDES and checkpoint.state.model.get(key) != value}
-    # Compare the parameters that decay instead of the globs, because the globs of a default may change.
+    # Compare the decayed parameters instead of the globs, because a default's globs may change between versions.
     globs = [change for change in changes.altering if change.key == _DECAY_KEY]
     without_effect = globs if "decays" in model and "decays" not in others else []
     if globs:
@@ -279,7 +279,7 @@ def check_changes(
 def resumed_position(
     state: RunState, rows_per_step_before: int, rows_per_step: int, steps_per_epoch: int
 ) -> LoaderPosition:
-    """Return the data position at which to resume, or the nearest one after a change of batch size or data."""
+    """Return the data position at which to resume, or the nearest position after a change of batch size or data."""
     step = state.epoch_step * rows_per_step_before // rows_per_step
     if step >= steps_per_epoch:
         return LoaderPosition(state.epoch + 1, 0)
@@ -289,10 +289,10 @@ def resumed_position(
 def already_done(
     checkpoint: Checkpoint, num_steps: int, output_dir: Path, dtype: str, rule: BestSpec
 ) -> RunSummary | None:
-    """Return the summary of a run that has finished all steps and written its model. Otherwise return None.
+    """Return the summary of a run that has finished all steps and written its model, otherwise None.
 
     Args:
-        num_steps: Total steps of the run.
+        num_steps: Total number of steps of the run.
         dtype: Dtype of the export, or "auto" for the compute dtype.
         rule: Rule for the best evaluation.
     """

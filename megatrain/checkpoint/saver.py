@@ -1,4 +1,4 @@
-"""Saving of checkpoints when they are due, one at a time, concurrently with training."""
+"""Saves checkpoints when they are due, one at a time, concurrently with training."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ RETRY_S = 1.0
 
 
 class Saver:
-    """Saver of a run's checkpoints, called by the training thread.
+    """Saves a run's checkpoints. Called by the training thread.
 
     Args:
         ready: Context in which weights and state have their final values after the last step.
-        should_stop: Returns whether a stop was requested; called while the saver waits for disk space.
+        should_stop: Returns whether a stop was requested. Called while the saver waits for disk space.
         written_bytes: Bytes of one checkpoint that this rank writes to the drive of ``output_dir``.
-        writer: Makes checkpoints jointly with the other ranks, which must call their savers in the same order.
+        writer: Writes checkpoints together with the other ranks, which must call their savers in the same order.
         saved: Newest checkpoint of these ranks, or None.
 
     Attributes:
-        is_waiting: Whether the run is paused until disk space is freed.
+        is_waiting: Whether the run is paused until the user frees disk space.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Saver:
         return None if self._saved is None else self._saved.step
 
     def is_due(self, step: int) -> bool:
-        """Return whether the config requests a checkpoint after ``step`` steps."""
+        """Return whether the config requests a checkpoint after step ``step``."""
         strategy = self._table.save_strategy
         if strategy == "steps":
             return step % self._table.save_steps == 0
@@ -83,20 +83,20 @@ class Saver:
         return strategy == "time" and interval_s is not None and time.monotonic() - self._last_s >= interval_s
 
     def next_step(self, step: int) -> int | None:
-        """Return the first step after ``step`` at which a checkpoint is due, or None if saving is time-based or off."""
+        """Return the first step after ``step`` with a checkpoint, or None if saving is time-based or disabled."""
         every = {"steps": self._table.save_steps, "epoch": self._steps_per_epoch}.get(self._table.save_strategy)
         return None if every is None else (step // every + 1) * every
 
     def save(self, state: RunState, *, wait: bool = False) -> None:
         """Save the run, unless a checkpoint of this step exists.
 
-        A thread writes the checkpoint after this method returns, except with ``wait`` or
-        ``checkpoint.async_save = false``.
+        A thread writes the checkpoint after this method has returned, except with ``wait`` or ``checkpoint.async_save =
+        false``.
 
         Raises:
             CheckpointError: The drive has too little free space, and ``on_disk_full`` is "error".
             KeyboardInterrupt: The drive has too little free space, and a stop was requested. Already reported.
-            TransferError: This checkpoint or the previous one could not be written. The newest whole one is kept.
+            TransferError: This checkpoint or its predecessor could not be written. The newest whole checkpoint is kept.
         """
         in_flight_step = self._in_flight[1].step if self._in_flight is not None else self.saved_step
         if in_flight_step != state.step:
@@ -115,13 +115,13 @@ class Saver:
             self.finish()
 
     def poll(self) -> None:
-        """Report a finished checkpoint and a finished copy. Raises the same errors as ``finish``."""
+        """Report finished checkpoints and copies. Raises the same errors as ``finish``."""
         if self._in_flight is not None and self._writer.are_whole(self._in_flight[0]):
             self.finish()
         self._copier.poll()
 
     def copy_last(self) -> None:
-        """Start a copy of the newest checkpoint, the last of the run, if copies are on."""
+        """Start to copy the newest checkpoint, which is the last one of the run, if copies are enabled."""
         self._offer(is_last=True)
 
     def _offer(self, *, is_last: bool = False) -> None:
@@ -130,7 +130,7 @@ class Saver:
             self._copier.offer(self._saved, is_last=is_last)
 
     def finish(self) -> None:
-        """Wait for the checkpoint in flight, if there is one, and report it.
+        """Wait for the checkpoint that is being written, if any, and report it.
 
         Raises:
             CheckpointError: A rank could not write its part.
@@ -154,8 +154,8 @@ class Saver:
     def _wait_for_space(self, step: int) -> None:
         """Wait until the drive has space for one more checkpoint in addition to ``min_free_disk``.
 
-        If a stop is requested meanwhile, its checkpoint may use ``min_free_disk``, because steps are worth more than
-        the reserve. All ranks get the same numbers, so they decide identically.
+        If a stop is requested meanwhile, the checkpoint may use ``min_free_disk``, because steps are worth more than
+        the reserve. All ranks get the same numbers, so all ranks make the same decision.
         """
         need = self._written_bytes + self._table.min_free_disk
         while True:
@@ -190,6 +190,6 @@ class Saver:
             self._observer.on_message("there is room for a checkpoint again: the run continues")
 
     def _free_space(self) -> tuple[int, bool]:
-        """Return the free bytes for a checkpoint, and whether a stop was requested; identical on all ranks."""
+        """Return the free bytes for a checkpoint, and whether a stop was requested. Identical on all ranks."""
         drive = next(path for path in (self._path, *self._path.parents) if path.exists())
         return self._writer.agree_on_free_space(lambda: shutil.disk_usage(drive).free, self._should_stop())

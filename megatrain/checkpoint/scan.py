@@ -1,7 +1,7 @@
-"""Scans of a run's folder for checkpoints, with a check whether each is usable.
+"""Scans a run's folder for checkpoints, and checks whether they are usable.
 
-This module imports neither torch nor a store, so that ``status`` starts fast. It reads documents and checks files by
-name.
+This module imports neither torch nor a store, so that ``status`` starts fast. It reads documents, and checks only
+whether files exist.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["Lost", "is_listed", "outside_notices", "saved_checkpoints", "scan", 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Message about checkpoints that lost parts on drives.
+    """Message about checkpoints that have lost parts on drives.
 
     Attributes:
         places: Former locations of the parts, as in ``LostPart.place``.
-        is_absent: Whether the folder of a part does not exist, for example because its drive is not mounted.
+        is_absent: Whether a part's folder does not exist, for example because its drive is not mounted.
     """
 
     steps: tuple[int, ...]
@@ -36,7 +36,7 @@ class Lost:
 
     @classmethod
     def among(cls, checkpoints: Sequence[Checkpoint]) -> Lost | None:
-        """Return a message about the lost ones of these checkpoints, or None if all are complete."""
+        """Return a message about the checkpoints that have lost parts, or None if all are complete."""
         gone = [each for each in checkpoints if each.is_gone]
         if not gone:
             return None
@@ -67,7 +67,7 @@ def _of_steps(steps: Sequence[int]) -> str:
 
 
 def outside_notices(checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """Return a notice for each drive outside a copied or moved run that supplies parts of its checkpoints."""
+    """Return a notice for each drive outside of a copied or moved run that contains parts of its checkpoints."""
     found: dict[DrivePlace, set[int]] = {}
     for each in checkpoints:
         for drive in each.outside:
@@ -89,13 +89,13 @@ def scan(
     reads_state: bool = True,
     on_damage: Callable[[GenerationError], None] | None = None,
 ) -> list[Checkpoint]:
-    """Return all checkpoints in a folder, newest first. Unusable ones have a ``problem``.
+    """Return all checkpoints in a folder, newest first. Unusable checkpoints have a ``problem``.
 
-    The function can be called during a run. It omits checkpoints that the run removes meanwhile.
+    This can be called while the run is active. Checkpoints that the run removes meanwhile are omitted.
 
     Args:
         drives: Paths to search for parts, in addition to the drives in the run's last config.
-        reads_state: Whether to validate all of ``RunState``. If False, only the step is checked, which imports less.
+        reads_state: Whether to validate the whole ``RunState``. If False, only the step is checked, which imports less.
 
     Raises:
         GenerationError: ``RANKS.json`` is damaged, and ``on_damage`` is None.
@@ -106,9 +106,9 @@ def scan(
 
 
 def saved_checkpoints(output_dir: Path | str, drives: Sequence[Path] = ()) -> list[Checkpoint]:
-    """Return the checkpoints of a run and their copies, in the order in which a run tries them.
+    """Return a run's checkpoints and their copies, in the order in which the run would try them.
 
-    Checkpoints with invalid documents are omitted, but not checkpoints with lost parts.
+    Checkpoints with invalid documents are omitted. Checkpoints with lost parts are included.
     """
     root = Path(os.path.abspath(output_dir))
     found: list[list[Checkpoint]] = []
@@ -121,7 +121,7 @@ def saved_checkpoints(output_dir: Path | str, drives: Sequence[Path] = ()) -> li
 
 
 def usable_checkpoint(output_dir: Path | str) -> Checkpoint | None:
-    """Return the checkpoint that a run in this folder would resume from, or None."""
+    """Return the checkpoint from which a run in this folder would resume, or None."""
     return next((each for each in saved_checkpoints(output_dir) if not each.is_gone), None)
 
 
@@ -151,6 +151,6 @@ def _examined(checkpoint: Checkpoint, search: Sequence[Path], reads_state: bool)
 
 
 def is_listed(checkpoint: Checkpoint) -> bool:
-    """Return whether the document still names this checkpoint, because a live run removes old checkpoints."""
+    """Return whether the document still lists this checkpoint. A live run removes old checkpoints."""
     known = read_checkpoints(checkpoint.folder, on_damage=lambda error: None)
     return any(each.ranks == checkpoint.ranks for each in known)

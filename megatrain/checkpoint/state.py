@@ -35,7 +35,7 @@ _ANOTHER = "Use another checkpoint"
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be used or written. The message names the checkpoint, the cause and the remedy."""
+    """A checkpoint cannot be used or written. The message contains the checkpoint, the cause and the remedy."""
 
 
 #: Target tokens of a micro-batch by device type, for checkpoints that do not record them.
@@ -44,11 +44,11 @@ _UNRECORDED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 @dataclass(frozen=True, slots=True)
 class KeptRules:
-    """Settings that a config may leave open. The first start of a run decides them, and every later start keeps them.
+    """Settings that a config can leave open. The first start of a run decides them, and all later starts keep them.
 
     Attributes:
         num_lanes: Lanes that add the gradients of micro-batches.
-        micro_batch_tokens: Target tokens of a micro-batch; None if they and the device are not recorded.
+        micro_batch_tokens: Target tokens of a micro-batch. None if neither this number nor the device is recorded.
         muon_fused: ``optimizer.muon_fused``; "whole" in checkpoints older than this key.
     """
 
@@ -81,10 +81,10 @@ class KeptRules:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The state of a run after a step. With the blocks of its generation it determines all further results.
+    """The state of a run after a step. Together with the blocks of its generation, it determines all further results.
 
-    It has no state of random number generators, because dropout and data order are functions of a seed and a position,
-    and both are fields.
+    It needs no state of random number generators. Dropout and data order are functions of a seed and a position, and
+    both are fields.
 
     Attributes:
         max_steps: Total steps of the run, for which the learning rate schedule is made.
@@ -145,7 +145,7 @@ class RunState:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any], *, where: str) -> RunState:
-        """Return the state in a manifest's ``meta``; unknown keys are ignored.
+        """Return the state in a manifest's ``meta``. Unknown keys are ignored.
 
         Raises:
             CheckpointError: ``meta`` is not from a checkpoint of a run, or a newer version of this program wrote it.
@@ -199,7 +199,7 @@ class RunState:
 
 @cache
 def _validation() -> tuple[Callable[[Any], RunState], Any]:
-    """Return the validator for a state from a possibly untrusted file, and its error type."""
+    """Return a validator for a state from a file, which may be untrusted, and the validator's error type."""
     from pydantic import TypeAdapter, ValidationError  # imported late, because ``status`` does not need it
 
     return TypeAdapter(RunState).validate_python, ValidationError

@@ -1,4 +1,4 @@
-"""The two phases of a save, which all ranks of a run perform together (see `document.py`)."""
+"""Performs the two phases of a save, together with all other ranks of a run (see `document.py`)."""
 
 from __future__ import annotations
 
@@ -32,19 +32,18 @@ Gather = Callable[[Any], Sequence[Any]]
 
 
 class CheckpointFolder:
-    """A folder of checkpoints or copies, with identical state on all ranks. Rank 0 changes the files.
+    """A folder of checkpoints or copies. Its state is identical on all ranks, and only rank 0 changes files.
 
-    All ranks call the same methods in the same order.
+    All ranks must call the same methods in the same order.
 
     Args:
         gather: Collective that all-gathers one object per rank.
-        on_message: Called on rank 0 if old files could not be removed. No checkpoint is lost then.
-        ignores_damage: Whether a damaged document counts as empty and is replaced by the next one. Otherwise it
-            raises an error.
+        on_message: Called on rank 0 if old files could not be removed. In this case, no checkpoint is lost.
+        ignores_damage: Whether a damaged document counts as empty and is replaced. Otherwise it raises an error.
 
     Attributes:
         known: Existing checkpoints, oldest first.
-        best: Checkpoint that is kept at any age, in addition to ``keep`` other checkpoints.
+        best: Checkpoint that is kept regardless of its age, in addition to ``keep`` other checkpoints.
         own: Path of this rank's store, as in ``RankGeneration``.
     """
 
@@ -68,33 +67,33 @@ class CheckpointFolder:
 
     @property
     def is_listed(self) -> bool:
-        """Whether ``RANKS.json`` lists the checkpoints. For a single process, the manifests of generations do."""
+        """Whether ``RANKS.json`` lists the checkpoints. For a single process, the generations' manifests list them."""
         return self.own != ""
 
     @property
     def newest_number(self) -> int:
-        """Largest number of the checkpoints of this form (listed or not), or 0."""
+        """Largest number among the checkpoints of this form (listed or not), or 0."""
         return max((each.number for each in self.known if each.is_listed == self.is_listed), default=0)
 
     def generations(self, checkpoints: Sequence[Checkpoint | None]) -> list[int]:
-        """Return the generations that these checkpoints have in the store of this rank."""
+        """Return the numbers that these checkpoints' generations have in this rank's store."""
         ranks = [rank for each in checkpoints if each is not None for rank in each.ranks]
         return [rank.generation for rank in ranks if rank.path == self.own]
 
     def newest(self, checkpoints: Sequence[Checkpoint], keep: int) -> list[Checkpoint]:
-        """Return the newest ``keep`` of these checkpoints, and additionally the best one."""
+        """Return the newest ``keep`` of these checkpoints, and also the best checkpoint."""
         is_best = [self.best is not None and each.ranks == self.best.ranks for each in checkpoints]
         others = [number for number, best in enumerate(is_best) if not best]
         stay = set(others[max(0, len(others) - keep) :])
         return [each for number, each in enumerate(checkpoints) if is_best[number] or number in stay]
 
     def change(self, keep: int, *, drop: Sequence[Checkpoint] = (), made: Checkpoint | None = None) -> None:
-        """Keep the newest ``keep`` checkpoints and remove all others. A collective.
+        """Keep the newest ``keep`` checkpoints and remove all others. This is a collective.
 
-        The next commits of this run's stores remove the generations in those stores.
+        Generations in this run's stores are removed only by the next commits.
 
         Args:
-            drop: Checkpoints to remove at any age.
+            drop: Checkpoints to remove regardless of their age.
             made: New checkpoint, whose generations are whole.
         """
         doomed = {each.ranks for each in drop}
@@ -111,12 +110,12 @@ class CheckpointFolder:
                 self._on_message(f"old checkpoints in '{self.path}' could not be removed: {error}")
 
         if left != self.known:
-            # All ranks wait for rank 0's write, so that no rank starts another commit before it. A commit prunes.
+            # All ranks wait for rank 0's write, because a commit prunes and must not start before the write.
             self.run_on_first_rank(write)
             self.known = left
 
     def run_on_first_rank(self, find: Callable[[], Any]) -> Any:
-        """Run ``find`` on rank 0, and return its result, or raise its error, on all ranks. A collective."""
+        """Run ``find`` on rank 0. Return its result, or raise its error, on all ranks. This is a collective."""
         found: Any = None
         if self.rank == 0:
             try:
@@ -138,17 +137,17 @@ def _ignore_damage(error: GenerationError) -> None:
 
 
 class CheckpointWriter:
-    """Writer of checkpoints in two phases. All ranks call the same methods in the same order.
+    """Writes checkpoints in two phases. All ranks must call the same methods in the same order.
 
     Args:
-        store: Store of this rank. Its commits keep the generations that checkpoints name, and prune other older ones.
+        store: This rank's store. Its commits keep generations that checkpoints refer to, and prune other old ones.
         lanes: Number of lanes that add gradients.
-        elements: Elements by block, without the padding of shards.
-        is_past: Returns whether a checkpoint is not newer than the one that this run resumed from. Newer checkpoints
-            could not be loaded, so the first save drops them and keeps the loaded one.
-        save_number: Largest save number of the copies at a URL.
-        starts_over: Whether the run starts without a checkpoint. Then generations that no checkpoint names are kept
-            until the run has saved its first checkpoint.
+        elements: Number of elements by block, without the padding of shards.
+        is_past: Returns whether a checkpoint is not newer than the one from which this run resumed. Newer checkpoints
+            could not be loaded, so the first save drops them and keeps the loaded checkpoint.
+        save_number: Largest save number among the copies at a URL.
+        starts_over: Whether the run starts without a checkpoint. Generations without a checkpoint are then kept until
+            the run has saved its first checkpoint.
     """
 
     def __init__(
@@ -175,13 +174,13 @@ class CheckpointWriter:
             store.keep_also(lambda: folder.generations([folder.best]))
 
     def begin(self) -> None:
-        """Drop checkpoints to free space for the next one, but never the last checkpoint."""
+        """Drop checkpoints to free space for the next checkpoint, but never drop the last one."""
         drop = [each for each in self.folder.known if not self._is_past(each)]
         self.folder.change(self._num_left, drop=drop)
         self._is_past = lambda checkpoint: True  # checkpoints from now on belong to this run
 
     def next_save_number(self) -> int:
-        """Return the number of the next save, which is larger than all earlier numbers."""
+        """Return the next save's number, which is larger than all earlier numbers."""
         self._save_number += 1
         return self._save_number
 
@@ -194,14 +193,14 @@ class CheckpointWriter:
         return [each for each in self.folder.known if self._is_past(each)]
 
     def outgoing(self) -> list[Checkpoint]:
-        """Return the checkpoints that the next one replaces."""
+        """Return the checkpoints that the next checkpoint will replace."""
         stay = [each.ranks for each in self.folder.newest(self._past_checkpoints, self.folder.keep - 1)]
         return [each for each in self.folder.known if each.ranks not in stay]
 
     def agree_on_free_space(self, free_bytes: Callable[[], int], is_stopping: bool) -> tuple[int, bool]:
-        """Return the bytes free on rank 0 for the next checkpoint of all ranks, and whether a stop was requested.
+        """Return rank 0's free bytes for the next checkpoint of all ranks, and whether a stop was requested.
 
-        The bytes include the generations that no checkpoint will name, which ``begin`` and the next commits remove.
+        Generations that no checkpoint will refer to count as free, because ``begin`` and the next commits remove them.
         """
         free = 0
         if self.folder.rank == 0:
@@ -219,16 +218,16 @@ class CheckpointWriter:
         return gathered[0][0], any(stopping for _, stopping in gathered)
 
     def sum_over_ranks(self, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Return the sums of three sizes over all ranks. A collective."""
+        """Return three sizes, each summed over all ranks. This is a collective."""
         first, second, third = (sum(each) for each in zip(*self.folder.gather(sizes), strict=True))
         return first, second, third
 
     def are_whole(self, commit: Commit) -> bool:
-        """Return whether the generations of all ranks are whole or have failed, without waiting for drives."""
+        """Return whether all ranks' generations are whole or have failed. This does not wait for drives."""
         return all(self.folder.gather(commit.is_done))
 
     def finish(self, commit: Commit, meta: Mapping[str, Any]) -> Checkpoint:
-        """Wait until the generations of all ranks are whole, and make them a checkpoint.
+        """Wait until all ranks' generations are whole, and combine them into a checkpoint.
 
         Raises:
             CheckpointError: A rank could not write its part. The document is unchanged.
@@ -244,7 +243,7 @@ class CheckpointWriter:
         return made
 
     def _wait_for_all_ranks(self, commit: Commit) -> tuple[RankGeneration, ...]:
-        """Wait until the generations of all ranks are whole, and return them."""
+        """Wait until all ranks' generations are whole, and return them."""
         folder = self.folder
         own: tuple[RankGeneration | None, str]
         try:
@@ -263,35 +262,35 @@ class CheckpointWriter:
 
 
 class CopyWriter:
-    """Writer of whole copies: each rank copies its own part of a checkpoint, and a document groups the parts.
+    """Writes whole copies. Each rank copies its part of a checkpoint, and a document combines the parts.
 
-    All ranks call the same methods in the same order. If a rank fails, there is no copy, but no error is raised.
+    All ranks must call the same methods in the same order. If a rank fails, there is no copy, but no error is raised.
 
     Args:
-        folder: Folder of the copies; a damaged document counts as empty.
+        folder: Folder of the copies. A damaged document counts as empty.
     """
 
     def __init__(self, folder: CheckpointFolder) -> None:
         self.folder = folder
 
     def begin(self) -> list[int]:
-        """Prune copies to free space for one more, but keep one. Return the generations of this rank that are kept."""
+        """Prune copies to free space for a new copy, but keep one. Return this rank's generations that are kept."""
         folder = self.folder
         # A write error at this point is reported when the copy is made.
         with contextlib.suppress(CheckpointError):
-            if folder.is_listed:  # claim it first, because a folder that already has rank folders would be refused
+            if folder.is_listed:  # claim first, because later a folder with rank folders would be refused
                 folder.run_on_first_rank(lambda: claim_directory(folder.path))
             folder.change(max(1, folder.keep - 1))
         return folder.generations(folder.known)
 
     def are_done(self, is_done: bool) -> bool:
-        """Return whether all ranks have copied their parts or have failed."""
+        """Return whether all ranks have finished copying their parts or have failed."""
         return all(self.folder.gather(is_done))
 
     def finish(
         self, checkpoint: Checkpoint, figures: CopyFigures | None, error: Exception | None
     ) -> tuple[tuple[int, int] | None, str]:
-        """Combine the parts that all ranks have copied into a copy of the checkpoint.
+        """Combine all ranks' copied parts into a copy of the checkpoint.
 
         Args:
             figures: Figures of this rank's copy, or None if it failed.
@@ -311,10 +310,10 @@ class CopyWriter:
         if failed:
             return None, "; ".join(failed)
         ranks = tuple(each for each, _, _ in everyone)
-        # If another copy has the checkpoint's number, the copy of a single process gets a larger one.
+        # If another copy already has the checkpoint's number, a single process's copy gets a larger number.
         number = checkpoint.number if folder.is_listed else ranks[0].generation
         made = replace(checkpoint, folder=folder.path, number=number, ranks=ranks)
-        # If the number did not grow, the checkpoints were removed and their numbers restarted.
+        # If the number did not grow, earlier checkpoints were removed and numbering restarted.
         drop = [each for each in folder.known if each.is_listed == made.is_listed and each.number >= made.number]
         try:
             folder.change(folder.keep, drop=drop, made=made)
@@ -328,7 +327,7 @@ def rank_generation(folder: CheckpointFolder, generation: int) -> RankGeneration
     """Return this rank's part of a checkpoint, which is a whole generation of its store.
 
     Raises:
-        GenerationError: the generation does not exist.
+        GenerationError: The generation does not exist.
     """
     sum_ = manifest_checksum(folder.path / folder.own, generation)
     return RankGeneration(folder.own, generation, sum_ if folder.is_listed else "")

@@ -1,8 +1,8 @@
-"""Checks and preparation of a run before its first step, with findings about each part.
+"""Checks and prepares a run before its first step, with findings about each part.
 
 ``Preparation`` creates the parts of a planned run: weights, rows, evaluation sets and learning rates. A run ends at the
 first error. ``check_run`` checks every part even if other parts have errors, so that one call reports every mistake. It
-does not train and writes nothing.
+does not train, and it writes nothing.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckResult", "Preparation", "check_run", "plan_one_rank", "refuse_early", "with_choices"]
 
-#: Category of a problem: the config or the model, memory and drives, data, or a storage failure.
+#: Category of a problem: the config or the model, memory and drives, the data, or a storage failure.
 Kind = Literal["config", "fit", "data", "failed"]
 _KIND_OF: tuple[tuple[tuple[type[Exception], ...], Kind], ...] = (
     ((DoesNotFitError,), "fit"),
@@ -113,7 +113,7 @@ _EXPECTED = tuple(error for errors, _ in _KIND_OF for error in errors)
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One finding about a part of a run.
+    """A finding about one part of a run.
 
     Attributes:
         subject: Part of the run.
@@ -160,12 +160,12 @@ def plan_one_rank(config: RunConfig) -> Plan:
 
 
 class Preparation:
-    """The parts that a planned run needs before its first step. Each part is created at its first use and cached.
+    """The parts that a planned run needs before its first step. Each part is cached when it is first used.
 
-    Methods check parts or yield findings about them. A run calls them in the order of this class, cheap checks first.
+    Methods check parts or yield findings about parts. A run calls them in the order of this class, cheap checks first.
 
     Args:
-        config: Config of the run, with the choices of the plan.
+        config: Config of the run, with the plan's choices.
         on_message: Called with messages for the user while a part is created.
         gather: Collective that all-gathers one number per process.
         dataset: Training rows, if they are already read and checked.
@@ -225,7 +225,7 @@ class Preparation:
         return dataset
 
     def rows(self) -> Iterator[CheckResult]:
-        """Yield the report on the training rows, and a warning for each source that lost many rows.
+        """Yield a report on the training rows, and a warning for each source that lost many rows.
 
         Raises:
             DataError: More than ``data.max_dropped`` of a source is dropped or cut.
@@ -241,7 +241,7 @@ class Preparation:
 
     @cached_property
     def loader(self) -> BatchLoader:
-        """Batches of the run. ``RunStart.state`` moves it to the position of a checkpoint."""
+        """Batches of the run. ``RunStart.state`` moves this loader to a checkpoint's position."""
         return make_loader(self.plan, self.dataset, self.tokenizer)
 
     @cached_property
@@ -286,12 +286,12 @@ class Preparation:
         return make_samplers(self.evaluation, self.evaluation_plans, self.evaluation_sets, self.tokenizer, self._gather)
 
     def check_evaluations(self) -> None:
-        """Check that samples fit into memory, and that an evaluation has the metric for the best evaluation."""
+        """Check that samples fit in memory, and that evaluations have the metric that selects the best evaluation."""
         _ = self.samplers  # raises if samples do not fit
         self.best.check(self.evaluation.evaluations_of(each.name for each in self.evaluation_sets))
 
     def remarks(self) -> Iterator[CheckResult]:
-        """Yield notes on choices of the plan that users rarely expect."""
+        """Yield notes about choices of the plan that users rarely expect."""
         if self.plan.traced.flash_note:
             yield CheckResult("plan", "note", self.plan.traced.flash_note)
         if self.plan.traced.packing_warning:
@@ -307,7 +307,7 @@ class Preparation:
             yield CheckResult("model", "warning", text)
 
     def start(self, config: RunConfig, on_message: Callable[[str], None], *, allows_changes: bool = False) -> RunStart:
-        """Create the search for the checkpoint from which the run resumes.
+        """Return the object that finds the checkpoint from which the run resumes.
 
         Args:
             on_message: Called with messages for the user.
@@ -326,14 +326,14 @@ class Preparation:
 
 
 def refuse_early(config: RunConfig, *, allow_config_change: bool = False) -> None:
-    """Raise errors that can be found without the model, because planning a large model takes minutes.
+    """Raise errors that can be found without the model. Planning a large model takes minutes, so this runs first.
 
     Raises:
         DataError: A file of rows does not exist.
-        CheckpointError: The config names a missing checkpoint, or forbids resuming although a checkpoint exists.
+        CheckpointError: The config refers to a missing checkpoint, or forbids resuming although a checkpoint exists.
         ConfigChangedError: The config would resume a checkpoint with different results.
     """
-    # Shards of streams are listed when they are opened.
+    # Shards of streams are listed only when the streams are opened.
     for source in (*(() if config.data.streaming else config.data.train), *config.data.eval):
         if not is_hub_name(source.path):
             source_files(source.path, source.subset, source.split)
@@ -350,7 +350,7 @@ def refuse_early(config: RunConfig, *, allow_config_change: bool = False) -> Non
         now = with_values(now, {"data.packing": before.data.packing})
     if config.model.revision is None:
         now = with_values(now, {"model.revision": before.model.revision})
-    # The model determines which parameters the globs match, so they are compared later.
+    # The model determines which parameters the globs match, so the globs are compared later.
     now = with_values(now, {"optimizer.weight_decay_exclude": before.optimizer.weight_decay_exclude})
     changes = changes_from(state.config_toml, now)
     device = machine.resolve_device(config.device)
@@ -396,7 +396,7 @@ def check_run(
     *,
     reads_weights: bool = True,
 ) -> Iterator[CheckResult]:
-    """Check all parts of a config, and yield the findings.
+    """Check all parts of a config. Yield the findings.
 
     Args:
         path: As for :func:`megatrain.config.load_config`.
@@ -423,11 +423,11 @@ def check_run(
 
 
 class _WholeCheck:
-    """Check of every part of one config that its mistakes allow to check.
+    """Checks every part of a config that can be checked despite mistakes in the config.
 
     Args:
-        is_whole: Whether the config is complete. If not, mistakes were removed from it, and parts that depend on the
-            complete config are not checked.
+        is_whole: Whether the config is complete. If not, mistakes were removed from the config, and parts that depend
+            on the complete config are not checked.
         reads_weights: As for :func:`check_run`.
     """
 
@@ -450,7 +450,7 @@ class _WholeCheck:
         self._weight_names: Sequence[str] = ()
 
     def all_parts(self) -> Iterator[CheckResult]:
-        """Yield the findings of each part. An error that ends a part is also a finding."""
+        """Yield the findings about each part. If an error ends a part, the error is also a finding."""
         parts: list[tuple[str, Callable[[], Iterator[CheckResult]]]] = [
             ("loggers", self._loggers),
             ("model", self._model),
@@ -627,7 +627,7 @@ class _WholeCheck:
         prepared.check_evaluations()
 
     def _drives(self) -> Iterator[CheckResult]:
-        """Yield the drive of each NVMe path, and the configured resources that this machine lacks."""
+        """Yield each NVMe path's drive, and configured resources that this machine does not have."""
         tiers = resolve_tiers(self._config)
         for path in drive_paths(tiers.table.nvme):
             yield CheckResult("drive", "ok", str(path))
@@ -709,14 +709,14 @@ class _WholeCheck:
         yield CheckResult("checkpoints", "ok", f"continues from {candidates[0]}")
 
     def _start(self, on_message: Callable[[str], None]) -> RunStart | None:
-        """Create the search for checkpoints with the user's config, or return None without a model or rows."""
+        """Return the object that finds checkpoints for the user's config, or None without a model or rows."""
         if self._prepared is None or not self._is_cut:
             return None
         config = self._config.model_copy(update={"data": self._config.data.model_copy(update=self._own)})
         return self._prepared.start(with_commit(config, self._prepared.run.model.hub), on_message)
 
     def _weights(self) -> Iterator[CheckResult]:
-        """Read the weights that a run would load, and report all NaN and infinite values. A run stops at the first."""
+        """Read the weights that a run would load. Report all NaN and infinite values. A run stops at the first."""
         if not self._weight_names:
             return
         folder = ModelFolder(resolve_model(self._config).folder)

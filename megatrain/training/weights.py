@@ -1,4 +1,4 @@
-"""Loading and initialization of a run's weights and optimizer state, and reading of the fp32 masters."""
+"""Loads and initializes a run's weights and optimizer state, and reads the fp32 masters."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from tiered.units import PAGE_BYTES, round_up
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Elements that are read at a time from a checkpoint whose blocks divide a weight differently.
+#: Number of elements to read at a time from a checkpoint that divides a weight into different blocks.
 _READ_ELEMENTS = 1 << 20
 
-#: Messages of the reading rank that it needs no more ranges. A message is (layout, start, stop).
+#: Messages (layout, start, stop) with which the reading rank reports that it needs no more ranges.
 _NOTHING, _STOPPED = ("", 0, 0), ("", 0, 1)
 
 __all__ = [
@@ -61,13 +61,13 @@ class WeightSource(Protocol):
     """Source of the weights of a new run: ``WeightLoader`` or ``RandomWeights``."""
 
     def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
-        """Write elements of a layout's block, beginning at ``start``, to ``out``, which is fp32, 1-D and zeroed.
+        """Write a layout's elements from ``start`` on to ``out``, a 1-D fp32 tensor that is filled with zeros.
 
-        Ranges are consecutive, from the first element of the block to its last. ``start`` is a multiple of 1024.
+        Ranges are consecutive, from the first element of the block to the last. ``start`` is a multiple of 1024.
         """
 
     def load_buffers(self) -> None:
-        """Fill the persistent buffers of the model."""
+        """Fill the model's persistent buffers."""
 
     @property
     def origin(self) -> Origin | None:
@@ -75,7 +75,7 @@ class WeightSource(Protocol):
 
 
 class RandomWeights:
-    """Weights from the model's own initialization, a function of the seed and the parameter's name."""
+    """Weights from the model's own initialization. They depend only on the seed and the parameter's name."""
 
     origin = None
 
@@ -85,7 +85,7 @@ class RandomWeights:
 
     def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
         names = [entry.parameter for entry in layout.entries]
-        if self._current is None or self._current[0] != names:  # consecutive reads have the same module
+        if self._current is None or self._current[0] != names:  # consecutive reads are for the same module
             self._current = names, Initializer(self._model, names, self._seed)
         for entry, first, last in entries_within(layout, start, start + out.numel()):
             place = out[entry.offset + first - start : entry.offset + last - start]
@@ -100,11 +100,11 @@ class AdaptedWeights:
 
     Args:
         loader: Reader of the base model's weights.
-        seed: Seed of new adapters.
-        folder: Folder of the initial adapters, or None for new ones.
+        seed: Seed for new adapters.
+        folder: Folder of existing adapters, or None for new adapters.
 
     Raises:
-        AdapterError: The adapters in the folder belong to another model.
+        AdapterError: The adapters in the folder belong to a different model.
     """
 
     def __init__(self, graph: ModelGraph, loader: WeightLoader, seed: int, folder: str | None) -> None:
@@ -157,7 +157,7 @@ class AdaptedWeights:
                 self._loader.read(self._plain[layout.name], start, out)
 
     def _adapter_tensor(self, entry: TensorEntry) -> Tensor:
-        """Return a tensor that is not in the model's folder. The last tensor is cached for its next range."""
+        """Return a tensor that is not in the model's folder. It is cached until another tensor is needed."""
         if self._last is None or self._last[0] != entry.name:
             tensor = torch.zeros(entry.shape)
             if self._given is not None:
@@ -177,22 +177,22 @@ class AdaptedWeights:
         return weight
 
     def frozen_block(self, layout: UnitLayout) -> FrozenBlock | None:
-        """Return the location of a frozen block's bytes in the folder, or None if they need a conversion."""
+        """Return where a frozen block's bytes are in the folder, or None if they need a conversion."""
         with self._graph.plain_model():
             return frozen_blocks(self._loader, [layout], self._graph.dtype).get(layout.name)
 
     def load_buffers(self) -> None:
-        """Fill the persistent buffers of the model."""
+        """Fill the model's persistent buffers."""
         with self._graph.plain_model():
             self._loader.load_buffers()
 
 
 def folder_record(plan: Plan, origin: Origin | None, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
-    """Return the checksums of the tensors that a checkpoint leaves in the model's folder, for ``RunState.model``.
+    """Return the checksums of tensors that a checkpoint leaves in the model's folder, for ``RunState.model``.
 
     Args:
         origin: The model's folder, or None if the weights come from another source.
-        checkpoint: Checkpoint from which the run resumes, if any.
+        checkpoint: Checkpoint from which the run resumes, or None.
 
     Raises:
         CheckpointError: The folder has changed since the checkpoint's run began.
@@ -219,15 +219,15 @@ def folder_record(plan: Plan, origin: Origin | None, checkpoint: Checkpoint | No
 
 
 class Weights:
-    """Access to the durable blocks of a run, unit by unit, for the training thread.
+    """Access to a run's durable blocks, unit by unit, for the training thread.
 
     In addition to the blocks, at most ``MASTER_ELEMENTS`` of a unit's fp32 master exist at a time.
 
     Args:
-        store: Store with the durable blocks of the plan.
+        store: Store with the plan's durable blocks.
         source: Source of the weights of a new run.
-        on_notice: Receives the reason if a checkpoint cannot be used.
-        group: Ranks that load the same checkpoint; each rank loads its shards.
+        on_notice: Called with the reason if a checkpoint cannot be used.
+        group: Ranks that load the same checkpoint. Each rank loads its shards.
 
     Attributes:
         passthrough: Record of the tensors that stay in the model's folder, for ``RunState.model``. Set by ``load``.
@@ -254,7 +254,7 @@ class Weights:
         """Fill weights and optimizer state.
 
         Args:
-            candidates: Checkpoints to start from, best first. Damaged ones are reported and skipped.
+            candidates: Checkpoints to start from, best first. Damaged checkpoints are reported and skipped.
 
         Returns:
             The loaded checkpoint, or None if the weights come from the source and the state from ``_begin_state``.
@@ -284,7 +284,7 @@ class Weights:
                 self._load_blocks(checkpoint)
             except (CorruptBlockError, GenerationError) as error:
                 found = str(error)
-            # If a checkpoint is damaged on one rank, no rank uses it, so that all ranks resume from the same step.
+            # If a checkpoint is damaged on one rank, no rank uses it. All ranks must resume from the same step.
             of_all = [found] if self._group is None else self._group.gather(found)
             reasons = list(dict.fromkeys(text for text in of_all if text is not None))
             if not reasons:
@@ -323,7 +323,7 @@ class Weights:
             self._report_moved(key)
 
     def _check_formats(self, checkpoint: Checkpoint, reader: CheckpointReader) -> None:
-        """Raise an error if state has another format than the run, because a conversion would change the run."""
+        """Raise an error if state has a different format than in the run, because a conversion would change results."""
         if layer := find_split_mismatch(self._plan.graph, reader.blocks):
             is_split = self._plan.run.model.table.split_experts
             raise CheckpointError(
@@ -349,7 +349,7 @@ class Weights:
                 )
 
     def _read_redivided(self, reader: CheckpointReader, key: str, start: int, out: Tensor) -> None:
-        """Read a range of a weight that the checkpoint divides differently into blocks."""
+        """Read a range of a weight that the checkpoint divides into different blocks."""
         name = key.rpartition("/")[0]
         begin = 0
         for stored in stored_keys(weight_key(name), reader.blocks) or [key]:  # the reader reports a missing key
@@ -363,7 +363,7 @@ class Weights:
             begin = end
 
     def _first_block(self, layout: UnitLayout) -> BlockPlan:
-        """Return the first block of a weight. All blocks of a weight have the same properties."""
+        """Return a weight's first block. All blocks of a weight have the same properties."""
         return self._plan.program.blocks[self._plan.program.weight_keys(layout)[0]]
 
     def _fill(self, layouts: Sequence[UnitLayout]) -> None:
@@ -376,7 +376,7 @@ class Weights:
                 self._fill_layout(layout)
 
     def _fill_packed(self, layout: UnitLayout) -> None:
-        """Fill a packed block with the bytes in the model's folder."""
+        """Fill a packed block with the bytes from the model's folder."""
         assert isinstance(self.source, AdaptedWeights), "only the base of adapters may be quantized"
         block, key = self.source.frozen_block(layout), weight_key(layout.name)
         assert block is not None and block.packing is not None, layout.name
@@ -396,7 +396,7 @@ class Weights:
             buffer = torch.empty(min(longest, MASTER_ELEMENTS) if self._is_split else 0)
             for number, (part, weight) in enumerate(weights):
                 with self._store.acquire(weight, "ram", "w") as lease:
-                    lease.tensor[len(part) :].zero_()  # a shard is padded past the end of its part
+                    lease.tensor[len(part) :].zero_()  # a shard is padded beyond the end of its part
                     if not self._is_split:
                         for inside in _split_range(part):
                             place = lease.tensor[inside.start - part.start : inside.stop - part.start]
@@ -415,7 +415,7 @@ class Weights:
         lows: Sequence[tuple[range, str | None]],
         buffer: Tensor,
     ) -> None:
-        """Fill one block with the high halves of a weight, and the blocks of its low halves."""
+        """Fill one block with the high halves of a weight, and other blocks with the low halves."""
         for part, low in lows:
             with nullcontext() if low is None else self._store.acquire(low, "ram", "w") as lease:
                 if lease is not None:
@@ -439,7 +439,7 @@ class Weights:
         return list(zip(program.owned_weight_parts_of(layout), program.weight_keys(layout), strict=True))
 
     def _low_parts(self, layout: UnitLayout) -> Iterator[tuple[range, str | None]]:
-        """Yield the parts of a layout, each with the key of its low half, or None for a frozen layout."""
+        """Yield a layout's parts, each with the key of its low half, or with None for a frozen layout."""
         program = self._plan.program
         for part, key in zip(program.owned_parts_of(layout), program.state_keys(layout, "low"), strict=True):
             yield part, key if key in program.blocks else None
@@ -454,7 +454,7 @@ class Weights:
             self._store.reserve("ram", -nbytes)
 
     def _begin_state(self) -> None:
-        """Fill optimizer state with zeros, and kinds that begin as weights (EMA) with the loaded weights."""
+        """Fill optimizer state with zeros. Kinds that begin as weights (EMA) are filled with the loaded weights."""
         program = self._plan.program
         copies = {kind.name for kind in self._plan.optimizer.state_kinds(self._is_split) if kind.begins_as_weight}
         for block in program.blocks.values():
@@ -498,7 +498,7 @@ class Weights:
 
     @contextmanager
     def master(self, layout: UnitLayout) -> Iterator[ReadMaster]:
-        """Yield a reader of ranges of a unit's fp32 master weights. No update may be pending."""
+        """Yield a reader for ranges of a unit's fp32 master weights. No update may be pending."""
         if layout.name in self._plan.program.encodings:
             yield partial(self._read_packed, layout)
             return
@@ -509,7 +509,7 @@ class Weights:
         ):
 
             def high(start: int, stop: int) -> Tensor:
-                """Return elements of the weight, as a view if they are in one block."""
+                """Return elements of the weight. The result is a view if all of them are in one block."""
                 wanted = [(part, key) for part, key in weights if part.start < stop and start < part.stop]
                 found: list[Tensor] = []
                 for part, key in wanted:
@@ -537,7 +537,7 @@ class Weights:
             yield read
 
     def _read_packed(self, layout: UnitLayout, start: int, stop: int) -> Tensor:
-        """Return elements of a packed layout, read from the model's folder and rounded to the compute dtype."""
+        """Return elements of a packed layout from the model's folder, rounded to the compute dtype."""
         numbers = torch.zeros(stop - start)
         self.source.read(layout, start, numbers)
         if self._is_split:
@@ -548,7 +548,7 @@ class Weights:
 
     @contextmanager
     def exported(self, layout: UnitLayout) -> Iterator[ReadMaster]:
-        """Yield the reader of ``master`` for an export, with RAM reserved for fp32 copies and progress reported."""
+        """Yield ``master``'s reader for an export. This reserves RAM for fp32 copies and reports progress."""
         names = list(self._plan.graph.layouts)
         self._activity.begin_part(names.index(layout.name), unit=layout.name, num_parts=len(names))
         with self._reserve_master(layout.num_elements), self.master(layout) as read:
@@ -577,7 +577,7 @@ class GatheredWeights:
         self._group.broadcast(_NOTHING)
 
     def serve(self) -> bool:
-        """On a rank other than 0, send the ranges of this rank's shards that rank 0 reads, until rank 0 has finished.
+        """On a rank other than 0, send this rank's elements of the ranges that rank 0 reads, until rank 0 has finished.
 
         Returns:
             False if a stop was requested before rank 0 had read all ranges.
@@ -598,7 +598,7 @@ class GatheredWeights:
 
     @contextmanager
     def exported(self, layout: UnitLayout) -> Iterator[ReadMaster]:
-        """On rank 0, yield the reader of ``Weights.exported``. It raises ``ExportStopped`` after a stop request."""
+        """On rank 0, yield the reader of ``Weights.exported``. After a stop request, it raises ``ExportStopped``."""
         with self._weights.exported(layout) as read_own:
 
             def read(start: int, stop: int) -> Tensor:
@@ -619,7 +619,7 @@ class GatheredWeights:
             yield read
 
     def _owned_subranges(self, rank: int, name: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the subranges of a range that a rank owns."""
+        """Yield the subranges of a range that ``rank`` owns."""
         program, layout = self._plan.program, self._plan.graph.layouts[name]
         for part in program.weight_parts_of(layout):
             owned = program.sharding.shards.owned(part, rank)
@@ -629,10 +629,10 @@ class GatheredWeights:
 
 
 class _LastBlockLease:
-    """Context manager of a lease on the block that was read last.
+    """Context manager that keeps a lease on the block that was read last.
 
     Args:
-        evict: Evicts the copy of a block whose home is not RAM.
+        evict: Evicts a block's copy if the block's home is not RAM.
     """
 
     def __init__(self, store: TieredStore, evict: Callable[[str], None]) -> None:
@@ -650,7 +650,7 @@ class _LastBlockLease:
             self._lease = None
 
     def tensor(self, key: str) -> Tensor:
-        """Return the contents of a block, valid until the next call with another block."""
+        """Return a block's contents. They are valid until this method is called for another block."""
         if self._lease is None or self._key != key:
             self.__exit__()
             self._lease, self._key = self._store.acquire(key, "ram", "r"), key
@@ -659,12 +659,12 @@ class _LastBlockLease:
 
 @dataclass(frozen=True, slots=True)
 class SavedPlace:
-    """This rank's shard of a block, or the whole block for a single process.
+    """This rank's shard of a block, or the whole block in a single process.
 
     Attributes:
-        first: Element of the layout at which the whole block begins.
-        num_elements: Elements of the whole block.
-        owned: Elements of the whole block that this rank holds.
+        first: Position in the layout of the whole block's first element.
+        num_elements: Number of elements of the whole block.
+        owned: Range of the whole block's elements that this rank owns.
     """
 
     first: int
@@ -673,7 +673,7 @@ class SavedPlace:
 
 
 def saved_places(plan: Plan) -> dict[str, SavedPlace]:
-    """Return the shards of saved blocks by key, except state blocks that each belong to a whole parameter."""
+    """Return the shards of saved blocks, by key. Excludes state blocks that are stored per parameter."""
     program, found = plan.program, dict[str, SavedPlace]()
 
     def add(keys: Sequence[str], parts: Sequence[range], shards: Sequence[range], kind: StateKind | None) -> None:
@@ -703,7 +703,7 @@ def _read_elements(reader: CheckpointReader, key: str, start: int, out: Tensor) 
     """Read a range of a block, a few pieces at a time.
 
     Raises:
-        GenerationError: The block has another dtype, or is shorter.
+        GenerationError: The block has a different dtype, or is too short.
     """
     spec, size = reader.spec(key), out.element_size()
     if spec.dtype != out.dtype or start + out.numel() > spec.num_elements:
