@@ -325,7 +325,7 @@ class InterruptedUpdateError(RuntimeError):
 
 
 class DeferredUpdates:
-    """Queue of offloaded groups' updates. Each update waits for the next use of its weights. Not thread-safe."""
+    """Updates of offloaded groups. Each waits for the next use of its weights. For one thread at a time."""
 
     def __init__(self) -> None:
         self._due: dict[OffloadedGroup, DueUpdate] = {}
