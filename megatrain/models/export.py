@@ -385,7 +385,8 @@ def _plan_steps(
     inputs: dict[str, Tensor] = {}
     for name, place in places.items():
         if name not in dropped:
-            wanted = dtypes[name] if name in parameters else place.dtype
+            # A converter may have added parameters, which the plain class lacks.
+            wanted = dtypes.get(name, dtype) if name in parameters else place.dtype
             inputs[name] = torch.empty(place.shape, dtype=wanted, device="meta")
     return plan_export(model, inputs, None if origin is None else origin.plan), inputs
 

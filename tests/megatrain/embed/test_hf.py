@@ -213,7 +213,7 @@ def test_adapters_of_peft_with_sft_trainer(folder: Path, tmp_path: Path, stores:
 
 
 def test_refuses_a_model_without_a_store(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"call megatrain.offload\(model, store\) before, or pass store"):
+    with pytest.raises(ValueError, match=r"First call megatrain.offload\(model, store\), or pass store"):
         mt.hf.offloaded(Trainer)(model=model_of(folder), args=arguments(tmp_path), train_dataset=data())
 
 

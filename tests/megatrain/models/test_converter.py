@@ -154,6 +154,23 @@ def test_export_writes_converter_output(converted: tuple[Gains, ModelGraph], tmp
     assert all(bool((folder.read(name) == 2).all()) for name in folder.records)
 
 
+def test_parameters_that_a_converter_adds_are_exported(tmp_path: Path) -> None:
+    class AddsScale(ModelConverter):
+        def convert(self, model: PreTrainedModel) -> None:
+            for layer in model.model.layers:
+                layer.mlp.channel_scale = nn.Parameter(torch.ones(model.config.hidden_size, device="meta"))
+
+    @contextmanager
+    def ones(layout: UnitLayout) -> Iterator[ReadMaster]:
+        yield lambda start, stop: torch.ones(stop - start)
+
+    graph = converted_graph(tiny_config("llama", tied=False), (AddsScale(),))
+    folder = ModelFolder(export_model(graph, ones, tmp_path / "out", dtype=torch.bfloat16))
+    added = [name for name in folder.records if name.endswith("channel_scale")]
+    assert len(added) == len(graph.model.model.layers)
+    assert all(folder.records[name].dtype == torch.bfloat16 and bool((folder.read(name) == 1).all()) for name in added)
+
+
 def test_converters_are_inactive_by_default() -> None:
     config = tiny_config("llama")
     plain, converted = converted_graph(config), converted_graph(config, (ModelConverter(),))
