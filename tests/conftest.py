@@ -88,8 +88,8 @@ LONG_MATRICES = (
     "tests/tiered/test_posix_link.py::test_blocks_come_back_and_zarr_reads_the_same_bytes",
     "tests/tiered/test_pruning.py",
 )
-SHARE, FEWEST = 17, 2  # a prime: of two parameters, one would else have the same value in all cases that are left
-#: But not these: their cases take milliseconds, and each is another one; or they are the only ones of their kind.
+SHARE, FEWEST = 17, 2  # a prime, so that the kept cases have different values of each parameter
+#: Exceptions: all cases run, because they take milliseconds and differ, or because no other test is of their kind.
 SHORT = (
     "tests/gpu/test_freed_memory.py",
     "tests/megatrain/engine/test_mirror.py",
@@ -137,7 +137,7 @@ TRACED_ANEW = (
 )
 
 
-#: Of the test that ran last.
+#: File of the test that ran last.
 _FILE = pytest.StashKey[Path]()
 
 

@@ -37,7 +37,7 @@ from mutants.operators import Mistake, mistakes_in
 from mutants.recording import ROOT, Record, read
 
 FOLDER = ROOT / "temp" / "mutants"
-#: One row for each survivor that somebody judged.
+#: One row for each judged survivor.
 VERDICTS = Path(__file__).with_name("verdicts.jsonl")
 LIBRARIES = ("numba", "torch", "transformers", "transformers.trainer", "pydantic", "rich.table")
 #: A test that hangs counts as failed.
@@ -47,11 +47,10 @@ CAUGHT, SURVIVED, UNCLEAR = "caught", "survived", "unclear"
 
 @dataclass(frozen=True)
 class Result:
-    """What the tests said of one mistake.
+    """Outcome of the tests for one mistake.
 
     Attributes:
-        outcome: `caught`, `survived` (every chosen test passed, or the time was up) or `unclear` (the test that failed
-            fails without the mistake too).
+        outcome: `caught`, or `survived` if all chosen tests passed or the time ran out.
         test: The test that failed.
         num_run, num_chosen: Tests that ran, and tests that execute the line or its function.
     """
@@ -147,7 +146,7 @@ def draw(recorded: Record, seed: int, count: int) -> list[Chosen]:
 
 
 def _tests_of(recorded: Record, file: str, line: int, text: str) -> tuple[str, ...]:
-    """Return the tests that execute a line, the fastest first, then those of other lines of its function."""
+    """Return the tests that execute a line, the fastest first, then the tests of other lines of its function."""
 
     def by_time(tests: set[str]) -> list[str]:
         return sorted(tests, key=lambda test: (recorded.duration_s.get(test, 60.0), test))
@@ -189,7 +188,8 @@ def _make_tree(numbers: Any) -> None:
         if (ROOT / name).is_file():
             (_tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, _tree / name)
-    # The command's package has another name when it is installed; without this folder a program would import ours.
+    # The command's package has a different name when it is installed. Without this folder, a program would import the
+    # installed package instead of the copy with the mistake.
     shim = _tree / "temp" / "site" / "megatrain_tier_cli"
     shim.mkdir(parents=True)
     for path in (_tree / "cli").iterdir():

@@ -1,4 +1,4 @@
-"""Records which test executes which lines of the packages, also in the processes that a test starts.
+"""Records the lines of the packages that each test executes, including lines in the processes that it starts.
 
 Each process writes one file of JSON lines into the folder `MUTANTS_RECORD`; a line is `[test, file, [lines]]`.
 A killed process writes none. `read` joins the files. As a pytest plugin the module also records how long each test

@@ -1,4 +1,4 @@
-"""The factors of the pairs, the levels of each, and which pairs of levels no run has: refused, or not to be had."""
+"""The factors of the pairs, their levels, and the pairs of levels that no run has: refused or impossible pairs."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def all_pairs() -> list[dict[str, str]]:
 
 
 def completed(part: Row, given: Row | None = None) -> dict[str, str] | None:
-    """Return a row with some levels, as plain as it can be otherwise; None: there is none.
+    """Return the plainest row that has some levels, or None if no row has them.
 
     Args:
         part: factor -> level.

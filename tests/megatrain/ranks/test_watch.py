@@ -1,4 +1,4 @@
-"""What a rank's threads know of the other ranks."""
+"""Threads of a rank that watch the other ranks."""
 
 from __future__ import annotations
 
