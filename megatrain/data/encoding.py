@@ -274,6 +274,7 @@ class Encoder:
         special = dict.fromkeys(name for each in whole for name in each.special_tokens)
         self.counts.record("special_tokens", special, row.where)
         if any(each.is_text for each in whole):
+            assert not self._options.kind.num_values, "pieces of plain text have no stored values"
             (text,) = whole
             self._add_text(text, row.where)
         elif kept := self._fit_texts(row, whole):
