@@ -129,6 +129,13 @@ def test_a_run_that_gets_no_better_ends(run: SavedRun) -> None:
     assert json.loads((run.out / "final/export.json").read_text())["step"] == 8
 
 
+def test_an_evaluation_before_the_first_step_is_never_the_best(run: SavedRun) -> None:
+    """No checkpoint has these weights. As the largest loss, it would end the run one evaluation earlier."""
+    output = train(run, "eval_on_start = true\nearly_stopping_patience = 2\n", steps=20)
+    assert "stopping early: 2 evaluations in a row" in output
+    assert saved_steps(run) == [2, 4, 6]
+
+
 def test_invalid_best_model_settings_are_refused(run: SavedRun) -> None:
     def said(more: str, **config: str) -> str:
         result = run.run(more=more, **config)
