@@ -605,7 +605,7 @@ def _describe_ended(run: Path) -> str:
 
 
 def _what_next(run: Path) -> str:
-    """Describe from which step a run would continue, and which checkpoints were lost with a drive."""
+    """Describe the step from which a run would continue, and the checkpoints that were lost with a drive."""
     from megatrain.checkpoint.locations import refused_drives
     from megatrain.checkpoint.scan import usable_checkpoint
 
