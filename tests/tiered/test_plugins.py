@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,12 +40,14 @@ def install(folder: Path, package: str, *entries: str) -> None:
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder for packages."""
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return a folder for packages. The modules that a test imports from it are forgotten after the test."""
     (tmp_path / "shelf_of_others.py").write_text(MODULE)
     (tmp_path / "broken_tier.py").write_text("import a_library_that_is_not_there\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
+    yield tmp_path
+    for module in ("shelf_of_others", "broken_tier"):
+        sys.modules.pop(module, None)
 
 
 def test_plugin_tiers_have_names() -> None:
@@ -68,7 +71,6 @@ def test_a_tier_of_another_package_is_found_by_its_name_and_used(site: Path) -> 
         store.evict("block", "ram").wait(60)
         with store.acquire("block", "ram") as lease:
             assert float(lease.tensor.sum()) == 3000
-    del sys.modules["shelf_of_others"]
 
 
 def test_unknown_name_error_lists_the_names() -> None:
