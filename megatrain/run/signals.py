@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from megatrain.base.progress import Activity
 
@@ -55,6 +55,7 @@ class RunSignals:
         self._is_stuck = is_stuck
         self._stops_after_step = stops_after_step
         self._has_steps_left = True
+        self._has_raised = False
         self._activity = activity or Activity()
         self._before: dict[signal.Signals, Any] = {}
 
@@ -79,13 +80,25 @@ class RunSignals:
         """Make the next SIGTERM or SIGINT raise at once, because no steps follow."""
         self._has_steps_left = False
 
+    def raise_again(self) -> None:
+        """Raise ``KeyboardInterrupt`` if a signal raised it and the step still ended.
+
+        Python drops an exception in a destructor or weakref callback, and the handler may run inside one.
+        """
+        if self._has_raised:
+            raise KeyboardInterrupt
+
+    def _raise(self) -> NoReturn:
+        self._has_raised = True
+        raise KeyboardInterrupt
+
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         if not self._stops_after_step or not self._has_steps_left or self._is_stuck():
-            raise KeyboardInterrupt
+            self._raise()
         if self.stop_requested:
             if time.monotonic() - self._requested_s < SAME_STOP_S:
                 return
-            raise KeyboardInterrupt
+            self._raise()
         self.stop_requested, self._requested_s = True, time.monotonic()
         self._activity.notice = _STOPPING
         if not self._activity.is_watched:
@@ -95,7 +108,7 @@ class RunSignals:
 
     def _on_hangup(self, number: int, frame: FrameType | None) -> None:
         if not self._stops_after_step:
-            raise KeyboardInterrupt
+            self._raise()
         self.is_hung_up = True
         if not self.stop_requested:
             # Without a terminal, there is no notice. A SIGTERM or SIGINT after SAME_STOP_S counts as the second signal.

@@ -179,6 +179,7 @@ class Trainer:
             self._begin_steps()
             while self._has_steps_left and not self.consensus.stops:
                 self.train_step()
+                self.signals.raise_again()
                 self.saver.poll()
                 if self.state.step < self.state.max_steps:
                     self.evaluate()  # the checkpoint must include this evaluation

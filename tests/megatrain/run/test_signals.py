@@ -82,3 +82,18 @@ def test_stop_notice_goes_to_the_live_view_if_present(is_watched: bool, capfd: p
         assert "stopping after this step, and saving" in activity.notice
     assert ("stopping after this step" in capfd.readouterr().err) != is_watched
     assert not activity.notice
+
+
+class _EndsWithASignal:
+    def __del__(self) -> None:
+        send(signal.SIGTERM)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_stop_that_a_destructor_drops_is_raised_after_the_step() -> None:
+    """Python drops the ``KeyboardInterrupt`` of a handler that runs inside a destructor."""
+    with RunSignals(stops_after_step=False) as heard:
+        heard.raise_again()  # no signal yet
+        _EndsWithASignal()
+        with pytest.raises(KeyboardInterrupt):
+            heard.raise_again()
