@@ -14,7 +14,7 @@ from megatrain.config.keys import KEYS, used_if
 from megatrain.config.schema import RunConfig
 from megatrain.data.formats import READERS
 from megatrain.data.table import RowFormat, weights_at
-from megatrain.tasks.table import TASK_FACTS, PreferenceConfig, RewardConfig
+from megatrain.tasks.table import TASK_FACTS
 from tiered.ext import folder_clashes
 
 #: Schedules of transformers -> their additional arguments.
@@ -38,19 +38,18 @@ def find_bad_combinations(config: RunConfig) -> list[Problem]:
     """Return a problem for every combination of values in ``config`` that cannot work. Reads only the config."""
     return [
         *_check_batch(config),
-        *_check_data(config),
+        *_check_formats(config),
+        *_check_packing(config),
         *_check_streams(config),
-        *_check_preferences(config),
-        *_check_heads(config),
-        *_check_images(config),
+        *_check_task(config),
         *_check_evaluation(config),
         *_check_optimizer(config),
-        *_check_distillation(config),
         *_check_gradients(config),
         *_check_schedule(config),
         *_check_attention(config),
         *_check_kernels(config),
         *_check_lora(config),
+        *_check_from_scratch(config),
         *_check_checkpoint(config),
         *_check_tiers(config),
         *_check_emulated_gpu(config),
@@ -147,30 +146,6 @@ def _find_unreadable(config: RunConfig) -> Iterator[Problem]:
         yield Problem("data.packing", text, "Write packing = true")
 
 
-def _check_distillation(config: RunConfig) -> Iterator[Problem]:
-    table, setting = config.distill, 'task = "distill"'
-    if config.task != "distill":
-        if table.scores is not None:
-            text = f'distill.scores has no effect with task = "{config.task}"'
-            yield Problem("distill.scores", text, f"Write {setting}, or leave [distill] out")
-        return
-    if table.scores is None:
-        yield Problem(
-            "distill.scores",
-            f"{setting} trains on the scores of a teacher, but distill.scores is not set",
-            'Make them with megatrain-tier score TEACHER.toml, and write scores = "OUTPUT_DIR/scores" in [distill]',
-        )
-    if config.training.label_smoothing_factor:
-        text = f"{setting} ignores training.label_smoothing_factor: the teacher's scores replace it"
-        yield Problem("training.label_smoothing_factor", text, "Leave the key out")
-    if config.training.z_loss:
-        yield Problem("training.z_loss", f"{setting} has no z-loss in this release", "Leave training.z_loss out")
-    uses_liger = config.model.use_liger_kernel is True
-    for is_on, name in ((uses_liger, "use_liger_kernel"), (config.model.images != "off", "images")):
-        if is_on:
-            yield Problem(f"model.{name}", f"this release does not support {setting} with model.{name}", "Leave it out")
-
-
 def _check_batch(config: RunConfig) -> Iterator[Problem]:
     training, length = config.training, config.data.max_length
     tokens = training.train_batch_tokens
@@ -201,148 +176,56 @@ def _check_batch(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _check_images(config: RunConfig) -> Iterator[Problem]:
-    images = config.model.images
-    if images == "off":
-        return
-    setting = f'model.images = "{images}"'
-    if config.task == "pretrain":
-        yield Problem(
-            "model.images",
-            f'{setting} needs conversations, but task = "pretrain" trains plain text',
-            'Leave the key out, or write task = "sft"',
-        )
-    if config.model.train_from_scratch:
-        text = f"{setting} needs the weights of the image encoder, but model.train_from_scratch = true loads no weights"
-        yield Problem("model.images", text, "Leave out one of the two")
-
-
-def _check_preferences(config: RunConfig) -> Iterator[Problem]:
-    if config.task != "dpo":
-        if config.preference != PreferenceConfig():  # a resolved file has all tables
-            yield Problem(
-                "preference",
-                f'[preference] is for training on preferences, but task = "{config.task}" trains on single rows',
-                'Write task = "dpo", or leave the table out',
-            )
-        return
-    data, training = config.data, config.training
-    if data.train_on not in ("completion", "assistant"):
-        yield Problem(
-            "data.train_on",
-            f'data.train_on = "{data.train_on}", but task = "dpo" compares the text after the prompt',
-            "Leave the key out",
-        )
-    if training.label_smoothing_factor:
-        yield Problem(
-            "training.label_smoothing_factor",
-            'training.label_smoothing_factor smooths cross entropy, which task = "dpo" does not train on',
-            "Write label_smoothing in [preference] for labels that may be wrong, or leave it out",
-        )
-    if training.z_loss:
-        text = 'training.z_loss is a term of cross entropy, which task = "dpo" does not train on'
-        yield Problem("training.z_loss", text, "Leave it out")
-    if config.lora.lora_dropout:
-        yield Problem(
-            "lora.lora_dropout",
-            f'lora.lora_dropout = {config.lora.lora_dropout:g}, but task = "dpo" allows no dropout: the model '
-            "is compared with its reference",
-            "Leave the key out",
-        )
-    if training.train_batch_tokens is not None and config.rows_per_step % 2:
+def _check_task(config: RunConfig) -> Iterator[Problem]:
+    """Yield the problems with keys that the task does not support or needs. ``TASK_FACTS`` declares these keys."""
+    task, facts = config.task, TASK_FACTS[config.task]
+    elsewhere = [other.refused_elsewhere for name, other in TASK_FACTS.items() if name != task]
+    for refusal in (*facts.refused, *filter(None, elsewhere)):
+        if problem := refusal.problem(task, _value(refusal.key, config)):
+            yield problem
+    if config.task_table is not None:
+        yield from config.task_table.problems()
+    if config.evaluation.predict_with_generate and not facts.has_lm_head:
+        key = "evaluation.predict_with_generate"
+        text = f'{key} generates text, which a model trained with task = "{task}" cannot'
+        yield Problem(key, text, "Leave it out")
+    tokens, rows, size = config.training.train_batch_tokens, config.rows_per_step, config.rows_per_example
+    if tokens is not None and rows % size:
         yield Problem(
             "training.train_batch_tokens",
-            f"training.train_batch_tokens = {training.train_batch_tokens} makes {config.rows_per_step} rows of "
-            f"data.max_length = {data.max_length}, but an example of preferences is two rows",
-            f"Write {(config.rows_per_step + 1) * data.max_length}",
-        )
-    if config.preference.loss_type == "robust" and not config.preference.label_smoothing:
-        yield Problem(
-            "preference.label_smoothing",
-            'preference.loss_type = "robust" assumes wrong labels, but preference.label_smoothing = 0',
-            "Write the share of labels that may be wrong, e.g. label_smoothing = 0.1",
-        )
-    if config.model.images != "off":
-        yield Problem(
-            "model.images",
-            f'model.images = "{config.model.images}", but task = "dpo" reads only text in this release',
-            "Leave the key out",
+            f"training.train_batch_tokens = {tokens} makes {rows} rows of data.max_length = {config.data.max_length}, "
+            f"but {facts.example} is {'two' if size == 2 else size} rows",
+            f"Write {-(-rows // size) * size * config.data.max_length}",
         )
 
 
-def _check_heads(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems with values that contradict the training of reward models."""
-    if config.task != "reward" and config.reward != RewardConfig():  # a resolved file has all tables
-        text = f'[reward] is for training reward models, but task = "{config.task}"'
-        yield Problem("reward", text, 'Write task = "reward", or leave the table out')
-    if TASK_FACTS[config.task].has_lm_head:
-        return
-    setting = f'task = "{config.task}"'
-    for name in ("label_smoothing_factor", "z_loss"):
-        if getattr(config.training, name):
-            text = f"training.{name} changes the cross entropy, which {setting} does not train on"
-            yield Problem(f"training.{name}", text, "Leave it out")
-    if config.model.images != "off":
-        text = f'model.images = "{config.model.images}", but {setting} reads only text'
-        yield Problem("model.images", text, "Leave the key out")
-    if config.evaluation.predict_with_generate:
-        text = f"evaluation.predict_with_generate generates text, which a model trained with {setting} cannot"
-        yield Problem("evaluation.predict_with_generate", text, "Leave it out")
-    if config.training.train_batch_tokens is not None and config.rows_per_step % config.rows_per_example:
-        text = (
-            f"training.train_batch_tokens = {config.training.train_batch_tokens} makes {config.rows_per_step} rows of "
-            f"data.max_length = {config.data.max_length}, but a pair is two rows"
-        )
-        advice = f"Write {(config.rows_per_step + 1) * config.data.max_length}"
-        yield Problem("training.train_batch_tokens", text, advice)
-
-
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"'
-
-
-def _check_data(config: RunConfig) -> Iterator[Problem]:
-    sources = [(f"data.train.{index}", source) for index, source in enumerate(config.data.train)]
-    sources += [(f"data.eval.{index}", source) for index, source in enumerate(config.data.eval)]
-    reader = config.row_kind.reader
-    for key, source in sources:
-        if source.format == "auto" or (source.format in READERS if reader is None else source.format == reader.name):
+def _check_formats(config: RunConfig) -> Iterator[Problem]:
+    kind, task = config.row_kind, f'task = "{config.task}"'
+    sources = [(f"data.train.{index}.format", source.format) for index, source in enumerate(config.data.train)]
+    sources += [(f"data.eval.{index}.format", source.format) for index, source in enumerate(config.data.eval)]
+    for key, name in sources:
+        setting, reader = f'{key} = "{name}"', kind.reader
+        if name == "auto" or (reader is not None and name == reader.name):
             continue
-        text = f'{key}.format = "{source.format}" has preferences, but task = "{config.task}" trains on single rows'
-        advice = 'Write task = "dpo"'
         if reader is not None:
             fields = f" ({', '.join(reader.needed)})" if reader.needed else ""
-            text = f'{key}.format = "{source.format}", but task = "{config.task}" trains on {reader.what}{fields}'
             is_choice = reader.name in get_args(RowFormat)
             advice = f'Write "{reader.name}", or leave the key out' if is_choice else "Leave the key out"
-        yield Problem(f"{key}.format", text, advice)
-    packing, is_packed = config.data.packing, TASK_FACTS[config.task].is_packed
-    if packing and not is_packed:
-        text = f'data.packing = {_shown(packing)}, but with task = "{config.task}" each text needs a separate row'
+            yield Problem(key, f"{setting}, but {task} trains on {reader.what}{fields}", advice)
+        elif name not in READERS:
+            yield Problem(key, f"{setting} has preferences, but {task} trains on single rows", 'Write task = "dpo"')
+        elif kind.only_text and name not in ("text", "tokenized"):
+            yield Problem(key, f"{setting} is not plain text, which {task} trains", 'Write task = "sft"')
+
+
+def _check_packing(config: RunConfig) -> Iterator[Problem]:
+    packing, task = config.data.packing, f'task = "{config.task}"'
+    if packing and not TASK_FACTS[config.task].is_packed:
+        text = f"data.packing = {format_value(packing)}, but with {task} each text needs a separate row"
         yield Problem("data.packing", text, "Leave the key out, or write packing = false")
-    if reader is not None:
-        return
-    if config.task != "pretrain":
-        if packing == "concat" and is_packed:
-            yield Problem(
-                "data.packing",
-                f'data.packing = "concat" joins plain text, but task = "{config.task}" trains on separate rows',
-                'Write packing = true, or task = "pretrain"',
-            )
-        return
-    if config.data.train_on != "all":
-        yield Problem(
-            "data.train_on",
-            f'data.train_on = "{config.data.train_on}" needs conversations, but task = "pretrain" trains plain text',
-            'Leave the key out, or write task = "sft"',
-        )
-    for key, source in sources:
-        if source.format not in ("auto", "text", "tokenized", "preference"):
-            yield Problem(
-                f"{key}.format",
-                f'{key}.format = "{source.format}" is not plain text, which task = "pretrain" trains',
-                'Write task = "sft"',
-            )
+    elif packing == "concat" and not config.row_kind.only_text:
+        text = f'data.packing = "concat" joins plain text, but {task} trains on separate rows'
+        yield Problem("data.packing", text, 'Write packing = true, or task = "pretrain"')
 
 
 def _check_streams(config: RunConfig) -> Iterator[Problem]:
@@ -612,12 +495,18 @@ def _check_lora(config: RunConfig) -> Iterator[Problem]:
                 f"lora.{own[0]} is for new adapters; the adapters of lora.adapter_name_or_path have their own settings",
                 "Leave out one of the two",
             )
-    if config.model.train_from_scratch:
-        yield Problem(
-            "model.train_from_scratch",
-            "model.train_from_scratch = true with [lora]: adapters are trained on the weights of a folder",
-            "Leave out one of the two",
-        )
+
+
+def _check_from_scratch(config: RunConfig) -> Iterator[Problem]:
+    if not config.model.train_from_scratch:
+        return
+    setting = "model.train_from_scratch = true"
+    if config.lora.is_on:
+        text = f"{setting} with [lora]: adapters are trained on the weights of a folder"
+        yield Problem("model.train_from_scratch", text, "Leave out one of the two")
+    if config.model.images != "off":
+        text = f'model.images = "{config.model.images}" needs the weights of the image encoder, but {setting} loads no'
+        yield Problem("model.images", f"{text} weights", "Leave out one of the two")
 
 
 def _check_checkpoint(config: RunConfig) -> Iterator[Problem]:

@@ -32,6 +32,7 @@ from megatrain.tasks.table import (
     PreferenceConfig,
     RewardConfig,
     TaskName,
+    TaskTable,
 )
 
 
@@ -98,11 +99,11 @@ class RunConfig(Table):
         if not isinstance(values, dict):
             return values
         filled = dict(values)
-        if filled.get("task") == "pretrain" and isinstance(filled.get("data"), dict):
-            filled["data"] = {"train_on": "all", **filled["data"]}
         facts = TASK_FACTS.get(str(filled.get("task")))
-        if facts is not None and not facts.is_packed and isinstance(filled.get("data"), dict):
-            filled["data"] = {"train_on": "completion", "packing": False, **filled["data"]}
+        if facts is not None and isinstance(filled.get("data"), dict):
+            packing = {} if facts.is_packed else {"packing": False}
+            train_on = {} if facts.train_on is None else {"train_on": facts.train_on}
+            filled["data"] = {**packing, **train_on, **filled["data"]}
         if isinstance(filled.get("data"), dict) and (filled["data"].get("eval") or filled["data"].get("val_size")):
             table = filled.get("evaluation", {})
             filled["evaluation"] = {"eval_strategy": "steps", **table} if isinstance(table, dict) else table
@@ -117,8 +118,8 @@ class RunConfig(Table):
         return rows * self.rows_per_example
 
     @property
-    def task_table(self) -> Table | None:
-        """The table of the task; None for a task without one."""
+    def task_table(self) -> TaskTable | None:
+        """The table of the task, or None if the task has none."""
         return getattr(self, TASK_FACTS[self.task].table, None)
 
     @property

@@ -139,7 +139,7 @@ def _data(machine: MachineFacts, task: str, model: ModelFacts | None, data: Data
         lines.append(
             f"{'# packing = false':<{_COLUMN}}  # where the model can, documents share rows without seeing each other"
         )
-    if task in ("sft", "distill"):
+    if TASK_FACTS[task].train_on is None:
         lines.append(_line("train_on", "assistant", "assistant, last_assistant, completion or all"))
     lines += ["", "[[data.train]]"]
     if data is None:

@@ -77,7 +77,7 @@ class BatchLoader:
         max_length: Tokens in a packed row. Unpacked rows are padded to the micro-batch's longest row.
         packing: Whether a row can contain several documents.
         data_seed: Random seed for the packing and the order.
-        images: Image processor, or None if documents have no images.
+        image_processor: Processor of the documents' images, or None if they have none.
         teacher: Scores to add to each micro-batch (``TEACHER_KEYS``), or None if the run has no teacher.
 
     Attributes:
@@ -95,7 +95,7 @@ class BatchLoader:
         data_seed: int,
         pad_token_id: int = 0,
         position: LoaderPosition = LoaderPosition(),
-        images: ImageProcessor | None = None,
+        image_processor: ImageProcessor | None = None,
         teacher: TeacherScores | None = None,
     ) -> None:
         assert min(micro_batch_size, num_micro_batches) > 0, (micro_batch_size, num_micro_batches)
@@ -109,8 +109,8 @@ class BatchLoader:
         self._packing = packing
         self._data_seed = data_seed
         self._pad_token_id = pad_token_id
-        self._images, self._teacher = images, teacher
-        assert images is None or not packing
+        self._images, self._teacher = image_processor, teacher
+        assert image_processor is None or not packing
         self._members, self._row_starts = self._assign_rows()
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
         self._position = LoaderPosition()

@@ -179,7 +179,7 @@ def load_evaluation_sets(
             packing=bool(run.data.table.packing),
             data_seed=run.data.seed,
             pad_token_id=pad_token_id(tokenizer),
-            images=run.data.image_processor(tokenizer),
+            image_processor=run.data.image_processor(tokenizer),
         )
         # Limit the rows in a pass to the number in training, because the plan only has memory for these.
         sets.append(EvaluationSet(name, loader, num_micro_batches, run.batch.together(num_micro_batches), own))

@@ -2,93 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import model_validator
 
+from megatrain.base.errors import Problem
 from megatrain.base.table import HF, HF_AXOLOTL, ConfigPath, Table, all_alter, key
+from megatrain.base.toml import format_value
 
 #: Names of all tasks. ``registry.py`` returns the class of a task.
 TaskName = Literal["sft", "pretrain", "distill", "dpo", "reward"]
 
 
-@dataclass(frozen=True, slots=True)
-class TaskFacts:
-    """Facts about a task. They are used in generated configs and to select the task's class and row kind.
+class TaskTable(Table):
+    """Base class of the config tables of single tasks."""
 
-    Attributes:
-        what: Description of the task's rows and loss.
-        example_data: Example of a data path.
-        learning_rate: Default learning rate for training all parameters of a trained model.
-        lora_learning_rate: Default learning rate for training only adapters.
-        made_by: Module in this package that defines the task, and the name of the task's class.
-        rows: Function that returns the task's row kind: module in `megatrain/data`, and name. It gets the task's config
-            table, or None for the default table.
-        table: Name of the task's config table, or "" if it has none.
-        is_packed: Whether a row of a micro-batch can contain several documents.
-        is_streamed: Whether the task supports `data.streaming`.
-        has_lm_head: Whether the model has a language model head.
-    """
+    def problems(self) -> Iterator[Problem]:
+        """Yield the problems of the table in a config with its task."""
+        yield from ()
 
-    what: str
-    example_data: str
-    learning_rate: float
-    lora_learning_rate: float
-    made_by: str = "text.TextTask"
-    rows: Callable[[Any], str] = lambda table: "chat_rows.CHATS"
-    table: str = ""
-    is_packed: bool = True
-    is_streamed: bool = False
-    has_lm_head: bool = True
-
-
-TASK_FACTS: Mapping[str, TaskFacts] = {
-    "sft": TaskFacts("chats and prompts, loss on the answers", "data/chat.jsonl", 1e-5, 1e-4, is_streamed=True),
-    "pretrain": TaskFacts(
-        "plain text, loss on every token",
-        "data/*.txt",
-        1e-4,
-        2e-4,
-        rows=lambda table: "text_rows.TEXTS",
-        is_streamed=True,
-    ),
-    "distill": TaskFacts(
-        "chats and prompts, loss against the scores of a teacher",
-        "data/chat.jsonl",
-        1e-5,
-        1e-4,
-        "distillation.DistillTask",
-        table="distill",
-    ),
-    "dpo": TaskFacts(
-        "preferences, which of two answers is better",
-        "data/preferences.jsonl",
-        1e-6,
-        1e-5,
-        "dpo.PreferenceTask",
-        lambda table: "pair_rows.PAIRS" if table is None or table.is_paired else "tagged_rows.ANSWERS",
-        "preference",
-        is_packed=False,
-    ),
-    "reward": TaskFacts(
-        "preferences, a reward that is larger for the better of two answers",
-        "data/preferences.jsonl",
-        1e-5,
-        1e-4,
-        "reward.RewardTask",
-        lambda table: "pair_rows.TEXT_PAIRS",
-        "reward",
-        is_packed=False,
-        has_lm_head=False,
-    ),
-}
 
 LossType = Literal["sigmoid", "hinge", "ipo", "robust", "kto", "cpo", "orpo", "simpo"]
 
 
-class PreferenceConfig(Table, json_schema_extra=all_alter("yes")):
+class PreferenceConfig(TaskTable, json_schema_extra=all_alter("yes")):
     """``[preference]``: the loss for ``task = "dpo"``."""
 
     loss_type: LossType = key(
@@ -145,8 +84,16 @@ class PreferenceConfig(Table, json_schema_extra=all_alter("yes")):
         """Whether each example has a chosen and a rejected answer."""
         return self.loss_type != "kto"
 
+    def problems(self) -> Iterator[Problem]:
+        if self.loss_type == "robust" and not self.label_smoothing:
+            yield Problem(
+                "preference.label_smoothing",
+                'preference.loss_type = "robust" assumes wrong labels, but preference.label_smoothing = 0',
+                "Write the share of labels that may be wrong, e.g. label_smoothing = 0.1",
+            )
 
-class RewardConfig(Table, json_schema_extra=all_alter("yes")):
+
+class RewardConfig(TaskTable, json_schema_extra=all_alter("yes")):
     """``[reward]``: the loss for ``task = "reward"``."""
 
     center_rewards_coefficient: float = key(
@@ -157,7 +104,7 @@ class RewardConfig(Table, json_schema_extra=all_alter("yes")):
     )
 
 
-class DistillConfig(Table, json_schema_extra=all_alter("yes")):
+class DistillConfig(TaskTable, json_schema_extra=all_alter("yes")):
     """``[distill]``: the teacher's scores and the loss for ``task = "distill"``."""
 
     scores: ConfigPath | None = key(
@@ -176,6 +123,196 @@ class DistillConfig(Table, json_schema_extra=all_alter("yes")):
         "renormalize: scale the probabilities of the most likely tokens to a sum of 1.",
         "bucket",
     )
+
+    def problems(self) -> Iterator[Problem]:
+        if self.scores is None:
+            yield Problem(
+                "distill.scores",
+                'task = "distill" trains on the scores of a teacher, but distill.scores is not set',
+                'Make them with megatrain-tier score TEACHER.toml, and write scores = "OUTPUT_DIR/scores" in [distill]',
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A key with values that a task does not support.
+
+    Attributes:
+        key: Dotted name of a key or table.
+        allowed: Values that the task supports.
+        message: Sentence about any other value. ``{key}``, ``{value}`` and ``{task}`` (``task = ...``) are replaced.
+        remedy: What to write instead.
+    """
+
+    key: str
+    allowed: tuple[object, ...]
+    message: str
+    remedy: str = "Leave the key out"
+
+    def problem(self, task: str, value: object) -> Problem | None:
+        """Return the problem with a value of the key in a config with this task, or None if the value is allowed."""
+        if value in self.allowed:
+            return None
+        shown = "" if isinstance(value, Table) else format_value(value)
+        message = self.message.format(key=self.key, value=shown, task=f'task = "{task}"')
+        return Problem(self.key, message, self.remedy)
+
+
+#: Keys that a task refuses unless its facts have other refusals: a new loss is not cross entropy, and reads only text.
+REFUSED_BY_DEFAULT = (
+    *(
+        Refusal(key, (0.0,), "{key} changes the cross entropy, which {task} does not train on", "Leave it out")
+        for key in ("training.label_smoothing_factor", "training.z_loss")
+    ),
+    Refusal("model.images", ("off",), "{key} = {value}, but {task} reads only text"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFacts:
+    """Facts about a task. They are used in generated configs, in checks, and to select the task's class and row kind.
+
+    Attributes:
+        what: Description of the task's rows and loss.
+        example_data: Example of a data path.
+        learning_rate: Default learning rate for training all parameters of a trained model.
+        lora_learning_rate: Default learning rate for training only adapters.
+        made_by: Module in this package that defines the task, and the name of the task's class.
+        rows: Function that returns the task's row kind: module in `megatrain/data`, and name. It gets the task's config
+            table, or None for the default table.
+        table: Name of the task's config table, or "" if it has none.
+        is_packed: Whether a row of a micro-batch can contain several documents.
+        is_streamed: Whether the task supports `data.streaming`.
+        has_lm_head: Whether the model has a language model head.
+        train_on: Default of `data.train_on`, or None for the default of its table.
+        example: Name of one example, in messages.
+        refused: Keys that the task does not support.
+        refused_elsewhere: The task's table or key that all other tasks refuse, or None.
+    """
+
+    what: str
+    example_data: str
+    learning_rate: float
+    lora_learning_rate: float
+    made_by: str = "text.TextTask"
+    rows: Callable[[Any], str] = lambda table: "chat_rows.CHATS"
+    table: str = ""
+    is_packed: bool = True
+    is_streamed: bool = False
+    has_lm_head: bool = True
+    train_on: str | None = None
+    example: str = "an example"
+    refused: tuple[Refusal, ...] = REFUSED_BY_DEFAULT
+    refused_elsewhere: Refusal | None = None
+
+
+TASK_FACTS: Mapping[str, TaskFacts] = {
+    "sft": TaskFacts(
+        "chats and prompts, loss on the answers", "data/chat.jsonl", 1e-5, 1e-4, is_streamed=True, refused=()
+    ),
+    "pretrain": TaskFacts(
+        "plain text, loss on every token",
+        "data/*.txt",
+        1e-4,
+        2e-4,
+        rows=lambda table: "text_rows.TEXTS",
+        is_streamed=True,
+        train_on="all",
+        refused=tuple(
+            Refusal(
+                key,
+                allowed,
+                "{key} = {value} needs conversations, but {task} trains plain text",
+                'Leave the key out, or write task = "sft"',
+            )
+            for key, allowed in (("data.train_on", ("all",)), ("model.images", ("off",)))
+        ),
+    ),
+    "distill": TaskFacts(
+        "chats and prompts, loss against the scores of a teacher",
+        "data/chat.jsonl",
+        1e-5,
+        1e-4,
+        "distillation.DistillTask",
+        table="distill",
+        refused=(
+            Refusal("training.label_smoothing_factor", (0.0,), "{task} ignores {key}: the teacher's scores replace it"),
+            Refusal("training.z_loss", (0.0,), "{task} has no z-loss in this release", "Leave training.z_loss out"),
+            *(
+                Refusal(key, allowed, "this release does not support {task} with {key}", "Leave it out")
+                for key, allowed in (("model.use_liger_kernel", (False, "auto")), ("model.images", ("off",)))
+            ),
+        ),
+        refused_elsewhere=Refusal(
+            "distill.scores",
+            (None,),
+            "{key} has no effect with {task}",
+            'Write task = "distill", or leave [distill] out',
+        ),
+    ),
+    "dpo": TaskFacts(
+        "preferences, which of two answers is better",
+        "data/preferences.jsonl",
+        1e-6,
+        1e-5,
+        "dpo.PreferenceTask",
+        lambda table: "pair_rows.PAIRS" if table is None or table.is_paired else "tagged_rows.ANSWERS",
+        "preference",
+        is_packed=False,
+        train_on="completion",
+        example="an example of preferences",
+        refused=(
+            Refusal(
+                "data.train_on",
+                ("completion", "assistant"),
+                "{key} = {value}, but {task} compares the text after the prompt",
+            ),
+            Refusal(
+                "training.label_smoothing_factor",
+                (0.0,),
+                "{key} smooths cross entropy, which {task} does not train on",
+                "Write label_smoothing in [preference] for labels that may be wrong, or leave it out",
+            ),
+            Refusal(
+                "training.z_loss",
+                (0.0,),
+                "{key} is a term of cross entropy, which {task} does not train on",
+                "Leave it out",
+            ),
+            Refusal(
+                "lora.lora_dropout",
+                (0.0,),
+                "{key} = {value}, but {task} allows no dropout: the model is compared with its reference",
+            ),
+            Refusal("model.images", ("off",), "{key} = {value}, but {task} reads only text in this release"),
+        ),
+        refused_elsewhere=Refusal(
+            "preference",
+            (PreferenceConfig(),),
+            "[{key}] is for training on preferences, but {task}",
+            'Write task = "dpo", or leave the table out',
+        ),
+    ),
+    "reward": TaskFacts(
+        "preferences, a reward that is larger for the better of two answers",
+        "data/preferences.jsonl",
+        1e-5,
+        1e-4,
+        "reward.RewardTask",
+        lambda table: "pair_rows.TEXT_PAIRS",
+        "reward",
+        is_packed=False,
+        has_lm_head=False,
+        train_on="completion",
+        example="a pair",
+        refused_elsewhere=Refusal(
+            "reward",
+            (RewardConfig(),),
+            "[{key}] is for training reward models, but {task}",
+            'Write task = "reward", or leave the table out',
+        ),
+    ),
+}
 
 
 class EvaluationConfig(Table, json_schema_extra=all_alter("no")):

@@ -23,6 +23,7 @@ from megatrain.base.owner import living_owner
 from megatrain.checkpoint.drive_folders import describe_drives
 from megatrain.checkpoint.resume import ConfigChangedError, LostCheckpointsError, check_changes, find_candidates
 from megatrain.checkpoint.state import CheckpointError
+from megatrain.config.advice import model_warnings, schedule_warnings
 from megatrain.config.load import load_config, salvage
 from megatrain.config.resolved import (
     changes_from,
@@ -59,7 +60,6 @@ from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.plan.tiers import check_drives, check_folders
 from megatrain.plan.traced import check_positions
 from megatrain.run.loggers import check_loggers
-from megatrain.tasks.advice import model_warnings, schedule_warnings
 from megatrain.tasks.evaluation import (
     EvaluatedWeights,
     EvaluationSet,

@@ -54,7 +54,7 @@ def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenize
         "packing": bool(plan.run.data.table.packing),
         "data_seed": plan.run.data.seed,
         "pad_token_id": pad_token_id(tokenizer),
-        "images": plan.run.data.image_processor(tokenizer),
+        "image_processor": plan.run.data.image_processor(tokenizer),
         "teacher": teacher,
     }
     if isinstance(dataset, StreamDataset):

@@ -20,6 +20,7 @@ from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.drive_folders import describe_drives
 from megatrain.checkpoint.saver import Saver
 from megatrain.checkpoint.state import RunState
+from megatrain.config.advice import warmup_notice
 from megatrain.config.resolved import (
     config_lines,
     with_commit,
@@ -38,7 +39,6 @@ from megatrain.run.loggers import METRICS_NAME, last_evaluations, make_loggers
 from megatrain.run.record import write_plan, write_summary
 from megatrain.run.signals import RunSignals
 from megatrain.run.status import StatusWriter
-from megatrain.tasks.advice import warmup_notice
 from megatrain.tasks.evaluation import Evaluator
 from megatrain.tasks.registry import task_class
 from megatrain.tasks.task import PrepareContext

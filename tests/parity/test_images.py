@@ -74,7 +74,7 @@ def make_loader(folder: Path, rows: Path, *, num_micro_batches: int, batch_rows:
         packing=False,
         data_seed=1,
         pad_token_id=pad_token_id(tokenizer),
-        images=data.image_processor(tokenizer),
+        image_processor=data.image_processor(tokenizer),
     )
 
 

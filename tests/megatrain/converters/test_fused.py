@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from megatrain.config.advice import _fused_warning
 from megatrain.converters.fused import find_fused
 from megatrain.converters.spec import build_graph
 from megatrain.optim.fused import FusedMatrix
 from megatrain.optim.table import OptimizerConfig
-from megatrain.tasks.advice import _fused_warning
 from oracles.families import tiny_config
 
 LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 6}

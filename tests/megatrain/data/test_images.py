@@ -52,7 +52,7 @@ def batch_of(data: DataSpec, model: Path) -> dict[str, torch.Tensor]:
         max_length=data.table.max_length,
         packing=False,
         data_seed=1,
-        images=data.image_processor(tokenizer),
+        image_processor=data.image_processor(tokenizer),
     )
     return next(loader).micro_batches[0]
 
