@@ -6,7 +6,6 @@ import ast
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,8 @@ def lazy_names(
 
     def __getattr__(name: str) -> Any:
         if name == "__version__" and distribution is not None:
+            from importlib.metadata import version  # takes half of the import of a package that needs no version
+
             return version(distribution)
         if name not in homes:
             raise AttributeError(f"module '{module}' has no attribute '{name}'")
@@ -61,7 +62,7 @@ def _typed_imports(module: str) -> dict[str, str]:
     return {
         alias.name: node.module or ""
         for block in ast.parse(text).body
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        if isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"
         for node in block.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
