@@ -6,13 +6,12 @@ import dataclasses
 import gc
 import json
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from .main import EXIT_CONFIG, EXIT_DATA, EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED
-from .options import config_options, json_option
+from .options import ConfigSource, config_options, json_option
 from .terminal import Spinner, without_collector, wrap_words
 
 if TYPE_CHECKING:
@@ -33,9 +32,7 @@ _PLAIN_WIDTH = 140
     help="Skip the weights. By default, all weights are read last to find NaN and infinite values, which takes minutes "
     "for a large model.",
 )
-def command(
-    config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool, skip_weights: bool
-) -> int:
+def command(source: ConfigSource, as_json: bool, skip_weights: bool) -> int:
     """Find all mistakes before a run starts.
 
     Checks config, model, tokenizer, every row of the data, memory, checkpoints and every weight. Trains and writes
@@ -54,7 +51,9 @@ def command(
             (gc.disable if what in ("model", "plan") else gc.enable)()
 
         with without_collector():
-            for finding in check_run(config, extra_files, overrides, say, reads_weights=not skip_weights):
+            for finding in check_run(
+                source.path, source.extra_files, source.overrides, say, reads_weights=not skip_weights
+            ):
                 findings.append(finding)
                 if not as_json:
                     with spinner.hidden():

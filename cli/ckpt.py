@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .control import run_argument
 from .main import EXIT_CONFIG, EXIT_FAILED, RunFailedError, Subcommands
-from .options import json_option
+from .options import confirm, json_option, run_argument
 
 if TYPE_CHECKING:
     from megatrain.checkpoint.document import Checkpoint
@@ -136,7 +135,7 @@ def remove_command(
         raise RunFailedError("choose one option: --step N, --generation N or --all", EXIT_CONFIG)
     check_not_in_use(checkpoints_folder(run))
     infos = _chosen(run, step, generation)
-    if infos and not yes and not _is_agreed(infos, as_json=as_json):
+    if infos and not yes and not confirm(f"Remove {', '.join(map(_name, infos))}?", as_json=as_json):
         raise RunFailedError("nothing was removed. Add --yes to remove without asking", EXIT_CONFIG)
     if not remove_all:
         _check_that_one_stays(run, infos)
@@ -197,16 +196,6 @@ def _check_that_one_stays(run: Path, chosen: list[Checkpoint]) -> None:
         raise RunFailedError(f"no other checkpoint in '{run}' is usable: {names}. Remove them with --all", EXIT_FAILED)
 
 
-def _is_agreed(infos: list[Checkpoint], *, as_json: bool) -> bool:
-    if as_json or not _is_terminal():
-        return False
-    return click.confirm(f"Remove {', '.join(map(_name, infos))}?")
-
-
-def _is_terminal() -> bool:
-    return sys.stdin.isatty()
-
-
 def _name(info: Checkpoint) -> str:
     name = "step ?" if info.step is None else f"step {info.step}"
     return f"copy of {name}" if info.is_copy else name
@@ -223,23 +212,20 @@ def _next_start(newest: Checkpoint | None) -> str:
 
 def _print(infos: list[Checkpoint], notices: list[str]) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from tiered.units import format_size
 
-    from .render import print_line, text_width
+    from .console import plain_table, print_line, with_text_width
 
-    console = Console(highlight=False)
-    console.width = text_width(console)
+    console = with_text_width(Console(highlight=False))
     if not infos:
         console.print("no checkpoints: all were removed")
         _print_notices(notices)
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name, justify in (("step", "right"), ("saved", "left"), ("size", "right"), ("loss", "right")):
-        table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
-    table.add_column("generation", justify="right", no_wrap=True)
+    table = plain_table()
+    for name in ("step", "saved", "size", "loss", "generation"):
+        table.add_column(name, justify="left" if name == "saved" else "right", no_wrap=True)
     table.add_column("", overflow="fold")
     for info in infos:
         state = ["lost"] if info.lost else ["unusable"] if info.problem else []

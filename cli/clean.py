@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .main import EXIT_CONFIG, EXIT_FAILED, RunFailedError
-from .options import json_option
+from .options import confirm, json_option
 
 if TYPE_CHECKING:
     from tiered.ext import Leftovers, Orphan
@@ -35,6 +34,7 @@ def command(paths: tuple[Path, ...], yes: bool, generations: str | None, as_json
     removes other files, files that a run uses, or, without --generations, data of checkpoints.
     """
     from tiered.ext import find_directories, find_orphans, measure_leftovers
+    from tiered.units import format_size
 
     folders = dict.fromkeys(folder.resolve() for path in paths or (Path(),) for folder in find_directories(path))
     found = [measure_leftovers(folder) for folder in folders]
@@ -45,7 +45,8 @@ def command(paths: tuple[Path, ...], yes: bool, generations: str | None, as_json
     if not as_json:
         _print_found(found, paths)
         _print_orphans(orphans, generations)
-    if sizes and not yes and not _is_agreed(sizes, as_json=as_json):
+    question = f"Remove {format_size(sum(sizes.values()))} in {len(sizes)} folders?"
+    if sizes and not yes and not confirm(question, as_json=as_json):
         if as_json:
             _print_json(found, orphans, {})
         raise RunFailedError("nothing was removed. Add --yes to remove the listed files", EXIT_CONFIG)
@@ -54,20 +55,10 @@ def command(paths: tuple[Path, ...], yes: bool, generations: str | None, as_json
     if as_json:
         _print_json(found, orphans, freed)
     elif freed:
-        from tiered.units import format_size
-
         click.echo(f"freed {format_size(sum(freed.values()))}")
     if failures:
         raise RunFailedError("; ".join(failures), EXIT_FAILED)
     return 0
-
-
-def _is_agreed(sizes: Mapping[Path, int], *, as_json: bool) -> bool:
-    from tiered.units import format_size
-
-    if as_json or not sys.stdin.isatty():
-        return False
-    return click.confirm(f"Remove {format_size(sum(sizes.values()))} in {len(sizes)} folders?")
 
 
 def _remove(removable: list[Leftovers], doomed: list[Orphan]) -> tuple[list[Path], list[str]]:

@@ -8,15 +8,14 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from .main import EXIT_CONFIG, RunFailedError, Subcommands, write_file
-from .options import config_options, json_option, load
+from .options import ConfigSource, config_options, json_option
 
 if TYPE_CHECKING:
-    from megatrain.base.changes import Change
     from megatrain.config.reference import KeyDescription
 
 _ORIGIN_COLUMN = 64
@@ -32,14 +31,12 @@ def command() -> None:
 @config_options
 @click.option("--origin", "with_origin", is_flag=True, help="Show which file and line set each value.")
 @json_option
-def show_command(
-    config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], with_origin: bool, as_json: bool
-) -> int:
+def show_command(source: ConfigSource, with_origin: bool, as_json: bool) -> int:
     """Print CONFIG with all defaults filled in, as TOML.
 
     output_dir/config.resolved.toml has the same text, which reproduces the run.
     """
-    loaded = load(config, extra_files, overrides)
+    loaded = source.load()
 
     from megatrain.config.resolved import DEFAULT, resolved_lines, to_toml
 
@@ -90,7 +87,9 @@ def diff_command(before: Path, now: Path, as_json: bool) -> int:
 
     found = difference(load_run(before), load_run(now))
     if as_json:
-        values = {name: list(map(_to_json, getattr(found, name))) for name in ("altering", "by_contents", "free")}
+        values = {
+            name: list(map(dataclasses.asdict, getattr(found, name))) for name in ("altering", "by_contents", "free")
+        }
         click.echo(json.dumps(values, default=str))
         return 0
     groups = (
@@ -106,10 +105,6 @@ def diff_command(before: Path, now: Path, as_json: bool) -> int:
     if found.is_empty:
         click.echo("no differences")
     return 0
-
-
-def _to_json(change: Change) -> dict[str, Any]:
-    return dataclasses.asdict(change)
 
 
 @command.command("explain")
@@ -170,14 +165,10 @@ def _print(description: KeyDescription) -> None:
     line("values", description.values)
     line("default", description.default)
     line("alters", _ALTERS[description.alters])
-    for tool, name, note in description.other_names:
-        line("called" if (tool, name, note) == description.other_names[0] else "", f"{name} in {tool}" + _note(note))
+    for number, (tool, name, note) in enumerate(description.other_names):
+        line("" if number else "called", f"{name} in {tool}" + (f" ({note})" if note else ""))
     for number, text in enumerate(description.example):
         click.echo(f"  {'write' if not number else '':<9}{text}")
-
-
-def _note(note: str) -> str:
-    return f" ({note})" if note else ""
 
 
 def _wrap(text: str, width: int, first: str, others: str) -> str:

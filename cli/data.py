@@ -6,19 +6,16 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from .main import Subcommands
-from .options import config_options, json_option, load
+from .options import ConfigSource, config_options, json_option
 from .terminal import Spinner, leave_out_torch
 
 if TYPE_CHECKING:
     from megatrain.data.preview import DataStats, RowPreview
-    from megatrain.data.rows_report import Dropped
 
 _BAR_WIDTH = 40
 _BEGIN, _END = "[[", "]]"
@@ -34,15 +31,13 @@ def command() -> None:
 @click.option("-n", "count", type=click.IntRange(min=1), default=3, show_default=True, help="Number of rows.")
 @click.option("--row", type=click.IntRange(min=1), metavar="I", help="Only row I, counted from 1 across all sources.")
 @json_option
-def preview_command(
-    config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], count: int, row: int | None, as_json: bool
-) -> int:
+def preview_command(source: ConfigSource, count: int, row: int | None, as_json: bool) -> int:
     """Show rows, with the trained tokens in green.
 
     Without colors, [[double brackets]] enclose trained text.
     """
     with Spinner("reading the config", is_shown=not as_json) as spinner:
-        loaded = load(config, extra_files, overrides, spinner)
+        loaded = source.load(spinner)
 
         from megatrain.data.encoding import load_tokenizer
         from megatrain.data.preview import preview_rows
@@ -113,12 +108,12 @@ def _visible(text: str) -> str:
 @command.command("stats")
 @config_options
 @json_option
-def stats_command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool) -> int:
+def stats_command(source: ConfigSource, as_json: bool) -> int:
     """Show lengths, the trained share, padding and dropped rows.
 
     Reads and tokenizes all rows, or reads them from the cache.
     """
-    loaded = load(config, extra_files, overrides)
+    loaded = source.load()
 
     from megatrain.converters.packed_rows import settle_packing_of
     from megatrain.data.encoding import load_tokenizer
@@ -151,8 +146,9 @@ def _print_stats(stats: DataStats, *, is_packed: bool, max_length: int) -> None:
         f"rows       {report.num_rows:,} read, {report.num_dropped:,} dropped, {report.num_truncated:,} truncated to "
         f"{max_length:,} tokens"
     )
-    for name, reasons in (("dropped", report.dropped), ("turns", report.untrained_turns)):
-        _print_reasons(name, reasons)
+    for what, reasons in (("dropped", report.dropped), ("turns not trained", report.untrained_turns)):
+        for each in reasons:
+            click.echo(f"  {each.count:>8,}  {what}: {_visible(each.reason)} (first: {each.example})")
     untrained = f"without a trained token (first: {report.first_untrained})"
     for count, reason in ((report.num_too_long, "too long"), (report.num_untrained, untrained)):
         if count:
@@ -184,9 +180,3 @@ def _print_stats(stats: DataStats, *, is_packed: bool, max_length: int) -> None:
     for bin in stats.histogram:
         bar = "#" * max(1, round(_BAR_WIDTH * bin.num_documents / largest))
         click.echo(f"  {f'{bin.low:,}-{bin.high:,}':>15}  {bin.num_documents:>9,}  {bar}")
-
-
-def _print_reasons(name: str, reasons: Sequence[Dropped]) -> None:
-    for each in reasons:
-        what = "dropped" if name == "dropped" else "turns not trained"
-        click.echo(f"  {each.count:>8,}  {what}: {_visible(each.reason)} (first: {each.example})")

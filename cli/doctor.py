@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from .main import write_file
-from .options import json_option, load
+from .options import ConfigSource, json_option, writable_folder
 
 if TYPE_CHECKING:
     from megatrain.extras.doctor.drives import DriveResult
@@ -88,11 +87,10 @@ def _paths_of(config_file: Path | None) -> list[Path]:
     if config_file is not None:
         from megatrain.machine.file_systems import existing_parent
 
-        found = [existing_parent(table.path) for table in load(config_file, (), ()).config.tiers.nvme]
+        found = [existing_parent(table.path) for table in ConfigSource(config_file).load().config.tiers.nvme]
         if found:
             return found
-    here = Path.cwd()
-    return [here if os.access(here, os.W_OK) else Path(tempfile.gettempdir())]
+    return [writable_folder()]
 
 
 def _store(examination: Examination) -> tuple[Path | None, str | None]:
@@ -106,15 +104,13 @@ def _store(examination: Examination) -> tuple[Path | None, str | None]:
 
 def _print(examination: Examination) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from tiered.units import format_size
 
-    from .render import text_width
+    from .console import plain_table, with_text_width
 
-    console = Console()
-    console.width = text_width(console)
+    console = with_text_width(Console())
     system = examination.system
     limit = "" if system.ram_limit_bytes >= system.ram_bytes else f" (limit {format_size(system.ram_limit_bytes)})"
     head = f"{system.host}  {system.cpu}, {system.num_cpus} CPUs, {format_size(system.ram_bytes)} RAM{limit}"
@@ -124,7 +120,7 @@ def _print(examination: Examination) -> None:
     for drive in examination.drives:
         console.print(Text(f"{drive.path}  {drive.file_system.kind} on {drive.file_system.source}"), soft_wrap=True)
         console.print(_drive_table(drive))
-    findings = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    findings = plain_table(show_header=False)
     findings.add_column(no_wrap=True)
     findings.add_column(overflow="fold")
     for finding in examination.findings:
@@ -168,11 +164,11 @@ def _flops(rate: float) -> str:
 
 
 def _drive_table(drive: DriveResult) -> object:
-    from rich.table import Table
-
     from tiered.units import format_rate
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2))
+    from .console import plain_table
+
+    table = plain_table(padding=(0, 2, 0, 2))
     table.add_column("")
     columns = ("read", "write", "mixed")
     for name in (*columns, "sustained"):

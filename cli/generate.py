@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .main import EXIT_CONFIG, EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED, RunFailedError
-from .options import load
+from .options import ConfigSource
 from .terminal import Spinner, without_collector
 
 if TYPE_CHECKING:
@@ -117,23 +117,17 @@ def command(
         loaded = _config(model, overrides, spinner)
         spinner.say("importing torch")
         with without_collector():
-            from megatrain.base.observer import RunObserver
             from megatrain.extras.generation import Generator, config_for_prompts
             from megatrain.tasks.prompts import GenerationSettings
 
-            from .render import print_plan
-
-            class Lines(RunObserver):
-                """Prints messages on stderr."""
-
-                def on_message(self, text: str) -> None:
-                    click.echo(text, err=True)
+            from .observers import MessageObserver
+            from .plan_text import print_plan
 
             settings = GenerationSettings(max_new_tokens, temperature, seed, system)
             if prompts:
                 spinner.say("reading the model and planning")
                 config = config_for_prompts(loaded.config, rows, together)
-                generator = Generator(config, prompts, settings, observer=Lines())
+                generator = Generator(config, prompts, settings, observer=MessageObserver())
     if is_interactive:
         return _converse(loaded, settings)
     if dry_run:
@@ -157,15 +151,15 @@ def _batch(num_prompts: int, batch_size: int | None, micro_batch_size: int | Non
 
 def _run(generator: Generator) -> list[Completion]:
     """Check that the plan fits this machine, run the generator, and return the completions."""
-    from megatrain.models.hub import fetch_weights
     from megatrain.plan.limits import refuse
+
+    from .observers import fetch_weights
 
     plan = generator.plan.plan
     if not plan.fits:
         raise RunFailedError("the plan does not fit the tiers; --dry-run prints the plan", EXIT_DOES_NOT_FIT)
     refuse(plan.objections)
-    if plan.run.model.hub is not None and not plan.run.model.table.train_from_scratch:
-        fetch_weights(plan.run.model.hub, lambda each: click.echo(str(each), err=True), shows_bar=True)
+    fetch_weights(plan)
     try:
         return generator.run()
     except KeyboardInterrupt:
@@ -206,7 +200,7 @@ def _next_line() -> str | None:
     return line
 
 
-def _config(model: Path, overrides: Sequence[str], spinner: Spinner) -> LoadedConfig:
+def _config(model: Path, overrides: tuple[str, ...], spinner: Spinner) -> LoadedConfig:
     """Return the config of a file, or a new config for the model in a folder."""
     if model.is_dir():
         from megatrain.extras.generation import tables_of_folder
@@ -218,9 +212,9 @@ def _config(model: Path, overrides: Sequence[str], spinner: Spinner) -> LoadedCo
         with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            loaded = load(Path(file.name), (), overrides, spinner)
+            loaded = ConfigSource(Path(file.name), (), overrides).load(spinner)
     else:
-        loaded = load(model, (), overrides, spinner)
+        loaded = ConfigSource(model, (), overrides).load(spinner)
     given = next((key for key in _BATCH if loaded.origins.get(key, "").startswith("--set")), None)
     if given is not None:
         raise click.UsageError(f"--set {given} only applies to training: use --batch-size and --micro-batch-size")

@@ -81,32 +81,6 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.models.export", "DamagedShardError", EXIT_FAILED),
     ("tiered.errors", "TieredError", EXIT_FAILED),
 )
-#: Module and attribute of each command, imported when the command is called.
-_COMMANDS = {
-    **{
-        name: (f".{name}", "command")
-        for name in (
-            "check",
-            "ckpt",
-            "clean",
-            "config",
-            "data",
-            "doctor",
-            "export",
-            "generate",
-            "init",
-            "plan",
-            "report",
-            "run",
-            "score",
-        )
-    },
-    **{name: (".control", f"{name}_command") for name in ("save", "status", "stop")},
-    "completion": (".main", "completion_command"),
-    "import": (".import_", "command"),  # ``import`` is a keyword, so the module has another name.
-    "verify": (".verify", "command"),
-}
-
 #: Commands by purpose, in the order in which users need them.
 GROUPS = {
     "Start": ("init", "import", "check", "plan", "run"),
@@ -114,6 +88,14 @@ GROUPS = {
     "Result": ("report", "generate", "export", "score"),
     "Inspect": ("config", "data", "doctor", "verify"),
     "Maintain": ("ckpt", "clean", "completion"),
+}
+#: Module and attribute of each command, imported when the command is called.
+_COMMANDS = {
+    **{name: (f".{name}", "command") for names in GROUPS.values() for name in names},
+    "import": (".import_", "command"),  # ``import`` is a keyword, so the module has another name.
+    "save": (".control", "save_command"),
+    "status": (".show_runs", "command"),
+    "stop": (".control", "stop_command"),
 }
 #: Common short names of keys.
 _SHORT_NAMES = {
@@ -146,13 +128,6 @@ _REMOVED_OPTIONS = {
     "`megatrain-tier status --follow RUN` shows it from anywhere",
     ("verify", "--processes"): "Run CONFIG twice, with `run --processes N` and with `run --processes 1`, both with "
     "--set training.gradient_lanes=N: the losses in metrics.jsonl are bit-identical",
-}
-
-#: Line that enables completion of commands and options, by shell.
-_SHELLS = {
-    "bash": 'eval "$(megatrain-tier completion bash)"      # in ~/.bashrc',
-    "zsh": 'eval "$(megatrain-tier completion zsh)"       # in ~/.zshrc, after compinit',
-    "fish": "megatrain-tier completion fish | source       # in ~/.config/fish/config.fish",
 }
 
 #: Errors of creating or renaming a file after which overwriting the old file can still succeed.
@@ -369,27 +344,6 @@ def command_group() -> None:
 
     Weights, gradients and optimizer state are in GPU memory, in RAM and on NVMe drives, and move by schedule.
     """
-
-
-@click.command("completion")
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-@click.pass_context
-def completion_command(ctx: click.Context, shell: str) -> int:
-    """Print the completion script of a shell.
-
-    \b
-    bash   eval "$(megatrain-tier completion bash)"  in ~/.bashrc
-    zsh    eval "$(megatrain-tier completion zsh)"   in ~/.zshrc, after compinit
-    fish   megatrain-tier completion fish | source   in ~/.config/fish/config.fish
-    """
-    from click.shell_completion import get_completion_class
-
-    kind = get_completion_class(shell)
-    assert kind is not None, shell
-    variable = f"_{PROGRAM.replace('-', '_').upper()}_COMPLETE"
-    click.echo(f"# {_SHELLS[shell]}")
-    click.echo(kind(ctx.find_root().command, {}, PROGRAM, variable).source())
-    return EXIT_DONE
 
 
 def main() -> None:

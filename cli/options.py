@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +22,52 @@ if TYPE_CHECKING:
     from .terminal import Spinner
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class ConfigSource:
+    """The config files and overrides of a command line.
+
+    Attributes:
+        path: Main file.
+        extra_files: Files whose keys override the keys of the main file, in order.
+        overrides: ``KEY=VALUE`` texts, which override the keys of all files.
+    """
+
+    path: Path
+    extra_files: tuple[Path, ...] = ()
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> list[str]:
+        """The arguments of a command that reads the same config."""
+        files = [word for file in self.extra_files for word in ("-c", str(file))]
+        return [str(self.path), *files, *(word for override in self.overrides for word in ("--set", override))]
+
+    def read(self) -> LoadedConfig:
+        """Read the config. Print nothing."""
+        from megatrain.config import load_config
+
+        return load_config(self.path, self.extra_files, self.overrides)
+
+    def load(self, spinner: Spinner | None = None) -> LoadedConfig:
+        """Read the config, and print its warnings on stderr, above the spinner if there is one."""
+        loaded = self.read()
+        with nullcontext() if spinner is None else spinner.hidden():
+            for warning in loaded.warnings:
+                click.echo(f"warning: {warning}", err=True)
+        return loaded
+
+
+def confirm(question: str, *, as_json: bool) -> bool:
+    """Ask a question on a terminal, and return the answer. Elsewhere, and with ``--json``, the answer is no."""
+    return not as_json and sys.stdin.isatty() and click.confirm(question)
+
+
+def writable_folder() -> Path:
+    """Return the current folder if it is writable, otherwise the folder for temporary files."""
+    here = Path.cwd()
+    return here if os.access(here, os.W_OK) else Path(tempfile.gettempdir())
 
 
 @contextmanager
@@ -34,8 +85,37 @@ def records_of(run: Path) -> Iterator[None]:
         ) from error
 
 
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of ``run``.
+
+    Attributes:
+        source: Config files and overrides, including the options that are short for an override.
+        dry_run: Whether to print the plan instead of training.
+        allow_config_change: Whether to continue a checkpoint even if a change alters the results.
+        as_json: Whether to print JSON instead of text.
+    """
+
+    source: ConfigSource
+    dry_run: bool = False
+    allow_config_change: bool = False
+    as_json: bool = False
+
+    @property
+    def words(self) -> list[str]:
+        """The arguments of ``run`` in each of several processes."""
+        flags = ["--allow-config-change"] * self.allow_config_change + ["--json"] * self.as_json
+        return [*self.source.words, *flags]
+
+
 def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add CONFIG, ``-c`` and ``--set`` to a command."""
+    """Add CONFIG, ``-c`` and ``--set`` to a command, which receives them as ``source``, a ``ConfigSource``."""
+
+    @functools.wraps(function)
+    def with_source(config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], **options: Any) -> Any:
+        return function(source=ConfigSource(config, extra_files, overrides), **options)
+
+    decorated: Callable[..., Any] = with_source
     for decorate in (
         click.option(
             "--set",
@@ -55,8 +135,8 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.argument("config", type=click.Path(path_type=Path)),
     ):
-        function = decorate(function)
-    return function
+        decorated = decorate(decorated)
+    return decorated
 
 
 @contextmanager
@@ -78,16 +158,6 @@ def placed(loaded: LoadedConfig) -> Iterator[None]:
 
 
 json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-
-
-def load(
-    config: Path, extra_files: Sequence[Path], overrides: Sequence[str], spinner: Spinner | None = None
-) -> LoadedConfig:
-    """Load the config of a command, and print its warnings on stderr, above the spinner if there is one."""
-    from megatrain.config import load_config
-
-    loaded = load_config(config, extra_files, overrides)
-    with nullcontext() if spinner is None else spinner.hidden():
-        for warning in loaded.warnings:
-            click.echo(f"warning: {warning}", err=True)
-    return loaded
+run_argument: Decorator = click.argument(
+    "run", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="RUN"
+)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from .main import EXIT_CONFIG, EXIT_DOES_NOT_FIT
 from .main import describe as describe_error
-from .options import config_options, json_option, load
+from .options import ConfigSource, config_options, json_option
 from .terminal import Spinner, without_collector
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from megatrain.plan.estimate import RunLength
     from megatrain.plan.plan import Plan, RunSpec
     from megatrain.plan.simulate import SimulatedStep
@@ -72,9 +69,7 @@ def _list_machines(ctx: click.Context, param: click.Parameter, value: str | None
 )
 @click.option("--count-steps", is_flag=True, help="Read the data to count the steps of a run that is set in epochs.")
 def command(
-    config: Path,
-    extra_files: tuple[Path, ...],
-    overrides: tuple[str, ...],
+    source: ConfigSource,
     as_json: bool,
     measure: bool,
     machine_name: str | None,
@@ -90,7 +85,7 @@ def command(
     if measure and machine_name is not None:
         raise click.UsageError("--measure times this machine, and --machine plans for another one: use only one option")
     with Spinner("reading the config", is_shown=not as_json) as spinner:
-        loaded = load(config, extra_files, overrides, spinner)
+        loaded = source.load(spinner)
         size = (processes or loaded.config.distributed.processes) * hosts
         if size > 1 and measure:
             raise click.UsageError("--processes and --hosts plan for several processes: use them without --measure")
@@ -157,32 +152,23 @@ def _warn(text: str) -> None:
 
 
 def _print(
-    plan: Plan,
-    evaluation: EvaluationSpec,
-    problem: str,
-    *,
-    as_json: bool,
-    simulate: bool,
-    num_steps: int | None,
+    plan: Plan, evaluation: EvaluationSpec, problem: str, *, as_json: bool, simulate: bool, num_steps: int | None
 ) -> None:
     from megatrain.plan.estimate import run_length
     from megatrain.plan.simulate import step_seconds
 
-    from .render import plan_to_json, print_plan
+    from .plan_text import print_plan
 
     simulated = _simulated(plan) if simulate else None
     step_s = step_seconds(plan)
     length = None if plan.estimate is None else run_length(plan, num_steps, step_s)
-    if as_json:
-        values: dict[str, Any] = {**plan_to_json(plan), "run": None if length is None else length.to_json()}
-        if simulated is not None:
-            values["simulated"] = dataclasses.asdict(simulated)
-        if problem:
-            values["problem"] = problem
-        click.echo(json.dumps(values))
-        return
-    lines = () if length is None else (*_run_lines(plan, length, step_s), *_evaluation_lines(evaluation, plan))
-    print_plan(plan, simulated=simulated, run_lines=lines, problem=problem)
+    lines = [] if simulated is None else [simulated.line]
+    values: dict[str, Any] = {"run": None if length is None else length.to_json()}
+    if simulated is not None:
+        values["simulated"] = dataclasses.asdict(simulated)
+    if length is not None:
+        lines += [*_run_lines(plan, length, step_s), *_evaluation_lines(evaluation, plan)]
+    print_plan(plan, as_json=as_json, problem=problem, run_lines=lines, run_values=values)
 
 
 def _simulated(plan: Plan) -> SimulatedStep | None:

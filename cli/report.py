@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
-from .control import echo_wrapped
 from .main import write_file
-from .options import json_option, records_of
+from .options import json_option, records_of, run_argument
+from .terminal import echo_wrapped
 
 
 @click.command("report")
-@click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="RUN")
+@run_argument
 @click.option(
     "--html",
     "page",

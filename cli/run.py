@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,23 +15,17 @@ import click
 
 from .main import (
     DEBUG_VARIABLE,
-    EXIT_CONFIG,
-    EXIT_DOES_NOT_FIT,
-    EXIT_DONE,
     EXIT_FAILED,
     EXIT_INTERRUPTED_AND_SAVED,
     RunFailedError,
     describe,
     exit_code_of,
 )
-from .options import config_options, json_option, load, placed
+from .options import ConfigSource, RunOptions, config_options, json_option
 from .terminal import RunOutput, Spinner, without_collector
 
 if TYPE_CHECKING:
-    from megatrain.base.observer import RunInfo, RunSummary
     from megatrain.config import LoadedConfig
-    from megatrain.models.hub import FetchedFile
-    from megatrain.plan.plan import Plan
     from megatrain.ranks.group import RankGroup
     from megatrain.ranks.watch import Failure
 
@@ -66,15 +59,11 @@ if TYPE_CHECKING:
 )
 @json_option
 def command(
-    config: Path,
-    extra_files: tuple[Path, ...],
-    overrides: tuple[str, ...],
-    dry_run: bool,
+    source: ConfigSource,
     max_steps: int | None,
     processes: int | None,
     resume: str | None,
-    allow_config_change: bool,
-    as_json: bool,
+    **flags: bool,
 ) -> int:
     """Train, and write a Hugging Face folder at the end.
 
@@ -82,197 +71,45 @@ def command(
     after the current step and end with exit code 75; the same command continues. If the terminal closes or the pipe
     breaks, output continues in output_dir/run.log.
     """
-    if max_steps is not None:
-        overrides = (*overrides, f"training.max_steps={max_steps}")
-    if processes is not None:
-        overrides = (*overrides, f"distributed.processes={processes}")
-    if resume is not None:
-        overrides = (*overrides, f"checkpoint.resume_from_checkpoint={json.dumps(resume)}")
-    words = [str(config), *(word for file in extra_files for word in ("-c", str(file)))]
-    words += [word for override in overrides for word in ("--set", override)]
-    words += ["--allow-config-change"] * allow_config_change + ["--json"] * as_json
+    short = {
+        "training.max_steps": max_steps,
+        "distributed.processes": processes,
+        "checkpoint.resume_from_checkpoint": None if resume is None else json.dumps(resume),
+    }
+    overrides = [f"{key}={value}" for key, value in short.items() if value is not None]
+    options = RunOptions(replace(source, overrides=(*source.overrides, *overrides)), **flags)
     # Import here, because --help must not import megatrain.
     from megatrain.ranks.group import RankGroup
 
     group = RankGroup.of_environment()
-    run = partial(_run, dry_run=dry_run, allow_config_change=allow_config_change, as_json=as_json)
     if not group.world.is_single:
-        _run_as_rank(group, config, extra_files, overrides, run, as_json=as_json)
+        _run_as_rank(options, group)
     with RunOutput() as output:
-        with Spinner("reading the config", is_shown=not as_json) as spinner:
-            loaded = load(config, extra_files, overrides, spinner)
-            if loaded.config.distributed.processes == 1 or dry_run:
-                return run(loaded, overrides, output, group, spinner)
-        return _launch(loaded, words, output)
+        with Spinner("reading the config", is_shown=not options.as_json) as spinner:
+            loaded = options.source.load(spinner)
+            if loaded.config.distributed.processes == 1 or options.dry_run:
+                return _run(options, loaded, group, output, spinner)
+        return _launch(options, loaded, output)
 
 
-def _run(
-    loaded: LoadedConfig,
-    overrides: Sequence[str],
-    output: RunOutput,
-    group: RankGroup,
-    spinner: Spinner,
-    *,
-    dry_run: bool,
-    allow_config_change: bool,
-    as_json: bool,
-) -> int:
-    logging, is_first = loaded.config.logging, group.world.is_first
-    as_json = as_json or logging.progress == "json"
-    if as_json:
+def _run(options: RunOptions, loaded: LoadedConfig, group: RankGroup, output: RunOutput, spinner: Spinner) -> int:
+    """Run in this process, and return the exit code."""
+    if options.as_json or loaded.config.logging.progress == "json":
         spinner.stop()
     spinner.say("importing torch")
     with without_collector():
-        from megatrain.base.observer import Observers, RunObserver
-        from megatrain.base.progress import Activity
-        from megatrain.models.hub import fetch_weights
-        from megatrain.plan.limits import refuse
-        from megatrain.run.folder import LOG_NAME
-        from megatrain.training.prepare import refuse_early
-        from megatrain.training.trainer import Trainer
-
-        from .render import PlanObserver, make_observer, print_plan
-
-        activity = Activity()
-        console = make_observer(
-            "none" if not is_first else "json" if as_json else logging.progress,
-            logging_steps=logging.logging_steps,
-            activity=activity,
-            is_lost=lambda: output.is_lost,
-        )
-
-        shown = PlanObserver(console)
-
-        class Starting(RunObserver):
-            """Sets the log file when training starts, because the run owns output_dir from then on."""
-
-            def on_start(self, info: RunInfo) -> None:
-                log = info.output_dir / LOG_NAME
-                output.goes_to(log)
-                group.send_to_launcher(log=str(log))
-
-        if is_first:
-            with placed(loaded):
-                refuse_early(loaded.config, allow_config_change=allow_config_change)
-        if not group.world.is_single:
-            group.join(loaded.config.device, loaded.config.distributed)
-        spinner.say("reading the model and planning")
-        with placed(loaded):
-            trainer = Trainer(
-                loaded.config,
-                plan=_plan_of_one(loaded) if dry_run and group.world.is_single else None,
-                observer=Observers([Starting(), shown, console]) if is_first else RunObserver(),
-                activity=activity,
-                allow_config_change=allow_config_change,
-                exit_code_of=_exit_code_of,
-                group=group,
-            )
-    spinner.stop()
-    plan = trainer.plan
-    max_steps = loaded.config.training.max_steps
-    is_short = f"training.max_steps={max_steps}" in overrides and trainer.run.optimizer.depends_on_length
-    note = _describe_schedule(trainer.run.optimizer.lr_scheduler_type, max_steps) if is_short else ""
-    if dry_run:
-        code = _print_dry_run(plan, as_json=as_json)
-        click.echo(note, err=True, nl=bool(note))
-        return code
-    if is_first and (as_json or not plan.fits):
-        print_plan(plan, as_json=as_json)
-    if not plan.fits:
-        return EXIT_DOES_NOT_FIT
-    refuse(plan.objections)
-    if not as_json:
-        shown.will_show(plan, shlex.quote(str(loaded.source)), note)
-    model = trainer.run.model
-    if model.hub is not None and not model.table.train_from_scratch:
-        hub = model.hub
-        shows = is_first and not as_json
-        group.one_after_the_other(lambda: fetch_weights(hub, _print_fetched if shows else None, shows_bar=shows))
-    try:
-        with console:
-            summary = trainer.train()
-    except KeyboardInterrupt as error:
-        raise RunFailedError(_describe_interrupted(loaded.config.output_dir), _exit_code_of(error)) from None
-    code = _exit_code_of(summary)
-    if code == EXIT_INTERRUPTED_AND_SAVED:
-        raise RunFailedError(
-            f"interrupted at step {summary.saved_step}, saved: run the same command again to continue", code
-        )
-    if code:
-        raise RunFailedError("interrupted; nothing saved", code)
-    return code
-
-
-def _print_dry_run(plan: Plan, *, as_json: bool) -> int:
-    """Print a plan, and return the exit code of the error that a run would raise before its first step."""
-    from megatrain.plan.shortfall import DoesNotFitError
-    from megatrain.plan.tiers import check_drives, check_folders
-    from megatrain.training.open_run import inspect_weights
-    from tiered.errors import UnusableDirectoryError
-
-    from .render import print_plan
-
-    _, error = inspect_weights(plan)
-    try:
-        check_folders(plan.run.checkpoint)
-        check_drives(plan)
-    except (DoesNotFitError, UnusableDirectoryError) as found:
-        error = error or found
-    print_plan(plan, as_json=as_json, problem="" if error is None else describe(error))
-    if any(each.kind == "place" for each in plan.objections):
-        return EXIT_CONFIG
-    if error is not None and plan.fits:
-        return exit_code_of(error) or EXIT_FAILED
-    is_too_large = not plan.fits or any(each.kind == "size" for each in plan.objections)
-    return EXIT_DOES_NOT_FIT if is_too_large else EXIT_DONE
-
-
-def _plan_of_one(loaded: LoadedConfig) -> Plan | None:
-    """Return the plan of one of several processes without starting them, or None if the config has one process."""
-    if loaded.config.distributed.processes == 1:
-        return None
-    from megatrain.training.prepare import plan_one_rank
-
-    return plan_one_rank(loaded.config)
-
-
-def _print_fetched(file: FetchedFile) -> None:
-    click.echo(str(file), err=True)
-
-
-def _exit_code_of(ending: BaseException | RunSummary) -> int:
-    """Return the exit code of a run that ended."""
-    if isinstance(ending, BaseException):
-        return exit_code_of(ending) or EXIT_FAILED
-    if not ending.interrupted:
-        return EXIT_DONE
-    return EXIT_FAILED if ending.saved_step is None else EXIT_INTERRUPTED_AND_SAVED
-
-
-def _describe_interrupted(output_dir: Path) -> str:
-    """Describe the last checkpoint of a run that was interrupted without saving."""
-    from megatrain.run.folder import committed_step
-
-    saved = committed_step(output_dir)
-    if saved is None:
-        return "interrupted; nothing saved"
-    return f"interrupted; last saved at step {saved}: run the same command again to continue from there"
-
-
-def _describe_schedule(name: str, max_steps: int) -> str:
-    """Return a note that with --max-steps the learning rate differs from the first N steps of the whole run."""
-    return (
-        f"note: the learning rate completes its whole schedule ({name}) in these {max_steps} steps, so they differ "
-        "from the first steps of a longer run"
-    )
+        from .session import Session, run
+    return run(Session(options, loaded, group, output, spinner))
 
 
 # -- several processes -----------------------------------------------------------------------------------------------
 
 
-def _launch(loaded: LoadedConfig, words: Sequence[str], output: RunOutput) -> int:
+def _launch(options: RunOptions, loaded: LoadedConfig, output: RunOutput) -> int:
     """Run in several processes on this machine, and return the exit code of the run."""
     from megatrain.ranks.launch import launch
+
+    from .run_state import describe_interrupted
 
     assert __package__ is not None
     table = loaded.config.distributed
@@ -283,7 +120,7 @@ def _launch(loaded: LoadedConfig, words: Sequence[str], output: RunOutput) -> in
             output.goes_to(Path(message["log"]))
 
     code = launch(
-        [sys.executable, "-m", __package__, "run", *words],
+        [sys.executable, "-m", __package__, "run", *options.words],
         table.processes,
         threads=None if table.threads == "auto" else table.threads,
         on_failure=failures.append,
@@ -291,35 +128,20 @@ def _launch(loaded: LoadedConfig, words: Sequence[str], output: RunOutput) -> in
     )
     for failure in failures:
         interrupted = failure.rank < 0 and failure.message == "interrupted"
-        text = _describe_interrupted(loaded.config.output_dir) if interrupted else str(failure)
+        text = describe_interrupted(loaded.config.output_dir) if interrupted else str(failure)
         raise RunFailedError(text, code)
     return code
 
 
-def _run_as_rank(
-    group: RankGroup,
-    config: Path,
-    extra_files: Sequence[Path],
-    overrides: Sequence[str],
-    run: Callable[[LoadedConfig, Sequence[str], RunOutput, RankGroup, Spinner], int],
-    *,
-    as_json: bool,
-) -> NoReturn:
+def _run_as_rank(options: RunOptions, group: RankGroup) -> NoReturn:
     """Run as one of several processes, which all end together."""
+    is_first = group.world.is_first
     try:
-        with (
-            RunOutput() as output,
-            Spinner("reading the config", is_shown=group.world.is_first and not as_json) as spinner,
-        ):
+        with RunOutput() as output, Spinner("reading the config", is_shown=is_first and not options.as_json) as spinner:
             spinner.say("waiting for the other processes")
             group.meet()
-            if group.world.is_first:
-                loaded = load(config, extra_files, overrides, spinner)
-            else:
-                from megatrain.config import load_config
-
-                loaded = load_config(config, extra_files, overrides)
-            code = run(loaded, overrides, output, group, spinner)
+            loaded = options.source.load(spinner) if is_first else options.source.read()
+            code = _run(options, loaded, group, output, spinner)
     except BaseException as error:
         code = exit_code_of(error) or EXIT_FAILED
         if code != EXIT_INTERRUPTED_AND_SAVED:
@@ -328,6 +150,6 @@ def _run_as_rank(
             is_known = exit_code_of(error) is not None
             text = "interrupted; nothing saved" if isinstance(error, KeyboardInterrupt) else describe(error)
             group.fail(text, code, is_own=is_known or not isinstance(error, RuntimeError))
-        if group.world.is_first:
+        if is_first:
             click.echo(describe(error), err=True)
     group.end(code)

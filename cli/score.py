@@ -7,13 +7,12 @@ import json
 import math
 import os
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from .main import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED_AND_SAVED, RunFailedError
-from .options import config_options, json_option, load
+from .options import ConfigSource, config_options, json_option
 from .terminal import Spinner, without_collector
 
 if TYPE_CHECKING:
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
 @config_options
 @click.option("--dry-run", is_flag=True, help="Check the config and print the plan of a pass, then stop.")
 @json_option
-def command(
-    config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], dry_run: bool, as_json: bool
-) -> int:
+def command(source: ConfigSource, dry_run: bool, as_json: bool) -> int:
     """Write log-probabilities, likely tokens or embeddings of data.
 
     Reads [[data.train]] and trains nothing. Streams each weight from the model's folder once per pass. A pass has as
@@ -37,31 +34,29 @@ def command(
     are scored again.
     """
     with Spinner("reading the config", is_shown=not as_json) as spinner:
-        loaded = load(config, extra_files, overrides, spinner)
+        loaded = source.load(spinner)
         spinner.say("importing torch")
         with without_collector():
-            from megatrain.base.observer import RunObserver
             from megatrain.extras.scoring import Scorer
-            from megatrain.models.hub import fetch_weights
             from megatrain.plan.limits import refuse
 
-            from .render import print_plan
+            from .observers import MessageObserver, fetch_weights
+            from .plan_text import print_plan
 
             spinner.say("reading the model and planning")
 
-            class Lines(RunObserver):
-                """Prints messages on stderr, and the plan of a new scoring or one line for a continued one."""
-
-                def on_message(self, text: str) -> None:
-                    click.echo(text, err=True)
+            class ScoringObserver(MessageObserver):
+                """Prints messages, and the plan of a new scoring or one line for a continued one."""
 
                 def on_ready(self, step: int | None) -> None:
                     if step is None and not as_json:
                         print_plan(scorer.plan)
                     elif not as_json:
-                        self.on_message(f"plan   `megatrain-tier score {shlex.quote(str(config))} --dry-run` shows it")
+                        self.on_message(
+                            f"plan   `megatrain-tier score {shlex.quote(str(source.path))} --dry-run` shows it"
+                        )
 
-            scorer = Scorer(loaded.config, observer=Lines())
+            scorer = Scorer(loaded.config, observer=ScoringObserver())
     plan = scorer.plan
     if as_json or dry_run or not plan.fits:
         print_plan(plan, as_json=as_json)
@@ -70,8 +65,7 @@ def command(
     refuse(plan.objections)
     if dry_run:
         return EXIT_DONE
-    if plan.run.model.hub is not None and not plan.run.model.table.train_from_scratch:
-        fetch_weights(plan.run.model.hub, lambda file: click.echo(str(file), err=True), shows_bar=not as_json)
+    fetch_weights(plan, shows_bar=not as_json)
     try:
         summary = scorer.run()
     except KeyboardInterrupt:

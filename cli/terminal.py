@@ -23,20 +23,6 @@ from typing import Any, Self, TextIO, cast
 
 import click
 
-__all__ = [
-    "FRAMES",
-    "OWN_PROCESS",
-    "RunOutput",
-    "Screen",
-    "Spinner",
-    "frames_for",
-    "leave_out_torch",
-    "screens",
-    "shown",
-    "without_collector",
-    "wrap_words",
-]
-
 #: Marks the context of a command that is the only one in its process.
 OWN_PROCESS = object()
 #: Frames of the spinner: Braille dots, or ASCII for terminals without Unicode.
@@ -81,6 +67,14 @@ def wrap_words(text: str, width: int, *, indent: int) -> list[str]:
             break_long_words=False, break_on_hyphens=False,
         ) or [""]  # fmt: skip
     return lines
+
+
+def echo_wrapped(text: str, *, indent: int = 2) -> None:
+    """Print text, with wrapped and indented lines on a terminal or if ``COLUMNS`` is set."""
+    if sys.stdout.isatty() or given_columns():
+        text = "\n".join(wrap_words(text, shutil.get_terminal_size().columns, indent=indent))
+    for line in text.splitlines():
+        click.echo(line)
 
 
 class Spinner:
@@ -250,10 +244,7 @@ def leave_out_torch() -> None:
 
     Tokenizers and chat templates do not need torch, but transformers imports it if it is installed.
     """
-    if (
-        click.get_current_context().find_root().obj is OWN_PROCESS
-        and not {"torch", "transformers"} & sys.modules.keys()
-    ):
+    if _is_own_process() and not {"torch", "transformers"} & sys.modules.keys():
         sys.modules["torch"] = cast("ModuleType", None)  # Importing torch then raises ImportError.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # Suppress the warning that torch is missing.
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from .main import EXIT_CONFIG, EXIT_VERIFY, RunFailedError
-from .options import json_option, load
+from .options import ConfigSource, json_option, writable_folder
 
 if TYPE_CHECKING:
     from megatrain.extras.verify import Verdict
@@ -41,7 +39,7 @@ def command(config: Path | None, overrides: tuple[str, ...], tiers: str, as_json
     at the end. Exit code 5 means that a value differs.
     """
     chosen = _parse_tiers(tiers)
-    loaded = None if config is None else load(config, (), overrides)
+    loaded = None if config is None else ConfigSource(config, (), overrides).load()
 
     from megatrain.extras.doctor.drives import terminated_as_interrupted
     from megatrain.extras.verify import verify
@@ -50,7 +48,7 @@ def command(config: Path | None, overrides: tuple[str, ...], tiers: str, as_json
         verdict = verify(
             None if loaded is None else loaded.config,
             tiers=chosen,
-            scratch=_scratch(),
+            scratch=writable_folder(),
             on_progress=lambda what: click.echo(f"{what} ...", err=True),
         )
     if as_json:
@@ -68,23 +66,15 @@ def _parse_tiers(text: str) -> tuple[str, ...]:
     return names
 
 
-def _scratch() -> Path:
-    """Return the current folder if it is writable, otherwise the folder for temporary files."""
-    here = Path.cwd()
-    return here if os.access(here, os.W_OK) else Path(tempfile.gettempdir())
-
-
 def _print(verdict: Verdict) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    from .render import text_width
+    from .console import plain_table, with_text_width
 
-    console = Console()
-    console.width = text_width(console)
+    console = with_text_width(Console())
     console.print(Text(verdict.headline, style="bold"), soft_wrap=True)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for name in ("", "allowed", "found"):
         table.add_column(name, overflow="fold")
     for check in verdict.checks:

@@ -29,7 +29,7 @@ from megatrain.config.resolved import (
 from megatrain.config.schema import RunConfig
 from megatrain.data.loader import BatchLoader
 from megatrain.models.export import RECORD_FILE
-from megatrain.plan.plan import Plan, RunSpec
+from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.together import plan_together
 from megatrain.ranks.collectives import check_same
@@ -53,11 +53,12 @@ from megatrain.training.step_report import StepMeter, add_by_key, link_bytes
 from megatrain.training.weights import ExportStopped
 from tiered import StoreStats
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "plan_for_rank"]
 
 
-def _plan_for_rank(run: RunSpec, group: RankGroup) -> Plan:
-    """Plan the run for this rank. This is a collective."""
+def plan_for_rank(config: RunConfig, group: RankGroup) -> Plan:
+    """Plan a run for this rank. This is a collective."""
+    run = with_kept_rules(resolve(config))
     return plan_run(run) if group.world.is_single else plan_together(replace(run, world=group.world), group.gather)
 
 
@@ -114,7 +115,7 @@ class Trainer:
             text = f"Trainer takes a config, not the name of its file: Trainer(megatrain.load_config({str(config)!r}))"
             raise TypeError(text)
         self.group = group or RankGroup.single()
-        self.plan = plan or _plan_for_rank(with_kept_rules(resolve(config)), self.group)
+        self.plan = plan or plan_for_rank(config, self.group)
         self.run = self.plan.run
         self.config = with_commit(with_choices(config, self.run), self.run.model.hub)
         self.observer = observer or RunObserver()

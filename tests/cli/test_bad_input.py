@@ -262,7 +262,7 @@ def test_interrupt(work: Work, drive: str, saves: bool, cli_module: CliModule, m
     work.add(drive)
     work.swap("max_steps = 1", "max_steps = 3")
     monkeypatch.setattr(
-        cli_module("render").PlainObserver, "on_step", lambda self, metrics: signal.raise_signal(signal.SIGINT)
+        cli_module("observers").PlainObserver, "on_step", lambda self, metrics: signal.raise_signal(signal.SIGINT)
     )
     result = work.run() if saves else work.run("--set", "checkpoint.save_on_signal=false")
     names = sorted(path.name for path in (work.folder / "out").iterdir())

@@ -90,7 +90,7 @@ def test_rm_removes_a_checkpoint_with_a_damaged_manifest(run: SavedRun) -> None:
 
 def test_rm_confirms_on_a_terminal(run: SavedRun, cli_module: CliModule, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["ckpt", "rm", str(run.out), "--step", "2"]
-    monkeypatch.setattr(cli_module("ckpt"), "_is_terminal", lambda: True)
+    monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda self: True, raising=False)
     refused = CliRunner().invoke(command_group(), words, input="n\n")
     assert refused.exit_code == 2 and "Remove step 2?" in refused.stdout and generations(run) == [1, 2, 3]
     assert CliRunner().invoke(command_group(), words, input="y\n").exit_code == 0

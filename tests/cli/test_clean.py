@@ -186,9 +186,9 @@ def test_clean_confirms_on_a_terminal(
 ) -> None:
     make_store(tmp_path / "a").close()
     before = allocated(tmp_path)
-    monkeypatch.setattr(cli_module("clean"), "_is_agreed", lambda removable, as_json: False)
+    monkeypatch.setattr(cli_module("clean"), "confirm", lambda question, as_json: False)
     assert run(tmp_path).exit_code == 2 and allocated(tmp_path) == before > 0
-    monkeypatch.setattr(cli_module("clean"), "_is_agreed", lambda removable, as_json: True)
+    monkeypatch.setattr(cli_module("clean"), "confirm", lambda question, as_json: True)
     assert run(tmp_path).exit_code == 0 and allocated(tmp_path) == 0
 
 

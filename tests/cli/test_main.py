@@ -82,7 +82,7 @@ SUMMARY = RunSummary(
 
 
 @pytest.fixture
-def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def trainer(monkeypatch: pytest.MonkeyPatch, cli_module: CliModule) -> dict[str, Any]:
     """Replace the trainer by one that follows this dict; it stores its config in the dict."""
     asked: dict[str, Any] = {"plan": SomePlan(), "summary": SUMMARY, "error": None, "trained": False}
 
@@ -116,13 +116,15 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             self.observer.on_end(asked["summary"])
             return asked["summary"]  # type: ignore[no-any-return]
 
-    monkeypatch.setattr("megatrain.training.prepare.refuse_early", lambda config, **options: None)
-    module = ModuleType("megatrain.training.trainer")
-    module.Trainer = ReplacedTrainer  # type: ignore[attr-defined]
-    monkeypatch.setattr("megatrain.plan.tiers.check_drives", lambda plan: None)
-    monkeypatch.setitem(sys.modules, "megatrain.training.trainer", module)
-    monkeypatch.setattr("megatrain.plan.tiers.check_folders", lambda spec: None)
-    monkeypatch.setattr("megatrain.training.open_run.inspect_weights", lambda plan: ("", None))
+    session = cli_module("session")
+    monkeypatch.setattr(session, "refuse_early", lambda config, **options: None)
+    monkeypatch.setattr(session, "plan_one_rank", lambda config: asked["plan"])
+    monkeypatch.setattr(session, "Trainer", ReplacedTrainer)
+    monkeypatch.setattr("megatrain.training.trainer.Trainer", ReplacedTrainer)
+    monkeypatch.setattr(session, "check_drives", lambda plan: None)
+    monkeypatch.setattr(session, "check_folders", lambda spec: None)
+    for module in (session, importlib.import_module("megatrain.training.open_run")):
+        monkeypatch.setattr(module, "inspect_weights", lambda plan: ("", None))
     memory = ProcessMemory(3 * MiB, 400 * MiB, 0, MiB, MiB)
     monkeypatch.setattr("megatrain.plan.process.process_memory", lambda plan: memory)
     for function, field_name in (("headline", "headline"), ("table_rows", "rows"), ("messages", "messages")):

@@ -55,7 +55,7 @@ def drive(observer: object, steps: int = 10) -> None:
 
 def test_auto_is_plain_without_a_terminal(cli_module: CliModule) -> None:
     stream = io.StringIO()
-    drive(cli_module("render").make_observer("auto", logging_steps=4, console=Console(file=stream)))
+    drive(cli_module("observers").make_observer("auto", logging_steps=4, console=Console(file=stream)))
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines if line.startswith("step")] == ["1/10", "4/10", "8/10", "10/10"]
     assert "hello [bold]x[/bold]" in lines
@@ -74,7 +74,7 @@ def test_auto_is_plain_without_a_terminal(cli_module: CliModule) -> None:
 def test_live_view_on_a_terminal(cli_module: CliModule, no_color: bool) -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=100, no_color=no_color, color_system="standard")
-    drive(cli_module("render").make_observer("auto", console=console))
+    drive(cli_module("observers").make_observer("auto", console=console))
     shown = stream.getvalue()
     assert "21.0/22.0 GiB" in shown
     assert "wait io 0.4s" in shown
@@ -84,7 +84,7 @@ def test_live_view_on_a_terminal(cli_module: CliModule, no_color: bool) -> None:
 
 def test_close_restores_the_cursor_after_a_failure(cli_module: CliModule) -> None:
     stream = io.StringIO()
-    observer = cli_module("render").make_observer("bar", console=Console(file=stream, force_terminal=True))
+    observer = cli_module("observers").make_observer("bar", console=Console(file=stream, force_terminal=True))
     observer.on_start(RunInfo("first", "sft", "cpu", Path("out"), 10, 128))
     observer.close()
     observer.close()
@@ -95,7 +95,7 @@ def test_close_restores_the_cursor_after_a_failure(cli_module: CliModule) -> Non
 def drawn(cli_module: CliModule, width: int, *arguments: object) -> list[str]:
     stream = io.StringIO()
     console = Console(file=stream, width=width, force_terminal=True, color_system="standard")  # for empty bar parts
-    console.print(cli_module("render").live_view(*arguments, width=width))
+    console.print(cli_module("live_view").live_view(*arguments, width=width))
     return [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in stream.getvalue().splitlines()]
 
 
@@ -139,7 +139,7 @@ def test_the_view_moves_while_no_step_ends(cli_module: CliModule) -> None:
     """The view follows the counters of the engine; the training thread draws nothing."""
     stream, activity = io.StringIO(), Activity()
     console = Console(file=stream, force_terminal=True, width=80)
-    observer = cli_module("render").LiveObserver(console=console, activity=activity)
+    observer = cli_module("observers").LiveObserver(console=console, activity=activity)
     observer.__enter__()
     activity.begin("loading weights", num_parts=4)
     wait_for(lambda: "loading weights" in stream.getvalue())
@@ -160,8 +160,8 @@ def test_the_view_moves_while_no_step_ends(cli_module: CliModule) -> None:
 
 def test_blocked_terminal_does_not_block_training(cli_module: CliModule, monkeypatch: pytest.MonkeyPatch) -> None:
     """After Ctrl-S, or on a dead connection, a write does not return. The training thread still continues and ends."""
-    render, released, entered = cli_module("render"), threading.Event(), threading.Event()
-    monkeypatch.setattr(render, "_CLOSE_TIMEOUT_S", 0.05)
+    released, entered = threading.Event(), threading.Event()
+    monkeypatch.setattr(cli_module("live_view"), "_CLOSE_TIMEOUT_S", 0.05)
 
     class Stopped(io.StringIO):
         def write(self, text: str) -> int:
@@ -169,7 +169,7 @@ def test_blocked_terminal_does_not_block_training(cli_module: CliModule, monkeyp
             assert released.wait(30)
             return len(text)
 
-    observer = render.LiveObserver(console=Console(file=Stopped(), force_terminal=True, width=80))
+    observer = cli_module("observers").LiveObserver(console=Console(file=Stopped(), force_terminal=True, width=80))
     try:
         observer.on_start(RunInfo("first", "sft", "cpu", Path("out"), 10, 128))
         assert entered.wait(30)
@@ -190,22 +190,24 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 
 def test_the_loss_at_the_end_is_a_mean(cli_module: CliModule) -> None:
     summary = dataclasses.replace(SUMMARY, mean_losses=(2.125, 1.0625), num_averaged=10)
-    assert "loss   2.1250 -> 1.0625 (means of the first and last 10 steps)" in cli_module("render").summary_lines(
+    assert "loss   2.1250 -> 1.0625 (means of the first and last 10 steps)" in cli_module("summary_text").summary_lines(
         summary
     )
 
 
 def test_summary_labels_single_rank_figures(cli_module: CliModule) -> None:
-    lines = cli_module("render").summary_lines(dataclasses.replace(SUMMARY, num_processes=2))
+    lines = list(cli_module("summary_text").summary_lines(dataclasses.replace(SUMMARY, num_processes=2)))
     assert "ranks  2 processes; peak, moved and wrote show the first process" in lines
-    assert not any(line.startswith("ranks") for line in cli_module("render").summary_lines(SUMMARY))
+    assert not any(line.startswith("ranks") for line in cli_module("summary_text").summary_lines(SUMMARY))
 
 
 def test_lines_are_cut_between_words_on_a_terminal_only(cli_module: CliModule) -> None:
     text = "saved  " + " ".join(f"word{number}" for number in range(20)) + "\n  1 row dropped: why"
     for is_terminal in (True, False):
         stream = io.StringIO()
-        cli_module("render").print_line(Console(file=stream, force_terminal=is_terminal, width=60, no_color=True), text)
+        cli_module("console").print_line(
+            Console(file=stream, force_terminal=is_terminal, width=60, no_color=True), text
+        )
         lines = stream.getvalue().splitlines()
         assert max(map(len, lines)) <= 60 or not is_terminal
         assert " ".join(stream.getvalue().split()) == " ".join(text.split())

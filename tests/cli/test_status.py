@@ -279,7 +279,7 @@ def test_last_evaluations_are_shown_of_the_living_and_the_dead(tmp_path: Path, c
     [(0, "0 s"), (59, "59 s"), (61, "1 min"), (3599, "59 min"), (7530, "2 h 5 min"), (200_000, "2 d 7 h")],
 )
 def test_durations(cli_module: CliModule, seconds: float, text: str) -> None:
-    assert cli_module("control").duration(seconds) == text
+    assert cli_module("run_state").format_seconds(seconds) == text
 
 
 @pytest.mark.parametrize("words", [["status"], ["save"], ["stop"]])

@@ -370,7 +370,7 @@ def preload(model: Path, folder: Path) -> None:
     from megatrain.training.resolve import resolve
     from oracles.traces import keeping
 
-    for name in ("main", "run", "render", "options"):
+    for name in ("main", "run", "session", "options"):
         cli_module(name)
     importlib.import_module("megatrain.training.trainer")
     torch.set_num_threads(1)

@@ -20,15 +20,15 @@ def metrics(step: int = 400, name: str = "held_out", loss: float = 1.27341) -> E
     return EvaluationMetrics(step, 1230, name, loss, num_tokens=12_345, seconds=8.14)
 
 
-def render() -> Any:
-    return cli_module("render")
+def observers() -> Any:
+    return cli_module("observers")
 
 
 def test_the_line() -> None:
     line = "eval  held_out at step 400: loss 1.2734, perplexity 3.57 (12,345 tokens in 8.1 s)"
     assert format_evaluation(metrics()) == line
     stream = io.StringIO()
-    render().make_observer("plain", console=Console(file=stream)).on_evaluation(metrics())
+    observers().make_observer("plain", console=Console(file=stream)).on_evaluation(metrics())
     assert stream.getvalue() == line + "\n"
 
 
@@ -42,7 +42,7 @@ def test_nonfinite_metrics_are_text_in_json(loss: float, perplexity: float, tmp_
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
         log.on_evaluation(found)
     stream = io.StringIO()
-    render().make_observer("json", console=Console(file=stream)).on_evaluation(found)
+    observers().make_observer("json", console=Console(file=stream)).on_evaluation(found)
     for text in ((tmp_path / "metrics.jsonl").read_text(), stream.getvalue()):
         values = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no strict JSON"))
         assert values["event"] == "evaluation" and values["name"] == "held_out"

@@ -1,4 +1,4 @@
-"""Generator of docs/cli.md from the commands' help: ``python -m megatrain_tier_cli.document > docs/cli.md``."""
+"""Write docs/cli.md from the help of the commands: ``python docs/commands.py > docs/cli.md``."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ from collections.abc import Iterator
 
 import click
 
-from .main import (
-    CODE_MEANINGS,
-    DEBUG_VARIABLE,
-    command_group,
-)
+from megatrain_tier_cli.main import CODE_MEANINGS, DEBUG_VARIABLE, PROGRAM, command_group
 
-__all__ = ["commands", "to_markdown"]
-
-PROGRAM = "megatrain-tier"
 _WIDTH = 100  # columns of a help text
 
 _INTRODUCTION = f"""\
 # Commands
 
-`python -m megatrain_tier_cli.document > docs/cli.md` writes this page from the help of the commands; do not edit it.
+`python docs/commands.py > docs/cli.md` writes this page from the help of the commands; do not edit it.
 CONFIG is a TOML file ([its keys](config.md)), and RUN is the `output_dir` of a run. Output has colors only on a
 terminal and if `NO_COLOR` is not set. `{DEBUG_VARIABLE}=1` shows the traceback of an error.
 """

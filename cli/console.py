@@ -1,0 +1,42 @@
+"""Widths, wrapped lines and tables of text on a rich console."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .terminal import given_columns, wrap_words
+
+PLAIN_WIDTH = 140  # columns of a table in a file, so that notes fit on one line
+
+
+def with_text_width(console: Console) -> Console:
+    """Set a console's width to ``COLUMNS``, the terminal's width, or ``PLAIN_WIDTH`` for a file or pipe; return it."""
+    # If the width is 0, rich prints nothing.
+    console.width = given_columns() or (console.width if console.is_terminal else 0) or PLAIN_WIDTH
+    return console
+
+
+def print_line(console: Console, text: str, *, indent: int = 7, style: str = "") -> None:
+    """Print text of one or more lines, wrapped between words on a terminal.
+
+    Args:
+        indent: Columns before a continued line, usually the width of the name at the start.
+    """
+    if console.is_terminal:
+        text = "\n".join(wrap_words(text, console.width, indent=indent))
+    console.print(Text(text, style=style), soft_wrap=True)
+
+
+def plain_table(*, padding: tuple[int, int, int, int] = (0, 2, 0, 0), **options: Any) -> Table:
+    """Return an empty table without lines, and with two columns of space between its columns."""
+    return Table(box=None, pad_edge=False, padding=padding, **options)
+
+
+def nonzero(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the nonzero sizes, by name."""
+    return {name: nbytes for name, nbytes in sizes.items() if nbytes}

@@ -1,0 +1,138 @@
+"""Views of a living run, for ``status --follow``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import click
+from rich.console import Console, RenderableType
+
+from megatrain.base.observer import EvaluationMetrics, format_step
+from megatrain.base.owner import LockHolder, living_owner
+from megatrain.base.progress import Moment
+from megatrain.run.status import RunStatus, read_status
+
+from .live_view import LiveView, live_view
+from .main import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, RunFailedError
+from .run_state import describe_ended, exit_code_of_status, not_a_run, own_status
+from .terminal import echo_wrapped
+
+_POLL_S = 0.25
+
+
+def follow(run: Path, *, as_json: bool) -> int:
+    """Show a run until it ends, or how it ended. Ctrl-C closes the view.
+
+    Returns:
+        The exit code of the run; 0 after Ctrl-C; 1 if the run died.
+    """
+    owner = living_owner(run)
+    if owner is None:
+        status = read_status(run)
+        if status is None:
+            raise RunFailedError(not_a_run(run), EXIT_CONFIG)
+        if as_json:
+            click.echo(json.dumps(status.to_json()))
+        else:
+            echo_wrapped(describe_ended(run))
+        return exit_code_of_status(status)
+    try:
+        with closing(_JsonLines() if as_json else _View() if sys.stdout.isatty() else _Lines()) as view:
+            last = _watch(run, owner, view)
+    except KeyboardInterrupt:
+        click.echo(f"the run continues in process {owner.pid}", err=True)
+        return EXIT_DONE
+    if not as_json:
+        echo_wrapped(describe_ended(run))
+    return EXIT_FAILED if last is None else exit_code_of_status(last)
+
+
+def _watch(run: Path, owner: LockHolder, view: _Lines) -> RunStatus | None:
+    """Show a run until its process ends. Return the last status of the process, or None if it wrote none."""
+    while (now := living_owner(run)) is not None and now.pid == owner.pid:
+        if (status := own_status(run, owner)) is not None:
+            view.show(status)
+        time.sleep(_POLL_S)
+    status = read_status(run)  # The last status, which was written before the folder was unlocked.
+    if status is None or status.pid != owner.pid:
+        return None
+    view.show(status)
+    return status
+
+
+class _Lines:
+    """View that prints a line for each step and each message."""
+
+    def __init__(self) -> None:
+        self._step, self._message = -1, ""
+
+    def show(self, status: RunStatus) -> None:
+        """Show the changes since the last status."""
+        if status.metrics is not None and status.metrics.step != self._step:
+            self._step = status.metrics.step
+            self.say(format_step(status.metrics))
+        self._show_message(status.message)
+
+    def _show_message(self, message: str) -> None:
+        if message and message != self._message:
+            self._message = message
+            self.say(message)
+
+    def say(self, text: str) -> None:
+        """Print a message."""
+        click.echo(text)
+
+    def close(self) -> None:
+        """Restore the terminal."""
+
+
+class _JsonLines(_Lines):
+    """View that prints a JSON object for each change of the status."""
+
+    def show(self, status: RunStatus) -> None:
+        if status.updated_at + str(status.step) != self._message:
+            self._message = status.updated_at + str(status.step)
+            self.say(json.dumps(status.to_json()))
+
+
+class _View(_Lines):
+    """The same live view that the run draws on a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._status: RunStatus | None = None
+        self._moment, self._seen_s = Moment(doing="starting"), time.monotonic()
+        self._console = Console(highlight=False)
+        self._live = LiveView(self._console, self._picture)
+
+    def show(self, status: RunStatus) -> None:
+        moment = Moment.from_json(status.activity)
+        # The run writes its status once a second, so count the seconds of the same activity in between.
+        if moment != self._moment:
+            self._moment, self._seen_s = moment, time.monotonic()
+        self._status = status
+        self._show_message(status.message)
+
+    def say(self, text: str) -> None:
+        self._live.say(text)
+
+    def close(self) -> None:
+        self._moment = replace(self._moment, doing="", notice="")
+        self._live.close(stays=self._status is not None and self._status.metrics is not None)
+
+    def _picture(self) -> RenderableType:
+        status, moment = self._status, self._moment
+        if moment.doing:
+            moment = replace(moment, seconds=moment.seconds + time.monotonic() - self._seen_s)
+        if status is None:
+            return live_view(None, moment, width=self._console.width)
+        evaluations = {
+            name: EvaluationMetrics(int(each["step"]), status.max_steps, name, float(each["loss"]), 0, 0.0)
+            for name, each in status.evaluations.items()
+        }
+        return live_view(status.metrics, moment, evaluations, width=self._console.width)

@@ -1,0 +1,198 @@
+"""The live view of a run: its picture, and the thread that draws it at the end of a terminal."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from megatrain.base.observer import (
+    EvaluationMetrics,
+    StepMetrics,
+    format_eta,
+    format_lr,
+    format_stalls,
+    format_tiers,
+)
+from megatrain.base.progress import Moment
+from tiered.units import format_duration, format_size
+
+from .console import nonzero, print_line
+
+_REFRESH_S = 0.25  # Drawing takes a few milliseconds.
+_CLOSE_TIMEOUT_S = 5.0  # wait for a stopped terminal
+_SHORTEST_TEXTS, _LONGEST_TEXTS, _SHORTEST_BAR, _SHORTEST_NAME = 47, 54, 8, 3  # columns
+_LONGEST_UNIT = 24
+
+
+class LiveView:
+    """A few lines at the end of a terminal, redrawn several times a second; messages scroll above them.
+
+    Only a thread of this object writes, so that neither drawing nor a stopped terminal (Ctrl-S, a dead connection)
+    blocks the caller.
+
+    Args:
+        picture: Returns the lines to draw; called by the thread.
+        is_lost: Returns whether the terminal is gone; then messages are printed as lines and nothing is drawn.
+    """
+
+    def __init__(
+        self, console: Console, picture: Callable[[], RenderableType], is_lost: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._console, self._picture, self._is_lost = console, picture, is_lost
+        self._messages: deque[str | Text] = deque()
+        self._news = threading.Event()
+        self._over, self._stays = False, True
+        self._thread = threading.Thread(target=self._run, name="view", daemon=True)
+        self._thread.start()
+
+    def say(self, text: str | Text) -> None:
+        """Print a message above the view. A string is wrapped; a ``Text`` is printed unchanged."""
+        self._messages.append(text)
+        self._news.set()
+
+    def close(self, *, stays: bool = True) -> None:
+        """Draw one last time and restore the terminal. Idempotent; stops waiting for a stopped terminal.
+
+        Args:
+            stays: Whether the last picture stays visible.
+        """
+        self._stays = stays
+        self._over = True
+        self._news.set()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        live = Live(self._picture(), console=self._console, auto_refresh=False)
+        live.start(refresh=True)
+        is_drawn = True
+        while True:
+            self._news.wait(_REFRESH_S)
+            self._news.clear()
+            is_over = self._over  # Read it before taking messages, so that all messages before ``close`` are printed.
+            if is_drawn and self._is_lost():
+                is_drawn = False
+                self._console.file = io.StringIO()  # Keep the sequences that restore a terminal out of the log.
+                live.stop()
+            while self._messages:
+                self._print(self._messages.popleft())
+            if is_drawn:
+                live.update(self._picture(), refresh=True)
+            if is_over:
+                break
+        if is_drawn:
+            live.transient = not self._stays
+            live.stop()
+
+    def _print(self, text: str | Text) -> None:
+        if self._is_lost():
+            print(text, flush=True)
+        elif isinstance(text, Text):
+            self._console.print(text, soft_wrap=True)
+        else:
+            print_line(self._console, text)
+
+
+def live_view(
+    metrics: StepMetrics | None,
+    moment: Moment = Moment(),  # noqa: B008  -- frozen
+    evaluations: Mapping[str, EvaluationMetrics] = MappingProxyType({}),
+    *,
+    width: int = 80,
+) -> RenderableType:
+    """Return the picture of a run: figures of its last step, and bars for the run, its activity and each tier.
+
+    Args:
+        metrics: Metrics of the last step, or None before the first step.
+        moment: Current activity.
+        evaluations: Last evaluation of each set, by name.
+        width: Columns, at least 60.
+    """
+    lines: list[RenderableType] = [] if metrics is None else [_figures(metrics)]
+    lines.append(_bars(list(_bar_rows(metrics, moment)), width))
+    lines += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in _last_lines(metrics, evaluations)]
+    if moment.notice:
+        lines.append(Text(moment.notice, style="bold yellow"))
+    return Group(*lines)
+
+
+def _figures(metrics: StepMetrics) -> Text:
+    return Text.assemble(
+        ("step ", "dim"), (f"{metrics.step}/{metrics.max_steps}", "bold"),
+        ("  loss ", "dim"), (f"{metrics.loss:z.4f}", "bold green"),
+        ("  gnorm ", "dim"), f"{metrics.grad_norm:.2f}",
+        ("  lr ", "dim"), format_lr(metrics),
+        ("  eta ", "dim"), format_eta(metrics.eta_s),
+        no_wrap=True, overflow="ellipsis",
+    )  # fmt: skip
+
+
+def _bar_rows(metrics: StepMetrics | None, moment: Moment) -> Iterator[tuple[str, float, float, str]]:
+    """Yield the rows of bars: name, finished amount, total amount, and text."""
+    if metrics is not None:
+        mean = f"{format_duration(metrics.mean_step_s)}/step (mean)"
+        text = f"{100.0 * metrics.step / metrics.max_steps:.1f}%  {mean}"
+        yield "run", metrics.step, metrics.max_steps, text
+    if moment.doing:
+        done, total = (moment.done_bytes, moment.num_bytes) if moment.num_bytes else (moment.part, moment.num_parts)
+        yield "now", done, total, describe_moment(moment)
+    if moment.checkpoint_bytes:
+        done, total = moment.saved_bytes, moment.checkpoint_bytes
+        yield "save", done, total, f"checkpoint, {format_size(done)} of {format_size(total)}"
+    if metrics is not None:
+        limits = metrics.tier_capacity_bytes
+        for tier, nbytes in nonzero(metrics.tier_used_bytes).items():
+            yield tier, nbytes, limits.get(tier, 0), format_tiers({tier: nbytes}, limits).removeprefix(f"{tier} ")
+
+
+def _bars(rows: list[tuple[str, float, float, str]], width: int) -> Table:
+    """Return a table of bars. Their length does not depend on the texts, so that it stays constant."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    available = width - max([_SHORTEST_NAME, *(len(name) for name, *_ in rows)]) - 2 * 2
+    texts = min(max(_SHORTEST_TEXTS, width // 2), _LONGEST_TEXTS, available - _SHORTEST_BAR)
+    for name, done, total, text in rows:
+        bar = ProgressBar(total=max(1.0, total), completed=done, width=available - texts)
+        table.add_row(name, bar, _cut(text, texts))
+    return table
+
+
+def _last_lines(metrics: StepMetrics | None, evaluations: Mapping[str, EvaluationMetrics]) -> Iterator[str]:
+    if metrics is not None:
+        speed = f"{metrics.real_tokens_per_s:,.0f} tok/s (trained {metrics.trained_tokens_per_s:,.0f})"
+        parts = (speed, format_stalls(metrics.stall_s), f"process {format_size(metrics.rss_bytes)}")
+        yield "  ".join(part for part in parts if part)
+    if evaluations:
+        shown = (f"{name} loss {each.loss:z.4f} at step {each.step}" for name, each in evaluations.items())
+        yield f"eval  {'  '.join(shown)}"
+
+
+def describe_moment(moment: Moment) -> str:
+    """Describe the current activity, such as "backward layers.3, micro-batch 2/4  1.2 s"."""
+    unit = ".".join(moment.unit.split(".")[-2:]).removeprefix("model.")[-_LONGEST_UNIT:]
+    what = " ".join(part for part in (moment.phase, unit) if part)
+    if moment.doing != "step":
+        what = f"{moment.doing}  {what}".rstrip()
+    elif not what:
+        what = "next rows"
+    if moment.micro_batch and moment.num_micro_batches > 1:
+        what += f", micro-batch {moment.micro_batch}/{moment.num_micro_batches}"
+    if moment.num_bytes:
+        what = f"{moment.doing}, {format_size(moment.done_bytes)} of {format_size(moment.num_bytes)}"
+    seconds = moment.seconds
+    return f"{what}  " + (f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds))
+
+
+def _cut(text: str, width: int) -> Text:
+    """Shorten a text to ``width`` columns, but keep the duration at its end."""
+    if len(text) > width:
+        head, mark, tail = text.rpartition("  ")
+        text = f"{head[: max(0, width - len(mark) - len(tail) - 2)]}..{mark}{tail}"
+    return Text(text, no_wrap=True)

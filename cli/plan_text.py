@@ -1,0 +1,146 @@
+"""A plan as text or as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatrain.plan import process, show
+from tiered.units import GiB, MiB, format_size
+
+from .console import nonzero, plain_table, print_line, with_text_width
+
+if TYPE_CHECKING:
+    from megatrain.plan.plan import Plan
+
+_LEAST_TABLE = 50  # minimum columns of a table of tiers
+
+
+def print_plan(
+    plan: Plan,
+    *,
+    as_json: bool = False,
+    problem: str = "",
+    run_lines: Sequence[str] = (),
+    run_values: Mapping[str, Any] | None = None,
+    console: Console | None = None,
+) -> None:
+    """Print a plan as a table or as one JSON object. The last line of the text is the verdict.
+
+    Args:
+        problem: Reason why a run would be refused although its blocks fit the tiers, or "".
+        run_lines: Lines about the whole run, printed after the lines about a step.
+        run_values: Further JSON values, in place of these lines.
+        console: Console for text. Default: stdout.
+    """
+    if as_json:
+        values = {**plan_to_json(plan), **(run_values or {}), **({"problem": problem} if problem else {})}
+        click.echo(json.dumps(values))
+        return
+    console = with_text_width(console or Console())
+    console.print(Text(show.headline(plan), style="bold"))
+    if console.width < _LEAST_TABLE:
+        for line in _narrow_plan(plan):
+            print_line(console, line, indent=2)
+    else:
+        console.print(plan_table(plan))
+    for line in (*_step_lines(plan), *run_lines):
+        print_line(console, line, indent=16)
+    for message in show.messages(plan):
+        print_line(console, message, indent=0)
+    for each in plan.objections:
+        name, style = ("problem", "red") if each.refuses else ("warning", "yellow")
+        print_line(console, f"{name:<7} {each}", indent=8, style=style)
+    if problem:
+        print_line(console, f"problem {problem}", indent=8, style="red")
+    _print_verdict(console, plan, problem)
+
+
+def _step_lines(plan: Plan) -> Iterator[str]:
+    """Yield the memory of the process, the traffic and the estimated time of a step."""
+    yield show.process_line(process.process_memory(plan))
+    if moved := "  ".join(f"{link} {format_size(nbytes)}" for link, nbytes in nonzero(plan.traffic).items()):
+        yield f"moved per step  {moved}"
+    if plan.estimate is not None:
+        yield from show.estimate_lines(plan.estimate)
+
+
+def _print_verdict(console: Console, plan: Plan, problem: str) -> None:
+    machine = plan.run.tiers.machine
+    if not plan.fits:
+        console.print(Text("does not fit.", style="red"))
+    elif problem:
+        console.print(Text("fits the tiers, but `run` would refuse it here.", style="red"))
+    elif any(each.refuses for each in plan.objections):
+        there = "this machine: `run` would refuse it here." if machine is None else f"{machine.name}."
+        console.print(Text(f"fits, but not on {there}", style="red"), soft_wrap=True)
+    else:
+        where = "." if machine is None else f" on {machine.name} (predicted)."
+        console.print(Text(f"fits{where}", style="green"))
+
+
+def _narrow_plan(plan: Plan) -> Iterator[str]:
+    """Yield the rows of ``plan_table`` as lines that can be wrapped."""
+
+    def sizes_of(sizes: Mapping[str, int]) -> str:
+        return ", ".join(f"{tier} {format_size(sizes[tier])}" for tier in plan.tiers if sizes.get(tier))
+
+    for kind, sizes, note in show.table_rows(plan):
+        if any(sizes.values()):
+            yield f"{kind}: {sizes_of(sizes)}; {note}"
+    yield f"total: {sizes_of(plan.totals)}"
+    yield f"budget: {sizes_of({tier: plan.budgets.get(tier, 0) for tier in plan.tiers if plan.totals.get(tier)})}"
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """Return a plan as JSON values, with sizes in bytes."""
+    memory = process.process_memory(plan)
+    estimate, objections, machine = plan.estimate, plan.objections, plan.run.tiers.machine
+    return {
+        "headline": show.headline(plan),
+        "fits": plan.fits,
+        "machine": None if machine is None else {"name": machine.name, "title": machine.title},
+        "rows": [{"kind": kind, "bytes": dict(sizes), "note": note} for kind, sizes, note in show.table_rows(plan)],
+        "totals": dict(plan.totals),
+        "process_bytes": memory.total_bytes,
+        "process": dataclasses.asdict(memory),
+        "budgets": dict(plan.budgets),
+        "traffic_per_step": dict(plan.traffic),
+        "workspace_is_exact": not plan.guesses,
+        "guesses": list(plan.guesses),
+        "messages": list(show.messages(plan)),
+        "estimate": None if estimate is None else estimate.to_json(),
+        "fits_this_machine": plan.fits and not any(each.refuses for each in objections),
+        "objections": [dataclasses.asdict(each) for each in objections],
+    }
+
+
+def plan_table(plan: Plan) -> Table:
+    """Return a table of kinds by tiers with totals and budgets, in GiB, or in MiB if all sizes are small."""
+    largest = max([*plan.totals.values(), *plan.budgets.values()], default=0)
+    unit, unit_name = (GiB, "GiB") if max(plan.totals.values(), default=largest) >= 4 * GiB else (MiB, "MiB")
+
+    def cell(sizes: Mapping[str, int], tier: str) -> str:
+        nbytes = sizes.get(tier, 0)
+        return "-" if nbytes == 0 else f"{nbytes / unit:,.1f}" if nbytes >= unit / 20 else "<0.1"
+
+    used = [tier for tier in plan.tiers if plan.totals.get(tier)]
+    table = plain_table()
+    table.add_column("", no_wrap=True)
+    for tier in used:
+        table.add_column(tier.upper(), justify="right", no_wrap=True)
+    table.add_column("note", overflow="fold")
+    for kind, sizes, note in show.table_rows(plan):
+        if any(sizes.values()):
+            table.add_row(kind, *(cell(sizes, tier) for tier in used), note)
+    table.add_row(f"total {unit_name}", *(cell(plan.totals, tier) for tier in used), "", style="bold")
+    over = [tier for tier in plan.tiers if tier in plan.budgets and plan.totals.get(tier, 0) > plan.budgets[tier]]
+    table.add_row("budget", *(cell(plan.budgets, tier) for tier in used), "", style="red" if over else "")
+    return table

@@ -1,0 +1,164 @@
+"""The state of a run as its files and its process show it, and how an ended run continues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatrain.base.owner import LockHolder, living_owner
+from megatrain.checkpoint.locations import bytes_on_drives, refused_drives
+from megatrain.checkpoint.scan import Lost, outside_notices, saved_checkpoints, usable_checkpoint
+from megatrain.run.folder import committed_step
+from megatrain.run.status import FINAL_STATES, RunStatus, read_status
+
+from .main import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED_AND_SAVED, RunFailedError
+
+if TYPE_CHECKING:
+    from megatrain.checkpoint.document import Checkpoint
+
+
+@dataclass(frozen=True)
+class SeenRun:
+    """State of a run's folder.
+
+    Attributes:
+        owner: process of the run, or None if it has ended.
+        status: status that the current or last process wrote.
+        saved_step: step of the checkpoint from which the run would continue.
+        drive_bytes: bytes of the run's checkpoints, by path of the drive.
+        copied_steps: steps of the whole copies in output_dir.
+        lost_steps: steps of the checkpoints whose parts on a drive are gone.
+    """
+
+    path: Path
+    owner: LockHolder | None
+    status: RunStatus | None
+    saved_step: int | None
+    drive_bytes: dict[Path, int]
+    copied_steps: list[int]
+    lost_steps: list[int]
+
+    @classmethod
+    def inspect(cls, path: Path) -> SeenRun:
+        """Return the state of the run in a folder."""
+        owner = living_owner(path)
+        saved = saved_checkpoints(path)
+        return cls(
+            path,
+            owner,
+            read_status(path) if owner is None else own_status(path, owner),
+            next((checkpoint.step for checkpoint in saved if not checkpoint.is_gone), None),
+            bytes_on_drives(path),
+            _steps(checkpoint for checkpoint in saved if checkpoint.is_copy and not checkpoint.is_gone),
+            _steps(checkpoint for checkpoint in saved if checkpoint.is_gone),
+        )
+
+
+def _steps(checkpoints: Iterable[Checkpoint]) -> list[int]:
+    return sorted({checkpoint.step for checkpoint in checkpoints if checkpoint.step is not None})
+
+
+def own_status(run: Path, owner: LockHolder) -> RunStatus | None:
+    """Return the status that this process wrote, or None if only an earlier process wrote one."""
+    status = read_status(run)
+    return status if status is not None and status.pid == owner.pid and status.host == owner.host else None
+
+
+def require_owner(run: Path) -> LockHolder:
+    """Return the process of a run. If the run has ended, raise an error that describes how."""
+    owner = living_owner(run)
+    if owner is None:
+        if read_status(run) is None:
+            raise RunFailedError(not_a_run(run), EXIT_CONFIG)
+        raise RunFailedError(f"{run}: {describe_ended(run)}", EXIT_FAILED)
+    return owner
+
+
+def not_a_run(run: Path) -> str:
+    """Return the message of a folder without a run."""
+    return f"'{run}' is not the folder of a run. Pass the output_dir of a run"
+
+
+def exit_code_of_status(status: RunStatus) -> int:
+    """Return the exit code of an ended run. A run without a final state died."""
+    if status.state not in FINAL_STATES:
+        return EXIT_FAILED
+    if status.exit_code is not None:
+        return status.exit_code
+    return {"done": EXIT_DONE, "stopped": EXIT_INTERRUPTED_AND_SAVED}.get(status.state, EXIT_FAILED)
+
+
+def describe_ended(run: Path) -> str:
+    """Describe how a run ended and what the user can do."""
+    status = read_status(run)
+    if status is None:
+        return "not running"
+    what_next = _what_next(run)
+    seen = f"{format_age(status.updated_at)} ago"
+    if status.state == "done":
+        lost = _lost(run)
+        return f"done, {status.step:,} step{'s' if status.step != 1 else ''}, {seen}" + (f"\n{lost}" if lost else "")
+    if status.state == "stopped":
+        return f"stopped at step {status.step}, {seen}; {what_next}"
+    if status.state == "failed":
+        return f"failed at step {status.step}, {seen}: {status.message}\n{what_next}"
+    return f"not running; last seen at step {status.step}, {seen}; {what_next}"
+
+
+def describe_interrupted(run: Path) -> str:
+    """Describe the last checkpoint of a run that was interrupted without saving."""
+    saved = committed_step(run)
+    if saved is None:
+        return "interrupted; nothing saved"
+    return f"interrupted; last saved at step {saved}: run the same command again to continue from there"
+
+
+def _what_next(run: Path) -> str:
+    """Describe the step from which a run would continue, and the checkpoints that were lost with a drive."""
+    found, lost = usable_checkpoint(run), _lost(run)
+    if foreign := refused_drives(run):
+        return "\n".join(["it cannot continue", *foreign, *[lost] * bool(lost)])
+    if found is not None:
+        where = "the copy of step" if found.is_copy else "step"
+        return f"run it again to continue from {where} {found.step}" + (f"\n{lost}" if lost else "")
+    if lost:
+        return f"it cannot continue\n{_lost(run, with_remedy=True)}"
+    return "nothing was saved; run it again to start from the beginning"
+
+
+def _lost(run: Path, *, with_remedy: bool = False) -> str:
+    """Describe checkpoints that were lost with a drive or are read from another place; "" if there are none."""
+    found = saved_checkpoints(run)
+    lost = Lost.among(found)
+    lines = [] if lost is None else [f"{lost}\n{lost.remedy(run)}" if with_remedy else str(lost)]
+    return "\n".join([*lines, *outside_notices(found)])
+
+
+def format_age(moment: str) -> str:
+    """Format the time since a date, such as "40 s", "3 min" or "2 h 5 min"."""
+    seconds = seconds_since(moment)
+    return "some time" if seconds is None else format_seconds(seconds)
+
+
+def seconds_since(moment: str) -> float | None:
+    """Return the seconds since a date, or None if the text is not a date."""
+    try:
+        return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds())
+    except (ValueError, TypeError):
+        return None
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration in at most two units."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = int(seconds) // 60
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24} d {hours % 24} h"

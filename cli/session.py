@@ -1,0 +1,194 @@
+"""A run in one process, from the config to the exit code. Imports torch."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+import click
+
+from megatrain.base.observer import Observers, RunInfo, RunObserver, RunSummary
+from megatrain.base.progress import Activity
+from megatrain.config import LoadedConfig
+from megatrain.plan.limits import refuse
+from megatrain.plan.plan import Plan
+from megatrain.plan.shortfall import DoesNotFitError
+from megatrain.plan.tiers import check_drives, check_folders
+from megatrain.ranks.group import RankGroup
+from megatrain.run.folder import LOG_NAME
+from megatrain.training.open_run import inspect_weights
+from megatrain.training.prepare import plan_one_rank, refuse_early
+from megatrain.training.trainer import Trainer, plan_for_rank
+from tiered.errors import UnusableDirectoryError
+
+from .main import (
+    EXIT_CONFIG,
+    EXIT_DOES_NOT_FIT,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED_AND_SAVED,
+    RunFailedError,
+    describe,
+    exit_code_of,
+)
+from .observers import ConsoleObserver, PlanObserver, fetch_weights, make_observer
+from .options import RunOptions, placed
+from .plan_text import print_plan
+from .run_state import describe_interrupted
+from .terminal import RunOutput, Spinner, without_collector
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run in this process, and where the process prints.
+
+    Attributes:
+        group: All processes of the run.
+        output: Output that continues in a log file if the terminal closes.
+    """
+
+    options: RunOptions
+    loaded: LoadedConfig
+    group: RankGroup
+    output: RunOutput
+    spinner: Spinner
+
+    @property
+    def as_json(self) -> bool:
+        """Whether the options or the config request JSON."""
+        return self.options.as_json or self.loaded.config.logging.progress == "json"
+
+    @property
+    def prints(self) -> bool:
+        """Whether this process prints. Only the first of several processes does."""
+        return self.group.world.is_first
+
+    @property
+    def prints_text(self) -> bool:
+        """Whether this process prints text instead of JSON."""
+        return self.prints and not self.as_json
+
+
+class LogFileObserver(RunObserver):
+    """Sets the log file when training starts, because the run owns ``output_dir`` from then on."""
+
+    def __init__(self, output: RunOutput, group: RankGroup) -> None:
+        self._output, self._group = output, group
+
+    def on_start(self, info: RunInfo) -> None:
+        log = info.output_dir / LOG_NAME
+        self._output.goes_to(log)
+        self._group.send_to_launcher(log=str(log))
+
+
+def run(session: Session) -> int:
+    """Plan and train, or print the plan of a dry run. Return the exit code.
+
+    Raises:
+        RunFailedError: A signal ended the run.
+        Exception: The config, the data or the machine is unsuitable. ``EXPECTED_ERRORS`` lists the types.
+    """
+    with without_collector():
+        plan = _make_plan(session)
+    session.spinner.stop()
+    note = _note_on_schedule(session, plan)
+    if session.options.dry_run:
+        code = _print_dry_run(plan, as_json=session.as_json)
+        click.echo(note, err=True, nl=bool(note))
+        return code
+    if session.prints and (session.as_json or not plan.fits):
+        print_plan(plan, as_json=session.as_json)
+    if not plan.fits:
+        return EXIT_DOES_NOT_FIT
+    refuse(plan.objections)
+    shown = session.prints_text
+    session.group.one_after_the_other(lambda: fetch_weights(plan, shows_files=shown, shows_bar=shown))
+    return _train(session, plan, note)
+
+
+def _make_plan(session: Session) -> Plan:
+    """Plan the run, after checks that need no plan."""
+    config, group = session.loaded.config, session.group
+    if session.prints:
+        with placed(session.loaded):
+            refuse_early(config, allow_config_change=session.options.allow_config_change)
+    group.join(config.device, config.distributed)
+    session.spinner.say("reading the model and planning")
+    with placed(session.loaded):
+        return plan_one_rank(config) if group.world.is_single else plan_for_rank(config, group)
+
+
+def _note_on_schedule(session: Session, plan: Plan) -> str:
+    """Return a note that with --max-steps, the learning rate differs from a longer run; "" if it does not."""
+    max_steps, optimizer = session.loaded.config.training.max_steps, plan.run.optimizer
+    if f"training.max_steps={max_steps}" not in session.options.source.overrides or not optimizer.depends_on_length:
+        return ""
+    return (
+        f"note: the learning rate completes its whole schedule ({optimizer.lr_scheduler_type}) in these {max_steps} "
+        "steps, so they differ from the first steps of a longer run"
+    )
+
+
+def _print_dry_run(plan: Plan, *, as_json: bool) -> int:
+    """Print a plan, and return the exit code of the error that a run would raise before its first step."""
+    _, error = inspect_weights(plan)
+    try:
+        check_folders(plan.run.checkpoint)
+        check_drives(plan)
+    except (DoesNotFitError, UnusableDirectoryError) as found:
+        error = error or found
+    print_plan(plan, as_json=as_json, problem="" if error is None else describe(error))
+    if any(each.kind == "place" for each in plan.objections):
+        return EXIT_CONFIG
+    if error is not None and plan.fits:
+        return exit_code_of(error) or EXIT_FAILED
+    is_too_large = not plan.fits or any(each.kind == "size" for each in plan.objections)
+    return EXIT_DOES_NOT_FIT if is_too_large else EXIT_DONE
+
+
+def _train(session: Session, plan: Plan, note: str) -> int:
+    config, group, activity = session.loaded.config, session.group, Activity()
+    console = make_observer(
+        config.logging.progress if session.prints_text else "json" if session.prints else "none",
+        logging_steps=config.logging.logging_steps,
+        activity=activity,
+        is_lost=lambda: session.output.is_lost,
+    )
+    trainer = Trainer(
+        config,
+        plan=plan,
+        observer=Observers(_observers(session, plan, console, note)),
+        activity=activity,
+        allow_config_change=session.options.allow_config_change,
+        exit_code_of=_exit_code_of,
+        group=group,
+    )
+    try:
+        with console:
+            summary = trainer.train()
+    except KeyboardInterrupt as error:
+        raise RunFailedError(describe_interrupted(config.output_dir), _exit_code_of(error)) from None
+    if summary.interrupted:
+        saved = f" at step {summary.saved_step}, saved: run the same command again to continue"
+        text = "; nothing saved" if summary.saved_step is None else saved
+        raise RunFailedError(f"interrupted{text}", _exit_code_of(summary))
+    return EXIT_DONE
+
+
+def _observers(session: Session, plan: Plan, console: ConsoleObserver, note: str) -> list[RunObserver]:
+    """Return the observers of this process, in the order in which they are called."""
+    if not session.prints:
+        return []
+    found: list[RunObserver] = [LogFileObserver(session.output, session.group)]
+    if session.prints_text:
+        found.append(PlanObserver(console, plan, shlex.quote(str(session.loaded.source)), note))
+    return [*found, console]
+
+
+def _exit_code_of(ending: BaseException | RunSummary) -> int:
+    """Return the exit code of a run that ended."""
+    if isinstance(ending, BaseException):
+        return exit_code_of(ending) or EXIT_FAILED
+    if not ending.interrupted:
+        return EXIT_DONE
+    return EXIT_FAILED if ending.saved_step is None else EXIT_INTERRUPTED_AND_SAVED

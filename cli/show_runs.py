@@ -1,0 +1,82 @@
+"""``megatrain-tier status``: show the state of runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from .main import EXIT_CONFIG, EXIT_DONE, RunFailedError
+from .options import json_option, records_of
+
+_NOT_ENTERED = ("snap", "live")  # Folders of blocks contain many files and no runs.
+
+
+@click.command("status")
+@click.argument("run", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="[RUN]")
+@click.option(
+    "--follow",
+    "is_followed",
+    is_flag=True,
+    help="Show the live view of a run until it ends, and return its exit code (0 if it is already done). Ctrl-C "
+    "closes only the view; the run continues.",
+)
+@json_option
+def command(run: Path | None, is_followed: bool, as_json: bool) -> int:
+    """Show the state of runs.
+
+    RUN is the output_dir of a run, or a folder with several runs below it. Default: the current folder.
+    """
+    from .run_state import SeenRun
+    from .status_text import print_run, run_to_json
+
+    if is_followed:
+        from .follow import follow
+
+        return follow(_one_of(run or Path()), as_json=as_json)
+    seen = list(map(SeenRun.inspect, _find_runs(run or Path())))
+    if run is not None and not seen and (alone := SeenRun.inspect(run)).owner is not None:
+        seen = [alone]
+    shown = []
+    for one in seen:
+        with records_of(one.path):
+            if as_json:
+                shown.append(run_to_json(one))
+            else:
+                print_run(one)
+    if as_json:
+        click.echo(json.dumps({"runs": shown}))
+    if not seen:
+        if run is not None:
+            raise RunFailedError(f"no run in '{run}' or below. Pass the output_dir of a run", EXIT_CONFIG)
+        if not as_json:
+            click.echo("no runs in the current folder or below")
+    return EXIT_DONE
+
+
+def _find_runs(root: Path) -> Iterator[Path]:
+    """Yield the folders with a status, in ``root`` and below. Follows no symbolic links."""
+    from megatrain.run.status import STATUS_NAME
+
+    for folder, names, files in os.walk(root):
+        names[:] = sorted(name for name in names if not name.startswith(".") and name not in _NOT_ENTERED)
+        if STATUS_NAME in files:
+            names.clear()
+            yield Path(folder)
+
+
+def _one_of(root: Path) -> Path:
+    """Return the run to follow: the folder itself, or the only running one below it."""
+    from megatrain.base.owner import living_owner
+
+    if living_owner(root) is not None:
+        return root
+    alive = [path for path in _find_runs(root) if living_owner(path) is not None]
+    if len(alive) > 1:
+        raise RunFailedError(
+            f"{len(alive)} runs are active in '{root}': choose one of {', '.join(map(str, alive))}", EXIT_CONFIG
+        )
+    return alive[0] if alive else root

@@ -1,0 +1,124 @@
+"""The state of a run as text or as JSON, for ``status``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from megatrain.base.names import FINAL_NAME
+from megatrain.base.observer import StepMetrics, format_preferences, format_rank, format_tiers
+from megatrain.base.owner import LockHolder
+from megatrain.run.status import SILENT_S, RunStatus
+from tiered.units import format_size
+
+from .run_state import SeenRun, describe_ended, format_age, format_seconds, seconds_since
+from .terminal import echo_wrapped
+
+
+def print_run(seen: SeenRun) -> None:
+    """Print the state of a run."""
+    click.secho(str(seen.path), bold=True)
+    for name, text in _lines(seen):
+        echo_wrapped(f"  {name:<9}{text}" if name else f"  {text}", indent=11 if name else 4)
+
+
+def _lines(seen: SeenRun) -> Iterator[tuple[str, str]]:
+    """Yield the name, or "", and the text of each line."""
+    status, owner = seen.status, seen.owner
+    if owner is None:
+        yield from (("", line) for line in describe_ended(seen.path).splitlines())
+        yield from _evaluations(status)
+        yield from _places(seen)
+        if status is not None and status.state == "done" and (seen.path / FINAL_NAME).is_dir():
+            yield "model", str(seen.path / FINAL_NAME)
+    elif status is None:
+        yield "starting", owner.text
+    else:
+        yield from _living_lines(seen, status, owner)
+
+
+def _living_lines(seen: SeenRun, status: RunStatus, owner: LockHolder) -> Iterator[tuple[str, str]]:
+    yield status.state, _progress(status)
+    if silence := _silence(status):
+        yield "silent", silence
+    yield from _evaluations(status)
+    if status.metrics is not None and any(status.metrics.tier_used_bytes.values()):
+        yield "memory", _memory(status.metrics)
+        for number, each in enumerate(status.metrics.ranks):
+            yield f"rank {number}", format_rank(each)
+    if seen.saved_step is not None:
+        when = f", {format_age(status.checkpoint_at)} ago" if status.checkpoint_at is not None else ""
+        yield "saved", f"step {seen.saved_step}{when}"
+    yield from _places(seen)
+    yield "process", f"{owner.pid} on {owner.host}, last wrote {format_age(status.updated_at)} ago"
+    if status.message:
+        yield "message", status.message
+
+
+def _silence(status: RunStatus) -> str:
+    """Return a text with the likely reason if a run has not updated its status for some time, or ""."""
+    seconds = seconds_since(status.updated_at)
+    if seconds is None or seconds < SILENT_S:
+        return ""
+    pace = ""
+    if status.metrics is not None:
+        pace = f"; a step usually takes {max(status.metrics.mean_step_s, status.metrics.step_s):.3g} s"
+    return (
+        f"no status for {format_seconds(seconds)}, although the run writes one every second{pace}. A drive may be "
+        "full, or the process suspended: see the output of the run"
+    )
+
+
+def _places(seen: SeenRun) -> Iterator[tuple[str, str]]:
+    """Yield a line for each drive with parts of checkpoints, and a line for the copies in output_dir."""
+    for path, nbytes in seen.drive_bytes.items():
+        yield "drive", f"{format_size(nbytes)} of the checkpoints are in {path}: deleting this folder destroys them"
+    if seen.copied_steps:
+        steps = ", ".join(map(str, seen.copied_steps))
+        yield "copies", f"step{'s' if len(seen.copied_steps) > 1 else ''} {steps}, complete in output_dir"
+
+
+def _evaluations(status: RunStatus | None) -> Iterator[tuple[str, str]]:
+    """Yield a line for each evaluation set. The status has non-finite figures as text, so convert them to float."""
+    for name, each in (status.evaluations if status is not None else {}).items():
+        quality = f"perplexity {float(each['perplexity']):.2f}"
+        if each.get("preferences"):
+            quality = format_preferences({key: float(value) for key, value in each["preferences"].items()})
+        yield "eval", f"{name}: loss {float(each['loss']):.4f}, {quality} at step {each['step']}"
+
+
+def _progress(status: RunStatus) -> str:
+    if not status.max_steps:
+        return status.run_name
+    parts = [f"step {status.step}/{status.max_steps} {100.0 * status.step / status.max_steps:.1f}%"]
+    if (metrics := status.metrics) is not None:
+        parts += [
+            f"loss {metrics.loss:z.4f}",
+            f"gnorm {metrics.grad_norm:.2f}",
+            f"lr {metrics.lr:.1e}",
+            f"{metrics.real_tokens_per_s:,.0f} tok/s",
+        ]
+        parts += [f"eta {format_seconds(metrics.eta_s)}"] if status.state != "paused" else []
+    return " | ".join(parts)
+
+
+def _memory(metrics: StepMetrics) -> str:
+    limits = metrics.tier_capacity_bytes
+    tiers = [format_tiers({tier: nbytes}, limits) for tier, nbytes in metrics.tier_used_bytes.items() if nbytes]
+    return "  ".join([*tiers, f"process {format_size(metrics.rss_bytes)}"])
+
+
+def run_to_json(seen: SeenRun) -> dict[str, Any]:
+    """Return the state of a run as JSON values."""
+    return {
+        "path": str(seen.path.resolve()),
+        "running": seen.owner is not None,
+        "owner": None if seen.owner is None else seen.owner.text,
+        "saved_step": seen.saved_step,
+        "checkpoint_bytes_on_drives": {str(path): nbytes for path, nbytes in seen.drive_bytes.items()},
+        "copied_steps": seen.copied_steps,
+        "lost_steps": seen.lost_steps,
+        "status": None if seen.status is None else seen.status.to_json(),
+    }
