@@ -168,7 +168,7 @@ def _fields(info: Checkpoint) -> dict[str, Any]:
 
 
 def _chosen(run: Path, step: int | None, generation: int | None) -> list[Checkpoint]:
-    """Return the checkpoints to remove: all of them if both ``step`` and ``generation`` are None."""
+    """Return the checkpoints to remove. If ``step`` and ``generation`` are None, return all checkpoints."""
     from megatrain.checkpoint.catalog import find_checkpoint, list_checkpoints
 
     infos = list_checkpoints(run)
@@ -187,7 +187,7 @@ def _chosen(run: Path, step: int | None, generation: int | None) -> list[Checkpo
 
 
 def _check_that_one_stays(run: Path, chosen: list[Checkpoint]) -> None:
-    """Raise an error, before the first removal, if the last usable checkpoint and its copies are all chosen."""
+    """Raise an error if all usable checkpoints are chosen, before the first one is removed."""
     from megatrain.checkpoint.catalog import list_checkpoints
 
     usable = [info for info in list_checkpoints(run) if info.problem is None]

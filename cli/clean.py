@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 @click.option(
     "--generations",
     type=click.Choice(["forgotten", "all"]),
-    help="Also remove data of checkpoints that their checkpoint folder no longer lists. forgotten: only if that "
-    "folder exists; all: also if it is missing, which can mean that it was moved or its drive is not mounted.",
+    help="Also remove checkpoint data that the run's checkpoint folder no longer lists. forgotten: only if that "
+    "folder exists; all: also if it is missing, for example because it was moved or its drive is not mounted.",
 )
 @json_option
 def command(paths: tuple[Path, ...], yes: bool, generations: str | None, as_json: bool) -> int:
@@ -62,7 +62,7 @@ def command(paths: tuple[Path, ...], yes: bool, generations: str | None, as_json
 
 
 def _remove(removable: list[Leftovers], doomed: list[Orphan]) -> tuple[list[Path], list[str]]:
-    """Remove leftovers and orphans; return the cleaned folders, and the reasons for each failure."""
+    """Remove leftovers and orphans. Return the cleaned folders, and a message for each failure."""
     from tiered.errors import LockedError
     from tiered.ext import remove_leftovers, remove_orphan
 

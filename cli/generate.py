@@ -73,7 +73,7 @@ _BATCH = tuple(
     "--micro-batch-size",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Number of prompts of one forward, padded to the same length. Default: at most 8.",
+    help="Number of prompts in one forward pass, padded to the same length. Default: at most 8.",
 )
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key, e.g. tiers.ram.size=8GiB."
@@ -96,11 +96,11 @@ def command(
 ) -> int:
     """Continue prompts with a model that need not fit in memory.
 
-    The tokens equal the tokens of transformers. Each weight is read once per token of a batch, from the model's folder
-    if it does not fit in RAM. The KV cache is in the tiers.
+    Generates the same tokens as transformers. Reads each weight once per token of a batch, from the model's folder if
+    the weight does not fit in RAM. Stores the KV cache in the tiers.
 
-    CONFIG uses the initial model of a run; only the config's model, tiers and precision apply. FOLDER uses the trained
-    model in the output_dir of a run or in an exported folder. An adapter runs with its base model.
+    With CONFIG, uses the initial model of a run, and only the tables for model, tiers and precision. With FOLDER, uses
+    the trained model in the output_dir of a run or in an exported folder. An adapter runs with its base model.
     """
     if out is not None and out.suffix not in (".jsonl", ".parquet"):
         raise click.UsageError(f"--out {out}: the file name must end with .jsonl or .parquet")

@@ -63,7 +63,7 @@ class TaskChoice(click.Choice):  # type: ignore[type-arg]
     "--example",
     "is_example",
     is_flag=True,
-    help=f"Write a small run with all it needs, model and text too, into the folder PATH, default {_EXAMPLE_FOLDER}.",
+    help=f"Write a small example, with its model and text, into the folder PATH. Default: {_EXAMPLE_FOLDER}.",
 )
 @json_option
 def command(
@@ -78,7 +78,7 @@ def command(
     """Write a commented starter config for this machine.
 
     PATH is the new file, or a folder for it. Default: run.toml. Overwrites nothing. Also writes the JSON Schema, with
-    which editors complete and check the file. Names the columns of the first rows if the data is on this machine.
+    which editors complete and check the file. If the data is on this machine, fills in the columns of its first rows.
     """
     if is_example:
         if has_lora or any(given is not None for given in (task, model, data)):
@@ -116,7 +116,7 @@ def command(
 
 
 def _new_file(path: Path) -> Path:
-    """Return the file to write, which is in PATH if that is a folder. Refuse an existing file and a bad folder."""
+    """Return the file to write. Refuse an existing file, and a folder that is missing or not writable."""
     path = path / _NAME if path.is_dir() else path
     if path.exists():
         raise RunFailedError(f"{path}: already exists; nothing was written. Name another file", EXIT_CONFIG)

@@ -293,7 +293,7 @@ class CommandGroup(Subcommands):
 
 
 def _advised(error: click.NoSuchOption) -> click.UsageError:
-    """Explain how to set a config key that was written as an option, and drop suggestions that are not similar."""
+    """Explain how to set a config key that was written as an option. Drop suggestions that are not similar."""
     command = "" if error.ctx is None else str(error.ctx.info_name)
     replacement = _REMOVED_OPTIONS.get((command, error.option_name))
     if replacement is not None:
@@ -324,8 +324,8 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
 def _let_gpu_memory_grow() -> None:
     """Set torch's CUDA allocator to expandable segments, unless the user configured the allocator.
 
-    Next to a tier that fills the GPU, layers allocate and free large blocks of many sizes. With segments of fixed size,
-    memory would be lost to fragmentation. torch reads the variable when CUDA is first used.
+    In addition to a tier that fills the GPU, layers allocate and free large blocks of many sizes. Segments of fixed
+    size would become fragmented. torch reads the variable when CUDA is first used.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -342,7 +342,7 @@ def _let_gpu_memory_grow() -> None:
 def command_group() -> None:
     """Train language models that do not fit in memory.
 
-    Weights, gradients and optimizer state are in GPU memory, in RAM and on NVMe drives, and move by schedule.
+    Weights, gradients and optimizer state are stored in GPU memory, in RAM and on NVMe drives, and move on a schedule.
     """
 
 

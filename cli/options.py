@@ -72,7 +72,7 @@ def writable_folder() -> Path:
 
 @contextmanager
 def records_of(run: Path) -> Iterator[None]:
-    """Convert errors of a damaged record of a run, which a user may have edited, to an error with the run's folder."""
+    """Convert errors that a damaged record causes to an error that names the run. Users may have edited the record."""
     try:
         yield
     except Exception as error:  # A malformed record can cause any exception.

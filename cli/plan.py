@@ -67,7 +67,9 @@ def _list_machines(ctx: click.Context, param: click.Parameter, value: str | None
     is_flag=True,
     help="Simulate a step at the rates of `doctor`, and show its seconds and stalls.",
 )
-@click.option("--count-steps", is_flag=True, help="Read the data to count the steps of a run that is set in epochs.")
+@click.option(
+    "--count-steps", is_flag=True, help="Read the data to count the steps of a run whose length is set in epochs."
+)
 def command(
     source: ConfigSource,
     as_json: bool,

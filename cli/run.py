@@ -67,9 +67,9 @@ def command(
 ) -> int:
     """Train, and write a Hugging Face folder at the end.
 
-    Continues from the newest checkpoint in output_dir. Ctrl-C, SIGTERM or a closed terminal (SIGHUP) makes the run save
-    after the current step and end with exit code 75; the same command continues. If the terminal closes or the pipe
-    breaks, output continues in output_dir/run.log.
+    Continues from the newest checkpoint in output_dir. After Ctrl-C, SIGTERM or a closed terminal (SIGHUP), the run
+    finishes its current step, saves, and ends with exit code 75; the same command continues it. If the terminal closes
+    or the pipe breaks, output continues in output_dir/run.log.
     """
     short = {
         "training.max_steps": max_steps,

@@ -80,8 +80,8 @@ def echo_wrapped(text: str, *, indent: int = 2) -> None:
 class Spinner:
     """A line on stderr with the current activity and its seconds. A context manager that clears the line.
 
-    It imports nothing heavy. The cursor stays visible, so a killed process leaves nothing to restore. If stderr is not
-    a terminal, each activity after the first second of the command prints one line.
+    This class imports nothing heavy. The cursor stays visible, so a killed process leaves nothing to restore. If stderr
+    is not a terminal, each activity after the first second of the command prints one line.
 
     Args:
         is_shown: whether to draw or print anything.
@@ -183,7 +183,7 @@ def shown(text: str) -> str:
     """Escape control characters in names, rows and messages, so that the terminal does not execute them.
 
     An untrusted file name or row can contain sequences that clear the screen, rename the window, type, or hide text.
-    Colors stay, and this program's sequences at the start of a write.
+    Colors, and this program's own sequences at the start of a write, are not escaped.
     """
     if not _OBEYED.search(text):
         return text
@@ -270,9 +270,9 @@ def without_collector() -> Iterator[None]:
 class RunOutput:
     """Replaces ``sys.stdout`` and ``sys.stderr`` during the ``with`` block, if they are files.
 
-    If a write fails because the terminal is closed or the pipe is broken, this output and all later output goes to a
-    log file, without an error. The file descriptors are redirected, so that output of libraries also goes there. Output
-    before the log file is known is kept until then.
+    If a write fails because the terminal is closed or the pipe is broken, this text and all later output goes to a log
+    file, without an error. The file descriptors are redirected, so the output of libraries also goes there. Until the
+    log file is known, output is kept in memory.
 
     Attributes:
         is_lost: whether a terminal or pipe is gone permanently.
@@ -369,9 +369,8 @@ class _Stream(io.TextIOBase):
         self._encoding = stream.encoding or "utf-8"
         self._output = output
         self._waiting: list[str] = []
-        self._adding = (
-            threading.Lock()
-        )  # Not held during writes, because a stopped terminal (Ctrl-S) must not block other threads.
+        # Not held during writes, because a stopped terminal (Ctrl-S) must not block other threads.
+        self._adding = threading.Lock()
         self.is_turned = self.is_gone_by_error = False
 
     @property

@@ -26,6 +26,7 @@ from megatrain.data.rows_report import DataError
 from megatrain.machine.files import machine_names
 from megatrain.plan.limits import Objection
 from megatrain.plan.process import ProcessMemory
+from megatrain.ranks.group import RankGroup
 from tiered import CapacityError, GiB, MiB
 from tiered.durable.manifest import Manifest, write_manifest
 
@@ -194,6 +195,51 @@ def test_dry_run_does_not_train(call: Callable[..., Result], config: Path, train
     assert result.exit_code == 0
     assert not trainer["trained"]
     assert "fits." in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "code", "is_trained"),
+    [
+        ({}, {}, 0, True),
+        ({}, {"dry_run": True}, 0, False),
+        ({"plan": SomePlan(fits=False)}, {}, 3, False),
+        ({"plan": SomePlan(fits=False)}, {"dry_run": True}, 3, False),
+        ({"plan": SomePlan(objections=(Objection("tiers.ram", "no", "go", "place"),))}, {"dry_run": True}, 2, False),
+        ({"plan": SomePlan(objections=(Objection("tiers.ram", "no", "go", "size"),))}, {"dry_run": True}, 3, False),
+        ({"summary": replace(SUMMARY, interrupted=True)}, {}, 1, True),
+        ({"summary": replace(SUMMARY, interrupted=True, saved_step=2)}, {"as_json": True}, 75, True),
+        ({"error": KeyboardInterrupt()}, {}, 1, True),
+    ],
+)
+def test_a_session_maps_its_options_to_an_exit_code(
+    cli_module: CliModule,
+    config: Path,
+    trainer: dict[str, Any],
+    change: dict[str, Any],
+    options: dict[str, bool],
+    code: int,
+    is_trained: bool,
+) -> None:
+    session, terminal, shared = cli_module("session"), cli_module("terminal"), cli_module("options")
+    trainer |= change
+    given = shared.RunOptions(shared.ConfigSource(config), **options)
+    output, spinner = terminal.RunOutput(), terminal.Spinner("reading", is_shown=False)
+    one = session.Session(given, given.source.read(), RankGroup.single(), output, spinner)
+    try:
+        found = session.run(one)
+    except cli_module("main").RunFailedError as error:
+        found = error.exit_code
+    assert (found, trainer["trained"]) == (code, is_trained)
+
+
+def test_options_of_a_run_reach_its_processes(cli_module: CliModule) -> None:
+    """A dry run starts no processes, so the words lack it."""
+    shared = cli_module("options")
+    source = shared.ConfigSource(Path("a.toml"), (Path("b.toml"),), ("seed=1", "lr=2"))
+    options = shared.RunOptions(source, dry_run=True, allow_config_change=True, as_json=True)
+    words = "a.toml -c b.toml --set seed=1 --set lr=2 --allow-config-change --json"
+    assert options.words == words.split()
+    assert shared.RunOptions(shared.ConfigSource(Path("a.toml"))).words == ["a.toml"]
 
 
 def test_progress_none_is_silent_after_the_plan(
