@@ -39,8 +39,7 @@ from bench.models import write_llama
 from bench.rank_sides import RankSteps, run_world
 from bench.sides import run_config, with_tight_ram
 from megatrain.config.schema import RunConfig
-from megatrain.machine.files import find_machine
-from megatrain.machine.target import PlannedMachine
+from megatrain.machine.planned_machine import PlannedMachine, find_machine
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.shortfall import DoesNotFitError

@@ -118,13 +118,13 @@ def stats_command(source: ConfigSource, as_json: bool) -> int:
     from megatrain.converters.packed_rows import settle_packing_of
     from megatrain.data.encoding import load_tokenizer
     from megatrain.data.preview import dataset_stats
-    from megatrain.machine.machine import resolve_device
+    from megatrain.machine.this_machine import THIS_MACHINE
     from megatrain.training.resolve import resolve_batch, resolve_data, resolve_model
 
     model, data = resolve_model(loaded.config), resolve_data(loaded.config)
     # Do not resolve "cuda", so that the command also works on a machine without a GPU.
     device = loaded.config.device
-    batch = resolve_batch(loaded.config, device if device == "cuda" else resolve_device(device).type)
+    batch = resolve_batch(loaded.config, device if device == "cuda" else THIS_MACHINE.resolve_device(device).type)
     packing, warning = settle_packing_of(model, data.table.packing, is_default=data.has_default_packing)
     data = data.with_keys(packing=packing)
     if warning:

@@ -94,15 +94,14 @@ def command(
         spinner.say("importing torch")
         with without_collector():
             from megatrain.base.observer import RunObserver
-            from megatrain.machine.files import find_machine
+            from megatrain.machine.planned_machine import find_machine
             from megatrain.plan.measure import timed
             from megatrain.plan.planner import plan_run
             from megatrain.training.open_run import inspect_weights
             from megatrain.training.resolve import resolve, resolve_evaluation
             from megatrain.training.trainer import Trainer
 
-        machine = None if machine_name is None else find_machine(machine_name)
-        run = resolve(loaded.config, machine)
+        run = resolve(loaded.config) if machine_name is None else resolve(loaded.config, find_machine(machine_name))
         if size > 1:
             run = run.as_fullest_rank(size, hosts)
         if measure:
@@ -110,7 +109,7 @@ def command(
             _measure_machine(run)
         spinner.say("reading the model and planning")
         with without_collector():
-            planned = None if machine is None and size == 1 else plan_run(run)
+            planned = None if machine_name is None and size == 1 else plan_run(run)
             trainer = Trainer(loaded.config, observer=RunObserver(), plan=planned)
         plan = timed(trainer.plan, _say_measured, _warn) if measure else trainer.plan
         passthrough, refusal = inspect_weights(plan)

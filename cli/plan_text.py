@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatrain.machine.planned_machine import PlannedMachine
 from megatrain.plan import process, show
 from tiered.units import GiB, MiB, format_size
 
@@ -79,10 +80,10 @@ def _print_verdict(console: Console, plan: Plan, problem: str) -> None:
     elif problem:
         console.print(Text("fits the tiers, but `run` would refuse it here.", style="red"))
     elif any(each.refuses for each in plan.objections):
-        there = "this machine: `run` would refuse it here." if machine is None else f"{machine.name}."
+        there = f"{machine.name}: `run` would refuse it here." if machine.is_here else f"{machine.name}."
         console.print(Text(f"fits, but not on {there}", style="red"), soft_wrap=True)
     else:
-        where = "." if machine is None else f" on {machine.name} (predicted)."
+        where = "." if machine.is_here else f" on {machine.name} (predicted)."
         console.print(Text(f"fits{where}", style="green"))
 
 
@@ -106,7 +107,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     return {
         "headline": show.headline(plan),
         "fits": plan.fits,
-        "machine": None if machine is None else {"name": machine.name, "title": machine.title},
+        "machine": {"name": machine.name, "title": machine.file.title} if isinstance(machine, PlannedMachine) else None,
         "rows": [{"kind": kind, "bytes": dict(sizes), "note": note} for kind, sizes, note in show.table_rows(plan)],
         "totals": dict(plan.totals),
         "process_bytes": memory.total_bytes,

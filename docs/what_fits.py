@@ -37,10 +37,9 @@ from megatrain.machine.files import (  # noqa: E402
     Flops,
     MachineFile,
     Updates,
-    find_machine,
     read_machine,
 )
-from megatrain.machine.target import PlannedMachine  # noqa: E402
+from megatrain.machine.planned_machine import PlannedMachine, find_machine  # noqa: E402
 from megatrain.plan.costs import DeviceCosts  # noqa: E402
 from megatrain.plan.estimate import work_of_phases  # noqa: E402
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, Plan  # noqa: E402
@@ -275,7 +274,7 @@ def row_of(case: Case) -> Row:
         estimate.bound_by or "",
         estimate.crossing_tokens,
         sum((estimate.written_bytes or {}).values()),
-        sum(drive.max_written_bytes or 0 for drive in machine.drives),
+        sum(drive.endurance.nbytes if drive.endurance else 0 for _, drive in machine.drives),
         case.is_split,
         flops.hardware / flops.model if flops.model else 0.0,
         products_s / estimate.step_s,

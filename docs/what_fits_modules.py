@@ -26,8 +26,7 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 from megatrain.embed.partition import UnitPart, partition  # noqa: E402
-from megatrain.machine.files import find_machine  # noqa: E402
-from megatrain.machine.target import PlannedMachine  # noqa: E402
+from megatrain.machine.planned_machine import PlannedMachine, find_machine  # noqa: E402
 from tiered.units import GiB  # noqa: E402
 
 MACHINES = ("laptop-32gb", "rtx4090-128gb", "rtx-pro-6000-256gb", "h200-1.5tb")
@@ -146,10 +145,10 @@ def _gib(nbytes: float) -> str:
 
 def cell(needs: Needs, machine: PlannedMachine) -> str:
     """Return the table cell that says where a module fits on a machine."""
-    if machine.gpu_bytes is not None and needs.gpu > machine.gpu_bytes:
+    if machine.file.gpu is not None and needs.gpu > machine.file.gpu.memory.nbytes:
         return "GPU too small"
-    drive_bytes = int(sum(drive.total_bytes for drive in machine.drives) * DRIVE_SHARE)
-    place = needs.on(int(machine.free_ram_bytes * RAM_SHARE), drive_bytes)
+    drive_bytes = int(sum(drive.size.nbytes for _, drive in machine.drives) * DRIVE_SHARE)
+    place = needs.on(int(machine.ram.free * RAM_SHARE), drive_bytes)
     if place is None:
         return "does not fit"
     in_ram, on_drive = place

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from megatrain.config.resolved import resolved_values as resolved_values
     from megatrain.data.loader import StepBatch as StepBatch
     from megatrain.engine.weight_gradients import GradientAccumulator as GradientAccumulator
+    from megatrain.machine.cgroups import available_ram_bytes as available_ram_bytes
+    from megatrain.machine.cgroups import total_ram_bytes as total_ram_bytes
     from megatrain.machine.file_systems import FileSystem as FileSystem
     from megatrain.machine.file_systems import Nature as Nature
     from megatrain.machine.file_systems import existing_parent as existing_parent
     from megatrain.machine.file_systems import file_system_of as file_system_of
     from megatrain.machine.files import machine_toml as machine_toml
-    from megatrain.machine.machine import available_ram_bytes as available_ram_bytes
-    from megatrain.machine.machine import resolve_compute_dtype as resolve_compute_dtype
-    from megatrain.machine.machine import resolve_device as resolve_device
-    from megatrain.machine.machine import total_ram_bytes as total_ram_bytes
     from megatrain.machine.profiles import DriveProfile as DriveProfile
     from megatrain.machine.profiles import GpuProfile as GpuProfile
     from megatrain.machine.profiles import MachineProfile as MachineProfile
     from megatrain.machine.profiles import cpu_name as cpu_name
+    from megatrain.machine.resources import resolve_compute_dtype as resolve_compute_dtype
+    from megatrain.machine.this_machine import THIS_MACHINE as THIS_MACHINE
     from megatrain.models.folder import ModelFolder as ModelFolder
     from megatrain.models.folder import read_config as read_config
     from megatrain.models.small import no_progress_bars as no_progress_bars

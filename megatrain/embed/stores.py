@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatrain.base.drive_readme import write_readme
 from megatrain.base.sizes import Size as ConfigSize
-from megatrain.machine.machine import available_ram_bytes, total_ram_bytes
+from megatrain.machine.cgroups import available_ram_bytes, total_ram_bytes
 from tiered import CopyState, GpuTier, NvmeTier, RamTier, Tier, TieredStore
 from tiered.errors import CapacityError, LeaseError
 from tiered.units import GiB, KiB, MiB, format_size

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain.api import (
+    THIS_MACHINE,
     DoesNotFitError,
     ModelFolder,
     OptimizerConfig,
@@ -25,7 +26,6 @@ from megatrain.api import (
     read_config,
     resolve,
     resolve_compute_dtype,
-    resolve_device,
     resolve_model,
     resolve_tiers,
     write_small_model,
@@ -161,7 +161,7 @@ class _Comparison:
         self._attention = "sdpa" if attention == "flash_attention_2" else attention
         original = None if config is None else read_config(resolve_model(given).folder)
         self._small = write_small_model(original, folder, attn_implementation=self._attention, seed=given.seed)
-        self._device = resolve_device(given.device)
+        self._device = THIS_MACHINE.resolve_device(given.device)
         dtype = resolve_compute_dtype(given.precision.compute_dtype, self._device)
         self._precision = (str(dtype).removeprefix("torch."), given.precision.grad_dtype)
         origin = f" (a scaled-down copy of {Path(given.model.model_name_or_path).name})" if config else ""

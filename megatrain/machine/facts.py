@@ -10,13 +10,7 @@ import psutil
 
 from megatrain.base.facts import Drive, MachineFacts
 from megatrain.machine.file_systems import FileSystem, disk_usage, file_system_of
-from megatrain.machine.machine import (
-    gpu_capacity_bytes,
-    ram_capacity_bytes,
-    resolve_device,
-    total_ram_bytes,
-)
-from megatrain.machine.target import TierSpecs
+from megatrain.machine.resources import TierSpecs
 from tiered.units import GiB
 
 #: Folder on a drive for training state and its checkpoints.
@@ -34,19 +28,19 @@ def machine_facts(folder: Path, tiers: TierSpecs) -> MachineFacts:
         folder: Folder in which the config will be. The folder's drive comes first, with a path relative to the folder.
         tiers: Resources with the size "auto".
     """
-    device = resolve_device("auto")
+    device = tiers.machine.resolve_device("auto")
     return MachineFacts(
-        ram_bytes=total_ram_bytes(),
-        free_ram_bytes=ram_capacity_bytes(tiers),
-        gpu_bytes=gpu_capacity_bytes(tiers, device) if device.type == "cuda" else None,
+        ram_bytes=tiers.machine.ram.total,
+        free_ram_bytes=tiers.ram_capacity_bytes(),
+        gpu_bytes=tiers.gpu_capacity_bytes(device) if device.type == "cuda" else None,
         drives=tuple(_drives(folder)),
     )
 
 
 def _drives(folder: Path) -> Iterator[Drive]:
     """Yield the drive of ``folder``, then the other writable drives, ordered by free space."""
-    own = file_system_of(folder)
-    yield Drive(_FOLDER, _free(folder), own.kind, _objection(own, _free(folder)))
+    own, free = file_system_of(folder), disk_usage(folder).free
+    yield Drive(_FOLDER, free, own.kind, _objection(own, free))
     found: list[Drive] = []
     seen = {own.device}
     for partition in psutil.disk_partitions(all=False):
@@ -55,16 +49,13 @@ def _drives(folder: Path) -> Iterator[Drive]:
         if not is_writable or not point.is_dir() or partition.fstype in _NOT_FOR_DATA:
             continue
         file_system = file_system_of(point)
-        if file_system.device in seen or _free(point) < _LEAST_FREE_BYTES:
+        free = disk_usage(point).free
+        if file_system.device in seen or free < _LEAST_FREE_BYTES:
             continue
         seen.add(file_system.device)
-        objection = _objection(file_system, _free(point))
-        found.append(Drive(str(point / "megatrain-tier" / _FOLDER), _free(point), file_system.kind, objection))
+        path, objection = str(point / "megatrain-tier" / _FOLDER), _objection(file_system, free)
+        found.append(Drive(path, free, file_system.kind, objection))
     yield from sorted(found, key=lambda drive: (bool(drive.objection), -drive.free_bytes))
-
-
-def _free(path: Path) -> int:
-    return disk_usage(path).free
 
 
 def _objection(file_system: FileSystem, free_bytes: int) -> str:

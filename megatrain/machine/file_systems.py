@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from tiered.ext import mount_of, read_owner, read_store_id, reusable_bytes, snapshot_folders, statuses_below, unescape
+from tiered.units import format_size
 
 #: Location of a file system's bytes: a drive, RAM, another machine, a FUSE program, or a container's layers.
 Nature = Literal["drive", "memory", "network", "program", "layers"]
@@ -117,19 +118,22 @@ def file_system_number(path: Path) -> int:
             return existing_parent(path).stat().st_dev
 
 
-class DiskUsage(NamedTuple):
-    """Total and free bytes of a file system."""
+class Space(NamedTuple):
+    """Total and free bytes of a memory or a file system."""
 
     total: int
     free: int
 
+    def __str__(self) -> str:
+        return format_size(self.total) + (f" ({format_size(self.free)} free now)" if self.free < self.total else "")
 
-def disk_usage(path: Path) -> DiskUsage:
+
+def disk_usage(path: Path) -> Space:
     """Return the total and free bytes of the file system of a path. The path need not exist."""
     while True:
         with contextlib.suppress(FileNotFoundError):  # as above
             usage = shutil.disk_usage(existing_parent(path))
-            return DiskUsage(usage.total, usage.free)
+            return Space(usage.total, usage.free)
 
 
 def own_drive_bytes(path: Path, checkpoints: Path) -> int:

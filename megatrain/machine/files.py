@@ -1,4 +1,4 @@
-"""Machine files in TOML. A file has one machine's figures and their origins, to plan its runs on another machine.
+"""The format of machine files. A TOML file has one machine's figures and their origins, to plan its runs elsewhere.
 
 The package contains files for common machines (``megatrain/machine/machines``). ``doctor --save-profile`` writes a
 file. A figure is a table. ``is`` is the value with its unit. Exactly one key states the origin: ``source`` (a
@@ -11,26 +11,22 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from megatrain.base.sizes import parse_rate
-from megatrain.machine.machine import is_one_memory
-from megatrain.machine.profiles import DriveProfile, GpuProfile, MachineProfile
-from megatrain.machine.target import PlannedDrive, PlannedMachine
+from megatrain.machine.profiles import MachineProfile
+from megatrain.machine.this_machine import THIS_MACHINE
 from tiered.units import GB, GiB, parse_size
 
-__all__ = ["Figure", "MachineFile", "MachineFileError", "find_machine", "machine_names", "machine_toml", "read_machine"]
+__all__ = ["Figure", "MachineFile", "MachineFileError", "machine_names", "machine_toml", "read_machine"]
 
 FORMAT = "megatrain-tier machine 1"
 _FOLDER = Path(__file__).with_name("machines")
 _PREFIXES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _COUNTED = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kMGTP]?)([A-Za-z]+)/s")
-#: Placeholder, because profiles need the date of a measurement and planned machines have none.
-_NO_DAY = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class MachineFileError(Exception):
@@ -82,6 +78,11 @@ class ByteFigure(Figure):
     """A number of bytes, written with a unit."""
 
     value: Annotated[float, BeforeValidator(_size), Field(alias="is", gt=0)]
+
+    @property
+    def nbytes(self) -> int:
+        """Whole bytes."""
+        return int(self.value)
 
 
 class Bandwidth(Figure):
@@ -207,15 +208,6 @@ def machine_names() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 
-def find_machine(name: str) -> PlannedMachine:
-    """Return a machine, given its name or the path of its file.
-
-    Raises:
-        MachineFileError: The machine does not exist, or its file cannot be used.
-    """
-    return planned_machine(*read_machine(name))
-
-
 def read_machine(name: str) -> tuple[str, MachineFile]:
     """Return a machine's name and figures.
 
@@ -259,85 +251,6 @@ def _first_problem(error: ValidationError) -> str:
     return f"{place}: {what}{more}" if place else f"{what}{more}"
 
 
-def planned_machine(name: str, file: MachineFile) -> PlannedMachine:
-    """Return a machine in the form that the planner uses."""
-    gpu, cpu, ram = file.gpu, file.cpu, file.ram
-
-    def by_device(prefix: str = "") -> dict[str, float]:
-        """Return one kind of rate for the CPU and the GPU."""
-        return {
-            f"{device}/{dtype}": figure.value
-            for device, table in (("cpu", cpu), ("cuda", gpu))
-            for dtype in ("bfloat16", "float32")
-            if (figure := getattr(table, prefix + dtype, None)) is not None
-        }
-
-    drives = [
-        (PlannedDrive(f"{table.name} {number}", table.name, int(table.size.value), _endurance(table)), table)
-        for table in file.drives
-        for number in range(table.count)
-    ]
-    profile = MachineProfile(
-        host=name,
-        cpu=cpu.name,
-        ram_bytes=int(ram.size.value),
-        measured_at=_NO_DAY,
-        is_quick=False,
-        num_threads=cpu.cores.value,
-        ram_update_bytes_per_s=ram.update.value,
-        adamw_params_per_s={"bfloat16": cpu.adamw_bfloat16.value, "float32": cpu.adamw_float32.value},
-        matmul_flops_per_s=by_device(),
-        attention_flops_per_s=by_device("attention_"),
-        elementwise_bytes_per_s=by_device("elementwise_"),
-        launches_per_s=None if cpu.launches is None else cpu.launches.value,
-        gpu=None
-        if gpu is None
-        else GpuProfile(
-            name=gpu.name,
-            memory_bytes=int(gpu.memory.value),
-            h2d_bytes_per_s=gpu.from_ram.value,
-            d2h_bytes_per_s=gpu.to_ram.value,
-            update_bytes_per_s=None if gpu.update is None else gpu.update.value,
-            peer_bytes_per_s=None if gpu.peer is None else gpu.peer.value,
-            network_bytes_per_s=None if gpu.network is None else gpu.network.value,
-        ),
-        drives={drive.key: _drive_profile(table) for drive, table in drives},
-    )
-    origins = [figure for _, figure in file.figures()]
-    return PlannedMachine(
-        name=name,
-        title=file.title,
-        note=file.note,
-        ram_bytes=int(ram.size.value),
-        free_ram_bytes=max(0, int(ram.size.value - ram.in_use.value)),
-        gpu_bytes=None if gpu is None else int(gpu.memory.value),
-        num_gpus=0 if gpu is None else gpu.count,
-        unified_bytes=None if file.unified_memory is None else int(file.unified_memory.value),
-        drives=tuple(drive for drive, _ in drives),
-        profile=profile,
-        num_published=sum(figure.source is not None for figure in origins),
-        num_estimated=sum(figure.estimate is not None for figure in origins),
-    )
-
-
-def _endurance(table: DriveTable) -> int | None:
-    return None if table.endurance is None else int(table.endurance.value)
-
-
-def _drive_profile(table: DriveTable) -> DriveProfile:
-    return DriveProfile(
-        path=table.name,
-        filesystem="unknown",
-        measured_at=_NO_DAY,
-        is_quick=False,
-        is_direct=True,
-        read_bytes_per_s=table.read.value,
-        write_bytes_per_s=table.write.value,
-        mixed_bytes_per_s=table.mixed.value,
-        sustained_write_bytes_per_s=None if table.sustained_write is None else table.sustained_write.value,
-    )
-
-
 def machine_toml(profile: MachineProfile, in_use_bytes: int, drive_sizes: Mapping[str, int]) -> str:
     """Return the TOML text of a machine that doctor measured.
 
@@ -375,7 +288,7 @@ def machine_toml(profile: MachineProfile, in_use_bytes: int, drive_sizes: Mappin
         f"title = {_quoted(f'{profile.host}: {profile.cpu}')}",
     ]
     gpu = profile.gpu
-    if gpu is not None and is_one_memory():
+    if gpu is not None and THIS_MACHINE.is_one_memory:
         lines.append(size("unified_memory", profile.ram_bytes))
     if gpu is not None:
         lines += ["", "[gpu]", f"name = {_quoted(gpu.name)}", size("memory", gpu.memory_bytes)]

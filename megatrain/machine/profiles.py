@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -155,12 +154,12 @@ def load_profile(path: Path | None = None) -> LoadedProfile:
     """Return this machine's profile. Never raises an error: ``note`` explains an unusable file."""
     path = profile_path() if path is None else path
     try:
-        machines = _read(path).machines
+        machines = _ProfileFile.model_validate_json(path.read_bytes()).machines
     except FileNotFoundError:
         return LoadedProfile(None)
     except (OSError, ValueError) as error:
         return LoadedProfile(None, f"{path} is not used: {_reason(error)}. `megatrain-tier doctor` writes a new one")
-    machine = machines.get(machine_key())
+    machine = machines.get(_key_of(platform.node(), cpu_name(), psutil.virtual_memory().total))
     if machine is None and machines:
         return LoadedProfile(None, f"{path} has no figures of this machine, only of {', '.join(sorted(machines))}")
     return LoadedProfile(machine)
@@ -176,7 +175,7 @@ def store_profile(machine: MachineProfile, path: Path | None = None) -> Path:
     """
     path = profile_path() if path is None else path
     try:
-        machines = dict(_read(path).machines)
+        machines = dict(_ProfileFile.model_validate_json(path.read_bytes()).machines)
     except (OSError, ValueError):
         machines = {}
     before = machines.get(machine.key)
@@ -197,21 +196,9 @@ def store_profile(machine: MachineProfile, path: Path | None = None) -> Path:
     return path
 
 
-def measured_drive_rates(paths: Sequence[Path], machine: MachineProfile | None) -> list[float] | None:
-    """Return the mixed rates of the paths' drives in bytes per second, or None unless all drives were measured."""
-    drives = [machine.drive_of(path) for path in paths] if machine is not None else []
-    rates = [drive.mixed_bytes_per_s for drive in drives if drive is not None]
-    return rates if rates and len(rates) == len(paths) else None
-
-
 def age_days(measured_at: datetime) -> float:
     """Return the age of a measurement in days, or 0 for a time in the future."""
     return max(0.0, (datetime.now(UTC) - measured_at).total_seconds() / 86400)
-
-
-def machine_key() -> str:
-    """Return the identifier of this machine: host name, processor and RAM."""
-    return _key_of(platform.node(), cpu_name(), psutil.virtual_memory().total)
 
 
 def cpu_name() -> str:
@@ -225,10 +212,6 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _read(path: Path) -> _ProfileFile:
-    return _ProfileFile.model_validate_json(path.read_bytes())
-
-
 def _reason(error: OSError | ValueError) -> str:
     if isinstance(error, OSError):
         return error.strerror or "it cannot be read"
@@ -240,4 +223,5 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def _key_of(host: str, cpu: str, ram_bytes: int) -> str:
+    """Return the identifier of a machine: host name, processor and RAM."""
     return f"{host}, {cpu}, {round(ram_bytes / GiB)} GiB"  # kernels report sizes that differ by some MiB

@@ -15,7 +15,6 @@ from megatrain.engine.program import DURABLE_KINDS, Phase, Tick, layouts_of_unit
 from megatrain.engine.work import NO_WORK, Work
 from megatrain.machine.file_systems import file_system_of
 from megatrain.machine.profiles import STALE_DAYS, DriveProfile, LoadedProfile, MachineProfile, age_days
-from megatrain.machine.target import drive_keys
 from megatrain.models.export import export_dtype
 from megatrain.models.folder import weight_file_bytes
 from megatrain.optim.average import WeightAverage
@@ -104,7 +103,7 @@ def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estima
         written_bytes=written,
         run_written_bytes=run,
         is_timed=is_timed,
-        occasions=tuple(_occasions(plan, shape, None if plan.run.tiers.machine else loaded.machine)),
+        occasions=tuple(_occasions(plan, shape, loaded.machine if plan.run.tiers.machine.is_here else None)),
     )
     if loaded.machine is None:
         notes = [f"times           not measured: {_ADVICE}", *_striping(shape), *loaded.ranks]
@@ -262,7 +261,7 @@ class _Costs:
     def __init__(self, plan: Plan, shape: StepShape, machine: MachineProfile) -> None:
         self._plan, self.shape, self._machine = plan, shape, machine
         self._on_gpu = plan.device.type == "cuda"
-        keys = drive_keys(shape.paths, plan.run.tiers.machine)
+        keys = plan.run.tiers.machine.drive_keys(shape.paths)
         self._keys = dict(zip(map(str, shape.paths), keys, strict=True))
         self._drives = {path: machine.drives.get(key) for path, key in self._keys.items()}
         dtype = str(plan.graph.dtype).removeprefix("torch.")
@@ -502,11 +501,8 @@ class _Costs:
             return self._nvme_s(num_ranks * read, num_ranks * written)
         if tier != FOLDER:
             return None
-        planned = self._plan.run.tiers.machine
-        if planned is None:
-            key = file_system_of(Path(self._plan.run.model.folder)).key
-        else:  # assume the planned machine's first drive
-            key = planned.drives[0].key if planned.drives else ""
+        run = self._plan.run
+        (key,) = run.tiers.machine.drive_keys([Path(run.model.folder)])
         drive = self._machine.drives.get(key)
         return None if drive is None else nvme_seconds(read, 0, drive)
 

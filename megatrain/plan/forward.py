@@ -24,8 +24,7 @@ from megatrain.engine.program import (
     reading_averages,
 )
 from megatrain.engine.workspace import step_workspace_bytes
-from megatrain.machine import machine
-from megatrain.machine.target import profile_of
+from megatrain.machine.resources import describe_library_memory
 from megatrain.models.graph import ModelGraph
 from megatrain.models.in_place import buffer_bytes
 from megatrain.optim.average import EMA
@@ -100,7 +99,7 @@ def _traced_forward(
         graph=graph,
         trace=trace,
         optimizer=make_optimizer(run.optimizer),
-        compute_tier=machine.compute_tier(run.tiers, run.device),
+        compute_tier=run.tiers.compute_tier(run.device),
         in_place=in_place,
         encodings=encodings,
         packing_warning=packing_warning,
@@ -139,7 +138,7 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
     workspace = step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches, run.traced_on)
     known = tier_budgets(run, workspace)
     known = with_workspace(known, score_bytes(run, top_k, width), "ram")
-    profile = profile_of(run.tiers)
+    profile = run.tiers.machine.rates()
     known = with_folder(known, program, buffer_bytes(model.in_place.values(), graph.dtype))
     known = with_residents(known, run, program, profile.machine if run.device.type == "cuda" else None)
     placement = require_fit(
@@ -151,9 +150,7 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
         program=program,
         placement=placement,
         budgets_by_tier=known,
-        library_memory=machine.describe_library_memory(
-            known[model.compute_tier].capacity_bytes, run.device, run.tiers.machine
-        ),
+        library_memory=describe_library_memory(run.tiers.machine, known[model.compute_tier].capacity_bytes, run.device),
     )
 
     def estimated(other: Plan) -> Plan:
@@ -210,7 +207,7 @@ def plan_generation(run: RunSpec) -> GenerationPlan:
     weights = frozen_program(graph, compute_tier=model.compute_tier, frozen=frozen)
     first, program = _generation_programs(weights, graph, trace, cache_nbytes, batch.num_micro_batches)
     known = tier_budgets(run, _generation_workspace_bytes(run, graph, trace, program))
-    profile = profile_of(run.tiers)
+    profile = run.tiers.machine.rates()
     known = with_folder(known, program, buffer_bytes(model.in_place.values(), graph.dtype))
     known = with_residents(known, run, program, profile.machine if run.device.type == "cuda" else None)
     placement = require_fit(PlacementSolver(program, list(known.values()), run.placement.homes).solve())

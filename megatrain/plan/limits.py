@@ -16,10 +16,11 @@ import torch
 
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.sizes import Size
-from megatrain.machine import file_systems, machine
-from megatrain.machine.file_systems import FileSystem, disk_of, file_system_of, missing_mount
+from megatrain.machine import file_systems
+from megatrain.machine.file_systems import FileSystem, Space, disk_of, file_system_of, missing_mount
+from megatrain.machine.planned_machine import PlannedMachine
+from megatrain.machine.resources import TierSpecs
 from megatrain.machine.table import NvmeTierConfig
-from megatrain.machine.target import PlannedMachine, TierSpecs
 from tiered.units import GiB, MiB, format_size
 
 __all__ = ["BeyondMachineError", "DrivePath", "Objection", "drive_paths", "find_objections", "refuse"]
@@ -110,52 +111,16 @@ def refuse(objections: Sequence[Objection]) -> None:
 def find_objections(
     tiers: TierSpecs, device: torch.device, needs: Mapping[str, int] | None = None
 ) -> tuple[Objection, ...]:
-    """Compare the needs of a run with this machine. Return objections that prevent the run first.
+    """Compare the needs of a run with its machine. Return objections that prevent the run first.
 
     Args:
         needs: Smallest capacity that the plan needs, by tier, or None without a plan.
     """
-    if tiers.machine is not None:
-        return tuple(_compare_planned_machine(tiers, tiers.machine, device))
-    paths = drive_paths(tiers.table.nvme)
-    found = [
-        *_compare_ram(tiers, needs or {}),
-        *_compare_gpu(tiers, device, needs or {}),
-        *_check_drive_sizes(paths),
-        *(each for path in paths for each in _check_place(path, allows_tmpfs=tiers.table.allow_tmpfs)),
-        *_check_same_disk(paths),
-    ]
+    machine, nvme = tiers.machine, tiers.table.nvme
+    needs = needs if needs is not None and machine.is_here else {}
+    on_drives = _compare_drives(nvme, machine) if isinstance(machine, PlannedMachine) else _check_drives(tiers)
+    found = [*_compare_ram(tiers, needs), *_compare_gpu(tiers, device, needs), *on_drives]
     return tuple(sorted(found, key=lambda each: not each.refuses))
-
-
-def _compare_planned_machine(tiers: TierSpecs, planned: PlannedMachine, device: torch.device) -> Iterator[Objection]:
-    """Compare the configured sizes with the planned machine."""
-    yield from _compare_memory(
-        {"tiers.ram.size": tiers.table.ram.size}
-        | ({"tiers.gpu.size": tiers.table.gpu.size} if tiers.emulates_gpu else {}),
-        0,
-        planned.ram_bytes,
-        planned.free_ram_bytes,
-        f"{planned.name} has {_total_and_free(planned.ram_bytes, planned.free_ram_bytes)} of RAM",
-    )
-    if device.type == "cuda" and planned.gpu_bytes is not None and not tiers.table.gpu.size.is_auto:
-        total = planned.gpu_bytes
-        has = f"a GPU of {planned.name} has {format_size(total)} of memory"
-        yield from _compare_memory({"tiers.gpu.size": tiers.table.gpu.size}, 0, total, total, has)
-    if len(tiers.table.nvme) > len(planned.drives):
-        text = f"{len(tiers.table.nvme)} paths in [[tiers.nvme]], but {planned.name} has {len(planned.drives)} drives"
-        yield Objection("tiers.nvme", text, "Name no more paths than drives", "place")
-    for number, (drive, there) in enumerate(zip(tiers.table.nvme, planned.drives, strict=False)):
-        wanted = 0 if drive.size.is_auto else drive.size.resolve(there.total_bytes)
-        if wanted > there.total_bytes:
-            key = f"tiers.nvme.{number}.size"
-            has = f"{planned.name} has {format_size(there.total_bytes)} there ({there.name})"
-            text = f'{key} = "{drive.size.text}" is too large: {has}'
-            yield Objection(key, text, f'Write at most "{_round_down(there.total_bytes)}", or "auto"', "size")
-    if len(tiers.table.nvme) < len(planned.drives):
-        unused = len(planned.drives) - len(tiers.table.nvme)
-        text = f"{planned.name} has {len(planned.drives)} drives, but {unused} of them are not in [[tiers.nvme]]"
-        yield Objection("tiers.nvme", text, "More drives are faster if the plan is bound by nvme", "note")
 
 
 def _compare_ram(tiers: TierSpecs, needs: Mapping[str, int]) -> Iterator[Objection]:
@@ -165,22 +130,23 @@ def _compare_ram(tiers: TierSpecs, needs: Mapping[str, int]) -> Iterator[Objecti
     if tiers.emulates_gpu:
         sizes["tiers.gpu.size"] = tiers.table.gpu.size
         names.append("gpu")
-    total, free = machine.total_ram_bytes(), machine.available_ram_bytes()
-    has = f"this machine has {_total_and_free(total, free)} of RAM"
-    if total < psutil.virtual_memory().total:
-        has = f"a cgroup (of a container or a job) allows this process {_total_and_free(total, free)} of RAM"
-    yield from _compare_memory(sizes, sum(needs.get(tier, 0) for tier in names), total, free, has)
+    machine, ram = tiers.machine, tiers.machine.ram
+    has = f"{machine.name} has {ram} of RAM"
+    if machine.is_here and ram.total < psutil.virtual_memory().total:
+        has = f"a cgroup (of a container or a job) allows this process {ram} of RAM"
+    yield from _compare_memory(sizes, sum(needs.get(tier, 0) for tier in names), ram, has)
 
 
 def _compare_gpu(tiers: TierSpecs, device: torch.device, needs: Mapping[str, int]) -> Iterator[Objection]:
     if device.type != "cuda" or tiers.table.gpu.size.is_auto:
         return
-    free, total = machine.gpu_memory_bytes(device)
-    has = f"this GPU, {machine.gpu_name(device)}, has {_total_and_free(total, free)} of memory"
-    yield from _compare_memory({"tiers.gpu.size": tiers.table.gpu.size}, needs.get("gpu", 0), total, free, has)
+    machine, memory = tiers.machine, tiers.machine.gpu_memory(device)
+    gpu = f"this GPU, {machine.gpu_name(device)}," if machine.is_here else f"a GPU of {machine.name}"
+    sizes = {"tiers.gpu.size": tiers.table.gpu.size}
+    yield from _compare_memory(sizes, needs.get("gpu", 0), memory, f"{gpu} has {memory} of memory")
 
 
-def _compare_memory(sizes: Mapping[str, Size], need: int, total: int, free: int, has: str) -> Iterator[Objection]:
+def _compare_memory(sizes: Mapping[str, Size], need: int, memory: Space, has: str) -> Iterator[Objection]:
     """Compare the total size of tiers in the same memory with the size of that memory.
 
     Args:
@@ -191,21 +157,46 @@ def _compare_memory(sizes: Mapping[str, Size], need: int, total: int, free: int,
     if not given:
         return
     key = next(key for key, size in sizes.items() if not size.is_auto)
-    wanted = sum(size.resolve(total) for size in sizes.values() if not size.is_auto)
+    wanted = sum(size.resolve(memory.total) for size in sizes.values() if not size.is_auto)
     what = " and ".join(given)
     is_are = "is" if len(given) == 1 else "together are"
-    at_most = (
-        f'Write at most "{_round_down(free)}" together' if len(given) > 1 else f'Write at most "{_round_down(free)}"'
-    )
-    if wanted > total:
+    at_most = f'Write at most "{_round_down(memory.free)}"{" together" if len(given) > 1 else ""}'
+    if wanted > memory.total:
         advice = f'{at_most}, or "auto"' if len(given) == 1 else at_most
         yield Objection(key, f"{what} {is_are} too large: {has}", advice, "size")
-    elif need > free:
+    elif need > memory.free:
         text = f"{what}: this run takes at least {format_size(need)} of it, but {has}"
         yield Objection(key, text, "Free memory, or write a smaller size so that more blocks go to drives", "size")
-    elif wanted > free:
+    elif wanted > memory.free:
         text = f"{what} {is_are} more than is free now: {has}; the run may use all of this size"
         yield Objection(key, text, at_most, "note")
+
+
+def _compare_drives(paths: Sequence[NvmeTierConfig], planned: PlannedMachine) -> Iterator[Objection]:
+    """Compare the number and the sizes of NVMe paths with the drives of a planned machine."""
+    has = f"{planned.name} has {len(planned.drives)} drives"
+    if len(paths) > len(planned.drives):
+        text = f"{len(paths)} paths in [[tiers.nvme]], but {has}"
+        yield Objection("tiers.nvme", text, "Name no more paths than drives", "place")
+    for number, (path, (_, drive)) in enumerate(zip(paths, planned.drives, strict=False)):
+        total = drive.size.nbytes
+        if not path.size.is_auto and path.size.resolve(total) > total:
+            key = f"tiers.nvme.{number}.size"
+            there = f"{planned.name} has {format_size(total)} there ({drive.name})"
+            text = f'{key} = "{path.size.text}" is too large: {there}'
+            yield Objection(key, text, f'Write at most "{_round_down(total)}", or "auto"', "size")
+    if len(paths) < len(planned.drives):
+        text = f"{has}, but {len(planned.drives) - len(paths)} of them are not in [[tiers.nvme]]"
+        yield Objection("tiers.nvme", text, "More drives are faster if the plan is bound by nvme", "note")
+
+
+def _check_drives(tiers: TierSpecs) -> Iterator[Objection]:
+    """Check the sizes and the file systems of NVMe paths on this machine."""
+    paths = drive_paths(tiers.table.nvme)
+    yield from _check_drive_sizes(paths)
+    for path in paths:
+        yield from _check_place(path, allows_tmpfs=tiers.table.allow_tmpfs)
+    yield from _check_same_disk(paths)
 
 
 def _check_drive_sizes(paths: Sequence[DrivePath]) -> Iterator[Objection]:
@@ -261,10 +252,6 @@ def _check_same_disk(paths: Sequence[DrivePath]) -> Iterator[Objection]:
             text = f"{names} are on one drive ({disk}): blocks striped over them share its speed and its space"
             advice = "Name only one of them in [[tiers.nvme]], and folders on other drives"
             yield Objection(f"{group[1].key}.path", text, advice, "note")
-
-
-def _total_and_free(total: int, free: int) -> str:
-    return f"{format_size(total)} ({format_size(free)} free now)"
 
 
 def _round_down(nbytes: int) -> str:

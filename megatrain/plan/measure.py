@@ -20,7 +20,7 @@ from megatrain.engine.freed_memory import freed_memory_kept
 from megatrain.engine.program import BlockPlan, StepProgram
 from megatrain.engine.step import StepEngine
 from megatrain.engine.workspace import computing_bytes, step_workspace_bytes
-from megatrain.machine.machine import available_ram_bytes
+from megatrain.machine.cgroups import available_ram_bytes
 from megatrain.machine.profiles import load_profile
 from megatrain.optim import clip
 from megatrain.optim.threads import KernelThreads

@@ -27,7 +27,7 @@ from megatrain.engine.program import (
 from megatrain.engine.streamed import StepRecipe, StreamedModel
 from megatrain.engine.table import RecomputeChoice
 from megatrain.engine.updates import weight_is_split
-from megatrain.machine.target import TierSpecs
+from megatrain.machine.resources import TierSpecs
 from megatrain.models.graph import ModelGraph
 from megatrain.models.in_place import FrozenBlock
 from megatrain.models.table import ExportConfig
@@ -221,7 +221,7 @@ class RunSpec:
     @property
     def traced_on(self) -> torch.device:
         """Device whose kernels the plan counts: the run's device, or the CPU if the plan is for a different machine."""
-        return self.device if self.tiers.machine is None else torch.device("cpu")
+        return self.device if self.tiers.machine.is_here else torch.device("cpu")
 
     @property
     def is_traced_elsewhere(self) -> bool:

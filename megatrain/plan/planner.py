@@ -11,9 +11,8 @@ from itertools import chain, islice
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.converters.experts import has_experts_to_cut
 from megatrain.engine.program import DURABLE_KINDS, Recompute, StepProgram, Tick
-from megatrain.machine import machine
 from megatrain.machine.profiles import LoadedProfile, MachineProfile
-from megatrain.machine.target import profile_of
+from megatrain.machine.resources import describe_library_memory
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.factory import make_optimizer
 from megatrain.plan.attempts import MOST_GATHERS_AHEAD, Attempts
@@ -75,7 +74,7 @@ def plan_run(
     """
     check_ranks(run)
     model = trace_model(run, padded, None if like is None else like.traced)
-    attempts = Attempts(model.run, model, profile_of(model.run.tiers), capacities or {}, most_ahead, passes_parts)
+    attempts = Attempts(model.run, model, model.run.tiers.machine.rates(), capacities or {}, most_ahead, passes_parts)
     plan = _plan_first_fit(attempts)
     if isinstance(plan, Shortfall):
         raise DoesNotFitError(_add_remedies(plan, attempts) if with_remedies else plan)
@@ -106,7 +105,7 @@ def _plan_of(attempts: Attempts, placed: KeptGraphs) -> Plan:
         placement=placed.placement,
         budgets_by_tier=placed.budgets,
         kept_bytes=placed.nbytes,
-        library_memory=machine.describe_library_memory(capacity, run.device, run.tiers.machine),
+        library_memory=describe_library_memory(run.tiers.machine, capacity, run.device),
     )
     return estimated(plan, attempts.profile)
 
@@ -194,7 +193,7 @@ def _object_to_untraced_layers(plan: Plan) -> Iterator[Objection]:
     """
     tiers, device, trace = plan.run.tiers, plan.run.device, plan.trace
     layers = [visit for visit in trace.visits if plan.graph.units[visit.unit].is_layer]
-    if device.type != "cuda" or tiers.machine is not None or not tiers.table.gpu.size.is_auto:
+    if device.type != "cuda" or not tiers.machine.is_here or not tiers.table.gpu.size.is_auto:
         return
     if trace.exact or not layers or any(visit.forward.flops for visit in layers):
         return
@@ -308,7 +307,7 @@ def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
     The results also move, so the decision needs rates. It uses a replay with the rates of this machine, or the estimate
     for a planned machine.
     """
-    run, is_elsewhere = plan.run, plan.run.tiers.machine is not None
+    run, is_elsewhere = plan.run, not plan.run.tiers.machine.is_here
     is_open = run.recompute.mode == "auto" and run.model.table.compiler is None
     if not is_open or measured_rates(plan) is None:
         return plan
@@ -377,7 +376,7 @@ def _plans_with_streamed_updates(plan: Plan, machine: MachineProfile | None) -> 
     """
     seconds = plan.estimate.seconds if plan.estimate is not None else {}
     host_s, gpu = seconds.get("optimizer", 0.0), machine.gpu if machine is not None else None
-    if gpu is None or not gpu.update_bytes_per_s or not host_s or plan.run.tiers.machine is not None:
+    if gpu is None or not gpu.update_bytes_per_s or not host_s or not plan.run.tiers.machine.is_here:
         return
     program, homes, blocks = plan.program, plan.placement.homes, plan.program.blocks
     ticks = [tick for tick in plan.updates if _is_updated_from_ram(program, tick, homes)]
@@ -459,7 +458,7 @@ def fastest(plans: Iterable[Plan]) -> Plan:
     best, best_s = None, math.inf
     seen: list[tuple[Mapping[str, str], frozenset[int], Recompute]] = []
     for plan in plans:
-        if measured_rates(plan) is None or plan.run.tiers.machine is not None:
+        if measured_rates(plan) is None or not plan.run.tiers.machine.is_here:
             return plan
         what = plan.placement.homes, plan.program.updates.streamed, plan.program.recompute
         if what in seen:

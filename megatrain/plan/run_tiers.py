@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatrain.machine import machine
-from megatrain.machine.target import TierSpecs
+from megatrain.machine.resources import TierSpecs
 from megatrain.plan.placement import TierBudget
 from megatrain.plan.plan import Plan, RunSpec
 from tiered import GpuTier, NvmeTier, RamTier, Tier
@@ -52,11 +51,11 @@ class _GpuMemory(RunTier):
     name = "gpu"
 
     def is_used(self, tiers: TierSpecs, device: torch.device) -> bool:
-        return machine.compute_tier(tiers, device) == "gpu"
+        return tiers.compute_tier(device) == "gpu"
 
     def budget(self, run: RunSpec, workspace: int) -> TierBudget:
-        alignment = PAGE_BYTES if machine.moves_past_ram(run.tiers, run.device) else _GPU_ALIGNMENT_BYTES
-        capacity = machine.gpu_capacity_bytes(run.tiers, run.device)
+        alignment = PAGE_BYTES if run.tiers.moves_past_ram(run.device) else _GPU_ALIGNMENT_BYTES
+        capacity = run.tiers.gpu_capacity_bytes(run.device)
         return TierBudget("gpu", capacity, lambda n: round_up(n, alignment), workspace, links=both_ways("gpu", "ram"))
 
     def make(self, plan: Plan, budget: TierBudget, on_notice: Callable[[str], None] | None) -> Tier:
@@ -69,14 +68,14 @@ class _HostMemory(RunTier):
     name = "ram"
 
     def budget(self, run: RunSpec, workspace: int) -> TierBudget:
-        capacity = machine.ram_capacity_bytes(run.tiers)
+        capacity = run.tiers.ram_capacity_bytes()
         if run.tiers.table.ram.size.is_auto and not run.world.is_single:
             capacity -= run.world.local_size * _RANK_BYTES
         return TierBudget(
             "ram",
             max(0, capacity) // run.world.local_size,  # sizes in the config are for the whole host
             lambda n: round_up(n, PAGE_BYTES),
-            0 if machine.compute_tier(run.tiers, run.device) == "gpu" else workspace,
+            0 if run.tiers.compute_tier(run.device) == "gpu" else workspace,
             num_processes=run.world.local_size,
         )
 
@@ -98,10 +97,10 @@ class _Drives(RunTier):
     def budget(self, run: RunSpec, workspace: int) -> TierBudget:
         tiers = run.tiers
         shares = check_rates(tiers.rates, len(tiers.table.nvme))
-        is_direct = machine.moves_past_ram(tiers, run.device)
+        is_direct = tiers.moves_past_ram(run.device)
         return TierBudget(
             "nvme",
-            machine.nvme_capacity_bytes(tiers, run.output_dir) // run.world.local_size,
+            tiers.nvme_capacity_bytes(run.output_dir) // run.world.local_size,
             functools.cache(lambda n: plan_chunks(n, shares, tiers.file_bytes).slot_bytes),  # most sizes repeat
             generations=run.checkpoint.table.num_generations,
             links=(*both_ways("ram", "nvme"), *(both_ways("gpu", "nvme") if is_direct else ())),

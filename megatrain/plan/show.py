@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatrain.engine.program import KINDS, Kind, Recompute
+from megatrain.machine.planned_machine import PlannedMachine
 from megatrain.plan.estimate import flops_per_token
 from megatrain.plan.kept import num_layers_kept, num_layers_of, visits_with_results
 from megatrain.plan.plan import Estimate, Occasion, Plan
@@ -78,14 +79,14 @@ def messages(plan: Plan) -> Sequence[str]:
             f"attention needs masks of [S, S], so memory grows with the square of data.max_length ({causes})"
         )
     machine = plan.run.tiers.machine
-    if machine is not None:
+    if isinstance(machine, PlannedMachine):
         of_cpu, of_gpu = (
             "counted with this CPU's kernels; another CPU may differ",
             "counted without its GPU, which may differ",
         )
         workspace = of_gpu if plan.run.is_traced_elsewhere else of_cpu
         estimates.append(f"planned for {machine.name}; the workspace is {workspace}")
-        estimates += [f"{machine.name}: {machine.note}"] if machine.note else []
+        estimates += [f"{machine.name}: {machine.file.note}"] if machine.file.note else []
     notes = [*filter(None, [plan.library_memory]), *_recompute_notes(plan)]
     world = plan.run.world
     if not world.is_single:

@@ -168,7 +168,7 @@ def step_seconds(plan: Plan) -> float | None:
 
     For a planned machine, return the lower bound, because a replay would add less than the uncertainty of the rates.
     """
-    if plan.run.tiers.machine is not None:
+    if not plan.run.tiers.machine.is_here:
         return None if plan.estimate is None else plan.estimate.step_s
     replayed = replay(plan)
     return None if replayed is None else replayed.step_s

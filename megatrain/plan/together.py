@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from megatrain.machine.file_systems import file_system_of
 from megatrain.machine.profiles import DriveProfile, GpuProfile, LoadedProfile, MachineProfile
-from megatrain.machine.target import profile_of
+from megatrain.machine.this_machine import ThisMachine
 from megatrain.plan.plan import Estimate, Plan, RunSpec
 from megatrain.plan.planner import plan_run
 from megatrain.plan.run_tiers import tier_budgets
@@ -56,6 +56,16 @@ class _RankResources:
     rates: RankRates
 
 
+@dataclass(frozen=True)
+class _SlowestMachine(ThisMachine):
+    """This machine, with the lowest rates over all ranks."""
+
+    lowest: LoadedProfile
+
+    def rates(self) -> LoadedProfile:
+        return self.lowest
+
+
 def plan_together(run: RunSpec, gather: Gather) -> Plan:
     """Plan this rank's part of a run with the minimum capacities and rates over all ranks. This is a collective.
 
@@ -77,7 +87,7 @@ def plan_together(run: RunSpec, gather: Gather) -> Plan:
             )
     least = {name: min(other.capacities[name] for other in of_ranks) for name in capacities}
     rates = slowest_rates([other.rates for other in of_ranks], run.world.rank, _locations(run))
-    run = replace(run, tiers=replace(run.tiers, profile=rates))
+    run = replace(run, tiers=replace(run.tiers, machine=_SlowestMachine(rates)))
     plan = plan_run(run, capacities=least)
     if any(gather(bool(plan.program.cuts.passing))) and not plan.program.cuts.passing:
         # If one rank must process the vocabulary in parts, all ranks must do so, because parts change the collectives.
@@ -130,7 +140,7 @@ def _locations(run: RunSpec) -> dict[str, Path]:
 
 
 def _rates_of(run: RunSpec) -> RankRates:
-    loaded, world = profile_of(run.tiers), run.world
+    loaded, world = run.tiers.machine.rates(), run.world
     machine = loaded.machine
     drives = {name: None if machine is None else machine.drive_of(path) for name, path in _locations(run).items()}
     return RankRates(world.name_of(world.rank, world.host), machine, drives, loaded.note)

@@ -19,7 +19,6 @@ from megatrain.engine.encoding import Encoding
 from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.flash import FlashKernels, flash_of_gpu, flash_planned, unsupported_flash, why_unusable
 from megatrain.engine.program import VisitTrace
-from megatrain.machine import machine
 from megatrain.models.folder import ModelFolderError
 from megatrain.models.graph import ModelGraph, num_learned_positions
 from megatrain.models.in_place import FrozenBlock, frozen_blocks, unread_block
@@ -50,7 +49,7 @@ def trace_model(run: RunSpec, padded: bool | None, like: TracedModel | None) -> 
     threads = KernelThreads(num_update_threads(run.device.type))
     fused = find_fused(graph)[0] if run.optimizer.optim == "muon" else None
     optimizer = make_optimizer(run.optimizer, threads, vocabulary=_vocabulary(graph), seed=run.seed, fused=fused)
-    compute_tier = machine.compute_tier(run.tiers, run.device)
+    compute_tier = run.tiers.compute_tier(run.device)
     device_optimizer, host_updates = _device_optimizer(optimizer, run.traced_on, compute_tier)
     in_place, encodings = find_frozen(run, graph)
     return TracedModel(
@@ -146,11 +145,9 @@ def check_flash(run: RunSpec) -> None:
 
 
 def _planned_gpu(run: RunSpec) -> str | None:
-    """Return the name of the planned machine's GPU, or None for a run on this machine."""
-    planned = run.tiers.machine
-    if planned is None:
-        return None
-    return "" if planned.profile.gpu is None else planned.profile.gpu.name
+    """Return the name of a GPU that is not in this machine, or None for this machine's GPU."""
+    machine = run.tiers.machine
+    return None if machine.is_here else machine.gpu_name(run.device)
 
 
 def _flash_note(reason: str) -> str:

@@ -48,3 +48,14 @@ def parse_cores(text: str) -> list[int]:
         first, _, last = part.partition("-")
         cores += range(int(first), int(last or first) + 1)
     return cores
+
+
+def bus_of_gpu() -> str:
+    """Return the current GPU's PCI address in the form of sysfs, or "" if this version of torch does not have it."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    domain, bus, number = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+    if domain is None or bus is None or number is None:
+        return ""
+    return f"{domain:04x}:{bus:02x}:{number:02x}.0"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from megatrain.ranks.affinity import cores_near, cores_of_rank
+from megatrain.ranks.affinity import bus_of_gpu, cores_near, cores_of_rank
 from megatrain.ranks.table import DistributedConfig
 from megatrain.ranks.watch import Failure, LauncherLine, Watcher
 from megatrain.ranks.world import CONNECT_TIMEOUT_S, LOOPBACK, World, WorldError, connect, init, meeting_point
@@ -108,7 +108,7 @@ class RankGroup:
         """
         import torch
 
-        from megatrain.machine import machine
+        from megatrain.machine.this_machine import THIS_MACHINE
 
         if self.world.is_single:
             return
@@ -122,14 +122,14 @@ class RankGroup:
         if table.threads != "auto":
             torch.set_num_threads(table.threads)
         # Do not require a GPU yet, because `init` reports a missing GPU on all ranks.
-        kind, bus = machine.resolve_device("auto" if device == "cuda" else device), ""
+        kind, bus = THIS_MACHINE.resolve_device("auto" if device == "cuda" else device), ""
         if kind.type == "cuda":
-            kind, bus = torch.device("cuda", 0), machine.bus_of_gpu()
+            kind, bus = torch.device("cuda", 0), bus_of_gpu()
         pins = table.numa == "auto" and self._line is not None  # torchrun has its own option for pinning
         if pins and kind.type == "cpu":
             os.sched_setaffinity(0, cores_of_rank(self.world.local_rank, self.world.local_size))
         init(self.world, kind, self._store, bus)
-        machine.resolve_device(device)
+        THIS_MACHINE.resolve_device(device)
         if pins and kind.type == "cuda":
             self._settle_near(bus)
 

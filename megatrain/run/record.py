@@ -86,8 +86,8 @@ def _plan_values(plan: Plan) -> dict[str, Any]:
 
 def _describe_machine(run: RunSpec, device: str) -> dict[str, Any]:
     """Return the machine of the run: processor, RAM, GPU, and its drives."""
+    from megatrain.machine.cgroups import total_ram_bytes
     from megatrain.machine.file_systems import file_system_of
-    from megatrain.machine.machine import total_ram_bytes
     from megatrain.machine.profiles import cpu_name, load_profile
 
     profile = load_profile().machine

@@ -42,7 +42,9 @@ from megatrain.data.loader import BatchLoader
 from megatrain.data.rows_report import DataError, check_losses
 from megatrain.data.sources import is_hub_name, source_files
 from megatrain.data.stream import changed_sources, open_dataset
-from megatrain.machine import file_systems, machine
+from megatrain.machine import file_systems
+from megatrain.machine.resources import resolve_compute_dtype
+from megatrain.machine.this_machine import THIS_MACHINE
 from megatrain.models.checkpoint_names import ConversionError
 from megatrain.models.export import ExportError, check_target
 from megatrain.models.folder import ModelFolder, join_names, read_config
@@ -353,8 +355,8 @@ def refuse_early(config: RunConfig, *, allow_config_change: bool = False) -> Non
     # The model determines which parameters the globs match, so the globs are compared later.
     now = with_values(now, {"optimizer.weight_decay_exclude": before.optimizer.weight_decay_exclude})
     changes = changes_from(state.config_toml, now)
-    device = machine.resolve_device(config.device)
-    dtype = machine.resolve_compute_dtype(config.precision.compute_dtype, device)
+    device = THIS_MACHINE.resolve_device(config.device)
+    dtype = resolve_compute_dtype(config.precision.compute_dtype, device)
     of_model = {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
     model_config = Path(config.model.model_name_or_path, "config.json")
     if model_config.is_file():
@@ -485,13 +487,13 @@ class _WholeCheck:
 
     def _model(self) -> Iterator[CheckResult]:
         config, table, model = self._config, self._config.model, resolve_model(self._config)
-        device = machine.resolve_device("auto" if config.device == "cuda" else config.device)
+        device = THIS_MACHINE.resolve_device("auto" if config.device == "cuda" else config.device)
         if config.device == "cuda" and device.type != "cuda":
             text = 'device = "cuda", but there is no CUDA device here. Write "auto" or "cpu"'
             yield CheckResult("device", "problem", text, "config")
             self._is_planned = False
         self._device = device
-        dtype = machine.resolve_compute_dtype(config.precision.compute_dtype, device)
+        dtype = resolve_compute_dtype(config.precision.compute_dtype, device)
         folder = model.folder
         graph = model.build(dtype)
         self._graph = graph

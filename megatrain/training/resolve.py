@@ -25,9 +25,10 @@ from megatrain.data.rows_report import DataError
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import KINDS, Kind
 from megatrain.engine.table import RecomputeChoice
-from megatrain.machine import machine
+from megatrain.machine.machine import Machine
+from megatrain.machine.resources import TierSpecs, resolve_compute_dtype, stripe_rates
 from megatrain.machine.table import TiersConfig
-from megatrain.machine.target import PlannedMachine, TierSpecs, stripe_rates
+from megatrain.machine.this_machine import THIS_MACHINE
 from megatrain.models.hub import locate
 from megatrain.plan.budgets import FOLDER
 from megatrain.plan.placement import PlacementSpec
@@ -53,17 +54,14 @@ __all__ = [
 ]
 
 
-def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec:
-    """Resolve a config to a run.
-
-    Args:
-        planned: Machine to plan for, or None for this machine.
+def resolve(config: RunConfig, machine: Machine = THIS_MACHINE) -> RunSpec:
+    """Resolve a config to a run on a machine.
 
     Raises:
         ConfigError: The config requests a GPU, but there is none.
     """
-    device = machine.resolve_device(config.device, planned)
-    tiers = resolve_tiers(config, planned)
+    device = machine.resolve_device(config.device)
+    tiers = resolve_tiers(config, machine)
     training = config.training
     loss = task_class(config.task).loss_of(training, config.task_table)
     return RunSpec(
@@ -72,7 +70,7 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
         output_dir=config.output_dir,
         seed=config.seed,
         device=device,
-        dtype=machine.resolve_compute_dtype(config.precision.compute_dtype, device),
+        dtype=resolve_compute_dtype(config.precision.compute_dtype, device),
         grad_dtype=getattr(torch, config.precision.grad_dtype),
         is_deterministic=config.full_determinism,
         model=resolve_model(config),
@@ -156,38 +154,29 @@ def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
     )
 
 
-def resolve_tiers(config: RunConfig, planned: PlannedMachine | None = None) -> TierSpecs:
-    """Return the resources that a run may use on this machine, or on the planned machine."""
-    return _tiers(
-        config.tiers,
-        file_bytes=config.advanced.file_size,
-        emulates_gpu=config.advanced.emulate_gpu,
-        planned=planned,
-    )
+def resolve_tiers(config: RunConfig, machine: Machine = THIS_MACHINE) -> TierSpecs:
+    """Return the resources that a run may use on a machine."""
+    advanced = config.advanced
+    return _tiers(config.tiers, machine, file_bytes=advanced.file_size, emulates_gpu=advanced.emulate_gpu)
 
 
 def default_tiers() -> TierSpecs:
     """Return the resources that a run may use on this machine by default."""
-    return _tiers(TiersConfig())
+    return _tiers(TiersConfig(), THIS_MACHINE)
 
 
 def _tiers(
-    table: TiersConfig,
-    *,
-    file_bytes: int | None = None,
-    emulates_gpu: bool = False,
-    planned: PlannedMachine | None = None,
+    table: TiersConfig, machine: Machine, *, file_bytes: int | None = None, emulates_gpu: bool = False
 ) -> TierSpecs:
     paths = [drive.path for drive in table.nvme]
     given = [drive.rate for drive in table.nvme if drive.rate is not None]
-    rates = stripe_rates(paths, given, planned)
     return TierSpecs(
         table,
-        rates=tuple(rates),
+        machine,
+        rates=tuple(stripe_rates(paths, given, machine)),
         has_rates=len(given) == len(paths),
         emulates_gpu=emulates_gpu,
         file_bytes=file_bytes,
-        machine=planned,
     )
 
 

@@ -24,6 +24,7 @@ from click.testing import CliRunner, Result
 from megatrain.base.observer import CheckpointMetrics, RunInfo, RunObserver, RunSummary, StepMetrics
 from megatrain.data.rows_report import DataError
 from megatrain.machine.files import machine_names
+from megatrain.machine.this_machine import THIS_MACHINE
 from megatrain.plan.limits import Objection
 from megatrain.plan.process import ProcessMemory
 from megatrain.ranks.group import RankGroup
@@ -61,7 +62,7 @@ class SomePlan:
         default_factory=lambda: SimpleNamespace(
             optimizer=SimpleNamespace(lr_scheduler_type="constant", depends_on_length=False),
             model=SimpleNamespace(hub=None, table=SimpleNamespace(train_from_scratch=False)),
-            tiers=SimpleNamespace(machine=None),
+            tiers=SimpleNamespace(machine=THIS_MACHINE),
             checkpoint=None,
         )
     )

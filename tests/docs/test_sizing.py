@@ -9,7 +9,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from megatrain.machine import machine
+from megatrain.machine.resources import TierSpecs
+from megatrain.machine.this_machine import ThisMachine
 from oracles.code_blocks import Block, blocks_of, commands_of
 from processes.saved_run import command_group
 
@@ -58,20 +59,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def planned_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add a GPU tier of the config's size before RAM on a machine without a GPU. Layers are traced on the CPU."""
-    compute_tier = machine.compute_tier
+    compute_tier = TierSpecs.compute_tier
     devices: list[str] = []
 
-    def resolve(name: str, planned: object = None) -> torch.device:
+    def resolve(machine: ThisMachine, name: str) -> torch.device:
         devices.append(name)
         return torch.device("cpu")
 
-    monkeypatch.setattr(machine, "resolve_device", resolve)
+    monkeypatch.setattr(ThisMachine, "resolve_device", resolve)
     monkeypatch.setattr(
-        machine,
+        TierSpecs,
         "compute_tier",
         lambda tiers, device: "gpu" if devices[-1] == "cuda" else compute_tier(tiers, device),
     )
-    monkeypatch.setattr(machine, "gpu_capacity_bytes", lambda tiers, device: tiers.table.gpu.size.resolve(0))
+    monkeypatch.setattr(TierSpecs, "gpu_capacity_bytes", lambda tiers, device: tiers.table.gpu.size.resolve(0))
 
 
 @pytest.mark.parametrize(("command", "printed"), examples(), ids=lambda block: f"line{block.line}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import load_config
-from megatrain.machine.files import find_machine
+from megatrain.machine.planned_machine import find_machine
 
 ROOT = Path(__file__).parents[2]
 VALUES = json.loads((ROOT / "docs/what_fits.json").read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import load_config
-from megatrain.machine.files import find_machine
+from megatrain.machine.planned_machine import find_machine
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.shortfall import DoesNotFitError

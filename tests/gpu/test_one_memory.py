@@ -16,8 +16,9 @@ from fakes.twins import Twins
 from fakes.virtual_cuda import VirtualCuda
 from megatrain.base.errors import ConfigError
 from megatrain.config import load_config
-from megatrain.machine import machine, target
-from megatrain.machine.files import find_machine
+from megatrain.machine import this_machine
+from megatrain.machine.planned_machine import find_machine
+from megatrain.machine.resources import TierSpecs
 from megatrain.plan.planner import plan_run
 from megatrain.ranks import collectives
 from megatrain.ranks.world import World
@@ -121,7 +122,7 @@ def test_shared_memory_ranks_match_discrete_gpu_losses(tiny_model: Path, tmp_pat
     assert one == two
 
 
-def specs_of(folder: Path, tiers: str = "") -> target.TierSpecs:
+def specs_of(folder: Path, tiers: str = "") -> TierSpecs:
     (folder / "run.toml").write_text(
         f'task = "pretrain"\noutput_dir = "out"\ndevice = "cuda"\n[model]\nmodel_name_or_path = "model"\n'
         f'[[data.train]]\npath = "text.txt"\n{tiers}'
@@ -131,26 +132,26 @@ def specs_of(folder: Path, tiers: str = "") -> target.TierSpecs:
 
 @pytest.mark.usefixtures("integrated")
 def test_a_tenth_of_the_memory_is_reserved_for_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "total_ram_bytes", lambda: 120 * GiB)
-    monkeypatch.setattr(machine, "available_ram_bytes", lambda: 115 * GiB)
+    monkeypatch.setattr(this_machine, "total_ram_bytes", lambda: 120 * GiB)
+    monkeypatch.setattr(this_machine, "available_ram_bytes", lambda: 115 * GiB)
     cuda = torch.device("cuda")
     specs = specs_of(tmp_path)
-    assert machine.compute_tier(specs, cuda) == "ram" == machine.compute_tier(specs, torch.device("cpu"))
-    assert machine.ram_capacity_bytes(specs) == machine.gpu_capacity_bytes(specs, cuda) == 103 * GiB
+    assert specs.compute_tier(cuda) == "ram" == specs.compute_tier(torch.device("cpu"))
+    assert specs.ram_capacity_bytes() == specs.gpu_capacity_bytes(cuda) == 103 * GiB
     with pytest.raises(ConfigError, match=r'tiers\.ram\.size = "112GiB".*one memory.*at most "108GiB"'):
-        machine.ram_capacity_bytes(specs_of(tmp_path, '[tiers.ram]\nsize = "112GiB"\n'))
+        specs_of(tmp_path, '[tiers.ram]\nsize = "112GiB"\n').ram_capacity_bytes()
 
 
 @pytest.mark.usefixtures("integrated")
 def test_sized_gpu_tier_uses_the_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The remedy if one tier does not work: copies as on any GPU, and both tiers within the shared memory."""
-    monkeypatch.setattr(machine, "total_ram_bytes", lambda: 120 * GiB)
-    monkeypatch.setattr(machine, "available_ram_bytes", lambda: 115 * GiB)
+    monkeypatch.setattr(this_machine, "total_ram_bytes", lambda: 120 * GiB)
+    monkeypatch.setattr(this_machine, "available_ram_bytes", lambda: 115 * GiB)
     specs = specs_of(tmp_path, '[tiers.gpu]\nsize = "60GiB"\n')
-    assert machine.compute_tier(specs, torch.device("cuda")) == "gpu"
-    assert machine.ram_capacity_bytes(specs) == 43 * GiB
+    assert specs.compute_tier(torch.device("cuda")) == "gpu"
+    assert specs.ram_capacity_bytes() == 43 * GiB
     with pytest.raises(ConfigError, match=r'tiers\.ram\.size = "60GiB" and tiers\.gpu\.size = "60GiB"'):
-        machine.ram_capacity_bytes(specs_of(tmp_path, '[tiers.ram]\nsize = "60GiB"\n[tiers.gpu]\nsize = "60GiB"\n'))
+        specs_of(tmp_path, '[tiers.ram]\nsize = "60GiB"\n[tiers.gpu]\nsize = "60GiB"\n').ram_capacity_bytes()
 
 
 def test_shared_memory_plan_has_one_tier_without_traffic(tiny_model: Path, tmp_path: Path) -> None:
@@ -160,7 +161,7 @@ def test_shared_memory_plan_has_one_tier_without_traffic(tiny_model: Path, tmp_p
     spark = find_machine("dgx-spark")
     plan = plan_run(resolve(load_config(tmp_path / "run.toml").config, spark))
     assert set(plan.budgets) == {"ram"} and not any(plan.traffic.values())
-    assert spark.unified_bytes == spark.ram_bytes == spark.gpu_bytes
-    assert plan.budgets["ram"] == spark.free_ram_bytes - spark.ram_bytes // 10 > 100 * GiB > 2 * MiB
+    assert spark.is_one_memory and spark.ram.total == spark.gpu_memory(plan.device).total
+    assert plan.budgets["ram"] == spark.ram.free - spark.ram.total // 10 > 100 * GiB > 2 * MiB
     apart = plan_run(resolve(load_config(tmp_path / "run.toml").config, find_machine("gh200")))
     assert "gpu" in apart.budgets

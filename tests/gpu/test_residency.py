@@ -10,6 +10,7 @@ import pytest
 from fakes.virtual_cuda import VirtualCuda
 from megatrain.config.load import load_config
 from megatrain.machine.profiles import GpuProfile, LoadedProfile, MachineProfile
+from megatrain.machine.this_machine import ThisMachine
 from megatrain.plan import planner
 from megatrain.plan.plan import Plan
 from megatrain.plan.show import messages
@@ -164,14 +165,14 @@ def test_updates_are_shared_if_the_rates_favor_it(
         ),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "profile_of", lambda tiers: LoadedProfile(found))
+        patch.setattr(ThisMachine, "rates", lambda machine: LoadedProfile(found))
         plan = planner.plan_run(run)
     assert bool(plan.program.updates.streamed) == shares
     if shares:
         assert all(tick.visit in plan.program.updates.streamed for tick in plan.device_updates)
         assert any("part by part for their updates" in text for text in messages(plan))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "profile_of", lambda tiers: LoadedProfile(None))
+        patch.setattr(ThisMachine, "rates", lambda machine: LoadedProfile(None))
         assert not planner.plan_run(run).program.updates.streamed
 
 

@@ -32,7 +32,7 @@ from bench.gpu_sides.cases import OURS, Part, part_named
 from bench.gpu_sides.job import make_job
 from bench.gpu_sides.ours import OursSide, planned_peak
 from megatrain.base.timeline import Timeline
-from megatrain.machine.files import find_machine
+from megatrain.machine.planned_machine import find_machine
 from megatrain.machine.profiles import LoadedProfile
 from megatrain.optim import clip
 from megatrain.plan.estimate import estimate_step

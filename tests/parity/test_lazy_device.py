@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fakes.lazy_device import LazyDevice
-from megatrain.machine import machine
+from megatrain.machine.resources import TierSpecs
 from megatrain.plan import run_tiers
 from oracles.tiered_run import config_text, run_config
 from tiered import MiB
@@ -38,10 +38,10 @@ def test_a_run_over_cuda_links_gives_the_bits_of_ram(
     tables = {"precision": f'compute_dtype = "{dtype}"', "advanced": f'micro_batch_order = "{order}"'}
     expected = run_config(config_text(tmp_path, tiny_model, nvme=0, **tables), tmp_path / "ram", num_steps=NUM_STEPS)
     device = LazyDevice()
-    monkeypatch.setattr(machine, "compute_tier", lambda tiers, device: "gpu")
-    monkeypatch.setattr(machine, "gpu_capacity_bytes", lambda tiers, device: 16 * MiB)
+    monkeypatch.setattr(TierSpecs, "compute_tier", lambda tiers, device: "gpu")
+    monkeypatch.setattr(TierSpecs, "gpu_capacity_bytes", lambda tiers, device: 16 * MiB)
     monkeypatch.setattr(run_tiers, "GpuTier", lambda size, device, **options: lazy.gpu_tier(size, **options))
-    monkeypatch.setattr(machine, "moves_past_ram", lambda tiers, device: past_ram)
+    monkeypatch.setattr(TierSpecs, "moves_past_ram", lambda tiers, device: past_ram)
     monkeypatch.setattr(route, "make_mover", lambda tier, needs_gds: PosixMover(tier))
     submitted: list[str] = []
     submit = CudaLink.submit

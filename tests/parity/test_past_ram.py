@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatrain.config import ConfigError, load_config
-from megatrain.machine import machine
+from megatrain.machine import this_machine
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.shortfall import DoesNotFitError
@@ -159,9 +159,9 @@ class TestProbe:
     def _config(self, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.text = config_text(tmp_path, tiny_model, device="auto", tiers="TIERS")
         self.folder, self.asked, self.reason = tmp_path, list[Path](), ""
-        machine._probed.cache_clear()
-        monkeypatch.setattr(machine, "may_open_driver", lambda: True)
-        monkeypatch.setattr(machine, "probe_kvikio", self._probe)
+        this_machine._probed.cache_clear()
+        monkeypatch.setattr(this_machine, "may_open_driver", lambda: True)
+        monkeypatch.setattr(this_machine, "probe_kvikio", self._probe)
 
     def _probe(self, folder: Path) -> KvikioProbe:
         self.asked.append(folder)
@@ -170,7 +170,7 @@ class TestProbe:
     def _decide(self, tiers: str) -> bool:
         (self.folder / "run.toml").write_text(self.text.replace("TIERS", tiers))
         config = load_config(self.folder / "run.toml").config
-        return machine.moves_past_ram(resolve_tiers(config), torch.device("cuda"))
+        return resolve_tiers(config).moves_past_ram(torch.device("cuda"))
 
     def test_auto_uses_proven_direct_copies(self) -> None:
         assert self._decide("")

@@ -22,7 +22,7 @@ from megatrain.converters import liger as liger_kernels
 from megatrain.converters.liger import apply_liger_kernels, check_liger_kernels
 from megatrain.converters.spec import build_graph
 from megatrain.converters.tiled import TiledForward, tile_mlps
-from megatrain.machine.files import find_machine
+from megatrain.machine.planned_machine import find_machine
 from megatrain.plan import traced
 from megatrain.plan.plan import RunSpec
 from megatrain.plan.planner import plan_run

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import megatrain
 from megatrain.embed.partition import OffloadError
-from megatrain.machine.machine import total_ram_bytes
+from megatrain.machine.cgroups import total_ram_bytes
 from megatrain.ranks.world import World
 from processes.ranks import run_on_ranks
 from tiered import TieredStore

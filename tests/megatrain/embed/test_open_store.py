@@ -15,7 +15,7 @@ import torch
 import megatrain
 from megatrain.embed.partition import OffloadError
 from megatrain.embed.stores import home_order, shared_state
-from megatrain.machine.machine import total_ram_bytes
+from megatrain.machine.cgroups import total_ram_bytes
 from tiered import CapacityError, LockedError, MiB, format_size
 
 

@@ -23,7 +23,7 @@ from megatrain.config.resolved import changes_from, config_from_toml, to_toml
 from megatrain.engine import flash
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.flash import check_repeatable, flash_kernels, flash_of_gpu
-from megatrain.machine.files import find_machine
+from megatrain.machine.planned_machine import find_machine
 from megatrain.plan import traced
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run

@@ -13,8 +13,10 @@ from click.testing import CliRunner
 
 from megatrain.base.errors import ConfigError
 from megatrain.config import load_config
-from megatrain.machine import machine, profiles, target
-from megatrain.machine.files import MachineFileError, find_machine, machine_names, read_machine
+from megatrain.machine import cgroups, files, profiles, this_machine
+from megatrain.machine.files import MachineFileError, machine_names, read_machine
+from megatrain.machine.planned_machine import find_machine
+from megatrain.machine.this_machine import ThisMachine
 from megatrain.plan.planner import plan_run
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES
@@ -35,10 +37,13 @@ def _nothing_is_asked_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*args: object, **kwargs: object) -> Any:
         raise AssertionError("this machine was asked")
 
-    for name in ("available_ram_bytes", "total_ram_bytes", "gpu_memory_bytes"):
-        monkeypatch.setattr(machine, name, asked)
-    for module, name in ((target, "load_profile"), (target, "file_system_of"), (profiles, "file_system_of")):
-        monkeypatch.setattr(module, name, asked)
+    for module in (cgroups, this_machine):
+        for name in ("available_ram_bytes", "total_ram_bytes"):
+            monkeypatch.setattr(module, name, asked)
+    for name in ("load_profile", "file_system_of"):
+        monkeypatch.setattr(this_machine, name, asked)
+    monkeypatch.setattr(ThisMachine, "gpu_memory", asked)
+    monkeypatch.setattr(profiles, "file_system_of", asked)
 
 
 def config_at(folder: Path, *, drives: int = 0, more: str = "") -> Path:
@@ -56,9 +61,11 @@ def test_all_machines_can_be_used() -> None:
     for name in machine_names():
         found, (_, file) = find_machine(name), read_machine(name)
         assert found.has_gpu == (name not in ("laptop-32gb", "cpu-server-512gb"))
-        assert found.num_published + found.num_estimated == len(list(file.figures())) >= 15, name
-        assert found.num_gpus == {"8xh100-2tb": 8, "4xrtx4090-256gb": 4}.get(name, int(found.has_gpu))
-        assert bool(file.note) == (found.num_gpus > 1 or found.unified_bytes is not None), name
+        origins = [bool(figure.source or figure.estimate) for _, figure in file.figures()]
+        assert all(origins) and len(origins) >= 15, name
+        num_gpus = 0 if file.gpu is None else file.gpu.count
+        assert num_gpus == {"8xh100-2tb": 8, "4xrtx4090-256gb": 4}.get(name, int(found.has_gpu))
+        assert bool(file.note) == (num_gpus > 1 or found.is_one_memory), name
 
 
 def test_every_machine_figure_names_its_source() -> None:
@@ -70,7 +77,8 @@ def test_every_machine_figure_names_its_source() -> None:
 
 def test_a_unified_memory_is_the_gpus_and_ram() -> None:
     found = find_machine("dgx-spark")
-    assert found.unified_bytes == found.gpu_bytes == found.ram_bytes
+    size = found.file.unified_memory
+    assert size is not None and size.nbytes == found.gpu_memory(torch.device("cuda")).total == found.ram.total
 
 
 @pytest.fixture
@@ -92,7 +100,7 @@ def broken(tmp_path: Path) -> Path:
     ],
 )
 def test_a_broken_file_is_named_in_one_message(broken: Path, change: tuple[str, str], says: str) -> None:
-    text = (Path(machine.__file__).parent / "machines" / "rtx4090-128gb.toml").read_text()
+    text = (Path(files.__file__).parent / "machines" / "rtx4090-128gb.toml").read_text()
     assert change[0] in text
     broken.write_text(text.replace(*change, 1))
     with pytest.raises(MachineFileError) as caught:
@@ -135,7 +143,7 @@ def test_a_model_that_stays_in_its_folder_is_read_from_the_first_drive(tmp_path:
     path, there = config_at(tmp_path, more=more), find_machine("rtx4090-128gb")
     plan = plan_run(resolve(load_config(path, (), ["model.train_from_scratch=false"]).config, there))
     assert plan.estimate is not None and plan.estimate.step_s and not plan.estimate.unmeasured
-    rate = there.profile.drives[there.drives[0].key].read_bytes_per_s
+    rate = there.profile.drives[there.drives[0][0]].read_bytes_per_s
     assert plan.estimate.seconds["folder"] == plan.traffic["folder->ram"] / rate > 0
 
 
@@ -186,8 +194,7 @@ def test_doctor_writes_a_file_that_can_be_planned_for(tmp_path: Path, monkeypatc
     assert done.exit_code == 0, done.output
     assert f"plan CONFIG --machine {file}" in done.output
     found, profile = find_machine(str(file)), profiles.load_profile().machine
-    assert profile is not None and found.num_published == found.num_estimated == 0
-    assert "measured there by doctor" in found.origin
+    assert profile is not None and "measured there by doctor" in found.rates().origin
     assert found.profile.adamw_params_per_s == pytest.approx(profile.adamw_params_per_s, rel=0.02, abs=1e4)
     assert found.profile.ram_update_bytes_per_s == pytest.approx(profile.ram_update_bytes_per_s, rel=0.01)
     (measured,), (planned,) = profile.drives.values(), found.profile.drives.values()

@@ -11,7 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatrain.machine import file_systems, machine, profiles, target
+from megatrain.machine import file_systems, profiles
+from megatrain.machine.files import Bandwidth
+from megatrain.machine.planned_machine import PlannedMachine, find_machine
 from megatrain.machine.profiles import (
     DriveProfile,
     MachineProfile,
@@ -19,6 +21,8 @@ from megatrain.machine.profiles import (
     profile_path,
     store_profile,
 )
+from megatrain.machine.resources import one_memory_reserve_bytes, stripe_rates
+from megatrain.machine.this_machine import THIS_MACHINE
 from tiered.units import GiB
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -190,37 +194,29 @@ def test_age() -> None:
     assert profiles.age_days(datetime.now(UTC) + timedelta(days=1)) == 0
 
 
-def planned_machine(num_drives: int) -> target.PlannedMachine:
-    drives = [target.PlannedDrive(f"drive {number}", f"Drive {number}", 10**12) for number in range(num_drives)]
-    rates = {each.key: drive(mixed_bytes_per_s=(number + 1) * 1e9) for number, each in enumerate(drives)}
-    return target.PlannedMachine(
-        name="planned",
-        title="A planned machine",
-        note="",
-        ram_bytes=64 * GiB,
-        free_ram_bytes=60 * GiB,
-        gpu_bytes=None,
-        num_gpus=0,
-        unified_bytes=None,
-        drives=tuple(drives),
-        profile=make_machine(drives=rates),
-        num_published=0,
-        num_estimated=0,
-    )
+def planned_machine(num_drives: int) -> PlannedMachine:
+    """Return a machine whose n-th drive reads and writes n GB/s."""
+    file = find_machine("cpu-server-512gb").file
+    rates = [Bandwidth.model_validate({"is": f"{n + 1}GB/s", "estimate": "a guess"}) for n in range(num_drives)]
+    drives = [
+        file.drives[0].model_copy(update={"name": f"Drive {number}", "count": 1, "mixed": rate})
+        for number, rate in enumerate(rates)
+    ]
+    return PlannedMachine("planned", file.model_copy(update={"drives": tuple(drives)}))
 
 
 def test_stripe_rates_are_the_given_ones_or_one_for_a_single_drive() -> None:
     paths = [Path("/a"), Path("/b")]
-    assert target.stripe_rates(paths, [3.0, 1.0], planned_machine(2)) == [3.0, 1.0]
-    assert target.stripe_rates(paths[:1], [], planned_machine(2)) == [1.0]
-    assert target.stripe_rates([], []) == []
+    assert stripe_rates(paths, [3.0, 1.0], planned_machine(2)) == [3.0, 1.0]
+    assert stripe_rates(paths[:1], [], planned_machine(2)) == [1.0]
+    assert stripe_rates([], [], THIS_MACHINE) == []
 
 
 def test_stripe_rates_of_a_planned_machine_are_its_mixed_rates_in_order() -> None:
     paths = [Path("/a"), Path("/b"), Path("/c")]
-    assert target.stripe_rates(paths[:2], [], planned_machine(3)) == [1e9, 2e9]
-    assert target.stripe_rates(paths, [], planned_machine(3)) == [1e9, 2e9, 3e9]
-    assert target.stripe_rates(paths, [], planned_machine(2)) == [1.0, 1.0, 1.0]  # one drive has no rate
+    assert stripe_rates(paths[:2], [], planned_machine(3)) == [1e9, 2e9]
+    assert stripe_rates(paths, [], planned_machine(3)) == [1e9, 2e9, 3e9]
+    assert stripe_rates(paths, [], planned_machine(2)) == [1.0, 1.0, 1.0]  # one drive has no rate
 
 
 def test_stripe_rates_of_this_machine_are_equal_unless_all_drives_were_measured(
@@ -228,11 +224,11 @@ def test_stripe_rates_of_this_machine_are_equal_unless_all_drives_were_measured(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     paths = [tmp_path / "a", tmp_path / "b"]
-    assert target.stripe_rates(paths, []) == [1.0, 1.0]
+    assert stripe_rates(paths, [], THIS_MACHINE) == [1.0, 1.0]
     store_profile(make_machine())
-    assert target.stripe_rates(paths, []) == [1.0, 1.0]
+    assert stripe_rates(paths, [], THIS_MACHINE) == [1.0, 1.0]
     store_profile(make_machine(drives={file_systems.file_system_of(tmp_path).key: drive(mixed_bytes_per_s=5e9)}))
-    assert target.stripe_rates(paths, []) == [5e9, 5e9]
+    assert stripe_rates(paths, [], THIS_MACHINE) == [5e9, 5e9]
 
 
 @pytest.mark.parametrize(
@@ -240,4 +236,4 @@ def test_stripe_rates_of_this_machine_are_equal_unless_all_drives_were_measured(
     [(120 * GiB, 12 * GiB), (20 * GiB, 2 * GiB), (8 * GiB, 2 * GiB), (4 * GiB, 2 * GiB), (2 * GiB, GiB), (0, 0)],
 )
 def test_one_memory_reserve_is_a_tenth_and_at_least_2_gib_or_half(total_bytes: int, reserve_bytes: int) -> None:
-    assert machine.one_memory_reserve_bytes(total_bytes) == reserve_bytes
+    assert one_memory_reserve_bytes(total_bytes) == reserve_bytes

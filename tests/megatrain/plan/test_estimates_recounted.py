@@ -95,7 +95,7 @@ class Machine:
             return replace(real(root), source=self.of(path))
 
         monkeypatch.setattr(FileSystem, "key", property(lambda system: system.source))
-        for module in ("megatrain.machine.target", "megatrain.machine.profiles", "megatrain.plan.estimate"):
+        for module in ("megatrain.machine.this_machine", "megatrain.machine.profiles", "megatrain.plan.estimate"):
             monkeypatch.setattr(f"{module}.file_system_of", named)
 
     def of(self, path: Path) -> str:

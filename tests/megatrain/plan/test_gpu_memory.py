@@ -9,7 +9,8 @@ import torch
 
 from megatrain.config import load_config
 from megatrain.config.schema import RunConfig
-from megatrain.machine import machine
+from megatrain.machine.resources import describe_library_memory
+from megatrain.machine.this_machine import THIS_MACHINE, ThisMachine
 from megatrain.training.resolve import resolve_tiers
 from tiered import GiB, MiB
 
@@ -38,15 +39,15 @@ def test_margin_is_the_minimum_of_the_libraries(
     total: int, tiers: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (total, total))
-    assert machine.gpu_capacity_bytes(resolve_tiers(config_of(tmp_path, tiers)), CUDA) == expected
+    assert resolve_tiers(config_of(tmp_path, tiers)).gpu_capacity_bytes(CUDA) == expected
 
 
 def test_gpu_tier_that_leaves_libraries_too_little_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (15 * GiB, 16 * GiB))
-    monkeypatch.setattr(machine, "is_one_memory", lambda planned: False)
-    fine = machine.describe_library_memory(14 * GiB, CUDA)
+    monkeypatch.setattr(ThisMachine, "is_one_memory", False)
+    fine = describe_library_memory(THIS_MACHINE, 14 * GiB, CUDA)
     assert fine == "1.00 GiB of free GPU memory are outside of the tier; libraries are allowed 1.00 GiB"
-    tight = machine.describe_library_memory(14 * GiB + 512 * MiB, CUDA)
+    tight = describe_library_memory(THIS_MACHINE, 14 * GiB + 512 * MiB, CUDA)
     assert tight.startswith("512.00 MiB") and "more than tiers.gpu.size = 14.00 GiB they may find none" in tight
-    assert machine.describe_library_memory(14 * GiB, torch.device("cpu")) == ""
+    assert describe_library_memory(THIS_MACHINE, 14 * GiB, torch.device("cpu")) == ""

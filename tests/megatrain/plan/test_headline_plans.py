@@ -31,7 +31,7 @@ sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from megatrain.config import load_config
 from megatrain.training.resolve import resolve
-from megatrain.machine.files import find_machine
+from megatrain.machine.planned_machine import find_machine
 from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.plan.planner import plan_run
 config = load_config(Path(sys.argv[2]), (), sys.argv[4:]).config

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatrain.config import ConfigError, load_config
-from megatrain.machine import machine
+from megatrain.machine import cgroups, this_machine
 from megatrain.machine.file_systems import FileSystem, disk_of, file_system_of, missing_mount
-from megatrain.machine.target import TierSpecs
+from megatrain.machine.resources import TierSpecs
 from megatrain.plan import limits
 from megatrain.plan.limits import BeyondMachineError, Objection, drive_paths, find_objections, refuse
 from megatrain.training.resolve import resolve_tiers
@@ -44,8 +44,8 @@ def write(tmp_path: Path) -> Write:
 @pytest.fixture
 def ram(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with 16 GiB, of which 12 are free."""
-    monkeypatch.setattr(machine, "total_ram_bytes", lambda: 16 * GiB)
-    monkeypatch.setattr(machine, "available_ram_bytes", lambda: 12 * GiB)
+    monkeypatch.setattr(this_machine, "total_ram_bytes", lambda: 16 * GiB)
+    monkeypatch.setattr(this_machine, "available_ram_bytes", lambda: 12 * GiB)
 
 
 def tiers_of(config: Any) -> TierSpecs:
@@ -85,7 +85,7 @@ def test_free_memory_is_compared_with_the_plan(write: Write, size: str, need: in
 
 
 def test_a_limit_of_a_cgroup_is_named(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "total_ram_bytes", lambda: psutil.virtual_memory().total // 2)
+    monkeypatch.setattr(this_machine, "total_ram_bytes", lambda: psutil.virtual_memory().total // 2)
     found = only(
         find_objections(tiers_of(write(f'[tiers.ram]\nsize = "{psutil.virtual_memory().total}B"')), CPU),
         "tiers.ram.size",
@@ -103,8 +103,8 @@ def test_an_emulated_gpu_takes_ram(write: Write) -> None:
 
 
 def test_the_memory_of_a_gpu(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "gpu_memory_bytes", lambda device: (20 * GiB, 24 * GiB))
-    monkeypatch.setattr(machine, "gpu_name", lambda device: "Some Card")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GiB, 24 * GiB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some Card")
     cuda = torch.device("cuda")
     beyond = only(find_objections(tiers_of(write('[tiers.gpu]\nsize = "80GiB"')), cuda), "tiers.gpu.size")
     assert beyond.kind == "size" and "Some Card, has 24.00 GiB (20.00 GiB free now) of memory" in beyond.text
@@ -128,8 +128,8 @@ def test_drives_beyond_their_file_system(write: Write, tmp_path: Path) -> None:
 def test_paths_on_one_drive_share_its_free_bytes(write: Write, tmp_path: Path) -> None:
     one = '[[tiers.nvme]]\npath = "{}"\n'
     both = write(one.format("a") + one.format("b"))
-    alone = machine.nvme_capacity_bytes(tiers_of(write(one.format("a"))), tmp_path)
-    assert machine.nvme_capacity_bytes(tiers_of(both), tmp_path) == pytest.approx(alone, rel=0.05)
+    alone = tiers_of(write(one.format("a"))).nvme_capacity_bytes(tmp_path)
+    assert tiers_of(both).nvme_capacity_bytes(tmp_path) == pytest.approx(alone, rel=0.05)
     note = only(find_objections(tiers_of(both), CPU), "tiers.nvme.1.path")
     assert note.kind == "note" and "are on one drive" in note.text
 
@@ -233,14 +233,14 @@ def cgroup(root: Path, name: str, limit: str, used: int, cache: int) -> None:
 def test_limits_of_a_container_and_of_a_job(tmp_path: Path) -> None:
     """A container is at the root of its visible tree; a job of a batch system is somewhere in the tree."""
     cgroup(tmp_path, "", str(64 * MiB), 30 * MiB, 20 * MiB)
-    assert machine.total_ram_bytes(tmp_path, NO_CGROUP) == 64 * MiB
-    assert machine.available_ram_bytes(tmp_path, NO_CGROUP) == 54 * MiB  # file caches are freed when RAM is needed
+    assert cgroups.total_ram_bytes(tmp_path, NO_CGROUP) == 64 * MiB
+    assert cgroups.available_ram_bytes(tmp_path, NO_CGROUP) == 54 * MiB  # file caches are freed when RAM is needed
     own = tmp_path / "own"
     own.write_text("0::/slurm/job_7/step_0\n")
     cgroup(tmp_path, "slurm/job_7", str(32 * MiB), 30 * MiB, 0)
     cgroup(tmp_path, "slurm/job_7/step_0", "max", 1 * MiB, 0)
-    assert machine.total_ram_bytes(tmp_path, own) == 32 * MiB
-    assert machine.available_ram_bytes(tmp_path, own) == 2 * MiB
+    assert cgroups.total_ram_bytes(tmp_path, own) == 32 * MiB
+    assert cgroups.available_ram_bytes(tmp_path, own) == 2 * MiB
 
 
 def test_limits_of_the_first_version_of_cgroups(tmp_path: Path) -> None:
@@ -251,5 +251,5 @@ def test_limits_of_the_first_version_of_cgroups(tmp_path: Path) -> None:
     (folder / "memory.limit_in_bytes").write_text(f"{16 * MiB}\n")
     (folder / "memory.usage_in_bytes").write_text(f"{8 * MiB}\n")
     (folder / "memory.stat").write_text(f"total_inactive_file {2 * MiB}\n")
-    assert machine.total_ram_bytes(tmp_path, own) == 16 * MiB
-    assert machine.available_ram_bytes(tmp_path, own) == 10 * MiB
+    assert cgroups.total_ram_bytes(tmp_path, own) == 16 * MiB
+    assert cgroups.available_ram_bytes(tmp_path, own) == 10 * MiB

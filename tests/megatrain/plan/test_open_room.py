@@ -11,6 +11,7 @@ import pytest
 from megatrain.config import load_config
 from megatrain.machine.file_systems import file_system_of
 from megatrain.machine.profiles import DriveProfile, LoadedProfile, MachineProfile, cpu_name
+from megatrain.machine.this_machine import ThisMachine
 from megatrain.plan import planner
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run, with_open_room
@@ -67,7 +68,7 @@ def test_a_tenth_stays_open_without_measurements(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("drive", [2e7, 5e8, 1e10])
 def test_with_measurements_no_share_is_faster(drive: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "profile_of", lambda tiers: profile(tmp_path, drive=drive))
+    monkeypatch.setattr(ThisMachine, "rates", lambda machine: profile(tmp_path, drive=drive))
     plan = make_plan(tmp_path, "10MiB")
     rates = measured_rates(plan)
     assert rates is not None
@@ -85,7 +86,7 @@ def test_results_are_saved_next_to_moving_blocks_if_faster(
     drive: float, flops: float, saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It pays with a fast drive and a slow processor, not in reverse; and never on a drive, which it would wear."""
-    monkeypatch.setattr(planner, "profile_of", lambda tiers: profile(tmp_path, drive=drive, flops=flops))
+    monkeypatch.setattr(ThisMachine, "rates", lambda machine: profile(tmp_path, drive=drive, flops=flops))
     state = {"placement": 'optimizer = ["nvme"]'}
     plan = make_plan(tmp_path, "40MiB", **state)
     assert any(plan.traffic.values())
@@ -103,7 +104,7 @@ def test_number_of_layers_that_save_results_is_optimal(
     ram: str, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compared with every valid number of layers: the shortest step without additional writes to the drive."""
-    monkeypatch.setattr(planner, "profile_of", lambda tiers: profile(tmp_path, drive=1e10, flops=1e9))
+    monkeypatch.setattr(ThisMachine, "rates", lambda machine: profile(tmp_path, drive=1e10, flops=1e9))
 
     def written(recompute: str) -> Plan:
         return make_plan(tmp_path, ram, training=f'recompute = "{recompute}"', placement='optimizer = ["nvme"]')

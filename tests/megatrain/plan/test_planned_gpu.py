@@ -17,7 +17,8 @@ from megatrain.engine import weight_gradients
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.flash import FlashKernels
 from megatrain.engine.weight_gradients import GradientAccumulator
-from megatrain.machine.files import find_machine
+from megatrain.machine.planned_machine import find_machine
+from megatrain.machine.this_machine import THIS_MACHINE
 from megatrain.plan import traced
 from megatrain.plan.estimate import flops_per_token, work_of_phases
 from megatrain.plan.plan import Plan
@@ -54,7 +55,7 @@ def planned(
         f'[data]\nmax_length = {LENGTH}\npacking = true\n[[data.train]]\npath = "text.txt"\n'
         f"[training]\nper_device_train_batch_size = {rows}\n{more}"
     )
-    return plan_run(resolve(load_config(path).config, find_machine(machine) if machine else None), like=like)
+    return plan_run(resolve(load_config(path).config, find_machine(machine) if machine else THIS_MACHINE), like=like)
 
 
 def test_nothing_is_counted_that_the_cpu_alone_needs(tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""RAM that this process may use: the machine's, within the limits of the process's cgroups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from tiered.units import is_number
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+
+
+def total_ram_bytes(root: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
+    """Return the machine's RAM, or the cgroup's limit if the limit is lower."""
+    total: int = psutil.virtual_memory().total
+    return min([total, *(limit for limit, _ in _cgroup_limits(root, own))])
+
+
+def available_ram_bytes(root: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
+    """Return the free RAM, within the cgroup's limit. Swap does not count."""
+    left = (max(0, limit - used) for limit, used in _cgroup_limits(root, own))
+    available: int = psutil.virtual_memory().available
+    return min([available, *left])
+
+
+def _cgroup_limits(root: Path, own: Path) -> list[tuple[int, int]]:
+    """Return (limit, used bytes) for this process's cgroup and each parent with a limit.
+
+    A container sees its own cgroup as the root. A batch job sees the whole tree and its position in the tree.
+    """
+    found = []
+    for folder, limit_name, used_name, cache_name in _cgroup_folders(root, own):
+        try:
+            limit, used = (folder / limit_name).read_text(), (folder / used_name).read_text()
+        except OSError:
+            continue
+        if is_number(limit.strip()):
+            found.append((int(limit), max(0, int(used) - _stat_of(folder, cache_name))))
+    return found
+
+
+def _cgroup_folders(root: Path, own: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """Yield folders of cgroups, with the names of the limit, the usage, and the file cache within the usage."""
+    try:
+        lines = [line.split(":", 2) for line in own.read_text().split("\n") if line]
+    except OSError:
+        lines = []
+    paths = {controllers: path.lstrip("/") for _, controllers, path in lines}
+    of_memory = next((path for names, path in paths.items() if "memory" in names.split(",")), "")
+    for at in (Path(paths.get("", "")), *Path(paths.get("", "")).parents):
+        yield root / at, "memory.max", "memory.current", "inactive_file"  # version 2
+    for at in (Path(of_memory), *Path(of_memory).parents):  # version 1
+        yield root / "memory" / at, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+
+
+def _stat_of(folder: Path, name: str) -> int:
+    """Return a value in ``memory.stat``. A cgroup is charged for file cache, although it is freed on demand."""
+    try:
+        lines = (folder / "memory.stat").read_text().split("\n")
+    except OSError:
+        return 0
+    return next((int(value) for key, _, value in (line.partition(" ") for line in lines) if key == name), 0)
