@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph
     from megatrain.optim.table import OptimizerConfig
 
-__all__ = ["model_warnings", "schedule_warnings", "warmup_notice"]
+__all__ = ["model_warnings"]
 
 #: Smaller models, which are used in tests and demonstrations, have the bounds of training from scratch.
 _SMALL_MODEL_PARAMETERS = 50_000_000
@@ -40,8 +40,6 @@ _RATES = {
     "sgd": _LearningRates(1e-6, 1.0, 10.0),
     "muon": _LearningRates(1e-8, 5e-2, 1e-1),  # "original" needs much larger rates than "match_rms_adamw"
 }
-_FEW_WARMUP_STEPS, _FEW_WARMUP_SHARE = 5, 0.02
-_LONG_WARMUP_SHARE = 0.5
 
 
 def model_warnings(model: ModelSpec, max_length: int, optimizer: OptimizerConfig, graph: ModelGraph) -> Iterator[str]:
@@ -98,32 +96,3 @@ def _rate_warning(key: str, rate: float, optim: str, *, is_new: bool) -> Iterato
         yield f"{what}: training{how} usually diverges above {highest:g}. Use a smaller value"
     elif rate < bounds.lowest:
         yield f"{what}: the weights hardly change below {bounds.lowest:g}. Use a larger value"
-
-
-def schedule_warnings(optimizer: OptimizerConfig, num_steps: int) -> Iterator[str]:
-    """Yield a warning if the warm-up is too long or too short for a run of ``num_steps`` steps."""
-    warmup = optimizer.num_warmup_steps(num_steps)
-    if not warmup or not optimizer.has_warmup:
-        return
-    what = f"optimizer.warmup_steps = {optimizer.warmup_steps:g}: the warm-up takes {warmup} of the {num_steps} steps"
-    if warmup >= num_steps:
-        yield f"{what}, so that the learning rate never reaches its peak. Use 0, or train for more steps"
-    elif warmup > _LONG_WARMUP_SHARE * num_steps:
-        yield f"{what}. Use less: a few percent of the steps are usual"
-    elif warmup < _FEW_WARMUP_STEPS and warmup < _FEW_WARMUP_SHARE * num_steps:
-        yield f"{what}, which has almost no effect. Use 0.03 for 3 % of the steps, or 0 for none"
-
-
-def warmup_notice(first: float, peak: float, num_steps: int, *, is_start: bool) -> str:
-    """Return the notice about a warm-up. It mentions a first learning rate of 0, because users do not expect it.
-
-    Args:
-        first: Learning rate of the first step.
-        peak: Learning rate at the end of the warm-up.
-        is_start: Whether the first step has not run yet.
-    """
-    text = f"warm-up: the learning rate rises from {first:.3g} to {peak:.3g} over "
-    text += f"{num_steps} step{'s' if num_steps != 1 else ''}"
-    if first == 0.0 and is_start:
-        text += "; the first step does not change the weights, as in transformers"
-    return text

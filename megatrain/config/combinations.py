@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -77,7 +76,7 @@ def find_warnings(config: RunConfig) -> list[str]:
             warnings.append('evaluation.predict_with_generate has no effect with evaluation.eval_strategy = "no"')
     for key in KEYS:
         for other, value in idle_with(key, config).items():
-            given = _value(key, config)
+            given = config.value(key)
             if (list(given) if isinstance(given, tuple) else given) != KEYS[key].get("default"):
                 warnings.append(f"{key} has no effect with {other.rpartition('.')[2]} = {format_value(value)}")
     if not _may_have_gpu_tier(config) and not config.tiers.gpu.size.is_auto:
@@ -95,13 +94,8 @@ def find_warnings(config: RunConfig) -> list[str]:
 
 def idle_with(key: str, config: RunConfig) -> dict[str, Any]:
     """Return the other keys, with their values, because of which a key has no effect; empty if it has one."""
-    found = {other: (_value(other, config), values) for other, values in used_if(key).items()}
+    found = {other: (config.value(other), values) for other, values in used_if(key).items()}
     return {other: value for other, (value, values) in found.items() if value not in values}
-
-
-def _value(key: str, config: RunConfig) -> Any:
-    """Return the value of a key that is not in an array table."""
-    return functools.reduce(getattr, key.split("."), config)
 
 
 def _check_gradients(config: RunConfig) -> Iterator[Problem]:
@@ -181,7 +175,7 @@ def _check_task(config: RunConfig) -> Iterator[Problem]:
     task, facts = config.task, TASK_FACTS[config.task]
     elsewhere = [other.refused_elsewhere for name, other in TASK_FACTS.items() if name != task]
     for refusal in (*facts.refused, *filter(None, elsewhere)):
-        if problem := refusal.problem(task, _value(refusal.key, config)):
+        if problem := refusal.problem(task, config.value(refusal.key)):
             yield problem
     if config.task_table is not None:
         yield from config.task_table.problems()

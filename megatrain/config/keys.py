@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from megatrain.base.other_tools import ALWAYS_ON, NOT_YET, TRANSLATIONS
 from megatrain.base.table import Alters
 from megatrain.base.toml import format_value
-from megatrain.config.retired import RETIRED
 from megatrain.config.schema import RunConfig
 
 #: Schema file that ``init`` writes next to a config, whose first line names it.
@@ -21,7 +18,6 @@ SCHEMA_TITLE = "Config of megatrain-tier"
 
 Schema = dict[str, Any]
 Path = tuple[str | int, ...]
-_TOP = "at the top of the file, before the first table"
 #: Keyword of JSON Schema -> its text in a sentence.
 _BOUNDS = {
     "minimum": "at least",
@@ -195,72 +191,6 @@ def full_keys_of_leaf(leaf: str) -> list[str]:
 def header(table: str) -> str:
     """Return the header line of a table: ``"[data]"``, ``"[[data.train]]"``."""
     return f"[[{table}]]" if table in ARRAY_TABLES else f"[{table}]"
-
-
-# Advice for unknown names
-
-
-def has_advice(path: Path) -> bool:
-    """Return whether an unknown key belongs to another tool, or to another table of the config."""
-    leaf = str(path[-1])
-    return plain(path) in {*NOT_YET, *RETIRED} or leaf in TRANSLATIONS or bool(full_keys_of_leaf(leaf))
-
-
-def looks_like_table(path: Path) -> bool:
-    """Return whether an unknown name looks like a misspelled table on the same level."""
-    return bool(nearest_table(path))
-
-
-def nearest_table(path: Path) -> str:
-    """Return the last part of the name of a similar table on the same level; "" without one."""
-    level = plain(path[:-1])
-    tables = [table.rpartition(".")[2] for table in TABLES if table.rpartition(".")[0] == level]
-    return next(iter(difflib.get_close_matches(str(path[-1]), tables, n=1, cutoff=0.8)), "")
-
-
-def advice_for_unknown(path: Path) -> str:
-    """Return advice about a key that does not exist; "" without any."""
-    name, leaf = plain(path), str(path[-1])
-    retired = RETIRED.get(name) or RETIRED.get(name.partition(".")[0])  # a key, or its whole table
-    if retired is not None:
-        return retired
-    if name in NOT_YET:
-        return "This release does not support it yet; leave it out"
-    homes = full_keys_of_leaf(leaf)
-    if len(homes) == 1:
-        table = homes[0].rpartition(".")[0]
-        if leaf in TRANSLATIONS and TRANSLATIONS[leaf].ours != homes[0]:
-            return f"Did you mean {homes[0]}? {TRANSLATIONS[leaf].advice()}"
-        return f"`{leaf}` belongs {f'in {header(table)}' if table else _TOP}: write {homes[0]}"
-    if leaf in TRANSLATIONS:
-        return TRANSLATIONS[leaf].advice()
-    if homes:
-        return "Did you mean " + " or ".join(homes) + "?"
-    if leaf in ALWAYS_ON:
-        return f"It is always on here ({ALWAYS_ON[leaf]}); leave it out"
-    near = _nearest(path)
-    return f"Did you mean {near}?" if near else ""
-
-
-def advice_without_match(path: Path) -> str:
-    """Return the advice for a key that resembles no known key: the keys of its table."""
-    table = plain(path[:-1])
-    inside = sorted(name for name in _ALL if name.rpartition(".")[0] == table)
-    where = f"[{table}] has" if table else "The top of the file has"
-    names = ", ".join(name.rpartition(".")[2] for name in inside)
-    return f"Leave it out. {where} {names}" if inside else "Leave it out"
-
-
-def _nearest(path: Path) -> str:
-    """Return the known name most similar to an unknown one; names in the same table are preferred."""
-    table, leaf = plain(path[:-1]), str(path[-1])
-    same_table = sorted(name.rpartition(".")[2] for name in _ALL if name.rpartition(".")[0] == table)
-    found = difflib.get_close_matches(leaf, same_table, n=1, cutoff=0.6)
-    if found:
-        return dotted((*path[:-1], found[0]))
-    leaves = {key.rpartition(".")[2]: key for key in sorted(KEYS)}
-    found = difflib.get_close_matches(leaf, sorted(leaves), n=1, cutoff=0.75)
-    return leaves[found[0]] if found else ""
 
 
 # Allowed values, in words

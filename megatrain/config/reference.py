@@ -16,7 +16,6 @@ from megatrain.base.toml import format_value
 from megatrain.config.keys import (
     KEYS,
     TABLES,
-    advice_for_unknown,
     allowed_values,
     alters,
     full_keys_of_leaf,
@@ -27,6 +26,7 @@ from megatrain.config.keys import (
     plain,
     schema_key,
 )
+from megatrain.config.unknown import advice_for_unknown
 
 _INTRODUCTION = """\
 # Config file

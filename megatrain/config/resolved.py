@@ -32,7 +32,6 @@ from megatrain.config.keys import (
     parse_path,
     plain,
     schema_key,
-    used_if,
 )
 from megatrain.config.keys import Path as KeyPath
 from megatrain.config.load import LoadedConfig, load_config
@@ -263,7 +262,7 @@ def changes_from(config_toml: str, now: RunConfig) -> ConfigChanges:
         ConfigError: the checkpoint's config has keys or values that this version does not know.
     """
     before = with_decided(config_from_toml(config_toml), DECIDED_BY_RUNS)
-    return compare(before, with_decided(now, {key: _value(before, key) for key in DECIDED_BY_RUNS}))
+    return compare(before, with_decided(now, {key: before.value(key) for key in DECIDED_BY_RUNS}))
 
 
 def _has_effect(key: str, config: RunConfig) -> bool:
@@ -367,7 +366,7 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """
     for key, value in values.items():
         table, _, leaf = key.partition(".")
-        if _value(config, key) != value:  # an equal value would mark a key as set that the user did not set
+        if config.value(key) != value:  # an equal value would mark a key as set that the user did not set
             changed = getattr(config, table).model_copy(update={leaf: value})
             config = config.model_copy(update={table: changed})
     return config
@@ -389,10 +388,4 @@ def with_commit(config: RunConfig, hub: HubModel | None) -> RunConfig:
 
 def _is_open(config: RunConfig, key: str) -> bool:
     """Return whether a run must decide the value of a key."""
-    has_effect = all(_value(config, other) in values for other, values in used_if(key).items())
-    return has_effect and bool(_value(config, key) == "auto")
-
-
-def _value(config: RunConfig, key: str) -> Any:
-    table, _, leaf = key.partition(".")
-    return getattr(getattr(config, table), leaf)
+    return not idle_with(key, config) and bool(config.value(key) == "auto")

@@ -10,6 +10,7 @@ follow from the schema.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -108,6 +109,10 @@ class RunConfig(Table):
             table = filled.get("evaluation", {})
             filled["evaluation"] = {"eval_strategy": "steps", **table} if isinstance(table, dict) else table
         return filled
+
+    def value(self, key: str) -> Any:
+        """Return the value of a dotted key that is not in an array table."""
+        return functools.reduce(getattr, key.split("."), self)
 
     @property
     def rows_per_step(self) -> int:

@@ -1,8 +1,8 @@
-"""Learning-rate schedules of transformers, as functions of the step."""
+"""Learning-rate schedules of transformers, as functions of the step, and messages about their warm-up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,11 @@ from megatrain.models.internals import check_internals
 if TYPE_CHECKING:
     from megatrain.optim.table import OptimizerConfig
 
-__all__ = ["ScheduleError", "learning_rate_schedule", "make_schedule"]
+__all__ = ["ScheduleError", "learning_rate_schedule", "make_schedule", "schedule_warnings", "warmup_notice"]
+
+#: Bounds of an unusual warm-up: rules of thumb that permit published recipes.
+_FEW_WARMUP_STEPS, _FEW_WARMUP_SHARE = 5, 0.02
+_LONG_WARMUP_SHARE = 0.5
 
 
 class ScheduleError(ValueError):
@@ -83,3 +87,32 @@ def learning_rate_schedule(
         raise ScheduleError(f'lr_scheduler_kwargs do not fit lr_scheduler_type "{name}": {error}') from error
     factor: Callable[[int], float] = scheduler.lr_lambdas[0]
     return lambda step: lr * float(factor(step))
+
+
+def schedule_warnings(optimizer: OptimizerConfig, num_steps: int) -> Iterator[str]:
+    """Yield a warning if the warm-up is too long or too short for a run of ``num_steps`` steps."""
+    warmup = optimizer.num_warmup_steps(num_steps)
+    if not warmup or not optimizer.has_warmup:
+        return
+    what = f"optimizer.warmup_steps = {optimizer.warmup_steps:g}: the warm-up takes {warmup} of the {num_steps} steps"
+    if warmup >= num_steps:
+        yield f"{what}, so that the learning rate never reaches its peak. Use 0, or train for more steps"
+    elif warmup > _LONG_WARMUP_SHARE * num_steps:
+        yield f"{what}. Use less: a few percent of the steps are usual"
+    elif warmup < _FEW_WARMUP_STEPS and warmup < _FEW_WARMUP_SHARE * num_steps:
+        yield f"{what}, which has almost no effect. Use 0.03 for 3 % of the steps, or 0 for none"
+
+
+def warmup_notice(first: float, peak: float, num_steps: int, *, is_start: bool) -> str:
+    """Return the notice about a warm-up. It mentions a first learning rate of 0, because users do not expect it.
+
+    Args:
+        first: Learning rate of the first step.
+        peak: Learning rate at the end of the warm-up.
+        is_start: Whether the first step has not run yet.
+    """
+    text = f"warm-up: the learning rate rises from {first:.3g} to {peak:.3g} over "
+    text += f"{num_steps} step{'s' if num_steps != 1 else ''}"
+    if first == 0.0 and is_start:
+        text += "; the first step does not change the weights, as in transformers"
+    return text

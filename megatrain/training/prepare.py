@@ -23,7 +23,7 @@ from megatrain.base.owner import living_owner
 from megatrain.checkpoint.drive_folders import describe_drives
 from megatrain.checkpoint.resume import ConfigChangedError, LostCheckpointsError, check_changes, find_candidates
 from megatrain.checkpoint.state import CheckpointError
-from megatrain.config.advice import model_warnings, schedule_warnings
+from megatrain.config.advice import model_warnings
 from megatrain.config.load import load_config, salvage
 from megatrain.config.resolved import (
     changes_from,
@@ -53,7 +53,7 @@ from megatrain.models.hub import missing_weights
 from megatrain.models.initialize import InitializationError
 from megatrain.models.internals import TransformersVersionError
 from megatrain.models.load import open_loader
-from megatrain.optim.lr import ScheduleError, make_schedule
+from megatrain.optim.lr import ScheduleError, make_schedule, schedule_warnings
 from megatrain.optim.plugins import OptimizerError
 from megatrain.plan.limits import drive_paths, find_objections, refuse
 from megatrain.plan.plan import Plan, RunSpec

@@ -20,7 +20,6 @@ from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.drive_folders import describe_drives
 from megatrain.checkpoint.saver import Saver
 from megatrain.checkpoint.state import RunState
-from megatrain.config.advice import warmup_notice
 from megatrain.config.resolved import (
     config_lines,
     with_commit,
@@ -29,6 +28,7 @@ from megatrain.config.resolved import (
 from megatrain.config.schema import RunConfig
 from megatrain.data.loader import BatchLoader
 from megatrain.models.export import RECORD_FILE
+from megatrain.optim.lr import warmup_notice
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.together import plan_together

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatrain.base.other_tools import ACCEPTED, ALWAYS_ON, KEYS, OTHERS, TRANSLATIONS, Tool
-from megatrain.config.keys import NAMES, advice_for_unknown, full_keys_of_leaf, leaf_schema
+from megatrain.config.keys import NAMES, full_keys_of_leaf, leaf_schema
+from megatrain.config.unknown import advice_for_unknown
 from megatrain.extras.translate.conversions import CONVERSIONS
 from megatrain.extras.translate.translate import translate_file
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import load_config
-from megatrain.config.advice import model_warnings, schedule_warnings, warmup_notice
+from megatrain.config.advice import model_warnings
 from megatrain.config.schema import RunConfig
 from megatrain.converters.spec import build_graph
 from megatrain.models.graph import ModelGraph
+from megatrain.optim.lr import schedule_warnings, warmup_notice
 from megatrain.training.resolve import resolve
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"

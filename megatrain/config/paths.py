@@ -1,0 +1,100 @@
+"""Paths in config values: made absolute, with variables expanded and without secrets."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatrain.base.errors import Problem
+from megatrain.base.table import without_secrets
+from megatrain.config.keys import KEYS
+from megatrain.config.keys import Path as KeyPath
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
+
+
+def make_paths_absolute(values: dict[str, Any], folder: Path) -> None:
+    """Make every path in a tree of config values absolute, in place, relative to ``folder``.
+
+    ``~`` and environment variables are expanded. A path with an unset variable stays unchanged. A URL stays
+    unchanged except for its password, because configs are stored and shown.
+    """
+    for table, leaf, _, schema in _paths_in(values):
+        table[leaf] = without_secrets(table[leaf])
+        if not _names_unset_variable(table[leaf]):
+            table[leaf] = _absolute(table[leaf], folder, schema["x-path"]["name"])
+
+
+def absolute_value(path: KeyPath, value: Any, folder: Path) -> Any:
+    """Return the value of a key with absolute paths, relative to ``folder``. The value may be a table or a list."""
+    tree = value
+    for part in reversed(path):
+        tree = [tree] if isinstance(part, int) else {part: tree}
+    if isinstance(tree, dict):
+        make_paths_absolute(tree, folder)
+    for part in path:
+        tree = tree[0] if isinstance(part, int) else tree[part]
+    return tree
+
+
+def unset_variables(values: dict[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for each path with an environment variable that is not set."""
+    for table, leaf, key, _ in _paths_in(values):
+        if name := _names_unset_variable(table[leaf]):
+            message = f'{key} = "{table[leaf]}" uses the variable ${name}, which is not set'
+            yield Problem(key, message, f"Set it (export {name}=...), or write the path without it")
+
+
+def _paths_in(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str, Mapping[str, Any]]]:
+    """Yield (table, last part of the key, dotted key, schema) for each path in a tree of config values."""
+    for key, schema in KEYS.items():
+        if "x-path" in schema:
+            *tables, leaf = key.split(".")
+            for above, table in _tables_at(values, tables):
+                if isinstance(table.get(leaf), str) and table[leaf] not in ("", *schema["x-path"]["words"]):
+                    yield table, leaf, f"{above}{leaf}", schema
+
+
+def _tables_at(values: Any, names: Sequence[str], above: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (dotted key with a trailing dot, table) for each table of a name; an array table has several."""
+    if isinstance(values, list):
+        for number, item in enumerate(values):
+            yield from _tables_at(item, names, f"{above}{number}.")
+    elif isinstance(values, dict):
+        if names:
+            yield from _tables_at(values.get(names[0]), names[1:], f"{above}{names[0]}.")
+        else:
+            yield above, values
+
+
+def _names_unset_variable(text: str) -> str:
+    """Return the first variable in a path that is not set; "" without one."""
+    names = [match[1] or match[2] for match in _VARIABLE.finditer(text)]
+    return next((name for name in names if name not in os.environ and not os.path.exists(text)), "")
+
+
+def _absolute(text: str, folder: Path, name: str | None) -> str:
+    if not (folder / text).exists():  # the name of a folder may contain "$"
+        text = _VARIABLE.sub(lambda match: os.environ.get(match[1] or match[2], match[0]), text)
+    if _URL.match(text):
+        return without_secrets(text)
+    path = Path(text).expanduser()
+    candidate = path if path.is_absolute() else folder / path
+    if name is not None and not path.is_absolute() and not candidate.exists() and re.fullmatch(name, text):
+        return text  # a name on the hub, not a local folder
+    return _normalised(candidate)
+
+
+def _normalised(path: Path) -> str:
+    """Remove ``.`` and ``..`` without following links, so that globs stay unchanged."""
+    parts: list[str] = []
+    for part in path.parts:
+        if part == ".." and len(parts) > 1:
+            parts.pop()
+        elif part != ".":
+            parts.append(part)
+    return str(Path(*parts))
