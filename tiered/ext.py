@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING
 from tiered.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from tiered.durable.drive_places import OWNER_NAME as OWNER_NAME
     from tiered.durable.drive_places import DrivePlace as DrivePlace
     from tiered.durable.drive_places import drive_places as drive_places
     from tiered.durable.drive_places import holds_part as holds_part
+    from tiered.durable.drive_places import read_note as read_note
+    from tiered.durable.manifest import MANIFEST_NAME as MANIFEST_NAME
     from tiered.durable.manifest import SNAPSHOT_FOLDER as SNAPSHOT_FOLDER
     from tiered.durable.manifest import generation_folder as generation_folder
+    from tiered.durable.manifest import manifest_text as manifest_text
     from tiered.durable.manifest import top_problem as top_problem
+    from tiered.durable.manifest import top_text as top_text
     from tiered.durable.ownership import read_owner as read_owner
     from tiered.durable.ownership import read_store_id as read_store_id
     from tiered.durable.ownership import snapshot_folders as snapshot_folders

@@ -54,9 +54,9 @@ def list_checkpoints(run: Path | str) -> list[Checkpoint]:
     Raises:
         CheckpointError: No checkpoint was ever saved there, or the document cannot be read.
     """
-    found = [_scan(folder) for folder in _folders(run)]
-    newest = next(iter(_in_resume_order(found)), None)
-    return [replace(each, is_newest=each is newest) for checkpoints in found for each in reversed(checkpoints)]
+    found = [each for folder in _folders(run) for each in reversed(_scan(folder))]
+    newest = next_start(found)
+    return [replace(each, is_newest=each is newest) for each in found]
 
 
 def list_notices(run: Path | str, checkpoints: Sequence[Checkpoint] = ()) -> list[str]:
@@ -79,9 +79,7 @@ def next_start(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
     Args:
         checkpoints: Entries of ``list_checkpoints``, in the same order.
     """
-    usable = [each for each in reversed(checkpoints) if each.problem is None]
-    own, copies = ([each for each in usable if each.is_copy == is_copy] for is_copy in (False, True))
-    return next(iter(merge_by_save(own, copies)), None)
+    return next(iter(_in_resume_order(checkpoints[::-1])), None)
 
 
 def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Checkpoint:
@@ -97,16 +95,15 @@ def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Check
     given = Path(os.path.abspath(run_or_folder))
     if given.parent.name == SNAPSHOT_FOLDER and is_number(given.name):
         folder = given.parent.parent
-        found = [[each for each in _scan(folder) if not each.is_listed and each.number == int(given.name)]]
-        tried = [each for each in found[0] if each.problem is None]
+        found = [each for each in _scan(folder) if not each.is_listed and each.number == int(given.name)]
     else:
         folder, *_ = folders = _folders(given)
-        found = [_scan(each) for each in folders]
-        tried = _in_resume_order(found)
+        found = [each for one in folders for each in _scan(one)]
+    tried = _in_resume_order(found)
     chosen = next((each for each in tried if step in (None, each.step)), None)
     if chosen is not None:
         return chosen
-    unusable = [each for checkpoints in found for each in checkpoints if each.problem is not None]
+    unusable = [each for each in found if each.problem is not None]
     lost = {each.step: _describe_problem(each) for each in reversed(unusable) if each.step is not None}
     if step in lost:
         raise CheckpointError(lost[step])
@@ -200,10 +197,15 @@ def _scan(folder: Path) -> list[Checkpoint]:
         raise CheckpointError(str(error)) from error
 
 
-def _in_resume_order(found: list[list[Checkpoint]]) -> list[Checkpoint]:
-    """Merge scans of checkpoints and copies in the order in which a run would try them, newest first."""
-    own, *copies = [[each for each in one if each.problem is None] for one in found]
-    return merge_by_save(own, copies[0]) if copies else own
+def _in_resume_order(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Return the usable checkpoints and copies, newest first, in the order in which a run would try them.
+
+    Args:
+        checkpoints: Checkpoints, newest first, and copies, newest first.
+    """
+    usable = [each for each in checkpoints if each.problem is None]
+    own, copies = ([each for each in usable if each.is_copy == is_copy] for is_copy in (False, True))
+    return merge_by_save(own, copies)
 
 
 def _describe_problem(checkpoint: Checkpoint) -> str:

@@ -23,14 +23,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, RANKS_NAME
 from megatrain.checkpoint.locations import LostPart
 from megatrain.checkpoint.state import RunState
 from tiered import checksum, list_generations, read_manifest
 from tiered.errors import CorruptBlockError, GenerationError, NewerFormatError
-from tiered.ext import generation_folder, read_document_file, replace_file, top_problem
+from tiered.ext import MANIFEST_NAME, generation_folder, read_document_file, replace_file, top_problem
 
 if TYPE_CHECKING:
     from tiered import BlockRecord, Manifest
@@ -43,7 +43,6 @@ __all__ = [
     "forget_checkpoint",
     "merge_by_save",
     "manifest_checksum",
-    "order_key",
     "prune",
     "rank_folder_name",
     "read_checkpoints",
@@ -55,23 +54,8 @@ __all__ = [
 
 #: Format of ``RANKS.json``. Readers refuse newer formats.
 RANKS_FORMAT = 2
-_MANIFEST_NAME = "MANIFEST.json"  # same as in tiered.durable.manifest
 _NUM_KEPT_KEY = "num_kept_tensors"  # same as in megatrain.models.passthrough, which imports torch
 _LAST = (sys.maxsize, "")  # larger than the key of any save
-
-
-class Saved(Protocol):
-    """Position of a checkpoint among the saves of its run. The checkpoint can be local or at a URL."""
-
-    @property
-    def save_number(self) -> int:
-        """Number of the save, or 0 if an older version did not count saves."""
-        ...
-
-    @property
-    def saved_at(self) -> str:
-        """Date and time, ISO 8601."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +158,19 @@ class Checkpoint:
         return number if type(number) is int else 0
 
     @property
+    def order_key(self) -> tuple[int, str]:
+        """Sort key by time: the save number, which grows even if clocks go backwards.
+
+        Older versions did not count saves. Their checkpoints come before all counted ones and are ordered by clock.
+        """
+        return self.save_number, "" if self.save_number else self.saved_at
+
+    @property
+    def identity(self) -> tuple[int | None, str]:
+        """Step and save time, which identify a checkpoint within its run."""
+        return self.step, self.saved_at
+
+    @property
     def loss(self) -> float | None:
         """Loss of the last step; None if it cannot be read."""
         loss = self.meta.get("last_loss")
@@ -255,14 +252,6 @@ def read_checkpoints(folder: Path, on_damage: Callable[[GenerationError], None] 
     return merge_by_save(list(_read_generations(folder))[::-1], listed[::-1])[::-1]
 
 
-def order_key(checkpoint: Saved) -> tuple[int, str]:
-    """Return the sort key of a checkpoint: its save number, which grows even if clocks go backwards.
-
-    Older versions did not count saves. Their checkpoints come before all counted checkpoints and are ordered by time.
-    """
-    return checkpoint.save_number, "" if checkpoint.save_number else checkpoint.saved_at
-
-
 def merge_by_save(own: Sequence[Checkpoint], others: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Merge two sequences by save number. On a tie, the entry of the first sequence comes first.
 
@@ -280,7 +269,7 @@ def merge_by_save(own: Sequence[Checkpoint], others: Sequence[Checkpoint]) -> li
             # An older version may have continued a counted run. Its saves come after the last counted save.
             number = max(number, each.save_number)
             is_known = each.save_number or each.saved_at
-            found.append((number, order_key(each)[1]) if is_known else None)
+            found.append((number, each.order_key[1]) if is_known else None)
         key = _LAST
         return [key := each or key for each in reversed(found)]
 
@@ -426,7 +415,7 @@ def manifest_checksum(directory: Path, generation: int) -> str:
     Raises:
         GenerationError: The generation does not exist.
     """
-    path = generation_folder(directory, generation) / _MANIFEST_NAME
+    path = generation_folder(directory, generation) / MANIFEST_NAME
     try:
         return checksum(path.read_bytes())
     except OSError as error:

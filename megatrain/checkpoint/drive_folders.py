@@ -1,4 +1,4 @@
-"""Messages that name the folders on drives that hold checkpoints and must not be deleted."""
+"""Messages about the NVMe folders that contain parts of checkpoints. Users must not delete these folders."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["describe_drives"]
 
 
 def describe_drives(spec: CheckpointSpec, drive_bytes: int) -> list[str]:
-    """Return messages about the drives that hold, or will hold, parts of a run's checkpoints.
+    """Return messages with the folders and bytes of the checkpoint parts that a run stores on drives.
 
     Args:
-        drive_bytes: Planned bytes of one checkpoint that stay on drives.
+        drive_bytes: Planned bytes per checkpoint that stay on drives.
     """
     drives = spec.drives
     found = bytes_on_drives(spec.output_dir, drives)
@@ -29,8 +29,8 @@ def describe_drives(spec: CheckpointSpec, drive_bytes: int) -> list[str]:
     if drive_bytes and spec.table.is_on:
         names = _names(drives)
         now = sum(found.get(path, 0) for path in drives)
-        lies = f"{format_size(drive_bytes)} of each checkpoint stay in {names} (now {format_size(now)})"
-        lines.append(f"{lies}: deleting that folder destroys them. {_advice(spec)}")
+        share = f"{format_size(drive_bytes)} of each checkpoint stay in {names} (now {format_size(now)})"
+        lines.append(f"{share}: deleting that folder destroys them. {_advice(spec)}")
     elif any(path in found for path in drives):
         there = [path for path in drives if path in found]
         nbytes = format_size(sum(found[path] for path in there))
@@ -41,6 +41,7 @@ def describe_drives(spec: CheckpointSpec, drive_bytes: int) -> list[str]:
 
 
 def _advice(spec: CheckpointSpec) -> str:
+    """Return a sentence with the location of the whole copies, or with the key that enables copies."""
     rule = spec.table.save_copy
     if rule is False:
         return "checkpoint.save_copy = true keeps whole copies in output_dir"

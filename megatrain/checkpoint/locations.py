@@ -6,7 +6,6 @@ This module imports neither torch nor a store, so that ``status`` starts fast. C
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import stat
@@ -15,12 +14,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatrain.base.names import CHECKPOINTS_NAME, RESOLVED_NAME
 from tiered import list_generations, read_manifest
 from tiered.errors import GenerationError, TieredError
-from tiered.ext import SNAPSHOT_FOLDER, drive_places, holds_part
+from tiered.ext import OWNER_NAME, SNAPSHOT_FOLDER, drive_places, holds_part, read_note
 from tiered.units import format_size, is_number
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ __all__ = [
 ]
 
 _ATTRIBUTES_KEY = "megatrain"  # same as in tiered.tiers.layout
-_STORE_NAME, _OWNER_NAME = "STORE.json", "OWNER.json"  # same as in tiered.tiers.directory and ownership
+_STORE_NAME = "STORE.json"  # same as in tiered.tiers.directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +165,7 @@ def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict
     for own in [folder, *sorted(folder.glob("rank*"))]:
         # With several ranks, each rank has a separate folder on every drive.
         inside = "" if own == folder else own.name
-        store = _read(own / _STORE_NAME).get("id")
+        store = read_note(own / _STORE_NAME).get("id")
         named = [path.parent if inside and path.name == inside else path for path in _paths_of_tiers(own)]
         for path in dict.fromkeys([*drives, *drives_of_config(root), *named]):
             nbytes = sum(_bytes_of(path / inside / SNAPSHOT_FOLDER, store).values()) if store is not None else 0
@@ -180,7 +179,7 @@ def refused_drives(output_dir: Path | str) -> list[str]:
     found = []
     for path in drives_of_config(Path(os.path.abspath(output_dir))):
         try:
-            if not os.listdir(path) or _ATTRIBUTES_KEY in _read(path / "zarr.json").get("attributes", {}):
+            if not os.listdir(path) or _ATTRIBUTES_KEY in read_note(path / "zarr.json").get("attributes", {}):
                 continue
         except (OSError, TypeError):  # the run will create the folder or report the error
             continue
@@ -204,7 +203,7 @@ def _bytes_of(snap: Path, store: object) -> dict[int, int]:
     """Return the bytes of a store's chunk files by inode. A live run may remove files during this call."""
     sizes: dict[int, int] = {}
     for name in os.listdir(snap) if os.path.isdir(snap) else ():
-        if not is_number(name) or _read(snap / name / _OWNER_NAME).get("id") != store:
+        if not is_number(name) or read_note(snap / name / OWNER_NAME).get("id") != store:
             continue
         for place, _, files in os.walk(snap / name):
             for file in files if os.path.basename(place) == "c" else ():
@@ -219,7 +218,7 @@ def _num_files(block: BlockRecord, places: Sequence[Path]) -> int | None:
     """Return the number of files of a block's array, or None if the array's document is missing."""
     for place in places:
         try:
-            grid = _read(place / "zarr.json")["chunk_grid"]
+            grid = read_note(place / "zarr.json")["chunk_grid"]
             num_files: int = math.ceil(math.prod(block.shape) / int(grid["configuration"]["chunk_shape"][0]))
             return num_files
         except (LookupError, TypeError, ValueError, ZeroDivisionError):
@@ -251,11 +250,3 @@ def drives_of_config(output_dir: Path) -> tuple[Path, ...]:
         return ()
     pairs = zip(nearby, recorded, strict=True)
     return tuple(near if os.path.isdir(near) or not os.path.isdir(path) else path for near, path in pairs)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -19,7 +19,6 @@ import json
 import os
 import re
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,20 +29,20 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
+from megatrain.checkpoint.copy_thread import CopyCancelledError, Throttle
 from megatrain.checkpoint.document import (
     Checkpoint,
     RankGeneration,
     manifest_checksum,
-    order_key,
     rank_folder_name,
     read_checkpoints,
     write_document,
 )
 from megatrain.checkpoint.scan import scan
 from megatrain.checkpoint.state import CheckpointError, KeptRules
-from tiered import GenerationReader, MiB, WholeCopies, checksum, format_size
+from tiered import GenerationReader, MiB, WholeCopies, format_size
 from tiered.errors import CorruptBlockError, GenerationError, TieredError
-from tiered.ext import SNAPSHOT_FOLDER, claim_directory, replace_file
+from tiered.ext import MANIFEST_NAME, SNAPSHOT_FOLDER, claim_directory, manifest_text, replace_file, top_text
 
 if TYPE_CHECKING:
     import torch
@@ -57,10 +56,8 @@ __all__ = [
     "RemotePart",
     "TakenError",
     "Upload",
-    "UploadCancelledError",
     "download_newest",
     "find_run_files",
-    "identity",
     "list_at_url",
     "verify_at_url",
 ]
@@ -105,15 +102,6 @@ class TakenError(RemoteError):
     """Another run, or another process of this run, uses the URL."""
 
 
-class UploadCancelledError(Exception):
-    """The upload was cancelled before it was complete."""
-
-
-def identity(checkpoint: Checkpoint | RemoteCheckpoint) -> tuple[int | None, str]:
-    """Return the step and the save time, which identify a checkpoint within its run."""
-    return checkpoint.step, checkpoint.saved_at
-
-
 @dataclass(frozen=True, slots=True)
 class RemotePart:
     """One rank's part of a copy.
@@ -151,14 +139,14 @@ class RemoteCheckpoint:
         return f"{self.number:08d}-step-{self.step}"
 
     @property
-    def saved_at(self) -> str:
-        """Date and time, ISO 8601."""
-        return str(self.meta.get("saved_at", ""))
+    def order_key(self) -> tuple[int, str]:
+        """Sort key by time, as for the checkpoint that was copied."""
+        return self.as_checkpoint(Path()).order_key
 
     @property
-    def save_number(self) -> int:
-        """Number of the save within the run, or 0 if an older version did not count saves."""
-        return self.as_checkpoint(Path()).save_number
+    def identity(self) -> tuple[int | None, str]:
+        """Step and save time of the checkpoint that was copied."""
+        return self.step, str(self.meta.get("saved_at", ""))
 
     def as_checkpoint(self, folder: Path) -> Checkpoint:
         """Return a description of this copy as a checkpoint in a folder."""
@@ -173,24 +161,16 @@ class RemoteCheckpoint:
 
 @dataclass
 class Upload:
-    """Controls and progress of one upload. A retry can resume it.
+    """Progress of one upload. A retry can resume it.
 
     Attributes:
-        hurry: Set to disable throttling.
-        cancelled: Set to end the upload.
-        sums: Size and SHA-256 by object name.
-        compared: Names of the objects that were read back and matched.
+        sums: Size and SHA-256 by the path of an object at the URL.
+        compared: Paths of the objects that were read back and matched.
     """
 
-    hurry: threading.Event
-    cancelled: threading.Event
+    throttle: Throttle
     sums: dict[str, tuple[int, str]] = field(default_factory=dict)
     compared: set[str] = field(default_factory=set)
-
-    def check(self) -> None:
-        """Raise ``UploadCancelledError`` if the upload was cancelled."""
-        if self.cancelled.is_set():
-            raise UploadCancelledError
 
 
 class RemoteFolder:
@@ -321,49 +301,49 @@ class RemoteFolder:
             GenerationError: A part of the generation is missing.
             TransferError: A drive returned an error.
             RemoteError: The URL returned an error.
-            UploadCancelledError: The upload was cancelled.
+            CopyCancelledError: The upload was cancelled.
         """
         prefix = f"{name}/{path}/" if path else f"{name}/"
         objects = dict(_objects(reader, upload))
         for each, file in (files or {}).items():
             objects[f"{_RUN_FILES_NAME}/{each}"] = partial(_yield_file, file)
-        self._in_parallel(partial(self._send, prefix, upload), [each for each in objects.items()])
-        self._in_parallel(partial(self._compare, prefix, upload), list(objects))
-        sums = {each: upload.sums[each] for each in sorted(objects)}
+        self._in_parallel(partial(self._send, upload), [(prefix + each, read) for each, read in objects.items()])
+        self._in_parallel(partial(self._compare, upload), [prefix + each for each in objects])
+        sums = {each: upload.sums[prefix + each] for each in sorted(objects)}
         text = json.dumps({"format": REMOTE_FORMAT, "objects": sums}, sort_keys=True).encode()
         self._write(prefix + OBJECTS_NAME, text)
         nbytes = sum(size for size, _ in sums.values())
         return RemotePart(path, reader.generation, len(sums), nbytes, hashlib.sha256(text).hexdigest())
 
-    def _send(self, prefix: str, upload: Upload, item: tuple[str, _Contents]) -> None:
+    def _send(self, upload: Upload, item: tuple[str, _Contents]) -> None:
         name, contents = item
         if name in upload.sums:
             return
-        upload.check()
+        upload.throttle.check()
         digest, nbytes = hashlib.sha256(), 0
 
         def read() -> Iterator[memoryview | bytes]:
             nonlocal nbytes
             for part in contents():
-                upload.check()
+                upload.throttle.check()
                 digest.update(part)
                 nbytes += len(part)
                 yield part
 
-        self._write(prefix + name, read())
+        self._write(name, read())
         upload.sums[name] = (nbytes, digest.hexdigest())
 
-    def _compare(self, prefix: str, upload: Upload, name: str) -> None:
+    def _compare(self, upload: Upload, name: str) -> None:
         if name in upload.compared:
             return
         nbytes, expected = upload.sums[name]
         digest = hashlib.sha256()
-        for part in self._parts(prefix + name, nbytes):
-            upload.check()
+        for part in self._parts(name, nbytes):
+            upload.throttle.check()
             digest.update(part)
         if digest.hexdigest() != expected:
             del upload.sums[name]  # without this entry, the next try sends the object again
-            raise DamagedError(f"{self._title}: '{prefix}{name}' was altered: SHA-256 {digest.hexdigest()}")
+            raise DamagedError(f"{self._title}: '{name}' was altered: SHA-256 {digest.hexdigest()}")
         upload.compared.add(name)
 
     def commit(self, made: RemoteCheckpoint) -> None:
@@ -595,7 +575,7 @@ class RemoteFolder:
     def _errors_explained(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (RemoteError, TieredError, UploadCancelledError):
+        except (RemoteError, TieredError, CopyCancelledError):
             raise
         except Exception as error:  # fsspec file systems and their clients raise errors of any type
             raise self._error(what, error) from error
@@ -625,15 +605,13 @@ _Contents = Callable[[], Iterator["memoryview | bytes"]]
 def _objects(reader: GenerationReader, upload: Upload) -> Iterator[tuple[str, _Contents]]:
     """Yield the name and contents of each object in a directory with one whole generation.
 
-    The manifest has the format of `docs/checkpoints.md`. All blocks are next to it, in files of at most 512 MiB.
+    All blocks are next to the manifest, in files of at most 512 MiB.
     """
     folder = f"{SNAPSHOT_FOLDER}/{reader.generation:08d}"
-    blocks = [{**asdict(record), "location": f"{folder}/{record.key}"} for record in reader.manifest.blocks]
-    generation = {"generation": reader.generation}
-    meta, store = dict(reader.manifest.meta), reader.manifest.store
-    body = {**generation, "meta": meta, "paths": {}, "store": store, "blocks": blocks}
-    yield "MANIFEST.json", partial(_yield_once, _manifest_bytes(generation))
-    yield f"{folder}/MANIFEST.json", partial(_yield_once, _manifest_bytes(body))
+    blocks = tuple(replace(record, location=f"{folder}/{record.key}") for record in reader.manifest.blocks)
+    text = manifest_text(replace(reader.manifest, blocks=blocks, paths={}))
+    yield MANIFEST_NAME, partial(_yield_once, top_text(reader.generation).encode())
+    yield f"{folder}/{MANIFEST_NAME}", partial(_yield_once, text.encode())
     for record in reader.manifest.blocks:
         chunk_bytes = _chunk_bytes(record.nbytes)
         document = json.loads((reader.place(record.key) / "zarr.json").read_bytes())
@@ -696,7 +674,7 @@ def _yield_chunk(
         piece = buffer[: min(reader.piece_bytes, stop - first)]
         start_s = time.perf_counter()
         reader.read_piece(key, files, (first, first + len(piece)), piece)
-        upload.hurry.wait(time.perf_counter() - start_s)
+        upload.throttle.rest(start_s)
         for at in range(0, len(piece), PART_BYTES):
             yield memoryview(piece[at : at + PART_BYTES].numpy().data)
     yield bytes(start + chunk_bytes - stop)
@@ -707,12 +685,6 @@ def _chunk_bytes(nbytes: int) -> int:
     num_chunks = max(1, -(-nbytes // OBJECT_BYTES))
     unit = GenerationReader.piece_bytes if num_chunks > 1 else 4096
     return max(1, -(-nbytes // (num_chunks * unit))) * unit
-
-
-def _manifest_bytes(body: Mapping[str, Any]) -> bytes:
-    """Return a manifest in the same format as on drives (`docs/checkpoints.md`)."""
-    seal = checksum(json.dumps(body, sort_keys=True).encode())
-    return json.dumps({"format": 1, "xxh3_64": seal, "body": body}, sort_keys=True).encode()
 
 
 def _body_sha256(body: Mapping[str, Any]) -> str:
@@ -787,9 +759,9 @@ def download_newest(
     folder, own = RemoteFolder(url), _local_checkpoints(spec)
     usable = [each for each in own if each.problem is None]
     folder.claim(spec.output_dir, is_empty=not own)
-    newest = max(map(order_key, usable), default=(0, ""))
+    newest = max((each.order_key for each in usable), default=(0, ""))
     whole = folder.checkpoints()
-    newer = [each for each in whole if order_key(each) > newest]
+    newer = [each for each in whole if each.order_key > newest]
     if not newer:
         shutil.rmtree(spec.output_dir / PART_NAME, ignore_errors=True)  # left by an interrupted download
         return
@@ -804,7 +776,7 @@ def download_newest(
         try:
             best = _best_of(each, whole) if spec.table.load_best_model_at_end else None
             for wanted in (best, each):
-                if wanted is not None and identity(wanted) not in map(identity, usable):
+                if wanted is not None and wanted.identity not in [each.identity for each in usable]:
                     size = format_size(wanted.nbytes)
                     on_message(f"downloading the checkpoint of step {wanted.step} from '{url}', {size}")
                     folder.fetch(wanted, spec.output_dir, spec.table.min_free_disk)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import partial
+from typing import TYPE_CHECKING
 
 from megatrain.base.names import CHECKPOINTS_NAME
-from megatrain.checkpoint.document import Checkpoint, order_key, read_checkpoints
+from megatrain.checkpoint.copy_thread import CopyCancelledError, Throttle, run_on_thread
+from megatrain.checkpoint.document import Checkpoint, read_checkpoints
 from megatrain.checkpoint.remote import (
     RemoteCheckpoint,
     RemoteError,
@@ -17,9 +20,7 @@ from megatrain.checkpoint.remote import (
     RemotePart,
     TakenError,
     Upload,
-    UploadCancelledError,
     find_run_files,
-    identity,
 )
 from megatrain.checkpoint.state import CheckpointError
 from tiered import GenerationReader, format_size
@@ -38,45 +39,68 @@ MAX_DELAY_S = 60.0
 _POLL_S = 0.1
 
 
-@dataclass
-class _Job:
-    """One copy. First each rank sends its parts. Then rank 0 writes the document and removes old copies.
+class _Verdict(IntEnum):
+    """Result of a try, which decides how the run continues. If the ranks' results differ, the largest counts."""
+
+    DONE = 0
+    DAMAGED = 1  # the checkpoint is damaged, so it is not copied
+    FAILED = 2  # the next try may succeed
+    TAKEN = 3  # another run uses the URL, so this run ends
+
+
+@dataclass(frozen=True, slots=True)
+class _UploadOutcome:
+    """Result of one try on one rank.
 
     Attributes:
-        uploads: Progress of this rank's uploads, by part.
+        text: Error, or message to report when the copy is complete, or "".
+        parts: Parts that the rank has sent.
+    """
+
+    verdict: _Verdict
+    text: str = ""
+    parts: tuple[RemotePart, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _UploadJob:
+    """The copy in progress. First each rank sends its parts. Then rank 0 writes the document and removes old copies.
+
+    Attributes:
+        upload: Progress of this rank's upload.
         parts: Parts of all ranks; empty until all parts are sent.
         num_failed: Number of consecutive failed tries.
-        found: Parts that this rank has sent.
-        notice: Message to report when the copy is complete.
-        problem: Kind and message of the error, or None.
     """
 
     checkpoint: Checkpoint
     number: int
-    uploads: dict[int, Upload]
-    start_s: float = field(default_factory=time.perf_counter)
+    upload: Upload
     parts: tuple[RemotePart, ...] = ()
     num_failed: int = 0
-    thread: threading.Thread | None = None
-    found: list[RemotePart] = field(default_factory=list)
-    notice: str = ""
-    problem: tuple[str, str] | None = None
+    start_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def copy(self) -> RemoteCheckpoint:
+        """The copy at the URL, as far as its parts are known."""
+        each = self.checkpoint
+        return RemoteCheckpoint(self.number, each.step or 0, self.parts, each.meta, each.lanes, each.elements)
+
+
+@dataclass(frozen=True, slots=True)
+class _UploadTry:
+    job: _UploadJob
+    future: Future[_UploadOutcome]
 
 
 class RemoteCopier:
-    """Copies every checkpoint to the URL in ``checkpoint.save_copy``. Called by the training thread.
+    """Copies every checkpoint to the URL in ``checkpoint.save_copy``, by the rules of ``Copier``.
 
     Copies are made one at a time, oldest first. Training waits only if a save would remove a checkpoint that is not yet
     at the URL. Failed tries are reported and retried with backoff, at most 60 s apart.
 
-    Each rank sends its own part, and all ranks must call the same methods in the same order.
-
     Args:
         spec: Local folders of the run's checkpoints, and the URL.
         gather: All-gathers one object per rank.
-
-    Attributes:
-        save_number: Largest save number among the copies that were at the URL when the run started, or 0.
 
     Raises:
         CheckpointError: The URL cannot be read.
@@ -87,37 +111,30 @@ class RemoteCopier:
         self._spec, self._on_message, self._rank, self._gather = spec, on_message, rank, gather
         self._source = spec.output_dir / CHECKPOINTS_NAME
         self._url = spec.table.copy_url
-        found: Any = None
+        own: tuple[list[RemoteCheckpoint], list[Checkpoint]] | CheckpointError | None = None
         try:
             self._remote = RemoteFolder(self._url)
             if rank == 0:
-                found = self._read_remote(), ""
+                own = self._remote.checkpoints(), read_checkpoints(self._source, on_damage=lambda error: None)
         except CheckpointError as error:
-            found = None, str(error)
-        gathered = gather(found)
+            own = error
+        gathered = gather(own)
         for each in gathered:
-            if each is not None and each[0] is None:
-                raise CheckpointError(each[1])
-        self._size = len(gathered)
-        (self.save_number, self._number, self._copied, self._queue), _ = gathered[0]
-        self._job: _Job | None = None
+            if isinstance(each, CheckpointError):
+                raise CheckpointError(str(each))
+        there, saved = gathered[0]
+        newest = max((each.order_key for each in there), default=(0, ""))
+        self.remote_save_number = newest[0]
+        self._size, self._number = len(gathered), max((each.number for each in there), default=0)
+        self._copied = {each.identity for each in there}
+        self._queue = [each for each in saved if each.problem is None and each.order_key > newest]
+        self._try: _UploadTry | None = None
         self._has_reported_waiting = False
-        self._hurry, self._cancelled = threading.Event(), threading.Event()
 
-    def _read_remote(self) -> tuple[int, int, set[tuple[int | None, str]], list[Checkpoint]]:
-        """Return the largest save and copy numbers, the identities of the copies, and the checkpoints to copy."""
-        there = self._remote.checkpoints()
-        newest = max(map(order_key, there), default=(0, ""))
-        own = read_checkpoints(self._source, on_damage=lambda error: None)
-        late = [each for each in own if each.problem is None and order_key(each) > newest]
-        return newest[0], max((each.number for each in there), default=0), set(map(identity, there)), late
-
-    # -- methods for the training thread -----------------------------------------------------------------------
-
-    def offer(self, checkpoint: Checkpoint) -> None:
-        """Queue a checkpoint for copying, unless the URL already contains it."""
-        waiting = [identity(each) for each in self._waiting]
-        if identity(checkpoint) not in self._copied and identity(checkpoint) not in waiting:
+    def offer(self, checkpoint: Checkpoint, *, is_last: bool = False) -> None:
+        """Queue a checkpoint for copying, unless the URL already contains it. Every checkpoint is due."""
+        waiting = [each.identity for each in self._waiting]
+        if checkpoint.identity not in self._copied and checkpoint.identity not in waiting:
             self._queue.append(checkpoint)
         self.poll()
 
@@ -127,35 +144,21 @@ class RemoteCopier:
         Raises:
             CheckpointError: Another run uses the URL.
         """
-        job = self._job
-        if job is None:
+        if self._try is None:
             self._start_next()
             return
-        assert job.thread is not None
-        own = None if job.thread.is_alive() else (job.found, job.notice, job.problem)
-        gathered = self._gather(own)
+        job, future = self._try.job, self._try.future
+        gathered = self._gather(future.result() if future.done() else None)
         if any(each is None for each in gathered):
             return
-        problems = [problem for _, _, problem in gathered if problem is not None]
-        if problems:
-            self._fail(job, *max(problems))
-            return
-        job.num_failed = 0
-        if not job.parts:
-            job.parts = tuple(sorted((part for parts, _, _ in gathered for part in parts), key=lambda part: part.path))
-            self._begin(job)
-            return
-        self._job = None
-        self._copied.add(identity(job.checkpoint))
-        self._number = job.number
-        size, seconds = format_size(sum(part.nbytes for part in job.parts)), time.perf_counter() - job.start_s
-        self._on_message(
-            f"copied checkpoint at step {job.checkpoint.step} to '{self._url}': {size}, compared, in {seconds:.1f} s"
-        )
-        for _, notice, _ in gathered:
-            if notice:
-                self._on_message(notice)
-        self._start_next()
+        worst = max(gathered, key=lambda each: (each.verdict, each.text))
+        if worst.verdict is not _Verdict.DONE:
+            self._fail(job, worst.verdict, worst.text)
+        elif not job.parts:
+            parts = sorted((part for each in gathered for part in each.parts), key=lambda part: part.path)
+            self._begin(replace(job, parts=tuple(parts), num_failed=0))
+        else:
+            self._complete(job, worst.text)
 
     def wait_for_pruned(self, outgoing: Sequence[Checkpoint], should_stop: Callable[[], bool]) -> None:
         """Wait until every checkpoint that the next commit prunes has been copied.
@@ -163,23 +166,20 @@ class RemoteCopier:
         If a stop was requested and the URL is unreachable, checkpoints are pruned without a copy, because the newest
         steps are worth more.
         """
-        going = [identity(each) for each in outgoing]
-        while any(identity(each) in going for each in self._waiting):
-            self._hurry.set()
-            job = self._job
+        going = [each.identity for each in outgoing]
+        while any(each.identity in going for each in self._waiting):
             is_stopping = any(self._gather(should_stop()))
-            if is_stopping and job is not None and job.num_failed:
+            if is_stopping and self._try is not None and self._try.job.num_failed:
                 self._give_up(going)
                 return
             if not self._has_reported_waiting:
                 self._has_reported_waiting = True
-                step = next(each.step for each in self._waiting if identity(each) in going)
+                step = next(each.step for each in self._waiting if each.identity in going)
                 self._on_message(
                     f"training waits: the checkpoint of step {step} would be removed now, and is not in '{self._url}' "
                     "yet. Save less often, or keep more: checkpoint.save_total_limit"
                 )
             self._wait_a_little()
-            self.poll()
 
     def finish(self) -> None:
         """Wait for all copies, without throttling.
@@ -187,113 +187,75 @@ class RemoteCopier:
         Raises:
             CheckpointError: A copy still fails after ``LAST_TRY`` tries.
         """
-        if self._queue and self._job is None:
+        if self._try is None:
             self._start_next()
-        if self._job is not None:
+        if self._try is not None:
             steps = ", ".join(str(each.step) for each in self._waiting)
             self._on_message(f"copying the checkpoint of step {steps} to '{self._url}'")
-        while self._job is not None:
-            self._hurry.set()
-            if self._job.num_failed >= LAST_TRY:
-                step = self._job.checkpoint.step
+        while self._try is not None:
+            job = self._try.job
+            if job.num_failed >= LAST_TRY:
                 raise CheckpointError(
-                    f"the checkpoint of step {step} is not in '{self._url}', after {LAST_TRY} tries. It is whole in "
-                    f"'{self._source}': repeat the same command to copy it"
+                    f"the checkpoint of step {job.checkpoint.step} is not in '{self._url}', after {LAST_TRY} tries. "
+                    f"It is whole in '{self._source}': repeat the same command to copy it"
                 )
             self._wait_a_little()
-            self.poll()
 
     def close(self) -> None:
         """Cancel the current copy. Idempotent."""
         self._queue.clear()
         self._cancel()
 
-    # -- one copy ----------------------------------------------------------------------------------------------------
+    # -- the steps of a copy -----------------------------------------------------------------------------------------
 
     @property
     def _waiting(self) -> list[Checkpoint]:
         """Checkpoints that wait for their copy or are being copied."""
-        return [*([] if self._job is None else [self._job.checkpoint]), *self._queue]
+        return [*([] if self._try is None else [self._try.job.checkpoint]), *self._queue]
 
     def _start_next(self) -> None:
         if not self._queue:
             return
-        checkpoint = self._queue.pop(0)
-        self._hurry.clear()
-        # If there are fewer ranks than in the run that saved, the ranks divide all parts among them.
-        own = [part for part in range(checkpoint.world) if part % self._size == self._rank]
-        uploads = {part: Upload(self._hurry, self._cancelled) for part in own}
-        self._job = _Job(checkpoint, self._number + 1, uploads)
-        self._begin(self._job)
+        self._begin(_UploadJob(self._queue.pop(0), self._number + 1, Upload(Throttle())))
 
-    def _begin(self, job: _Job, delay_s: float = 0.0) -> None:
-        job.found, job.notice, job.problem = [], "", None
-        job.thread = threading.Thread(target=self._run, args=(job, delay_s), name="checkpoint-upload", daemon=True)
-        job.thread.start()
+    def _begin(self, job: _UploadJob, delay_s: float = 0.0) -> None:
+        act = partial(self._run, job, delay_s)
+        self._try = _UploadTry(job, run_on_thread(act, "checkpoint-upload", is_daemon=True))
 
-    def _run(self, job: _Job, delay_s: float) -> None:
-        """Send this rank's parts, or commit the copy. Called on a thread for this one try."""
-        try:
-            if self._cancelled.wait(delay_s):
-                return
-            if not job.parts:
-                job.found = [self._send(job, part, upload) for part, upload in job.uploads.items()]
-            elif self._rank == 0:
-                self._commit(job)
-        except UploadCancelledError:
-            pass
-        except TakenError as error:
-            job.problem = "taken", str(error)
-        except (CorruptBlockError, GenerationError) as error:
-            job.problem = "damaged", str(error)
-        except Exception as error:
-            job.problem = "failed", str(error)
-
-    def _copy_of(self, job: _Job) -> RemoteCheckpoint:
-        checkpoint = job.checkpoint
-        return RemoteCheckpoint(
-            job.number, checkpoint.step or 0, job.parts, checkpoint.meta, checkpoint.lanes, checkpoint.elements
+    def _complete(self, job: _UploadJob, notice: str) -> None:
+        self._try = None
+        self._copied.add(job.checkpoint.identity)
+        self._number = job.number
+        size, seconds = format_size(job.copy.nbytes), time.perf_counter() - job.start_s
+        self._on_message(
+            f"copied checkpoint at step {job.checkpoint.step} to '{self._url}': {size}, compared, in {seconds:.1f} s"
         )
+        if notice:
+            self._on_message(notice)
+        self._start_next()
 
-    def _send(self, job: _Job, number: int, upload: Upload) -> RemotePart:
-        rank = job.checkpoint.ranks[number]
-        drives = [path / rank.path for path in self._spec.drives]
-        reader = GenerationReader(self._source / rank.path, rank.generation, drives)
-        run_files = find_run_files(self._spec.output_dir) if number == 0 else None
-        return self._remote.send(reader, self._copy_of(job).name, rank.path, upload, run_files)
-
-    def _commit(self, job: _Job) -> None:
-        copy, table = self._copy_of(job), self._spec.table
-        self._remote.commit(copy)
-        best = copy.meta.get("best") if table.load_best_model_at_end else None
-        try:
-            self._remote.prune(table.save_total_limit, None if best is None else best["step"])
-        except RemoteError as error:
-            job.notice = f"old copies could not be removed: {error}. The next copy tries again"
-
-    def _fail(self, job: _Job, kind: str, problem: str) -> None:
+    def _fail(self, job: _UploadJob, verdict: _Verdict, problem: str) -> None:
         """Report the error. Retry unless the checkpoint is damaged or another run uses the URL."""
         step = job.checkpoint.step
-        if kind == "taken":
+        if verdict is _Verdict.TAKEN:
             raise CheckpointError(problem)
-        if kind == "damaged":
-            self._job = None
+        if verdict is _Verdict.DAMAGED:
+            self._try = None
             self._on_message(
                 f"the checkpoint of step {step} cannot be copied to '{self._url}', because it is damaged: {problem}"
             )
             self._start_next()
             return
-        job.num_failed += 1
-        delay_s = min(MAX_DELAY_S, 2.0 ** (job.num_failed - 1))
+        delay_s = min(MAX_DELAY_S, 2.0**job.num_failed)
         self._on_message(
             f"the checkpoint of step {step} is not in '{self._url}' yet: {problem}. It stays on its drive; next try "
             f"in {delay_s:.0f} s"
         )
-        self._begin(job, delay_s)
+        self._begin(replace(job, num_failed=job.num_failed + 1), delay_s)
 
     def _give_up(self, going: Sequence[tuple[int | None, str]]) -> None:
-        lost = [each for each in self._waiting if identity(each) in going]
-        if self._job is not None and self._job.checkpoint in lost:
+        lost = [each for each in self._waiting if each.identity in going]
+        if self._try is not None and self._try.job.checkpoint in lost:
             self._cancel()
         self._queue = [each for each in self._queue if each not in lost]
         steps = ", ".join(str(each.step) for each in lost)
@@ -303,13 +265,52 @@ class RemoteCopier:
         )
 
     def _cancel(self) -> None:
-        self._cancelled.set()
-        self._hurry.set()
-        if self._job is not None and self._job.thread is not None:
-            self._job.thread.join()
-        self._job = None
-        self._cancelled = threading.Event()
+        if self._try is not None:
+            self._try.job.upload.throttle.cancel()
+            wait([self._try.future])
+        self._try = None
 
     def _wait_a_little(self) -> None:
-        if self._job is not None and self._job.thread is not None:
-            self._job.thread.join(_POLL_S)
+        """Let the current copy run at full speed for a moment, then ``poll``."""
+        if self._try is not None:
+            self._try.job.upload.throttle.hurry()
+            wait([self._try.future], _POLL_S)
+        self.poll()
+
+    # -- one try, on its thread ----------------------------------------------------------------------------------
+
+    def _run(self, job: _UploadJob, delay_s: float) -> _UploadOutcome:
+        """Send this rank's parts, or commit the copy."""
+        try:
+            job.upload.throttle.delay(delay_s)
+            if not job.parts:
+                # If there are fewer ranks than in the run that saved, the ranks divide all parts among them.
+                own = range(self._rank, job.checkpoint.world, self._size)
+                return _UploadOutcome(_Verdict.DONE, parts=tuple(self._send(job, part) for part in own))
+            return _UploadOutcome(_Verdict.DONE, self._commit(job.copy) if self._rank == 0 else "")
+        except CopyCancelledError:
+            return _UploadOutcome(_Verdict.DONE)
+        except TakenError as error:
+            return _UploadOutcome(_Verdict.TAKEN, str(error))
+        except (CorruptBlockError, GenerationError) as error:
+            return _UploadOutcome(_Verdict.DAMAGED, str(error))
+        except Exception as error:
+            return _UploadOutcome(_Verdict.FAILED, str(error))
+
+    def _send(self, job: _UploadJob, number: int) -> RemotePart:
+        rank = job.checkpoint.ranks[number]
+        drives = [path / rank.path for path in self._spec.drives]
+        reader = GenerationReader(self._source / rank.path, rank.generation, drives)
+        run_files = find_run_files(self._spec.output_dir) if number == 0 else None
+        return self._remote.send(reader, job.copy.name, rank.path, job.upload, run_files)
+
+    def _commit(self, copy: RemoteCheckpoint) -> str:
+        """Complete a copy and remove old copies. Return a notice if old copies cannot be removed, or ""."""
+        table = self._spec.table
+        self._remote.commit(copy)
+        best = copy.meta.get("best") if table.load_best_model_at_end else None
+        try:
+            self._remote.prune(table.save_total_limit, None if best is None else best["step"])
+        except RemoteError as error:
+            return f"old copies could not be removed: {error}. The next copy tries again"
+        return ""

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, FINAL_NAME
-from megatrain.base.observer import RunSummary
-from megatrain.checkpoint.best import Best
-from megatrain.checkpoint.document import Checkpoint, folder_notices, merge_by_save, order_key, read_checkpoints
+from megatrain.checkpoint.document import Checkpoint, folder_notices, merge_by_save, read_checkpoints
 from megatrain.checkpoint.scan import Lost, outside_notices, scan
 from megatrain.checkpoint.state import CheckpointError, KeptRules, RunState
 from megatrain.checkpoint.table import CheckpointSpec
@@ -22,14 +19,12 @@ from tiered.ext import top_problem
 
 if TYPE_CHECKING:
     from megatrain.base.changes import ConfigChanges
-    from megatrain.checkpoint.best import BestSpec
 
 
 __all__ = [
     "ConfigChangedError",
     "LostCheckpointsError",
     "NoSuchCheckpointError",
-    "already_done",
     "check_changes",
     "rules_of_newest",
     "resumed_position",
@@ -115,7 +110,7 @@ def is_not_after(checkpoint: Checkpoint, loaded: Checkpoint) -> bool:
     """Return whether a checkpoint in a run's folder is not newer than the loaded checkpoint."""
     if checkpoint.is_listed == loaded.is_listed:
         return checkpoint.number <= loaded.number
-    return order_key(checkpoint) <= order_key(loaded)
+    return checkpoint.order_key <= loaded.order_key
 
 
 def rules_of_newest(output_dir: Path, resume_from: str) -> KeptRules | None:
@@ -284,41 +279,3 @@ def resumed_position(
     if step >= steps_per_epoch:
         return LoaderPosition(state.epoch + 1, 0)
     return LoaderPosition(state.epoch, step)
-
-
-def already_done(
-    checkpoint: Checkpoint, num_steps: int, output_dir: Path, dtype: str, rule: BestSpec
-) -> RunSummary | None:
-    """Return the summary of a run that has finished all steps and written its model, otherwise None.
-
-    Args:
-        num_steps: Total number of steps of the run.
-        dtype: Dtype of the export, or "auto" for the compute dtype.
-        rule: Rule for the best evaluation.
-    """
-    state, folder = checkpoint.state, output_dir / FINAL_NAME
-    best = Best.of_state(state.best)
-    if not checkpoint.belongs_to(output_dir) or (state.step < num_steps and not rule.is_over(best)):
-        return None
-    try:
-        record = json.loads((folder / RECORD_FILE).read_bytes())
-    except (OSError, ValueError):
-        return None
-    wanted = state.model["dtype"] if dtype == "auto" else dtype
-    kept = best if rule.is_kept else None
-    step, is_average = (state.step, False) if kept is None else (kept.step, rule.is_average)
-    if (record.get("step"), record.get("dtype"), record.get("ema", False)) != (step, wanted, is_average):
-        return None
-    means = state.mean_losses
-    return RunSummary(
-        num_steps=state.step,
-        first_loss=state.first_loss,
-        last_loss=state.last_loss,
-        mean_losses=None if means is None else means[:2],
-        num_averaged=0 if means is None else means[2],
-        seconds=state.seconds,
-        num_real_tokens=state.num_real_tokens,
-        num_trained_tokens=state.num_trained_tokens,
-        export_dir=folder,
-        saved_step=state.step,
-    )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from megatrain.base.progress import Activity
-    from megatrain.checkpoint.copier import CheckpointCopier
+    from megatrain.checkpoint.copier import Copier
     from megatrain.checkpoint.document import Checkpoint
     from megatrain.checkpoint.writer import CheckpointWriter
     from tiered import Commit, TieredStore
@@ -48,7 +48,7 @@ class Saver:
         writer: CheckpointWriter,
         observer: RunObserver,
         ready: Callable[[], AbstractContextManager[None]],
-        copier: CheckpointCopier,
+        copier: Copier,
         activity: Activity,
         *,
         should_stop: Callable[[], bool],
@@ -122,12 +122,8 @@ class Saver:
 
     def copy_last(self) -> None:
         """Start to copy the newest checkpoint, which is the last one of the run, if copies are enabled."""
-        self._offer(is_last=True)
-
-    def _offer(self, *, is_last: bool = False) -> None:
-        """Offer the newest checkpoint to the copier."""
         if self._saved is not None:
-            self._copier.offer(self._saved, is_last=is_last)
+            self._copier.offer(self._saved, is_last=True)
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if any, and report it.
@@ -149,7 +145,7 @@ class Saver:
         sizes = self._writer.sum_over_ranks((figures.nbytes, figures.written_bytes, figures.linked_bytes))
         path = self._writer.folder.path
         self._observer.on_checkpoint(CheckpointMetrics(state.step, path, *sizes, figures.seconds, stall_s))
-        self._offer()
+        self._copier.offer(saved)
 
     def _wait_for_space(self, step: int) -> None:
         """Wait until the drive has space for one more checkpoint in addition to ``min_free_disk``.

@@ -1,4 +1,4 @@
-"""[checkpoint]: when a run saves, how many checkpoints it keeps, and where it resumes from."""
+"""Config table ``[checkpoint]``: when a run saves, which checkpoints it keeps, and where it resumes from."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from megatrain.base.table import (
 )
 from tiered.units import GiB
 
-#: Minimum number of generations that a saving run needs space for: the last one and the one being written.
+#: Minimum number of checkpoints for which a run needs disk space: the newest one, and the one being written.
 MIN_GENERATIONS = 2
 
 
 def _as_source(value: object) -> object:
-    """Accept true and false, which other tools use instead of "auto" and "no"."""
+    """Convert true to "auto" and false to "no", because other tools use these booleans."""
     return {True: "auto", False: "no"}[value] if isinstance(value, bool) else value
 
 
@@ -38,9 +38,9 @@ ResumeSource = Annotated[
     WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, {"type": "boolean"}]}),
     is_path("auto", "no"),
 ]
-#: A URL that fsspec can open, without passwords, signatures or other secrets.
+#: URL for fsspec. It must not contain passwords, signatures or other secrets.
 CopyUrl = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s*?]*$", examples=["s3://bucket/run"])]
-#: Checkpoints to copy (all, none, every n-th or the last), or the URL to copy all of them to.
+#: Checkpoints to copy: all, every n-th, the last or none. A URL receives all checkpoints.
 CopyRule = Annotated[
     bool | Annotated[int, Field(ge=1)] | Literal["last"] | CopyUrl,
     is_not(
@@ -108,13 +108,13 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
 
     @property
     def copy_url(self) -> str | None:
-        """URL of the copies, or None if they stay in output_dir or are off."""
+        """URL that receives the copies, or None if the run makes no copies or stores them in ``output_dir``."""
         is_url = isinstance(self.save_copy, str) and self.save_copy != "last"
         return str(self.save_copy) if is_url and self.is_on else None
 
     @property
     def copy_every(self) -> int | None:
-        """Number of saves per copied checkpoint; None if no checkpoint or only the last one is copied."""
+        """Number of saves per copy in ``output_dir``, or None if the run copies at most its last checkpoint there."""
         if isinstance(self.save_copy, bool):
             return 1 if self.save_copy else None
         return self.save_copy if isinstance(self.save_copy, int) else None
@@ -126,20 +126,20 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
 
     @property
     def num_generations(self) -> int:
-        """Number of checkpoints to plan space for; 0 if the run never saves."""
+        """Number of checkpoints for which the plan reserves disk space, or 0 if the run never saves."""
         return self._most_kept + self.load_best_model_at_end if self.is_on else 0
 
     @property
     def num_copies(self) -> int:
-        """Maximum number of whole copies in ``output_dir``."""
+        """Maximum number of whole copies in ``output_dir``, or 0 if the run stores none there."""
         return self._most_kept if self.is_on and self.save_copy is not False and self.copy_url is None else 0
 
     @property
     def _most_kept(self) -> int:
-        return max(self.save_total_limit, MIN_GENERATIONS)  # a save keeps the previous checkpoint
+        return max(self.save_total_limit, MIN_GENERATIONS)  # a save removes its predecessor only after it is complete
 
     def without_saves(self) -> CheckpointConfig:
-        """Return a copy of the table for a run that never saves."""
+        """Return a copy of the table that disables all saves and copies."""
         off = {"save_strategy": "no", "save_on_signal": False, "save_copy": False}
         return self.model_copy(update=off)
 
@@ -149,8 +149,8 @@ class CheckpointSpec:
     """Locations of a run's checkpoints, and its ``[checkpoint]`` table.
 
     Attributes:
-        drives: Folders of the NVMe tier, which keep parts of checkpoints.
-        on_full: Action of a save if the drive has too little free space.
+        drives: Folders of the NVMe tier, which contain parts of checkpoints.
+        on_full: Reaction of a save to a full drive: pause training until space is free, or raise an error.
     """
 
     table: CheckpointConfig

@@ -264,7 +264,7 @@ class CheckpointWriter:
 class CopyWriter:
     """Writes whole copies. Each rank copies its part of a checkpoint, and a document combines the parts.
 
-    All ranks must call the same methods in the same order. If a rank fails, there is no copy, but no error is raised.
+    All ranks must call the same methods in the same order.
 
     Args:
         folder: Folder of the copies. A damaged document counts as empty.
@@ -283,23 +283,20 @@ class CopyWriter:
             folder.change(max(1, folder.keep - 1))
         return folder.generations(folder.known)
 
-    def are_done(self, is_done: bool) -> bool:
-        """Return whether all ranks have finished copying their parts or have failed."""
-        return all(self.folder.gather(is_done))
-
-    def finish(
-        self, checkpoint: Checkpoint, figures: CopyFigures | None, error: Exception | None
-    ) -> tuple[tuple[int, int] | None, str]:
+    def finish(self, checkpoint: Checkpoint, figures: CopyFigures | None, problem: str) -> tuple[int, int]:
         """Combine all ranks' copied parts into a copy of the checkpoint.
 
         Args:
             figures: Figures of this rank's copy, or None if it failed.
+            problem: Reason why this rank's copy failed.
 
         Returns:
-            Bytes copied and linked by all ranks, or None after a failure, and the error or "".
+            Bytes copied and linked by all ranks.
+
+        Raises:
+            CheckpointError: A rank could not copy its part. The document is unchanged.
         """
         folder, own = self.folder, None
-        problem = str(error or "it was cancelled")
         if figures is not None:
             try:
                 own = rank_generation(folder, figures.generation)
@@ -308,19 +305,16 @@ class CopyWriter:
         everyone = folder.gather((own, figures, folder.with_rank(problem)))
         failed = [text for generation, _, text in everyone if generation is None]
         if failed:
-            return None, "; ".join(failed)
+            raise CheckpointError("; ".join(failed))
         ranks = tuple(each for each, _, _ in everyone)
         # If another copy already has the checkpoint's number, a single process's copy gets a larger number.
         number = checkpoint.number if folder.is_listed else ranks[0].generation
         made = replace(checkpoint, folder=folder.path, number=number, ranks=ranks)
         # If the number did not grow, earlier checkpoints were removed and numbering restarted.
         drop = [each for each in folder.known if each.is_listed == made.is_listed and each.number >= made.number]
-        try:
-            folder.change(folder.keep, drop=drop, made=made)
-        except CheckpointError as failure:
-            return None, str(failure)
+        folder.change(folder.keep, drop=drop, made=made)
         all_figures = [figures for _, figures, _ in everyone]
-        return (sum(each.copied_bytes for each in all_figures), sum(each.linked_bytes for each in all_figures)), ""
+        return sum(each.copied_bytes for each in all_figures), sum(each.linked_bytes for each in all_figures)
 
 
 def rank_generation(folder: CheckpointFolder, generation: int) -> RankGeneration:

@@ -11,13 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatrain.base.names import FINAL_NAME
+from megatrain.base.observer import RunSummary
+from megatrain.checkpoint.best import Best, BestSpec
+from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.state import installed_versions, now_text
 
 if TYPE_CHECKING:
-    from megatrain.base.observer import RunSummary
     from megatrain.plan.plan import Plan, RunSpec
 
-__all__ = ["PLAN_NAME", "SUMMARY_NAME", "read_entries", "read_record", "write_plan", "write_summary"]
+__all__ = ["PLAN_NAME", "SUMMARY_NAME", "read_entries", "read_record", "summary_if_done", "write_plan", "write_summary"]
 
 
 PLAN_NAME, SUMMARY_NAME = "plan.json", "summary.json"
@@ -56,6 +59,46 @@ def write_summary(summary: RunSummary, output_dir: Path) -> None:
     ends = [*read_entries(path, "ends"), {"at": now_text(), **summary.to_json()}]
     with contextlib.suppress(OSError):
         _write(path, {"ends": ends})
+
+
+def summary_if_done(
+    checkpoint: Checkpoint, num_steps: int, output_dir: Path, dtype: str, rule: BestSpec
+) -> RunSummary | None:
+    """Return the summary of a run that has finished all steps and written its model, otherwise None.
+
+    Args:
+        num_steps: Total number of steps of the run.
+        dtype: Dtype of the export, or "auto" for the compute dtype.
+        rule: Rule for the best evaluation.
+    """
+    from megatrain.models.export import RECORD_FILE  # imported late, because it imports torch
+
+    state, folder = checkpoint.state, output_dir / FINAL_NAME
+    best = Best.of_state(state.best)
+    if not checkpoint.belongs_to(output_dir) or (state.step < num_steps and not rule.is_over(best)):
+        return None
+    try:
+        record = json.loads((folder / RECORD_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    wanted = state.model["dtype"] if dtype == "auto" else dtype
+    kept = best if rule.is_kept else None
+    step, is_average = (state.step, False) if kept is None else (kept.step, rule.is_average)
+    if (record.get("step"), record.get("dtype"), record.get("ema", False)) != (step, wanted, is_average):
+        return None
+    means = state.mean_losses
+    return RunSummary(
+        num_steps=state.step,
+        first_loss=state.first_loss,
+        last_loss=state.last_loss,
+        mean_losses=None if means is None else means[:2],
+        num_averaged=0 if means is None else means[2],
+        seconds=state.seconds,
+        num_real_tokens=state.num_real_tokens,
+        num_trained_tokens=state.num_trained_tokens,
+        export_dir=folder,
+        saved_step=state.step,
+    )
 
 
 def _plan_values(plan: Plan) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
-from megatrain.checkpoint.copier import CheckpointCopier
+from megatrain.checkpoint.copier import Copier, open_copier
 from megatrain.checkpoint.document import Checkpoint, read_checkpoints
 from megatrain.checkpoint.resume import is_not_after
 from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
@@ -17,14 +17,14 @@ from tiered import TieredStore
 __all__ = ["make_copier", "make_writer"]
 
 
-def make_copier(plan: Plan, group: RankGroup, on_message: Callable[[str], None]) -> CheckpointCopier:
+def make_copier(plan: Plan, group: RankGroup, on_message: Callable[[str], None]) -> Copier:
     """Create the copier of all ranks' checkpoints. This is a collective.
 
     Args:
         on_message: Called with messages for the user.
     """
     drive_bytes = sum(group.gather(plan.checkpoint_bytes_on_drives))  # homes may differ between ranks
-    return CheckpointCopier(plan.run.checkpoint, drive_bytes, on_message, plan.run.world.rank, group.gather)
+    return open_copier(plan.run.checkpoint, drive_bytes, on_message, plan.run.world.rank, group.gather)
 
 
 def make_writer(

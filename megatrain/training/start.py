@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,12 @@ import torch
 from megatrain.base.changes import ConfigChanges
 from megatrain.base.observer import RunSummary
 from megatrain.checkpoint.best import Best, BestSpec
-from megatrain.checkpoint.copier import CheckpointCopier
+from megatrain.checkpoint.copier import open_copier
 from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.remote import download_newest, rules_at_url
 from megatrain.checkpoint.resume import (
     ConfigChangedError,
     LostCheckpointsError,
-    already_done,
     check_changes,
     find_candidates,
     resumed_position,
@@ -32,6 +32,7 @@ from megatrain.models.load import open_loader
 from megatrain.optim.base import decays
 from megatrain.plan.plan import Plan, RunSpec
 from megatrain.run.loggers import METRICS_NAME, last_evaluations
+from megatrain.run.record import summary_if_done
 from megatrain.training.resolve import resolve_best
 from megatrain.training.weights import folder_record
 from tiered import checksum
@@ -94,7 +95,7 @@ class RunStart:
     def already_done(self, checkpoint: Checkpoint) -> RunSummary | None:
         """Return the summary of a run that is already done. Return None if steps or the export are missing."""
         run = self.plan.run
-        return already_done(checkpoint, self.num_steps, run.output_dir, run.export.dtype, self.best)
+        return summary_if_done(checkpoint, self.num_steps, run.output_dir, run.export.dtype, self.best)
 
     def _report_end(self, summary: RunSummary) -> None:
         """Report that the run is done, and how the user can train for more steps."""
@@ -119,7 +120,7 @@ class RunStart:
         # Only this rank is running, but a copy into a folder needs all ranks of the checkpoint.
         if not checkpoint.is_copy and (not checkpoint.is_listed or self.plan.run.checkpoint.table.copy_url is not None):
             drive_bytes = self.plan.checkpoint_bytes_on_drives
-            with CheckpointCopier(self.plan.run.checkpoint, drive_bytes, self.on_message) as copier:
+            with closing(open_copier(self.plan.run.checkpoint, drive_bytes, self.on_message)) as copier:
                 copier.offer(checkpoint, is_last=True)
                 copier.finish()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -335,7 +335,7 @@ class Trainer:
             on_message(line)
         # The stack exits before the store closes. The loggers close first, then the copier, which reads checkpoints.
         with ExitStack() as stack:
-            self.copier = stack.enter_context(make_copier(plan, self.group, on_message))
+            self.copier = stack.enter_context(closing(make_copier(plan, self.group, on_message)))
             saved = None
             if checkpoint is not None and checkpoint.is_in_stores(run.output_dir, run.world.size):
                 saved = checkpoint

@@ -29,7 +29,7 @@ WATCHED = (
     ("tiered.durable.generations", "Generations._forget_old", "pruning"),
     ("tiered.durable.generations", "Generations._delete", "pruning"),
     ("tiered.durable.generations", "Generations._remove_unfinished", "pruning"),
-    ("megatrain.checkpoint.copier", "CheckpointCopier._copy", "copying"),
+    ("megatrain.checkpoint.local_copier", "LocalCopier._copy", "copying"),
 )
 #: All phases: of the main thread, of the commit's thread and of the copy's thread; "" is none.
 PHASES = ("", "starting", *dict.fromkeys(phase for _, _, phase in WATCHED))

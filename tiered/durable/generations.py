@@ -26,7 +26,6 @@ from tiered.durable.manifest import (
     make_current,
     newest_first,
     read_manifest,
-    store_id_in_manifests,
     write_manifest,
 )
 from tiered.durable.ownership import (
@@ -208,7 +207,7 @@ class Generations:
             self._directory = TierDirectory(path)
             while self._directory.drop_largest():
                 pass  # An earlier file tier kept files for reuse. Delete them, because no tier will reuse them.
-        self._identity = StoreIdentity.of(path, store_id_in_manifests(path) if read_store_id(path) is None else None)
+        self._identity = StoreIdentity.of(path)
         for _, folder in self._snapshot_folders(self._identity):
             owner = read_owner(folder)
             if owner is not None and owner.path != str(path) and self._identity.owns(folder):

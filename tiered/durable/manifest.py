@@ -80,6 +80,23 @@ def generation_folder(directory: str | os.PathLike[str], generation: int) -> Pat
     return Path(directory, SNAPSHOT_FOLDER, generation_name(generation))
 
 
+def manifest_text(manifest: Manifest) -> str:
+    """Return the text of ``snap/<generation>/MANIFEST.json``."""
+    body = {
+        "generation": manifest.generation,
+        "meta": manifest.meta,
+        "paths": {tier: list(paths) for tier, paths in manifest.paths.items()},
+        "store": manifest.store,
+        "blocks": [{name: getattr(block, name) for name in BlockRecord.__slots__} for block in manifest.blocks],
+    }
+    return _sealed(body)
+
+
+def top_text(generation: int) -> str:
+    """Return the text of the top file that names a generation."""
+    return _sealed({"generation": generation})
+
+
 def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> None:
     """Commit a generation: write its manifest, then make the generation current. Both steps survive a power cut.
 
@@ -91,16 +108,9 @@ def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> Non
     """
     folder = generation_folder(directory, manifest.generation)
     folder.mkdir(parents=True, exist_ok=True)
-    body = {
-        "generation": manifest.generation,
-        "meta": manifest.meta,
-        "paths": {tier: list(paths) for tier, paths in manifest.paths.items()},
-        "store": manifest.store,
-        "blocks": [{name: getattr(block, name) for name in BlockRecord.__slots__} for block in manifest.blocks],
-    }
     # Flush the manifest and its parent folders before the top file names the generation. If the power fails in between,
     # the previous generation stays current.
-    _write_sealed(folder / MANIFEST_NAME, body)
+    replace_file(folder / MANIFEST_NAME, manifest_text(manifest), durable=True)
     sync_path(folder.parent)
     sync_path(Path(directory))
     make_current(directory, manifest.generation)
@@ -108,7 +118,7 @@ def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> Non
 
 def make_current(directory: str | os.PathLike[str], generation: int) -> None:
     """Make a complete generation the current one. The change survives a power cut. Raises ``OSError``."""
-    _write_sealed(Path(directory, MANIFEST_NAME), {"generation": generation})
+    replace_file(Path(directory, MANIFEST_NAME), top_text(generation), durable=True)
     _show_latest(Path(directory), generation_folder(directory, generation))
 
 
@@ -260,10 +270,10 @@ def _show_latest(directory: Path, generation: Path | None) -> None:
     show_latest(directory, generation)
 
 
-def _write_sealed(path: Path, body: Mapping[str, Any]) -> None:
-    """Write a JSON file with a version and a checksum of its body. The file survives a power cut."""
+def _sealed(body: Mapping[str, Any]) -> str:
+    """Return a JSON document with a body, a version and a checksum of the body."""
     text = json.dumps(body, sort_keys=True)
-    replace_file(path, _BEFORE_BODY + text + _after_body(MANIFEST_VERSION, checksum(text.encode())), durable=True)
+    return _BEFORE_BODY + text + _after_body(MANIFEST_VERSION, checksum(text.encode()))
 
 
 def _after_body(version: int, seal: str) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiered.durable.drive_places import OWNER_NAME, read_note
-from tiered.durable.manifest import SNAPSHOT_FOLDER
+from tiered.durable.manifest import SNAPSHOT_FOLDER, store_id_in_manifests
 from tiered.file_io import checksum, write_json
 from tiered.tiers.directory import STORE_NAME
 from tiered.units import is_number
@@ -41,15 +41,14 @@ class StoreIdentity:
     path: Path
 
     @classmethod
-    def of(cls, path: Path, known_id: str | None = None) -> StoreIdentity:
+    def of(cls, path: Path) -> StoreIdentity:
         """Return the identity of the store in a directory, or create an identity. The caller has locked the directory.
 
-        Args:
-            known_id: id to use if the directory has lost its ``STORE.json``.
+        A directory that has lost its ``STORE.json`` keeps the id in its manifests.
         """
         found = read_store_id(path)
         if found is None:
-            found = known_id or uuid.uuid4().hex
+            found = store_id_in_manifests(path) or uuid.uuid4().hex
             write_json(path / STORE_NAME, {"id": found}, durable=True)
         return cls(found, path)
 

@@ -24,14 +24,12 @@ from tiered.durable.manifest import (
     forget_generation,
     generation_folder,
     newest_first,
-    store_id_in_manifests,
     write_manifest,
 )
 from tiered.durable.ownership import (
     StoreIdentity,
     numbers_taken,
     read_owner,
-    read_store_id,
     remove_if_empty,
     remove_snapshot_folder,
     snapshot_folders,
@@ -74,8 +72,7 @@ class WholeCopies:
         self.path = Path(os.path.abspath(path))
         self._directory = TierDirectory(self.path)
         try:
-            known_id = store_id_in_manifests(self.path) if read_store_id(self.path) is None else None
-            self._identity = StoreIdentity.of(self.path, known_id)
+            self._identity = StoreIdentity.of(self.path)
             self._remove_unfinished()
         except BaseException:
             self.close()
@@ -85,15 +82,6 @@ class WholeCopies:
     def close(self) -> None:
         """Release the directory and keep the copies. Idempotent."""
         self._directory.close()
-
-    @property
-    def newest(self) -> int | None:
-        """Number of the newest copy, or None."""
-        return next(iter(newest_first(self.path)), None)
-
-    def prune(self, keep: int) -> None:
-        """Remove all copies except the newest ``keep`` (at least one). After an ``OSError``, another call resumes."""
-        self.keep_only(sorted(newest_first(self.path))[-max(1, keep) :])
 
     def keep_only(self, numbers: Collection[int]) -> None:
         """Remove all copies except those in ``numbers``. After an ``OSError``, another call resumes."""

@@ -269,7 +269,7 @@ def test_a_list_reads_each_manifest_once_and_no_document_of_a_block(
         return real(path, *arguments, **options)
 
     monkeypatch.setattr(os, "open", note)
-    monkeypatch.setattr("megatrain.checkpoint.locations._read", lambda path: pytest.fail(f"{path} was read"))
+    monkeypatch.setattr("megatrain.checkpoint.locations.read_note", lambda path: pytest.fail(f"{path} was read"))
     assert [each.step for each in list_checkpoints(tmp_path)] == [1, 2, 3, 4]
     of_generations = Counter(Path(path).name for path in set(read) if "snap/" in path)
     assert of_generations == {"MANIFEST.json": 4, "OWNER.json": 4}

@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.checkpoint import copier
-from megatrain.checkpoint.copier import CheckpointCopier
+from megatrain.checkpoint import local_copier
+from megatrain.checkpoint.copier import open_copier
+from megatrain.checkpoint.copy_thread import Throttle
 from megatrain.checkpoint.document import read_checkpoints
+from megatrain.checkpoint.local_copier import LocalCopier
 from megatrain.checkpoint.locations import bytes_on_drives
 from megatrain.checkpoint.scan import saved_checkpoints, usable_checkpoint
 from megatrain.checkpoint.table import CheckpointConfig, CheckpointSpec
@@ -51,13 +54,13 @@ def copied_steps(run: SavedRun) -> list[object]:
 @pytest.fixture
 def copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make training wait for every copy, so that the set of copies does not depend on time."""
-    offer = CheckpointCopier.offer
+    offer = LocalCopier.offer
 
-    def offer_and_wait(self: CheckpointCopier, *arguments: Any, **options: Any) -> None:
+    def offer_and_wait(self: LocalCopier, *arguments: Any, **options: Any) -> None:
         offer(self, *arguments, **options)
         self.finish()
 
-    monkeypatch.setattr(CheckpointCopier, "offer", offer_and_wait)
+    monkeypatch.setattr(LocalCopier, "offer", offer_and_wait)
 
 
 # -- which checkpoints are copied --------------------------------------------------------------------------------
@@ -92,7 +95,7 @@ def test_copies_continue_after_generation_numbers_restart(tmp_path: Path) -> Non
         store = TieredStore(
             [RamTier(MiB, pin_memory=False), NvmeTier([tmp_path / "drive"], MiB)], path=str(tmp_path / "checkpoints")
         )
-        with store, CheckpointCopier(spec, 4000, lambda text: None) as copies:
+        with store, closing(open_copier(spec, 4000, lambda text: None)) as copies:
             for step in steps:
                 store.put("a", torch.full((1000,), float(step)))
                 commit = store.commit({"step": step})
@@ -118,14 +121,14 @@ def test_run_without_drives_makes_no_copy(run: SavedRun) -> None:
 
 def test_save_never_removes_a_checkpoint_being_copied(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves come faster than copies: training waits, with a message, only before it would remove one being copied."""
-    rest = copier._Pace.rest
+    rest = Throttle.rest
 
-    def rest_longer(self: copier._Pace) -> None:
+    def rest_longer(self: Throttle, since_s: float) -> float:
         if not self._hurry.is_set():
             time.sleep(0.02)
-        rest(self)
+        return rest(self, since_s)
 
-    monkeypatch.setattr(copier._Pace, "rest", rest_longer)
+    monkeypatch.setattr(Throttle, "rest", rest_longer)
     path = run.write_config(checkpoint="save_copy = true", **ON_DRIVE)
     path.write_text(
         path.read_text().replace("save_steps = 2\nsave_total_limit = 3", "save_steps = 1\nsave_total_limit = 1")
@@ -150,7 +153,7 @@ def test_a_copy_that_cannot_be_made_costs_no_step(run: SavedRun) -> None:
 def test_copy_without_space_does_not_stop_training(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     real = shutil.disk_usage
     full = SimpleNamespace(disk_usage=lambda path: real(path)._replace(free=100))
-    monkeypatch.setattr(copier, "shutil", full)
+    monkeypatch.setattr(local_copier, "shutil", full)
     result = run.run(checkpoint='save_copy = "last"', **ON_DRIVE)
     assert "was not copied" in result.stdout and "has 100 B free" in result.stdout, result.output
     assert result.exit_code == 0 and copied_steps(run) == []
@@ -161,7 +164,7 @@ def test_a_second_stop_gives_up_the_copy_and_the_next_start_makes_it(
 ) -> None:
     from megatrain.training.trainer import Trainer
 
-    train_step, rest = Trainer.train_step, copier._Pace.rest
+    train_step, rest = Trainer.train_step, Throttle.rest
     copying = threading.Event()
 
     def train_and_stop(self: Trainer) -> None:
@@ -169,15 +172,15 @@ def test_a_second_stop_gives_up_the_copy_and_the_next_start_makes_it(
             os.kill(os.getpid(), signal.SIGTERM)
         train_step(self)
 
-    def stop_again(self: copier._Pace) -> None:
+    def stop_again(self: Throttle, since_s: float) -> float:
         if not copying.is_set() and self._hurry.is_set():  # a caller waits for it: all is saved
             copying.set()
             os.kill(os.getpid(), signal.SIGTERM)
             assert self._cancelled.wait(30)
-        rest(self)
+        return rest(self, since_s)
 
     monkeypatch.setattr(Trainer, "train_step", train_and_stop)
-    monkeypatch.setattr(copier._Pace, "rest", stop_again)
+    monkeypatch.setattr(Throttle, "rest", stop_again)
     config = {**ON_DRIVE, "checkpoint": "save_copy = true"}
     result = run.run(**config)
     assert result.exit_code == 75, result.output

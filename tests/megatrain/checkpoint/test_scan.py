@@ -13,7 +13,7 @@ import torch
 
 from megatrain.base.names import RANKS_NAME
 from megatrain.checkpoint.catalog import find_checkpoint, list_checkpoints
-from megatrain.checkpoint.document import Checkpoint, RankGeneration, merge_by_save, order_key, prune, read_checkpoints
+from megatrain.checkpoint.document import Checkpoint, RankGeneration, merge_by_save, prune, read_checkpoints
 from megatrain.checkpoint.resume import find_candidates, is_not_after
 from megatrain.checkpoint.scan import usable_checkpoint
 from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
@@ -63,7 +63,7 @@ def test_save_number_takes_precedence_over_clocks() -> None:
     of_ranks = replace(counted(9, 2, "2027-01-01"), ranks=(RankGeneration("rank00000", 7, "0" * 16),))
     assert merge_by_save(own, [of_ranks]) == [*own, of_ranks] == merge_by_save([of_ranks], own)
     assert is_not_after(of_ranks, own[2]) and not is_not_after(own[2], of_ranks)
-    assert order_key(own[0]) > order_key(own[2]) > order_key(of_ranks)
+    assert own[0].order_key > own[2].order_key > of_ranks.order_key
 
 
 def test_saves_that_were_not_counted_come_before_counted_ones_in_order_of_time() -> None:

@@ -1,0 +1,67 @@
+"""The thread that makes a copy, and the speed of the copy: at most half of a drive's bandwidth."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+__all__ = ["CopyCancelledError", "Throttle", "run_on_thread"]
+
+Result = TypeVar("Result")
+
+
+class CopyCancelledError(Exception):
+    """The copy was cancelled before it was complete."""
+
+
+class Throttle:
+    """Speed of one copy. The copy pauses half of the time, until a caller waits for it or cancels it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._hurry, self._cancelled = threading.Event(), threading.Event()
+
+    def hurry(self) -> None:
+        """Disable the pauses, because a caller waits for the copy."""
+        self._hurry.set()
+
+    def cancel(self) -> None:
+        """End the copy at its next check."""
+        self._cancelled.set()
+        self._hurry.set()
+
+    def check(self) -> None:
+        """Raise ``CopyCancelledError`` if the copy was cancelled."""
+        if self._cancelled.is_set():
+            raise CopyCancelledError
+
+    def rest(self, since_s: float) -> float:
+        """Pause for as long as the work since ``since_s`` took, then ``check``. Return the time after the pause."""
+        self._hurry.wait(time.perf_counter() - since_s)
+        self.check()
+        return time.perf_counter()
+
+    def delay(self, delay_s: float) -> None:
+        """Wait before another try, then ``check``. ``hurry`` does not shorten this wait."""
+        self._cancelled.wait(delay_s)
+        self.check()
+
+
+def run_on_thread(act: Callable[[], Result], name: str, *, is_daemon: bool = False) -> Future[Result]:
+    """Start a function on a new thread, and return its future result.
+
+    Args:
+        is_daemon: Whether the process may end before the function returns.
+    """
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=is_daemon).start()
+    return future
