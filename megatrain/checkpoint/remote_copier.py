@@ -39,7 +39,7 @@ MAX_DELAY_S = 60.0
 _POLL_S = 0.1
 
 
-class _Verdict(IntEnum):
+class _UploadVerdict(IntEnum):
     """Result of a try, which decides how the run continues. If the ranks' results differ, the largest counts."""
 
     DONE = 0
@@ -57,7 +57,7 @@ class _UploadOutcome:
         parts: Parts that the rank has sent.
     """
 
-    verdict: _Verdict
+    verdict: _UploadVerdict
     text: str = ""
     parts: tuple[RemotePart, ...] = ()
 
@@ -152,7 +152,7 @@ class RemoteCopier:
         if any(each is None for each in gathered):
             return
         worst = max(gathered, key=lambda each: (each.verdict, each.text))
-        if worst.verdict is not _Verdict.DONE:
+        if worst.verdict is not _UploadVerdict.DONE:
             self._fail(job, worst.verdict, worst.text)
         elif not job.parts:
             parts = sorted((part for each in gathered for part in each.parts), key=lambda part: part.path)
@@ -234,12 +234,12 @@ class RemoteCopier:
             self._on_message(notice)
         self._start_next()
 
-    def _fail(self, job: _UploadJob, verdict: _Verdict, problem: str) -> None:
+    def _fail(self, job: _UploadJob, verdict: _UploadVerdict, problem: str) -> None:
         """Report the error. Retry unless the checkpoint is damaged or another run uses the URL."""
         step = job.checkpoint.step
-        if verdict is _Verdict.TAKEN:
+        if verdict is _UploadVerdict.TAKEN:
             raise CheckpointError(problem)
-        if verdict is _Verdict.DAMAGED:
+        if verdict is _UploadVerdict.DAMAGED:
             self._try = None
             self._on_message(
                 f"the checkpoint of step {step} cannot be copied to '{self._url}', because it is damaged: {problem}"
@@ -286,16 +286,16 @@ class RemoteCopier:
             if not job.parts:
                 # If there are fewer ranks than in the run that saved, the ranks divide all parts among them.
                 own = range(self._rank, job.checkpoint.world, self._size)
-                return _UploadOutcome(_Verdict.DONE, parts=tuple(self._send(job, part) for part in own))
-            return _UploadOutcome(_Verdict.DONE, self._commit(job.copy) if self._rank == 0 else "")
+                return _UploadOutcome(_UploadVerdict.DONE, parts=tuple(self._send(job, part) for part in own))
+            return _UploadOutcome(_UploadVerdict.DONE, self._commit(job.copy) if self._rank == 0 else "")
         except CopyCancelledError:
-            return _UploadOutcome(_Verdict.DONE)
+            return _UploadOutcome(_UploadVerdict.DONE)
         except TakenError as error:
-            return _UploadOutcome(_Verdict.TAKEN, str(error))
+            return _UploadOutcome(_UploadVerdict.TAKEN, str(error))
         except (CorruptBlockError, GenerationError) as error:
-            return _UploadOutcome(_Verdict.DAMAGED, str(error))
+            return _UploadOutcome(_UploadVerdict.DAMAGED, str(error))
         except Exception as error:
-            return _UploadOutcome(_Verdict.FAILED, str(error))
+            return _UploadOutcome(_UploadVerdict.FAILED, str(error))
 
     def _send(self, job: _UploadJob, number: int) -> RemotePart:
         rank = job.checkpoint.ranks[number]
