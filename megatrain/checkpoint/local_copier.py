@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
 from megatrain.checkpoint.copy_thread import CopyCancelledError, Throttle, run_on_thread
 from megatrain.checkpoint.state import CheckpointError
-from megatrain.checkpoint.writer import CheckpointFolder, CopyWriter
+from megatrain.checkpoint.writer import CheckpointFolder, begin_copy, finish_copy
 from tiered import CopyFigures, GenerationReader, WholeCopies
 from tiered.errors import TieredError
 from tiered.units import format_size
@@ -63,10 +63,10 @@ class LocalCopier:
         table = spec.table
         self._every, self._min_free_disk = table.copy_every, table.min_free_disk
         self._drive_bytes, self._on_message, self._rank = drive_bytes, on_message, rank
-        self._folder = spec.output_dir / COPIES_NAME
-        folder = CheckpointFolder(self._folder, rank, gather, table.save_total_limit, on_message, ignores_damage=True)
-        self._writer = CopyWriter(folder)
-        self._source, self._path = spec.output_dir / CHECKPOINTS_NAME / folder.own, self._folder / folder.own
+        self._path = spec.output_dir / COPIES_NAME
+        folder = CheckpointFolder(self._path, rank, gather, table.save_total_limit, on_message, ignores_damage=True)
+        self._folder, self._own_path = folder, self._path / folder.own
+        self._source = spec.output_dir / CHECKPOINTS_NAME / folder.own
         self._drives = [path / folder.own for path in spec.drives]
         self._copies: WholeCopies | None = None  # opened and locked by the first copy, whose error is then reported
         self._job: _CopyJob | None = None
@@ -88,7 +88,7 @@ class LocalCopier:
         """Report a finished copy, and start the next one."""
         if self._job is None:
             return
-        if not all(self._writer.folder.gather(self._job.future.done())):
+        if not all(self._folder.gather(self._job.future.done())):
             return
         job, self._job = self._job, None
         self._complete(job.checkpoint, job.future.result())
@@ -109,7 +109,7 @@ class LocalCopier:
         while (job := self._job) is not None:
             if not job.future.done():
                 size = format_size(self._drive_bytes)
-                self._on_message(f"copying the checkpoint of step {job.checkpoint.step} into '{self._folder}', {size}")
+                self._on_message(f"copying the checkpoint of step {job.checkpoint.step} into '{self._path}', {size}")
             self._wait(job)
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class LocalCopier:
         """Return the number of the newest copy, including unfinished copies, or 0 without copies."""
         going = None if self._job is None else self._job.checkpoint
         pending = [each.number for each in (going, self._next) if each is not None]
-        return max(self._writer.folder.newest_number, *pending, 0)
+        return max(self._folder.newest_number, *pending, 0)
 
     def _skip_next(self, job: _CopyJob) -> None:
         if self._next is None:
@@ -152,7 +152,7 @@ class LocalCopier:
     # -- one copy ----------------------------------------------------------------------------------------------
 
     def _start(self, checkpoint: Checkpoint) -> None:
-        kept, throttle = self._writer.begin(), Throttle()
+        kept, throttle = begin_copy(self._folder), Throttle()
         act = partial(self._run, checkpoint, kept, throttle)
         self._job = _CopyJob(checkpoint, throttle, run_on_thread(act, "checkpoint-copy"))
 
@@ -170,13 +170,13 @@ class LocalCopier:
     def _copy(self, generation: int, kept: Sequence[int], throttle: Throttle) -> CopyFigures:
         """Copy a generation of this rank's store, and remove this rank's copies that are not in ``kept``."""
         if self._copies is None:
-            self._copies = WholeCopies(self._path)
+            self._copies = WholeCopies(self._own_path)
         # Prune first, so that the drive never contains more than planned. The newest copy always stays.
         self._copies.keep_only(kept)
-        free, need = shutil.disk_usage(self._path).free, self._drive_bytes + self._min_free_disk
+        free, need = shutil.disk_usage(self._own_path).free, self._drive_bytes + self._min_free_disk
         if free < need:
             raise TieredError(
-                f"the drive of '{self._path}' has {format_size(free)} free, but a copy takes "
+                f"the drive of '{self._own_path}' has {format_size(free)} free, but a copy takes "
                 f"{format_size(self._drive_bytes)} and checkpoint.min_free_disk is {format_size(self._min_free_disk)}. "
                 f"Free {format_size(need - free)}"
             )
@@ -198,17 +198,17 @@ class LocalCopier:
         """Combine all ranks' parts into a copy, and report it or its failure."""
         step = checkpoint.step
         try:
-            copied, linked = self._writer.finish(checkpoint, outcome.figures, outcome.problem)
+            copied, linked = finish_copy(self._folder, checkpoint, outcome.figures, outcome.problem)
         except CheckpointError as error:
             self._on_message(
-                f"the checkpoint of step {step} was not copied into '{self._folder}': {error}. The original is "
+                f"the checkpoint of step {step} was not copied into '{self._path}': {error}. The original is "
                 "whole; the next checkpoint is copied again"
             )
             return
         if self._copies is not None:
             with contextlib.suppress(OSError):  # if old copies cannot be removed, the next copy tries again
-                self._copies.keep_only(self._writer.folder.generations(self._writer.folder.known))
+                self._copies.keep_only(self._folder.generations(self._folder.known))
         parts = f"{format_size(copied)} copied" + (f", {format_size(linked)} linked" if linked else "")
         self._on_message(
-            f"copied checkpoint at step {step} into '{self._folder}': {parts}, compared, in {outcome.seconds:.1f} s"
+            f"copied checkpoint at step {step} into '{self._path}': {parts}, compared, in {outcome.seconds:.1f} s"
         )

@@ -610,21 +610,17 @@ def _objects(reader: GenerationReader, upload: Upload) -> Iterator[tuple[str, _C
     folder = f"{SNAPSHOT_FOLDER}/{reader.generation:08d}"
     blocks = tuple(replace(record, location=f"{folder}/{record.key}") for record in reader.manifest.blocks)
     text = manifest_text(replace(reader.manifest, blocks=blocks, paths={}))
-    yield MANIFEST_NAME, partial(_yield_once, top_text(reader.generation).encode())
-    yield f"{folder}/{MANIFEST_NAME}", partial(_yield_once, text.encode())
+    yield MANIFEST_NAME, partial(iter, (top_text(reader.generation).encode(),))
+    yield f"{folder}/{MANIFEST_NAME}", partial(iter, (text.encode(),))
     for record in reader.manifest.blocks:
         chunk_bytes = _chunk_bytes(record.nbytes)
         document = json.loads((reader.place(record.key) / "zarr.json").read_bytes())
         itemsize = reader.spec(record.key).dtype.itemsize
         document["chunk_grid"]["configuration"]["chunk_shape"] = [chunk_bytes // itemsize]
-        yield f"{folder}/{record.key}/zarr.json", partial(_yield_once, json.dumps(document).encode())
+        yield f"{folder}/{record.key}/zarr.json", partial(iter, (json.dumps(document).encode(),))
         for number, start in enumerate(range(0, record.nbytes, chunk_bytes)):
             contents = partial(_yield_chunk, reader, record.key, start, chunk_bytes, upload)
             yield f"{folder}/{record.key}/c/{number}", contents
-
-
-def _yield_once(text: bytes) -> Iterator[bytes]:
-    yield text
 
 
 def _yield_file(path: Path) -> Iterator[bytes]:

@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from math import fsum
 from typing import Any
 
+from megatrain.base.observer import RunSummary
+
 __all__ = [
     "ARITHMETIC",
     "CHECKPOINT_FORMAT",
@@ -195,6 +197,20 @@ class RunState:
         if min(len(self.first_losses), len(self.last_losses)) < count:
             return None
         return fsum(self.first_losses[:count]) / count, fsum(self.last_losses[-count:]) / count, count
+
+    def summary(self) -> RunSummary:
+        """Return the steps, losses and tokens of the run so far."""
+        means = self.mean_losses
+        return RunSummary(
+            num_steps=self.step,
+            first_loss=self.first_loss,
+            last_loss=self.last_loss,
+            mean_losses=None if means is None else means[:2],
+            num_averaged=0 if means is None else means[2],
+            seconds=self.seconds,
+            num_real_tokens=self.num_real_tokens,
+            num_trained_tokens=self.num_trained_tokens,
+        )
 
 
 @cache

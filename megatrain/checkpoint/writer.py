@@ -25,7 +25,7 @@ from tiered.ext import claim_directory, files_below, generation_folder
 if TYPE_CHECKING:
     from tiered import Commit, CopyFigures, TieredStore
 
-__all__ = ["CheckpointFolder", "CheckpointWriter", "CopyWriter"]
+__all__ = ["CheckpointFolder", "CheckpointWriter", "begin_copy", "finish_copy"]
 
 #: Collective that all-gathers one object per rank: ``RankGroup.gather``.
 Gather = Callable[[Any], Sequence[Any]]
@@ -261,60 +261,53 @@ class CheckpointWriter:
         return tuple(generation for generation, _ in everyone)
 
 
-class CopyWriter:
-    """Writes whole copies. Each rank copies its part of a checkpoint, and a document combines the parts.
+def begin_copy(folder: CheckpointFolder) -> list[int]:
+    """Prune copies to free space for a new copy, but keep one. Return this rank's generations that are kept.
 
-    All ranks must call the same methods in the same order.
+    This is a collective. ``folder`` is the folder of the copies.
+    """
+    # A write error at this point is reported when the copy is made.
+    with contextlib.suppress(CheckpointError):
+        if folder.is_listed:  # claim first, because later a folder with rank folders would be refused
+            folder.run_on_first_rank(lambda: claim_directory(folder.path))
+        folder.change(max(1, folder.keep - 1))
+    return folder.generations(folder.known)
+
+
+def finish_copy(
+    folder: CheckpointFolder, checkpoint: Checkpoint, figures: CopyFigures | None, problem: str
+) -> tuple[int, int]:
+    """Combine all ranks' copied parts into a copy of the checkpoint. This is a collective.
 
     Args:
-        folder: Folder of the copies. A damaged document counts as empty.
+        figures: Figures of this rank's copy, or None if it failed.
+        problem: Reason why this rank's copy failed.
+
+    Returns:
+        Bytes copied and linked by all ranks.
+
+    Raises:
+        CheckpointError: A rank could not copy its part. The document is unchanged.
     """
-
-    def __init__(self, folder: CheckpointFolder) -> None:
-        self.folder = folder
-
-    def begin(self) -> list[int]:
-        """Prune copies to free space for a new copy, but keep one. Return this rank's generations that are kept."""
-        folder = self.folder
-        # A write error at this point is reported when the copy is made.
-        with contextlib.suppress(CheckpointError):
-            if folder.is_listed:  # claim first, because later a folder with rank folders would be refused
-                folder.run_on_first_rank(lambda: claim_directory(folder.path))
-            folder.change(max(1, folder.keep - 1))
-        return folder.generations(folder.known)
-
-    def finish(self, checkpoint: Checkpoint, figures: CopyFigures | None, problem: str) -> tuple[int, int]:
-        """Combine all ranks' copied parts into a copy of the checkpoint.
-
-        Args:
-            figures: Figures of this rank's copy, or None if it failed.
-            problem: Reason why this rank's copy failed.
-
-        Returns:
-            Bytes copied and linked by all ranks.
-
-        Raises:
-            CheckpointError: A rank could not copy its part. The document is unchanged.
-        """
-        folder, own = self.folder, None
-        if figures is not None:
-            try:
-                own = rank_generation(folder, figures.generation)
-            except GenerationError as failure:
-                problem = str(failure)
-        everyone = folder.gather((own, figures, folder.with_rank(problem)))
-        failed = [text for generation, _, text in everyone if generation is None]
-        if failed:
-            raise CheckpointError("; ".join(failed))
-        ranks = tuple(each for each, _, _ in everyone)
-        # If another copy already has the checkpoint's number, a single process's copy gets a larger number.
-        number = checkpoint.number if folder.is_listed else ranks[0].generation
-        made = replace(checkpoint, folder=folder.path, number=number, ranks=ranks)
-        # If the number did not grow, earlier checkpoints were removed and numbering restarted.
-        drop = [each for each in folder.known if each.is_listed == made.is_listed and each.number >= made.number]
-        folder.change(folder.keep, drop=drop, made=made)
-        all_figures = [figures for _, figures, _ in everyone]
-        return sum(each.copied_bytes for each in all_figures), sum(each.linked_bytes for each in all_figures)
+    own = None
+    if figures is not None:
+        try:
+            own = rank_generation(folder, figures.generation)
+        except GenerationError as failure:
+            problem = str(failure)
+    everyone = folder.gather((own, figures, folder.with_rank(problem)))
+    failed = [text for generation, _, text in everyone if generation is None]
+    if failed:
+        raise CheckpointError("; ".join(failed))
+    ranks = tuple(each for each, _, _ in everyone)
+    # If another copy already has the checkpoint's number, a single process's copy gets a larger number.
+    number = checkpoint.number if folder.is_listed else ranks[0].generation
+    made = replace(checkpoint, folder=folder.path, number=number, ranks=ranks)
+    # If the number did not grow, earlier checkpoints were removed and numbering restarted.
+    drop = [each for each in folder.known if each.is_listed == made.is_listed and each.number >= made.number]
+    folder.change(folder.keep, drop=drop, made=made)
+    all_figures = [figures for _, figures, _ in everyone]
+    return sum(each.copied_bytes for each in all_figures), sum(each.linked_bytes for each in all_figures)
 
 
 def rank_generation(folder: CheckpointFolder, generation: int) -> RankGeneration:

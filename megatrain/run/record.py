@@ -86,19 +86,7 @@ def summary_if_done(
     step, is_average = (state.step, False) if kept is None else (kept.step, rule.is_average)
     if (record.get("step"), record.get("dtype"), record.get("ema", False)) != (step, wanted, is_average):
         return None
-    means = state.mean_losses
-    return RunSummary(
-        num_steps=state.step,
-        first_loss=state.first_loss,
-        last_loss=state.last_loss,
-        mean_losses=None if means is None else means[:2],
-        num_averaged=0 if means is None else means[2],
-        seconds=state.seconds,
-        num_real_tokens=state.num_real_tokens,
-        num_trained_tokens=state.num_trained_tokens,
-        export_dir=folder,
-        saved_step=state.step,
-    )
+    return dataclasses.replace(state.summary(), export_dir=folder, saved_step=state.step)
 
 
 def _plan_values(plan: Plan) -> dict[str, Any]:
