@@ -408,14 +408,17 @@ def published_row(published: Published, rows: Rows) -> str:
 
 HEAD = f"""# What fits where
 
-The planner calculated every row. **Nothing here was measured**: bytes are exact plans, speeds are predictions from the rates of each machine, and no GPU
-has run the code. To plan for your own machine, run `megatrain-tier plan run.toml`. To plan for another machine, run
+The planner calculated every row. **Nothing on this page was measured.** Bytes are exact plans, speeds are predictions from the rates of each machine, and
+no GPU has run the code. To plan for your own machine, run `megatrain-tier plan run.toml`. To plan for another machine, add its name:
 `megatrain-tier plan run.toml --machine rtx4090-128gb`.
 
 ## The largest model of each machine
 
-All rows train all parameters with AdamW in bf16, fp32 masters and moments (12 bytes per parameter), bf16 gradients, exact clipping, {TOKENS:,} tokens per step in rows of {LENGTH:,}. *In memory* means that no drive
-holds state. Training with state on drives wears them out; the [selector](#your-model-and-machine) shows how fast.
+All rows train all parameters with AdamW in bf16. Masters and moments are in fp32 (12 bytes per parameter), gradients in bf16, and clipping is exact. A
+step has {TOKENS:,} tokens in rows of {LENGTH:,}.
+
+*Largest in memory* is the largest model whose state fits without drives. Training with state on drives wears them out; the
+[selector](#your-model-and-machine) shows how fast.
 
 """
 
@@ -423,14 +426,16 @@ SELECT = """## Your model and machine
 
 <div id="what-fits">The selector needs JavaScript and the built site (`make docs`). Another page lists the same rows as tables.</div>
 
-`python docs/what_fits.py` made the rows on @DATE@, from the `config.json` of models (`examples/models`) and the figures of machines (`megatrain/machine/machines`, each
-with its source). [All planned rows](what_fits_tables.md) has them as tables, with the assumptions and with published figures of other systems.
+`python docs/what_fits.py` made the rows on @DATE@ from the `config.json` of each model (`examples/models`) and the data of each machine
+(`megatrain/machine/machines`, with sources). [All planned rows](what_fits_tables.md) shows the same rows as tables, with the assumptions and with
+published measurements of other systems.
 
 - The planner chooses the sizes of the tiers. It uses all drives of the machine and keeps space for two checkpoints.
 - Each row uses one GPU, even on a machine with several GPUs; `plan --processes` plans for all of them.
-- If a layer of a mixture is too large for a GPU or RAM, the row uses [experts in parts](config.md#model), `model.split_experts = true`.
-@OLDER@- **T\\*** is the number of tokens per step above which compute limits the step. If `nvme`, `ram->gpu` or `optimizer` limits a row, more tokens per step
-  speed it up and wear drives less.
+- If a layer of a mixture of experts is too large for GPU memory or RAM, the row uses [experts in parts](config.md#model)
+  (`model.split_experts = true`).
+@OLDER@- **T\\*** is the number of tokens per step above which compute limits the step. If `nvme`, `ram->gpu` or `optimizer` limits a
+  row, a step with more tokens trains more tokens per second and wears drives less.
 
 """
 

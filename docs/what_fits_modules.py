@@ -170,14 +170,23 @@ def lines() -> Iterator[str]:
 
 HEAD = f"""## Modules that are not language models
 
-[Any module](any_module.md) can be offloaded. `plan` traces language models only, so this table has bytes and no speed. The bytes are calculated; the modules were not run.
+[Any module](any_module.md) can be offloaded. `plan` traces only language models, so this table has bytes and no speeds. The bytes are calculated; the
+modules were not run.
 
-The table counts blocks: weights in bf16 and, for trained parameters, gradients in fp32 and AdamW's state with the rest of the fp32 masters, 16 bytes per parameter
-in total. **A GPU needs** memory for the largest layer, its gradients and the modules around it. **RAM needs** memory for the update of that layer. The table does not
-count activations (use activation checkpointing, and move the inputs of layers with `offload_activations`), latents, text encoders and VAE. An encoder in the store takes 2 bytes
-per parameter. LoRA has rank {RANK}, on the projections of attention. The column of a machine shows
-where the blocks have their homes with `open_store(ram="auto", ...)`; drives include two checkpoints. `python docs/what_fits_modules.py` makes the table
-from the classes of diffusers, with their defaults.
+| column | meaning |
+|---|---|
+| in the store | 2 bytes per frozen parameter (bf16 weights), 16 per trained parameter (also fp32 gradients, AdamW's state and the low halves of the fp32 masters) |
+| a GPU needs | memory for the largest layer, its gradients and the modules around that layer |
+| RAM needs | memory for the update of the largest layer, or the minimum GPU memory if that is larger |
+| a machine | where the blocks are stored with `open_store(ram="auto", ...)`; drives include two checkpoints |
+
+LoRA rows have adapters of rank {RANK} on the attention projections. The table does not count:
+
+- activations; use activation checkpointing, and move the inputs of layers with `offload_activations`
+- latents and VAE
+- text encoders; an encoder in the store takes 2 bytes per parameter
+
+`python docs/what_fits_modules.py` makes the table from the classes of diffusers, with their default arguments.
 
 """
 
