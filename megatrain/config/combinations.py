@@ -1,4 +1,4 @@
-"""Finds problems with values that contradict each other, and warns about values without effect."""
+"""Checks of values against each other: combinations that cannot work, and values without effect."""
 
 from __future__ import annotations
 
@@ -34,30 +34,36 @@ _SCHEDULE_ARGUMENTS: Mapping[str, frozenset[str]] = {
 
 
 def find_bad_combinations(config: RunConfig) -> list[Problem]:
-    """Return a problem for every combination of values in ``config`` that cannot work. Reads only the config."""
+    """Return the problems with values that are valid alone but cannot work together. Read nothing but the config."""
     return [
         *_check_batch(config),
         *_check_formats(config),
         *_check_packing(config),
-        *_check_streams(config),
+        *_check_sources(config),
+        *_check_streaming(config),
         *_check_task(config),
         *_check_evaluation(config),
         *_check_optimizer(config),
         *_check_gradients(config),
         *_check_schedule(config),
+        *_check_warmup(config),
         *_check_attention(config),
         *_check_kernels(config),
+        *_check_splits(config),
         *_check_lora(config),
         *_check_from_scratch(config),
         *_check_checkpoint(config),
-        *_check_tiers(config),
+        *_check_placement(config),
+        *_check_direct(config),
+        *_check_sizes(config),
+        *_check_drives(config),
         *_check_emulated_gpu(config),
         *_check_paths(config),
     ]
 
 
 def find_warnings(config: RunConfig) -> list[str]:
-    """Return sentences about values that have no effect together with other values."""
+    """Return warnings about values that have no effect because of other values."""
     warnings = []
     optimizer = config.optimizer
     if (
@@ -74,11 +80,7 @@ def find_warnings(config: RunConfig) -> list[str]:
             warnings.append('data.val_size keeps rows that evaluation.eval_strategy = "no" never evaluates')
         if evaluation.predict_with_generate:
             warnings.append('evaluation.predict_with_generate has no effect with evaluation.eval_strategy = "no"')
-    for key in KEYS:
-        for other, value in idle_with(key, config).items():
-            given = config.value(key)
-            if (list(given) if isinstance(given, tuple) else given) != KEYS[key].get("default"):
-                warnings.append(f"{key} has no effect with {other.rpartition('.')[2]} = {format_value(value)}")
+    warnings += _find_idle_keys(config)
     if not _may_have_gpu_tier(config) and not config.tiers.gpu.size.is_auto:
         warnings.append('tiers.gpu.size has no effect with device = "cpu"')
     if config.export.merge and not config.lora.is_on:
@@ -92,8 +94,17 @@ def find_warnings(config: RunConfig) -> list[str]:
     return warnings
 
 
+def _find_idle_keys(config: RunConfig) -> Iterator[str]:
+    """Yield a warning for each key that is set but has no effect with another key of its table."""
+    for key, schema in KEYS.items():
+        for other, value in idle_with(key, config).items():
+            given = config.value(key)
+            if (list(given) if isinstance(given, tuple) else given) != schema.get("default"):
+                yield f"{key} has no effect with {other.rpartition('.')[2]} = {format_value(value)}"
+
+
 def idle_with(key: str, config: RunConfig) -> dict[str, Any]:
-    """Return the other keys, with their values, because of which a key has no effect; empty if it has one."""
+    """Return the keys whose values make a key ineffective, with these values. Return {} if the key has an effect."""
     found = {other: (config.value(other), values) for other, values in used_if(key).items()}
     return {other: value for other, (value, values) in found.items() if value not in values}
 
@@ -222,7 +233,7 @@ def _check_packing(config: RunConfig) -> Iterator[Problem]:
         yield Problem("data.packing", text, 'Write packing = true, or task = "pretrain"')
 
 
-def _check_streams(config: RunConfig) -> Iterator[Problem]:
+def _check_sources(config: RunConfig) -> Iterator[Problem]:
     data = config.data
     for index, source in enumerate(data.train):
         key = f"data.train.{index}"
@@ -240,6 +251,10 @@ def _check_streams(config: RunConfig) -> Iterator[Problem]:
             if data.streaming and getattr(source, name) is not None:
                 text = f"{key}.{name} cannot be used with data.streaming"
                 yield Problem(f"{key}.{name}", text, 'Name the shards in path, e.g. "data/train-*.parquet"')
+
+
+def _check_streaming(config: RunConfig) -> Iterator[Problem]:
+    data = config.data
     if not data.streaming:
         return
     if config.training.max_steps <= 0:
@@ -257,12 +272,9 @@ def _check_streams(config: RunConfig) -> Iterator[Problem]:
     if data.val_size is not None:
         text = f"data.val_size = {data.val_size:g} chooses among all rows, which streams do not know in advance"
         yield Problem("data.val_size", text, "Name separate rows in [[data.eval]]")
-    for table, value in (
-        ("checkpoint.save_strategy", config.checkpoint.save_strategy),
-        ("evaluation.eval_strategy", config.evaluation.eval_strategy),
-    ):
-        if value == "epoch":
-            yield Problem(table, f'{table} = "epoch", but data.streaming has no epochs', 'Write "steps"')
+    for key in ("checkpoint.save_strategy", "evaluation.eval_strategy"):
+        if config.value(key) == "epoch":
+            yield Problem(key, f'{key} = "epoch", but data.streaming has no epochs', 'Write "steps"')
     steps = {0, *(int(step) for source in data.train for step in source.weight_from_step)}
     if empty := [step for step in sorted(steps) if not sum(weights_at(data.train, step)[0])]:
         text = f"from step {empty[0]} on all weights are 0"
@@ -403,7 +415,13 @@ def _check_schedule(config: RunConfig) -> Iterator[Problem]:
             f'the "{name}" schedule needs either `min_lr` or `min_lr_rate`',
             "Write lr_scheduler_kwargs = { min_lr_rate = 0.1 }",
         )
-    warmup, steps = optimizer.warmup_steps, config.training.max_steps
+
+
+def _check_warmup(config: RunConfig) -> Iterator[Problem]:
+    warmup, steps = config.optimizer.warmup_steps, config.training.max_steps
+    name = config.optimizer.lr_scheduler_type
+    if name not in _SCHEDULE_ARGUMENTS:
+        return
     if warmup >= 1 and warmup != int(warmup):
         yield Problem(
             "optimizer.warmup_steps",
@@ -449,29 +467,27 @@ def _check_kernels(config: RunConfig) -> Iterator[Problem]:
             'the kernels of model.use_liger_kernel need a GPU, but device = "cpu"',
             "Write use_liger_kernel = false",
         )
+
+
+def _check_splits(config: RunConfig) -> Iterator[Problem]:
     if config.model.compile and config.model.mlp_rows:
         yield Problem(
             "model.mlp_rows",
             "model.mlp_rows runs a layer in pieces, but model.compile compiles it as one graph",
             "Write mlp_rows = 0, or compile = false",
         )
-    if config.model.split_experts:
-        others = {
-            "model.compile": (config.model.compile, "compile = false"),
-            "model.mlp_rows": (bool(config.model.mlp_rows), "mlp_rows = 0"),
-            'optimizer.clip_scope = "layer"': (config.optimizer.clip_scope == "layer", 'clip_scope = "global"'),
-            f'optimizer.optim = "{config.optimizer.optim}"': (
-                config.optimizer.optim not in ELEMENT_WISE,
-                'optim = "adamw"',
-            ),
-        }
-        for name, (is_set, instead) in others.items():
-            if is_set:
-                yield Problem(
-                    "model.split_experts",
-                    f"{name} needs whole layers or matrices, but model.split_experts splits them",
-                    f"Write split_experts = false, or {instead}",
-                )
+    if not config.model.split_experts:
+        return
+    optim = config.optimizer.optim
+    for setting, is_set, instead in (
+        ("model.compile", config.model.compile, "compile = false"),
+        ("model.mlp_rows", bool(config.model.mlp_rows), "mlp_rows = 0"),
+        ('optimizer.clip_scope = "layer"', config.optimizer.clip_scope == "layer", 'clip_scope = "global"'),
+        (f'optimizer.optim = "{optim}"', optim not in ELEMENT_WISE, 'optim = "adamw"'),
+    ):
+        if is_set:
+            text = f"{setting} needs whole layers or matrices, but model.split_experts splits them"
+            yield Problem("model.split_experts", text, f"Write split_experts = false, or {instead}")
 
 
 def _check_lora(config: RunConfig) -> Iterator[Problem]:
@@ -533,8 +549,7 @@ def _check_emulated_gpu(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key, f"{key} = true needs tiers.gpu.size", 'Write below [tiers.gpu] for example size = "2GiB"')
 
 
-def _check_tiers(config: RunConfig) -> Iterator[Problem]:
-    tiers = config.tiers
+def _check_placement(config: RunConfig) -> Iterator[Problem]:
     for kind in ("weights", "gradients", "optimizer", "activations"):
         wanted = getattr(config.placement, kind)
         key = f"placement.{kind}"
@@ -543,7 +558,7 @@ def _check_tiers(config: RunConfig) -> Iterator[Problem]:
         if len(set(wanted)) != len(wanted):
             yield Problem(key, f"{key} names a tier twice", "Name each tier once, the preferred one first")
         for name in wanted:
-            if getattr(tiers, name, None) == ():
+            if getattr(config.tiers, name, None) == ():
                 yield Problem(
                     key,
                     f'{key} names "{name}", but there is no [[tiers.{name}]]',
@@ -553,8 +568,10 @@ def _check_tiers(config: RunConfig) -> Iterator[Problem]:
             yield Problem(key, f'{key} names "folder", which can only store frozen weights', 'Leave "folder" out')
         if "gpu" in wanted and not _may_have_gpu_tier(config):
             yield Problem(key, f'{key} names "gpu", but device = "cpu"', 'Leave "gpu" out')
-    if tiers.direct == "on":
-        yield from _check_direct(config)
+
+
+def _check_sizes(config: RunConfig) -> Iterator[Problem]:
+    tiers = config.tiers
     if tiers.safety_margin.is_auto:
         yield Problem(
             "tiers.safety_margin", 'tiers.safety_margin = "auto" is not valid', 'Write for example "5%" or "2GiB"'
@@ -566,6 +583,10 @@ def _check_tiers(config: RunConfig) -> Iterator[Problem]:
             f'tiers.ram.pinned = "{tiers.ram.pinned.text}" is more than tiers.ram.size = "{tiers.ram.size.text}"',
             "Write at most the size",
         )
+
+
+def _check_drives(config: RunConfig) -> Iterator[Problem]:
+    tiers = config.tiers
     names = [f"tiers.nvme.{index}.path" for index in range(len(tiers.nvme))]
     places = [drive.path for drive in tiers.nvme]
     for name in (CHECKPOINTS_NAME, COPIES_NAME):
@@ -584,6 +605,8 @@ def _check_tiers(config: RunConfig) -> Iterator[Problem]:
 
 def _check_direct(config: RunConfig) -> Iterator[Problem]:
     key, advice = "tiers.direct", 'Write direct = "auto"'
+    if config.tiers.direct != "on":
+        return
     if not config.tiers.nvme:
         yield Problem(key, f'{key} = "on", but there is no [[tiers.nvme]]', advice)
     if not _may_have_gpu_tier(config):

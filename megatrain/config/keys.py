@@ -1,4 +1,4 @@
-"""All keys and their properties, from one traversal of pydantic's JSON Schema of the config."""
+"""All keys and tables of the config with their properties, read from pydantic's JSON Schema."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ _SCHEMA = _make_schema()
 _ALL = dict(_walk(_SCHEMA))
 #: Every key and table, in the order of the config.
 NAMES = tuple(_ALL)
-#: Dotted name, without the numbers of array tables -> schema, in the order of the config.
+#: Schema of each key and table by dotted name without the numbers of array tables, in the order of the config.
 KEYS: Mapping[str, Schema] = {name: schema for name, schema in _ALL.items() if "x-required" in schema}
 TABLES: Mapping[str, Schema] = {name: schema for name, schema in _ALL.items() if "x-required" not in schema}
-#: Array tables; a number after their name is the index of a table.
+#: Array tables. In a dotted name, a number after the name of an array table is an index.
 ARRAY_TABLES = frozenset(name for name, schema in TABLES.items() if schema["type"] == "array")
-#: Tables with keys that the user chooses; the schema checks their contents.
+#: Keys whose value is a table with names that the user chooses. The schema checks these tables.
 FREE_TABLES = frozenset(name for name, schema in KEYS.items() if schema.get("type") == "object")
 
 
@@ -121,34 +121,26 @@ def json_schema() -> Schema:
 
 
 def leaf_schema(key: str) -> Schema:
-    """Return the JSON Schema of one key: type, bounds, description and default.
-
-    Args:
-        key: dotted, without the numbers of array tables; one of :data:`KEYS`.
-    """
+    """Return the JSON Schema of one of :data:`KEYS`: type, bounds, description and default."""
     schema: Schema = _published(KEYS[key])
     return schema
 
 
 def is_required(key: str) -> bool:
-    """Return whether a table with this key must contain it."""
+    """Return whether every table of the key must contain the key."""
     required: bool = KEYS[key]["x-required"]
     return required
 
 
 def alters(key: str) -> Alters:
-    """Return whether another value of a key alters the results of a run.
-
-    Args:
-        key: dotted, without the numbers of array tables; may be a key of a table with free names.
-    """
+    """Return whether another value of a key alters the results of a run. Accepts keys inside :data:`FREE_TABLES`."""
     found: Alters | None = KEYS[schema_key(key)]["x-alters"]
     assert found is not None, f"{key}: neither the key nor its table states whether it alters results"
     return found
 
 
 def used_if(key: str) -> Mapping[str, Sequence[Any]]:
-    """Return the conditions for a key to have an effect: other dotted key -> its required values."""
+    """Return the conditions for a key to have an effect: the required values of other keys, by dotted key."""
     table = key.rpartition(".")[0]
     return {f"{table}.{other}": values for other, values in KEYS[key].get("x-used-if", {}).items()}
 
@@ -172,15 +164,16 @@ def parse_path(name: str) -> Path:
 
 
 def schema_key(name: str) -> str:
-    """Return the name in the schema: without numbers; for a key of one of :data:`FREE_TABLES`, the table's name."""
+    """Return a name without numbers. For a name inside one of :data:`FREE_TABLES`, return the table's name."""
     name = plain(parse_path(name))
     return next((table for table in FREE_TABLES if name.startswith(f"{table}.")), name)
 
 
 def full_keys_of_leaf(leaf: str) -> list[str]:
-    """Return the dotted keys whose last part is ``leaf``, sorted; only the key outside array tables if there is one.
+    """Return the dotted keys whose last part is ``leaf``, sorted.
 
-    ``[[data.eval]]`` has every key of ``[[data.train]]``; only the latter is returned.
+    A single key outside array tables hides the keys inside them. Keys of ``[[data.train]]`` hide the same keys of
+    ``[[data.eval]]``.
     """
     found = {key for key in KEYS if key.rsplit(".", 1)[-1] == leaf}
     keys = sorted(found - {key.replace("data.train.", "data.eval.") for key in found if key.startswith("data.train.")})
@@ -197,11 +190,7 @@ def header(table: str) -> str:
 
 
 def allowed_values(schema: Mapping[str, Any]) -> str:
-    """Return the values that a schema allows, e.g. ``"whole number at least 2"`` or ``"true, false or "concat""``.
-
-    Args:
-        schema: one of :data:`KEYS`, or a part of it.
-    """
+    """Return the values that a schema or a part of it allows, such as ``true, false or "concat"``."""
     choices = list(dict.fromkeys(_choices(schema)))
     return " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
 
@@ -233,11 +222,7 @@ def _choices(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def describe_allowed(key: str) -> str:
-    """Return the advice for a value of a wrong type: the allowed values, and the default if it has one.
-
-    Args:
-        key: dotted, without the numbers of array tables; one of :data:`KEYS`.
-    """
+    """Return advice on what to write instead of a wrong value of one of :data:`KEYS`."""
     words, default = allowed_values(KEYS[key]), KEYS[key].get("default")
     if words == "text":
         words = "text in quotes"
@@ -252,11 +237,7 @@ def first_required(table: str) -> str:
 
 
 def how_to_fill_in(name: str) -> str:
-    """Return the advice for a missing key or table: the line to write and its place.
-
-    Args:
-        name: dotted, without the numbers of array tables; a required key, or a table with one.
-    """
+    """Return the line to write for a missing required key, or for a missing table with a required key."""
     key = first_required(name) if name in TABLES else name
     table, _, leaf = key.rpartition(".")
     examples = KEYS[key]["examples"] if "examples" in KEYS[key] else KEYS[key]["enum"]

@@ -34,9 +34,9 @@ class LoadedConfig:
     """A config and the origin of its values.
 
     Attributes:
-        origins: dotted key -> ``"file:line"`` or ``"--set"``; keys that are not set are left out.
-        source: the main config file.
-        warnings: sentences for the user, about values that do not prevent a run.
+        origins: ``"file:line"`` or ``"--set"``, by dotted key. Keys that are not set are left out.
+        source: Main config file.
+        warnings: Warnings about values that permit a run.
     """
 
     config: RunConfig
@@ -48,18 +48,18 @@ class LoadedConfig:
 def load_config(
     path: str | Path, extra_files: Sequence[str | Path] = (), overrides: Sequence[str] = ()
 ) -> LoadedConfig:
-    """Read a config: defaults < ``path`` < ``extra_files`` in order < ``overrides``.
+    """Read and check a config. Write nothing, and do not open model and data files.
 
-    Tables merge, arrays are replaced. Paths in a file are relative to that file, paths in ``overrides`` to the
-    current directory. Nothing is written, and model and data files are not opened.
+    Later values replace earlier ones: defaults, ``path``, ``extra_files`` in order, ``overrides``. Tables are merged,
+    and arrays are replaced. Paths in a file are relative to the file, and paths in ``overrides`` to the current folder.
 
     Args:
-        path: the main file.
-        overrides: ``"key=value"`` texts; the key is dotted (``data.train.0.path``) or a unique last part; the
+        path: Main file.
+        overrides: Texts ``KEY=VALUE``. The key is dotted (``data.train.0.path``), or the last part of only one key. The
             value is TOML or plain text.
 
     Raises:
-        ConfigError: with every problem found.
+        ConfigError: The config has problems. The error lists all of them.
     """
     source = Path(path)
     tree = _read(source, *map(Path, extra_files))
@@ -103,7 +103,7 @@ def _read(*files: Path) -> Tree:
 
 
 def _apply_override(tree: Tree, text: str) -> list[Problem]:
-    """Write one ``key=value`` into the tree, and return its problems."""
+    """Apply one ``KEY=VALUE`` to the tree, and return its problems."""
     name, separator, value_text = text.partition("=")
     name = name.strip()
     if not separator or not all(part.strip() for part in name.split(".")):
@@ -134,7 +134,7 @@ def _parse_value(text: str) -> Any:
 
 
 def validated(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
-    """Return the config of nested values, or None and the problems with single values; combinations are not checked."""
+    """Return the config, or None and the problems with single values. Combinations of values are not checked."""
     try:
         return RunConfig.model_validate(values), []
     except ValidationError as error:
@@ -148,9 +148,12 @@ def validated(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem
 def salvage(
     path: Path, extra_files: Sequence[Path], problems: Collection[Problem]
 ) -> tuple[RunConfig | None, list[Problem]]:
-    """Return the config without its wrong keys, and the problems that only appear after their removal.
+    """Return the config without its wrong keys, and the problems that appear after their removal.
 
     The config is None if a required key is wrong or a file is not TOML.
+
+    Args:
+        problems: Problems that ``load_config`` found.
     """
     try:
         tree = _read(path, *extra_files)

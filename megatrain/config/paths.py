@@ -50,7 +50,7 @@ def unset_variables(values: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _paths_in(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str, Mapping[str, Any]]]:
-    """Yield (table, last part of the key, dotted key, schema) for each path in a tree of config values."""
+    """Yield (table that contains the path, last part of its key, dotted key, schema) for each path in config values."""
     for key, schema in KEYS.items():
         if "x-path" in schema:
             *tables, leaf = key.split(".")
@@ -60,7 +60,7 @@ def _paths_in(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str
 
 
 def _tables_at(values: Any, names: Sequence[str], above: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (dotted key with a trailing dot, table) for each table of a name; an array table has several."""
+    """Yield (dotted key with a trailing dot, table) for a table, or for each item of an array table."""
     if isinstance(values, list):
         for number, item in enumerate(values):
             yield from _tables_at(item, names, f"{above}{number}.")
@@ -72,7 +72,7 @@ def _tables_at(values: Any, names: Sequence[str], above: str = "") -> Iterator[t
 
 
 def _names_unset_variable(text: str) -> str:
-    """Return the first variable in a path that is not set; "" without one."""
+    """Return the first variable in a path that is not set, or "" if all are set."""
     names = [match[1] or match[2] for match in _VARIABLE.finditer(text)]
     return next((name for name in names if name not in os.environ and not os.path.exists(text)), "")
 

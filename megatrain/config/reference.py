@@ -45,15 +45,15 @@ run.
 
 @dataclass(frozen=True, slots=True)
 class KeyDescription:
-    """The description of one key.
+    """Description of one key for users.
 
     Attributes:
-        key: dotted, without the numbers of array tables.
-        values: allowed values, as a sentence.
-        default: as TOML, or the reason why the key has none.
-        alters: "yes", "no", or "by contents": results change only if the contents of the model or data change.
-        other_names: (tool, name in the tool, note).
-        example: lines of TOML.
+        values: Allowed values, as text.
+        default: Default as TOML, or the reason why the key has none.
+        alters: Effect of another value on results: "yes", "no" or "by contents". With "by contents", results change
+            only if the contents of the model or data change.
+        other_names: Tool, name in the tool, and a note, for each other name.
+        example: Lines of TOML.
     """
 
     key: str
@@ -88,13 +88,13 @@ _QUANTIZED_FOLDERS = (
 
 
 def find_keys(name: str) -> tuple[list[str], str]:
-    """Return the keys that a name means, and a note to show before them: that another tool uses the name, or "".
+    """Return the keys with a name, and a note about the name in another tool, or "".
 
     Args:
-        name: a dotted key, with or without the numbers of array tables; its last part; a table; another tool's name.
+        name: Dotted key, last part of a key, table, or name of a key in another tool.
 
     Raises:
-        ConfigError: no key has this name.
+        ConfigError: No key has this name.
     """
     key = schema_key(name.strip().strip("[]"))
     if key in KEYS:
@@ -134,7 +134,11 @@ def describe_key(key: str) -> KeyDescription:
 
 
 def _default(key: str, in_words: str) -> str:
-    """Return a default as TOML, or why the key has none; ``in_words`` if the description states it."""
+    """Return the default of a key as TOML, or the reason why it has none.
+
+    Args:
+        in_words: Result for a key whose description states the default.
+    """
     schema = KEYS[key]
     if "default" in schema:
         return format_value(schema["default"])

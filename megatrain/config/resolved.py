@@ -1,4 +1,4 @@
-"""Configs with all defaults: written as TOML that reproduces the run, shown with origins, and compared.
+"""Resolved configs, which contain all defaults: written as TOML, read again, shown with origins, and compared.
 
 This module writes the TOML without a library, one key per line and array tables under headers, because origins and
 messages refer to lines. TOML libraries write short tables of an array inline, and lists over several lines.
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 DEFAULT = "default"
 _NEWER = "A newer version of megatrain-tier wrote it: upgrade"
-#: Keys whose "auto" the run resolves -> their value in checkpoints from before the key existed.
+#: Keys whose "auto" a run resolves, with their values in checkpoints from before the keys existed.
 DECIDED_BY_RUNS: Mapping[str, Any] = {
     "training.gradient_lanes": 1,
     "optimizer.muon_fused": "whole",
@@ -80,13 +80,13 @@ def config_lines(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def config_from_toml(text: str, source: str = "the config in the checkpoint") -> RunConfig:
-    """Parse the output of :func:`to_toml`. No file is read; missing keys get their defaults.
+    """Return the config of a text from :func:`to_toml`. Missing keys get their defaults.
 
     Args:
-        source: origin of the text, for messages.
+        source: Name of the text in messages.
 
     Raises:
-        ConfigError: the text is not TOML, or has keys or values that this version does not know.
+        ConfigError: The text is not TOML, or has keys or values that this version does not know.
     """
     try:
         values = tomllib.loads(text)
@@ -101,7 +101,7 @@ def config_from_toml(text: str, source: str = "the config in the checkpoint") ->
 
 
 def _unknown_here(detail: ErrorDetails) -> Problem | None:
-    """Return the problem for one validation error of a config that was valid when it was written."""
+    """Return the problem for a validation error of a resolved config, which was valid when it was written."""
     key = dotted(detail["loc"])
     if detail["type"] == "extra_forbidden":
         return Problem(key, f"unknown key `{key}`", _NEWER)
@@ -116,7 +116,7 @@ def write_resolved(config: RunConfig) -> Path:
     """Create ``output_dir``, write ``config.resolved.toml`` into it atomically, and return the file's path.
 
     Raises:
-        ConfigError: the folder cannot be created or written.
+        ConfigError: The folder cannot be created or written.
     """
     path = config.output_dir / RESOLVED_NAME
     partial = path.with_suffix(".toml.partial")
@@ -130,10 +130,10 @@ def write_resolved(config: RunConfig) -> Path:
 
 
 def check_writable(config: RunConfig) -> None:
-    """Check that ``output_dir`` is writable by creating a file, which is removed again.
+    """Check that ``output_dir`` is writable by creating a temporary file.
 
     Raises:
-        ConfigError: the folder cannot be created or written.
+        ConfigError: The folder cannot be created or written.
     """
     folder = config.output_dir
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -182,8 +182,8 @@ class Line:
     """One line of a resolved config.
 
     Attributes:
-        key: the key that the line sets; "" for a header or an empty line.
-        origin: ``file:line``, ``--set`` or "default"; "" without a key.
+        key: Key that the line sets, or "" for a header or an empty line.
+        origin: ``file:line``, ``--set`` or "default", or "" for a line without a key.
     """
 
     text: str
@@ -232,8 +232,7 @@ def _origin(loaded: LoadedConfig, key: str, *, is_default: bool) -> str:
 def compare(before: RunConfig, now: RunConfig) -> ConfigChanges:
     """Return the changes from the config of a checkpoint to the config that resumes it.
 
-    Only the configs are compared. The fingerprint of the data shows whether the data is the same, and the blocks in
-    the checkpoint show whether the model has the same parameters.
+    Only values are compared. The caller compares the fingerprints of the data and the parameters of the models.
     """
     old, new = dict(_leaves(resolved_values(before))), dict(_leaves(resolved_values(now)))
     lanes = ("training", "gradient_lanes")
@@ -259,7 +258,7 @@ def changes_from(config_toml: str, now: RunConfig) -> ConfigChanges:
         now: Config of the run; for keys of `DECIDED_BY_RUNS`, "auto" means the value in the checkpoint.
 
     Raises:
-        ConfigError: the checkpoint's config has keys or values that this version does not know.
+        ConfigError: The checkpoint's config has keys or values that this version does not know.
     """
     before = with_decided(config_from_toml(config_toml), DECIDED_BY_RUNS)
     return compare(before, with_decided(now, {key: before.value(key) for key in DECIDED_BY_RUNS}))
@@ -278,12 +277,12 @@ def _has_effect(key: str, config: RunConfig) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Differences between two configs, sorted by their effect on the results.
+    """Differences between two configs, by their effect on the results.
 
     Attributes:
-        altering: changes that alter the results.
-        by_contents: changes that alter the results only if the named files have different contents.
-        free: changes that leave the results the same.
+        altering: Changes that alter the results.
+        by_contents: Changes that alter the results only if the contents of the named files differ.
+        free: Changes that do not alter the results.
     """
 
     altering: tuple[Change, ...]
@@ -316,7 +315,7 @@ def is_by_contents(change: Change) -> bool:
 
 
 def _changes_length(key: str, before: RunConfig, now: RunConfig) -> bool:
-    """Return whether a key makes one run longer than the other, which is irrelevant for a resume."""
+    """Return whether a key changes the length of a run. A resume may change the length."""
     if key == "training.max_steps":
         return True
     return key == "training.num_train_epochs" and min(before.training.max_steps, now.training.max_steps) <= 0
@@ -338,7 +337,7 @@ def load_run(path: Path) -> RunConfig:
     """Return the config in a file, or the resolved config of the run in an ``output_dir``.
 
     Raises:
-        ConfigError: no config exists there, or it is invalid.
+        ConfigError: No config exists there, or it is invalid.
     """
     if not path.is_dir():
         if path.name == RESOLVED_NAME and path.is_file():

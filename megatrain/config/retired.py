@@ -1,4 +1,4 @@
-"""Removed keys and values of earlier versions: advice about them, and the reading of checkpoints that have them."""
+"""Keys and values of earlier versions that no longer exist, and advice about them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ _CLASSIFY = (
     "Train classifiers with transformers' AutoModelForSequenceClassification or AutoModelForTokenClassification: "
     "call megatrain.offload(model, store), and use megatrain.hf.offloaded(Trainer) as the Trainer"
 )
-#: Key or table -> advice. None of them changes the results of a current task, so checkpoints that have them resume
-#: without them.
+#: Advice by removed key or table. Removed keys do not affect the results of current tasks, so resumes ignore them.
 RETIRED: Mapping[str, str] = {
     "advanced.keep_graphs": _RECOMPUTE,
     "advanced.save_attention": _RECOMPUTE,
     "classify": f"Leave the table out. {_CLASSIFY}",
 }
-#: (Last part of a key, a removed value) -> advice.
+#: Advice by the last part of a key and the removed value.
 RETIRED_CHOICES: Mapping[tuple[str, str], str] = {
     ("task", "classify"): _CLASSIFY,
     ("format", "classification"): _CLASSIFY,

@@ -1,11 +1,11 @@
 """A whole config: each package owns its tables, and this module combines them.
 
-Last parts of keys equal names of transformers 5 and TRL 1 if those exist. Every key has an effect in this release.
-Tables check their values one by one; ``megatrain.config.combinations`` finds combinations that cannot work.
+Keys have the names of transformers 5 and TRL 1 if these exist. Tables check single values, and
+``megatrain.config.combinations`` checks values against each other.
 
-To add a key, add a field to its table, in the package that reads it (``megatrain/optim/table.py``). ``keys`` makes the
-JSON Schema from it. The reference, ``config explain``, the messages about wrong values, and the comparison on a resume
-follow from the schema.
+To add a key, add a field to its table in the package that reads the key (``megatrain/optim/table.py``). The JSON Schema
+in ``keys`` contains it. The reference, ``config explain``, messages about wrong values, and the comparison on a resume
+use this schema.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The text of a first config with comments, for one machine. Reads and writes no files."""
+"""Text of a first config with comments for a machine. Reads and writes no files."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class DataFacts:
     """Location of the training data, and facts about its first rows.
 
     Attributes:
-        path: as the user wrote it, or a name on the hub.
-        format: format of the rows, or "" if unknown.
-        columns: field -> column of the rows, where their names differ.
-        problem: reason why the rows cannot be used without changes; may be "".
-        is_judged: whether each row is one answer with a label.
+        path: Path as the user wrote it, or a name on the hub.
+        format: Format of the rows, or "" if unknown.
+        columns: Column of each field whose column has a different name.
+        problem: Reason why the rows cannot be used without changes, or "".
+        is_judged: Whether each row is one answer with a label.
     """
 
     path: str
@@ -41,7 +41,7 @@ class DataFacts:
     is_judged: bool = False
 
     def without_template(self) -> DataFacts:
-        """Return questions and answers as prompts and completions, for a model without a chat template."""
+        """Return the facts with questions and answers as prompts and completions, which need no chat template."""
         if self.format != "alpaca" or not self.columns or "input" in self.fields:
             return self
         question, answer = (self.columns.get(name, name) for name in ("instruction", "output"))
@@ -60,10 +60,10 @@ def starter_toml(
     """Return the text of a config that loads without errors.
 
     Args:
-        task: value of the key ``task``.
-        model: None for an example that the user replaces.
-        data: None for an example that the user replaces.
-        has_lora: whether adapters are trained instead of the whole model.
+        task: Value of the key ``task``.
+        model: Facts about the model, or None to write an example that the user replaces.
+        data: Facts about the training data, or None to write an example that the user replaces.
+        has_lora: Whether to train adapters instead of the whole model.
     """
     parts = [
         f"#:schema ./{SCHEMA_FILE_NAME}",

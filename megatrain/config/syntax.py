@@ -38,11 +38,7 @@ def toml_lines(text: str) -> list[str]:
 
 
 def syntax_problem(source: str, text: str, error: tomllib.TOMLDecodeError) -> Problem:
-    """Return the problem for a parse error.
-
-    Args:
-        error: the error that ``tomllib`` raised.
-    """
+    """Return the problem for a parse error of ``tomllib``."""
     error_text = str(error)
     match = _ERROR_LINE.search(error_text)
     lines = toml_lines(text)

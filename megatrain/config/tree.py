@@ -42,7 +42,7 @@ class Tree:
     """Values of one file, or of several merged files.
 
     Attributes:
-        origins: KeyOrigin of each key and table header, by dotted key.
+        origins: Origins of keys and table headers, by dotted key.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -176,7 +176,7 @@ def _unreadable(path: Path, error: OSError) -> tuple[str, str]:
 
 
 def find_lines(text: str) -> dict[str, int]:
-    """Return dotted name -> line (from 1) for every key and table header in a TOML text; array tables have numbers."""
+    """Return the line, from 1, of each key and table header in a TOML text, by dotted name with numbers."""
     lines: dict[str, int] = {}
     counts: dict[str, int] = {}
     table = ""
@@ -214,7 +214,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _with_numbers(name: str, counts: dict[str, int]) -> str:
-    """Return ``name`` with the current number after each array table, except after the last part."""
+    """Return ``name`` with the current index after each array table, except after the last part."""
     parts = name.split(".")
     path = parts[0]
     for part in parts[1:]:

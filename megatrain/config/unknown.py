@@ -100,14 +100,14 @@ def has_advice(path: KeyPath) -> bool:
 
 
 def nearest_table(path: KeyPath) -> str:
-    """Return the last part of the name of a similar table on the same level; "" without one."""
+    """Return the last part of the most similar table name on the same level, or "" if none is similar."""
     level = plain(path[:-1])
     tables = [table.rpartition(".")[2] for table in TABLES if table.rpartition(".")[0] == level]
     return next(iter(difflib.get_close_matches(str(path[-1]), tables, n=1, cutoff=0.8)), "")
 
 
 def advice_for_unknown(path: KeyPath) -> str:
-    """Return advice about a key that does not exist; "" without any."""
+    """Return advice about an unknown key, or "" if it resembles no known key."""
     name, leaf = plain(path), str(path[-1])
     retired = RETIRED.get(name) or RETIRED.get(name.partition(".")[0])  # a key, or its whole table
     if retired is not None:
@@ -131,7 +131,7 @@ def advice_for_unknown(path: KeyPath) -> str:
 
 
 def advice_without_match(path: KeyPath) -> str:
-    """Return the advice for a key that resembles no known key: the keys of its table."""
+    """Return advice for a key that resembles no known key. The advice lists the keys of its table."""
     table = plain(path[:-1])
     inside = sorted(name for name in NAMES if name.rpartition(".")[0] == table)
     where = f"[{table}] has" if table else "The top of the file has"
@@ -140,7 +140,7 @@ def advice_without_match(path: KeyPath) -> str:
 
 
 def _nearest(path: KeyPath) -> str:
-    """Return the known name most similar to an unknown one; names in the same table are preferred."""
+    """Return the known name that is most similar to an unknown name. Prefer names in the same table."""
     table, leaf = plain(path[:-1]), str(path[-1])
     same_table = sorted(name.rpartition(".")[2] for name in NAMES if name.rpartition(".")[0] == table)
     found = difflib.get_close_matches(leaf, same_table, n=1, cutoff=0.6)

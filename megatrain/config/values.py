@@ -50,7 +50,7 @@ _KINDS = {
 
 
 def explain_error(detail: ErrorDetails) -> Problem | None:
-    """Return the problem for one validation error; None if another problem covers it."""
+    """Return the problem for one validation error, or None if another error covers it."""
     path = _field_path(detail["loc"])
     key, name, kind, value = dotted(path), plain(path), detail["type"], detail["input"]
     schema, context = KEYS.get(name, {}), detail.get("ctx", {})
@@ -91,7 +91,7 @@ def explain_error(detail: ErrorDetails) -> Problem | None:
 
 
 def _explain_missing(key: str, name: str) -> Problem:
-    """Return the problem of a missing key or table; for a missing table it names the required key inside."""
+    """Return the problem of a missing key. For a missing table, return the problem of its first required key."""
     if name in TABLES:
         inner = first_required(name)
         table = inner.rpartition(".")[0]
@@ -108,7 +108,7 @@ def _is_quoted_flag(value: object) -> bool:
 
 
 def _field_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Remove the parts that pydantic appends to the key: the branch of a union, the item of a list."""
+    """Return the path of a key without the parts that pydantic appends: union branches and list items."""
     for length in range(1, len(location) + 1):
         if plain(location[:length]) in KEYS:
             return location[:length]
