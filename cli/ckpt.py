@@ -45,7 +45,7 @@ def list_command(run: Path | str, as_json: bool) -> int:
 
     notices: list[str] = []
     if isinstance(run, str):
-        from megatrain.checkpoint.remote import list_at_url
+        from megatrain.checkpoint.remote_folder import list_at_url
 
         infos = list_at_url(run)
     else:
@@ -76,7 +76,7 @@ def verify_command(run: Path | str, step: int | None, as_json: bool) -> int:
 
     results = []
     if isinstance(run, str):
-        from megatrain.checkpoint.remote import verify_at_url
+        from megatrain.checkpoint.remote_folder import verify_at_url
 
         found = verify_at_url(run, step)
     else:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, RANKS_NAME
 from megatrain.checkpoint.locations import LostPart
 from megatrain.checkpoint.state import RunState
+from megatrain.ranks.world import RANK_FOLDERS, rank_folder_name, store_paths
 from tiered import checksum, list_generations, read_manifest
 from tiered.errors import CorruptBlockError, GenerationError, NewerFormatError
 from tiered.ext import MANIFEST_NAME, generation_folder, read_document_file, replace_file, top_problem
@@ -44,10 +45,8 @@ __all__ = [
     "merge_by_save",
     "manifest_checksum",
     "prune",
-    "rank_folder_name",
     "read_checkpoints",
     "read_manifests",
-    "store_paths",
     "whole_blocks",
     "write_document",
 ]
@@ -219,16 +218,6 @@ class Checkpoint:
             raise GenerationError(f"rank {rank} ('{self.folder / self.ranks[rank].path}'): {error}") from error
 
 
-def rank_folder_name(rank: int) -> str:
-    """Return the name of a rank's folder inside the folder of checkpoints, e.g. ``rank00003``."""
-    return f"rank{rank:05d}"
-
-
-def store_paths(size: int) -> list[str]:
-    """Return the paths of ``size`` stores in a folder of checkpoints. A single process uses the folder itself."""
-    return [""] if size == 1 else [rank_folder_name(rank) for rank in range(size)]
-
-
 # -- read --------------------------------------------------------------------------------------------------------
 
 
@@ -293,7 +282,7 @@ def folder_notices(folder: Path) -> list[str]:
     with contextlib.suppress(GenerationError):
         unnamed = {
             path.name: generations
-            for path in sorted(folder.glob("rank?????"))
+            for path in sorted(folder.glob(RANK_FOLDERS))
             if (generations := list_generations(path))
         }
         if unnamed and not _read_document(folder):
@@ -478,7 +467,7 @@ def prune(folder: Path, stay: Sequence[Checkpoint], own: Sequence[str]) -> None:
     """
     _read_document(folder)
     named = _named_generations(stay)
-    for name in ["", *sorted(path.name for path in folder.glob("rank?????"))]:
+    for name in ["", *sorted(path.name for path in folder.glob(RANK_FOLDERS))]:
         if name not in own:
             for generation in list_generations(folder / name):
                 if (name, generation) not in named:

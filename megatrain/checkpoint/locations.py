@@ -1,4 +1,4 @@
-"""Locations of the files of a run's checkpoints, and checks whether the files still exist.
+"""Locations of the files of a run's checkpoints: lost parts, bytes on drives, and messages about them.
 
 This module imports neither torch nor a store, so that ``status`` starts fast. Contents are verified only when read.
 """
@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.base.names import CHECKPOINTS_NAME, RESOLVED_NAME
+from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, RESOLVED_NAME
 from tiered import list_generations, read_manifest
 from tiered.errors import GenerationError, TieredError
 from tiered.ext import OWNER_NAME, SNAPSHOT_FOLDER, drive_places, holds_part, read_note
 from tiered.units import format_size, is_number
 
 if TYPE_CHECKING:
+    from megatrain.checkpoint.table import CheckpointSpec
     from tiered import BlockRecord, Manifest
     from tiered.ext import DrivePlace
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LostPart",
     "bytes_on_drives",
+    "describe_drives",
     "drives_of_config",
     "refused_drives",
     "lost_parts",
@@ -172,6 +174,41 @@ def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict
             if nbytes:
                 found[path] += nbytes
     return dict(found)
+
+
+def describe_drives(spec: CheckpointSpec, drive_bytes: int) -> list[str]:
+    """Return messages with the folders and bytes of the checkpoint parts that a run stores on drives.
+
+    Args:
+        drive_bytes: Planned bytes per checkpoint that stay on drives.
+    """
+    drives = spec.drives
+    found = bytes_on_drives(spec.output_dir, drives)
+    lines = []
+    if drive_bytes and spec.table.is_on:
+        names = _names(drives)
+        now = sum(found.get(path, 0) for path in drives)
+        share = f"{format_size(drive_bytes)} of each checkpoint stay in {names} (now {format_size(now)})"
+        lines.append(f"{share}: deleting that folder destroys them. {_advice(spec)}")
+    elif any(path in found for path in drives):
+        there = [path for path in drives if path in found]
+        nbytes = format_size(sum(found[path] for path in there))
+        lines.append(f"{nbytes} of this run's checkpoints are in {_names(there)}: deleting that destroys them")
+    others = {path: nbytes for path, nbytes in found.items() if path not in drives}
+    lines += [f"{format_size(size)} of this run's earlier checkpoints are in '{path}'" for path, size in others.items()]
+    return lines
+
+
+def _advice(spec: CheckpointSpec) -> str:
+    rule = spec.table.save_copy
+    if rule is False:
+        return "checkpoint.save_copy = true keeps whole copies in output_dir"
+    which = {True: "every checkpoint", "last": "the last checkpoint"}.get(rule, f"every {rule}th checkpoint")
+    return f"A whole copy of {which} goes to '{spec.output_dir / COPIES_NAME}'"
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return ", ".join(f"'{path}'" for path in paths)
 
 
 def refused_drives(output_dir: Path | str) -> list[str]:

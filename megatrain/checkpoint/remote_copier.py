@@ -12,16 +12,10 @@ from typing import TYPE_CHECKING
 
 from megatrain.base.names import CHECKPOINTS_NAME
 from megatrain.checkpoint.copy_thread import CopyCancelledError, Throttle, run_on_thread
+from megatrain.checkpoint.copy_transfer import Upload, find_run_files
 from megatrain.checkpoint.document import Checkpoint, read_checkpoints
-from megatrain.checkpoint.remote import (
-    RemoteCheckpoint,
-    RemoteError,
-    RemoteFolder,
-    RemotePart,
-    TakenError,
-    Upload,
-    find_run_files,
-)
+from megatrain.checkpoint.object_folder import RemoteError
+from megatrain.checkpoint.remote_folder import RemoteCheckpoint, RemoteFolder, RemotePart, TakenError
 from megatrain.checkpoint.state import CheckpointError
 from tiered import GenerationReader, format_size
 from tiered.errors import CorruptBlockError, GenerationError
@@ -67,7 +61,6 @@ class _UploadJob:
     """The copy in progress. First each rank sends its parts. Then rank 0 writes the document and removes old copies.
 
     Attributes:
-        upload: Progress of this rank's upload.
         parts: Parts of all ranks; empty until all parts are sent.
         num_failed: Number of consecutive failed tries.
     """
@@ -93,7 +86,7 @@ class _UploadTry:
 
 
 class RemoteCopier:
-    """Copies every checkpoint to the URL in ``checkpoint.save_copy``, by the rules of ``Copier``.
+    """Copies every checkpoint to a URL, by the rules of ``Copier``.
 
     Copies are made one at a time, oldest first. Training waits only if a save would remove a checkpoint that is not yet
     at the URL. Failed tries are reported and retried with backoff, at most 60 s apart.
@@ -216,7 +209,7 @@ class RemoteCopier:
     def _start_next(self) -> None:
         if not self._queue:
             return
-        self._begin(_UploadJob(self._queue.pop(0), self._number + 1, Upload(Throttle())))
+        self._begin(_UploadJob(self._queue.pop(0), self._number + 1, Upload(self._remote, Throttle())))
 
     def _begin(self, job: _UploadJob, delay_s: float = 0.0) -> None:
         act = partial(self._run, job, delay_s)
@@ -301,8 +294,8 @@ class RemoteCopier:
         rank = job.checkpoint.ranks[number]
         drives = [path / rank.path for path in self._spec.drives]
         reader = GenerationReader(self._source / rank.path, rank.generation, drives)
-        run_files = find_run_files(self._spec.output_dir) if number == 0 else None
-        return self._remote.send(reader, job.copy.name, rank.path, job.upload, run_files)
+        run_files = find_run_files(self._spec.output_dir) if number == 0 else {}
+        return job.upload.send(reader, job.copy.name, rank.path, run_files)
 
     def _commit(self, copy: RemoteCheckpoint) -> str:
         """Complete a copy and remove old copies. Return a notice if old copies cannot be removed, or ""."""

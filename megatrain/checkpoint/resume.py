@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, FINAL_NAME
+from megatrain.checkpoint.copy_transfer import PART_NAME, fetch
 from megatrain.checkpoint.document import Checkpoint, folder_notices, merge_by_save, read_checkpoints
+from megatrain.checkpoint.object_folder import DamagedError, RemoteError
+from megatrain.checkpoint.remote_folder import RemoteCheckpoint, RemoteFolder
 from megatrain.checkpoint.scan import Lost, outside_notices, scan
 from megatrain.checkpoint.state import CheckpointError, KeptRules, RunState
 from megatrain.checkpoint.table import CheckpointSpec
@@ -16,6 +20,7 @@ from megatrain.data.loader import LoaderPosition
 from megatrain.models.export import RECORD_FILE
 from tiered.errors import GenerationError, NewerFormatError
 from tiered.ext import top_problem
+from tiered.units import format_size
 
 if TYPE_CHECKING:
     from megatrain.base.changes import ConfigChanges
@@ -26,6 +31,7 @@ __all__ = [
     "LostCheckpointsError",
     "NoSuchCheckpointError",
     "check_changes",
+    "download_newest",
     "rules_of_newest",
     "resumed_position",
     "find_candidates",
@@ -104,6 +110,63 @@ def find_candidates(spec: CheckpointSpec, on_notice: Callable[[str], None]) -> l
             f"checkpoint.resume_from_checkpoint: '{other}' holds no checkpoint. Name the output_dir of a run that saved"
         )
     return found
+
+
+def download_newest(
+    spec: CheckpointSpec, on_message: Callable[[str], None], check: Callable[[Checkpoint], None]
+) -> None:
+    """Download the newest copy and the copy of the best evaluation, if the newest copy is newer than local checkpoints.
+
+    Args:
+        spec: Local folders of the run's checkpoints, and the URL.
+        check: Called with the newest copy before the download. It must raise an error if the run cannot resume from it.
+
+    Raises:
+        RemoteError: The URL cannot be used, belongs to another run, or has no whole copy.
+    """
+    url = spec.table.copy_url
+    assert url is not None
+    folders = [spec.output_dir / name for name in (CHECKPOINTS_NAME, COPIES_NAME)]
+    own = [each for folder in folders for each in scan(folder, spec.drives, on_damage=lambda error: None)]
+    there = RemoteFolder(url)
+    usable = [each for each in own if each.problem is None]
+    there.claim(spec.output_dir, is_empty=not own)
+    newest = max((each.order_key for each in usable), default=(0, ""))
+    whole = there.checkpoints()
+    newer = [each for each in whole if each.order_key > newest]
+    if not newer:
+        shutil.rmtree(spec.output_dir / PART_NAME, ignore_errors=True)  # left by an interrupted download
+        return
+    if spec.table.resume_from_checkpoint == "no":
+        raise RemoteError(
+            f"{there.objects.title} holds a run that was saved at step {newer[0].step}, and "
+            'checkpoint.resume_from_checkpoint is "no". Write "auto" to continue it, or name another URL'
+        )
+    check(newer[0].as_checkpoint(spec.output_dir / CHECKPOINTS_NAME))
+    problems: list[str] = []
+    for each in newer:
+        try:
+            best = _best_of(each, whole) if spec.table.load_best_model_at_end else None
+            for wanted in (best, each):
+                if wanted is not None and wanted.identity not in [each.identity for each in usable]:
+                    size = format_size(wanted.nbytes)
+                    on_message(f"downloading the checkpoint of step {wanted.step} from '{url}', {size}")
+                    fetch(there, wanted, spec.output_dir, spec.table.min_free_disk)
+            return
+        except DamagedError as error:
+            problems.append(str(error))
+            on_message(f"the copy of step {each.step} is skipped: {error}")
+    if not usable:
+        raise RemoteError(
+            f"none of the {len(newer)} copies in '{url}' is whole; the newest: {problems[0]}. Name another URL to "
+            "start from scratch"
+        )
+
+
+def _best_of(newest: RemoteCheckpoint, whole: Sequence[RemoteCheckpoint]) -> RemoteCheckpoint | None:
+    best = newest.meta.get("best")
+    step = best.get("step") if isinstance(best, Mapping) else None
+    return next((each for each in whole if each.step == step and each.number < newest.number), None)
 
 
 def is_not_after(checkpoint: Checkpoint, loaded: Checkpoint) -> bool:

@@ -14,10 +14,10 @@ from megatrain.checkpoint.document import (
     manifest_checksum,
     prune,
     read_checkpoints,
-    store_paths,
     write_document,
 )
 from megatrain.checkpoint.state import CheckpointError
+from megatrain.ranks.world import store_paths
 from tiered import list_generations
 from tiered.errors import GenerationError, TieredError
 from tiered.ext import claim_directory, files_below, generation_folder

@@ -22,7 +22,7 @@ from megatrain.plan.budgets import FOLDER
 from megatrain.plan.plan import Plan
 from megatrain.plan.run_tiers import make_tier
 from megatrain.plan.shortfall import DoesNotFitError, Shortfall
-from megatrain.ranks.world import World
+from megatrain.ranks.world import RANK_FOLDERS, World
 from tiered import LRU, Belady, Event, Schedule, Tier, TieredStore
 from tiered.errors import TieredError
 from tiered.ext import SourceTier, check_claimable, claim_directory, plan_chunks, statuses_below
@@ -106,7 +106,7 @@ def claim_folders(plan: Plan) -> None:
     first = run.world.host_number * run.world.local_size
     own = {replace(run.world, rank=first + rank).folder_in(Path()).name for rank in range(run.world.local_size)}
     for drive in run.tiers.table.nvme:
-        for folder in Path(drive.path).glob("rank?????"):
+        for folder in Path(drive.path).glob(RANK_FOLDERS):
             if folder.name not in own:
                 with contextlib.suppress(TieredError):  # another run uses this folder
                     claim_directory(folder)

@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 __all__ = [
     "CONNECT_TIMEOUT_S",
     "LOOPBACK",
+    "RANK_FOLDERS",
     "World",
     "WorldError",
     "connect",
     "init",
     "meeting_point",
+    "rank_folder_name",
+    "store_paths",
 ]
 
 #: Environment variables that torchrun and this project's launcher set for each process.
@@ -42,12 +45,24 @@ _GROUP_TIMEOUT = timedelta(days=1)
 CONNECT_TIMEOUT_S = 600.0
 #: Meeting point of ranks on one host. Other hosts cannot reach it.
 LOOPBACK = "127.0.0.1"
+#: Pattern of the names that ``rank_folder_name`` returns.
+RANK_FOLDERS = "rank?????"
 #: Interface on which gloo and NCCL listen if all ranks are on one host.
 _LOOPBACK_INTERFACE = "lo"
 
 
 class WorldError(Exception):
     """The environment or the config does not describe a valid set of ranks. The message states the remedy."""
+
+
+def rank_folder_name(rank: int) -> str:
+    """Return the name of a rank's folder in a folder of checkpoints or on a drive, e.g. ``rank00003``."""
+    return f"rank{rank:05d}"
+
+
+def store_paths(size: int) -> list[str]:
+    """Return the paths of ``size`` stores in a folder of checkpoints. A single process uses the folder itself."""
+    return [""] if size == 1 else [rank_folder_name(rank) for rank in range(size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +156,7 @@ class World:
 
     def folder_in(self, folder: Path) -> Path:
         """Return this rank's subfolder of a run's folder. For a single process, return the folder itself."""
-        return folder if self.is_single else folder / f"rank{self.rank:05d}"
+        return folder if self.is_single else folder / rank_folder_name(self.rank)
 
     def name_of(self, rank: int, host: str = "") -> str:
         """Return a rank's name for messages, such as ``rank 3``. Include its host if there are several hosts."""

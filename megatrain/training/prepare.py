@@ -20,7 +20,7 @@ import torch
 from megatrain.base.errors import ConfigError, ModelFolderError, UnsupportedModelError
 from megatrain.base.names import FINAL_NAME
 from megatrain.base.owner import living_owner
-from megatrain.checkpoint.drive_folders import describe_drives
+from megatrain.checkpoint.locations import describe_drives
 from megatrain.checkpoint.resume import ConfigChangedError, LostCheckpointsError, check_changes, find_candidates
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config.advice import model_warnings

@@ -15,11 +15,12 @@ from megatrain.base.observer import RunSummary
 from megatrain.checkpoint.best import Best, BestSpec
 from megatrain.checkpoint.copier import open_copier
 from megatrain.checkpoint.document import Checkpoint
-from megatrain.checkpoint.remote import download_newest, rules_at_url
+from megatrain.checkpoint.remote_folder import rules_at_url
 from megatrain.checkpoint.resume import (
     ConfigChangedError,
     LostCheckpointsError,
     check_changes,
+    download_newest,
     find_candidates,
     resumed_position,
     rules_of_newest,

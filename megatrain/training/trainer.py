@@ -17,7 +17,7 @@ from megatrain.base.progress import Activity
 from megatrain.base.timeline import TIMELINE_NAME
 from megatrain.checkpoint.best import Best
 from megatrain.checkpoint.document import Checkpoint
-from megatrain.checkpoint.drive_folders import describe_drives
+from megatrain.checkpoint.locations import describe_drives
 from megatrain.checkpoint.saver import Saver
 from megatrain.checkpoint.state import RunState
 from megatrain.config.resolved import (

@@ -22,7 +22,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from megatrain.checkpoint.document import rank_folder_name
+from megatrain.ranks.world import rank_folder_name
 from processes.rank_runs import (
     launch,
     launched,

@@ -24,14 +24,13 @@ from megatrain.checkpoint.document import (
     Checkpoint,
     folder_notices,
     forget_checkpoint,
-    rank_folder_name,
     read_checkpoints,
-    store_paths,
 )
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
 from megatrain.ranks.shards import RankShards
+from megatrain.ranks.world import rank_folder_name, store_paths
 from tiered import GenerationReader, NvmeTier, RamTier, TieredStore, list_generations
 from tiered.errors import CorruptBlockError, GenerationError, NewerFormatError
 

@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from fakes.s3_server import S3, s3_server
-from megatrain.checkpoint import remote, remote_copier
-from megatrain.checkpoint.remote import RemoteFolder
+from megatrain.checkpoint import copy_transfer, object_folder, remote_copier, remote_folder
+from megatrain.checkpoint.copy_transfer import Upload
+from megatrain.checkpoint.remote_folder import RemoteFolder
 from megatrain.config.load import load_config
 from megatrain.training.resolve import resolve_checkpoint
 from processes import saved_run
@@ -130,7 +131,7 @@ def test_url_holds_a_complete_checkpoint(run: SavedRun, s3: S3, tmp_path: Path) 
         nbytes = reader.spec(key).nbytes
         assert reader.read_range(key, 0, nbytes).equal(here.read_range(key, 0, nbytes)), key
     objects = json.loads((tmp_path / "got/OBJECTS.json").read_text())["objects"]
-    assert all(remote._sha256_of(tmp_path / "got" / name) == sum_ for name, (_, sum_) in objects.items())
+    assert all(copy_transfer._sha256_of(tmp_path / "got" / name) == sum_ for name, (_, sum_) in objects.items())
 
 
 @pytest.mark.slow
@@ -175,7 +176,7 @@ def test_checkpoint_is_pruned_only_after_its_copy_is_committed(
     seen: list[tuple[int, bool]] = []
     commit = RemoteFolder.commit
 
-    def look_and_commit(self: RemoteFolder, made: remote.RemoteCheckpoint) -> None:
+    def look_and_commit(self: RemoteFolder, made: remote_folder.RemoteCheckpoint) -> None:
         generation = made.parts[0].generation
         seen.append((made.step, generation in list_generations(run.out / "checkpoints")))
         commit(self, made)
@@ -203,8 +204,8 @@ def test_dropped_connection_is_reported_and_retried(run: SavedRun, s3: S3, monke
         s3.line.num_cuts += s3.line.is_down
         return send(self, reader, name, *arguments)
 
-    send = RemoteFolder.send
-    monkeypatch.setattr(RemoteFolder, "send", go_down)
+    send = Upload.send
+    monkeypatch.setattr(Upload, "send", go_down)
     monkeypatch.setattr(remote_copier.RemoteCopier, "_fail", fail_and_restore)
     result = run.run(**to_s3())
     assert result.exit_code == 0, result.output
@@ -229,10 +230,10 @@ def test_unreachable_url_fails_the_run_and_the_next_start_copies(
     monkeypatch.setattr(remote_copier, "LAST_TRY", 2)
 
     def refuse(*arguments: Any) -> None:
-        raise remote.RemoteError("the bucket went away")
+        raise object_folder.RemoteError("the bucket went away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(RemoteFolder, "send", refuse)
+        patch.setattr(Upload, "send", refuse)
         result = run.run(steps=2, **to(url))
     assert result.exit_code == 1
     assert f"the checkpoint of step 2 is not in '{url}', after 2 tries" in result.output
@@ -310,19 +311,21 @@ def test_adapters_of_other_base_weights_are_refused_before_they_are_fetched(run:
 
 def test_two_processes_that_share_a_url(url: str) -> None:
     folder = RemoteFolder(url)
-    made = remote.RemoteCheckpoint(1, 2, (remote.RemotePart("", 1, 0, 0, "a"),), {"saved_at": "1"}, 1, {})
+    made = remote_folder.RemoteCheckpoint(1, 2, (remote_folder.RemotePart("", 1, 0, 0, "a"),), {"saved_at": "1"}, 1, {})
     folder.commit(made)
     folder.commit(made)  # its answer was lost, so it was retried
-    other = remote.RemoteCheckpoint(1, 2, (remote.RemotePart("", 1, 0, 0, "b"),), {"saved_at": "2"}, 1, {})
-    with pytest.raises(remote.TakenError, match="two runs share it"):
+    other = remote_folder.RemoteCheckpoint(
+        1, 2, (remote_folder.RemotePart("", 1, 0, 0, "b"),), {"saved_at": "2"}, 1, {}
+    )
+    with pytest.raises(remote_folder.TakenError, match="two runs share it"):
         folder.commit(other)
 
 
 def test_the_best_and_the_newest_stay(url: str) -> None:
     folder = RemoteFolder(url)
     for number in range(1, 6):
-        part = remote.RemotePart("", number, 0, 0, "a")
-        folder.commit(remote.RemoteCheckpoint(number, 10 * number, (part,), {"saved_at": str(number)}, 1, {}))
+        part = remote_folder.RemotePart("", number, 0, 0, "a")
+        folder.commit(remote_folder.RemoteCheckpoint(number, 10 * number, (part,), {"saved_at": str(number)}, 1, {}))
     (folder_of(url) / "00000002-step-20/CHECKPOINT.json").write_bytes(b"{torn")
     (folder_of(url) / "00000006-step-60").mkdir()  # begun by a living run
     folder.prune(2, 10)
@@ -336,8 +339,8 @@ def test_the_best_and_the_newest_stay(url: str) -> None:
 def test_the_best_does_not_count_among_the_newest_that_stay(best: int | None, left: list[int], url: str) -> None:
     folder = RemoteFolder(url)
     for number in range(1, 6):
-        part = remote.RemotePart("", number, 0, 0, "a")
-        folder.commit(remote.RemoteCheckpoint(number, 10 * number, (part,), {"saved_at": str(number)}, 1, {}))
+        part = remote_folder.RemotePart("", number, 0, 0, "a")
+        folder.commit(remote_folder.RemoteCheckpoint(number, 10 * number, (part,), {"saved_at": str(number)}, 1, {}))
     folder.prune(2, best)
     assert [each.step for each in folder.checkpoints()] == left[::-1]
     assert sorted(path.name for path in folder_of(url).iterdir()) == [
@@ -357,7 +360,7 @@ def test_one_process_uploads_the_parts_of_former_ranks(tmp_path: Path, url: str)
     ranks = ("rank00000", "rank00001")
     assert names == [f"0000000{step}-step-{step}/{rank}/OBJECTS.json" for step in (1, 2) for rank in ranks]
     assert all([part.path for part in each.parts] == list(ranks) for each in copies)
-    assert [list(problems) for _, problems in remote.verify_at_url(url)] == [[], []]
+    assert [list(problems) for _, problems in remote_folder.verify_at_url(url)] == [[], []]
 
 
 def test_best_checkpoint_is_restored_with_the_newest(run: SavedRun, url: str) -> None:
@@ -389,7 +392,7 @@ def test_a_stop_while_the_url_is_away_saves_the_last_steps(
     """Training waits for a copy that cannot be made; on a stop request the newest steps are saved."""
 
     def refuse(*arguments: Any) -> None:
-        raise remote.RemoteError("the bucket went away")
+        raise object_folder.RemoteError("the bucket went away")
 
     waits = remote_copier.RemoteCopier.wait_for_pruned
 
@@ -400,7 +403,7 @@ def test_a_stop_while_the_url_is_away_saves_the_last_steps(
         waits(self, outgoing, should_stop)
 
     stops: list[bool] = []
-    monkeypatch.setattr(RemoteFolder, "send", refuse)
+    monkeypatch.setattr(Upload, "send", refuse)
     monkeypatch.setattr(remote_copier.RemoteCopier, "wait_for_pruned", wait_and_be_stopped)
     monkeypatch.setattr(remote_copier, "LAST_TRY", 2)
     path = run.write_config(**to(url))
@@ -463,8 +466,10 @@ def test_missing_permissions_are_reported(monkeypatch: pytest.MonkeyPatch) -> No
     def refuse(*arguments: Any, **options: Any) -> None:
         raise PermissionError("Access Denied")
 
-    monkeypatch.setattr(folder._files, "ls", refuse)
-    with pytest.raises(remote.RemoteError, match=r"Access Denied.*the right to list, read, write and delete there"):
+    monkeypatch.setattr(folder.objects._files, "ls", refuse)
+    with pytest.raises(
+        object_folder.RemoteError, match=r"Access Denied.*the right to list, read, write and delete there"
+    ):
         folder.checkpoints()
 
 
@@ -472,12 +477,12 @@ def test_names_that_lead_out_are_refused(tmp_path: Path) -> None:
     """A writer at the URL may choose any name; nothing outside of the fetched folder is written."""
     folder = RemoteFolder(f"file://{tmp_path}/away")
     text = json.dumps({"format": 1, "objects": {"../../escaped": [1, "00"]}}).encode()
-    part = remote.RemotePart("", 1, 1, 1, hashlib.sha256(text).hexdigest())
-    copy = remote.RemoteCheckpoint(1, 2, (part,), {"saved_at": "1"}, 1, {})
+    part = remote_folder.RemotePart("", 1, 1, 1, hashlib.sha256(text).hexdigest())
+    copy = remote_folder.RemoteCheckpoint(1, 2, (part,), {"saved_at": "1"}, 1, {})
     folder.commit(copy)
     (tmp_path / "away" / copy.name / "OBJECTS.json").write_bytes(text)
-    with pytest.raises(remote.RemoteError, match="would lie outside of the checkpoint"):
-        folder.fetch(folder.checkpoints()[0], tmp_path / "out", 0)
+    with pytest.raises(object_folder.RemoteError, match="would lie outside of the checkpoint"):
+        copy_transfer.fetch(folder, folder.checkpoints()[0], tmp_path / "out", 0)
     assert not list(tmp_path.rglob("escaped"))
 
 
@@ -498,12 +503,12 @@ def test_names_that_lead_out_are_refused(tmp_path: Path) -> None:
 def test_objects_that_make_no_sense_are_refused(tmp_path: Path, objects: Any) -> None:
     folder = RemoteFolder(f"file://{tmp_path}/away")
     text = json.dumps({"format": 1} if objects is None else {"format": 1, "objects": objects}).encode()
-    part = remote.RemotePart("", 1, 1, 1, hashlib.sha256(text).hexdigest())
-    copy = remote.RemoteCheckpoint(1, 2, (part,), {"saved_at": "1"}, 1, {})
+    part = remote_folder.RemotePart("", 1, 1, 1, hashlib.sha256(text).hexdigest())
+    copy = remote_folder.RemoteCheckpoint(1, 2, (part,), {"saved_at": "1"}, 1, {})
     folder.commit(copy)
     (tmp_path / "away" / copy.name / "OBJECTS.json").write_bytes(text)
-    with pytest.raises(remote.DamagedError, match=r"OBJECTS\.json' (is invalid|names)"):
-        folder.fetch(folder.checkpoints()[0], tmp_path / "out", 0)
+    with pytest.raises(object_folder.DamagedError, match=r"OBJECTS\.json' (is invalid|names)"):
+        copy_transfer.fetch(folder, folder.checkpoints()[0], tmp_path / "out", 0)
     assert len(list(folder.problems(folder.checkpoints()[0]))) == 1
 
 
@@ -528,9 +533,9 @@ def test_a_document_that_makes_no_sense_is_no_copy(tmp_path: Path, field: str, v
     body: dict[str, Any] = {"parts": [{"path": "", "generation": 1, "num_objects": 1, "nbytes": 1, "sha256": "0"}]}
     body |= {"meta": {}, "lanes": 1, "elements": {}}
     (body if field in body else body["parts"][0])[field] = value
-    path = tmp_path / "away" / "00000001-step-2" / remote.CHECKPOINT_NAME
+    path = tmp_path / "away" / "00000001-step-2" / remote_folder.CHECKPOINT_NAME
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"format": 1, "sha256": remote._body_sha256(body), "body": body}))
+    path.write_text(json.dumps({"format": 1, "sha256": remote_folder._body_sha256(body), "body": body}))
     assert folder.checkpoints() == []
 
 
@@ -541,7 +546,7 @@ def test_only_known_files_enter_the_folder_of_a_run(tmp_path: Path) -> None:
         (tmp_path / "got" / name).write_text("theirs")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").write_text("mine")
-    remote._restore_run_files(tmp_path / "got", tmp_path / "out")
+    copy_transfer._restore_run_files(tmp_path / "got", tmp_path / "out")
     found = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert found == {"reference/ab.safetensors", "metrics.jsonl", "trackers.json"}
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == "mine"
@@ -549,5 +554,7 @@ def test_only_known_files_enter_the_folder_of_a_run(tmp_path: Path) -> None:
 
 def test_a_secret_in_an_error_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
-    text = remote._mask_secrets("no hunter2 at https://me:pw1234@host/x?X-Amz-Signature=pw1234&a=b: ftp://u:pw1234@h")
+    text = object_folder._mask_secrets(
+        "no hunter2 at https://me:pw1234@host/x?X-Amz-Signature=pw1234&a=b: ftp://u:pw1234@h"
+    )
     assert "hunter2" not in text and "pw1234" not in text and "a=b" in text

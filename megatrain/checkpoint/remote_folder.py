@@ -1,0 +1,320 @@
+"""Copies of checkpoints at a URL: the folder of all copies, and its documents. A copy's document is written last.
+
+    s3://bucket/run/RUN.json                                    the run that owns the URL
+    s3://bucket/run/00000003-step-600/CHECKPOINT.json           written last; without it, the copy does not exist
+    s3://bucket/run/00000003-step-600/rank00000/OBJECTS.json    size and SHA-256 of each object of a rank
+    s3://bucket/run/00000003-step-600/rank00000/snap/...        a whole generation: manifest and zarr arrays
+    s3://bucket/run/00000003-step-600/rank00000/run/...         files of the run's folder, sent by rank 0
+
+A single process has no rank folder. ``output_dir/checkpoints`` has the same layout, so ``GenerationReader`` can read a
+copy that any tool has downloaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megatrain.base.names import COPIES_NAME
+from megatrain.checkpoint.document import Checkpoint, RankGeneration
+from megatrain.checkpoint.object_folder import DamagedError, ObjectFolder, RemoteError
+from megatrain.checkpoint.state import KeptRules
+from megatrain.ranks.world import rank_folder_name
+from tiered.ext import replace_file
+
+__all__ = [
+    "RemoteCheckpoint",
+    "RemoteFolder",
+    "RemotePart",
+    "TakenError",
+    "list_at_url",
+    "rules_at_url",
+    "verify_at_url",
+]
+
+#: Format of the documents at the URL. Readers refuse newer formats.
+REMOTE_FORMAT = 1
+RUN_NAME, CHECKPOINT_NAME, OBJECTS_NAME = "RUN.json", "CHECKPOINT.json", "OBJECTS.json"
+#: File in ``output_dir`` with the run's identity at the URL.
+IDENTITY_NAME = "save_copy.json"
+
+_FOLDER = re.compile(r"([0-9]{8})-step-([0-9]+)")
+
+
+class TakenError(RemoteError):
+    """Another run, or another process of this run, uses the URL."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePart:
+    """One rank's part of a copy.
+
+    Attributes:
+        path: Folder of the rank, as in ``RankGeneration.path``.
+    """
+
+    path: str
+    generation: int
+    num_objects: int
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteCheckpoint:
+    """A whole copy at the URL.
+
+    Attributes:
+        number: Number of the copy. It grows with every copy, regardless of the machine that makes the copy.
+        parts: Parts by rank.
+    """
+
+    number: int
+    step: int
+    parts: tuple[RemotePart, ...]
+    meta: Mapping[str, Any]
+    lanes: int
+    elements: Mapping[str, int]
+
+    @property
+    def name(self) -> str:
+        """Name of the copy's folder."""
+        return f"{self.number:08d}-step-{self.step}"
+
+    @property
+    def order_key(self) -> tuple[int, str]:
+        """Sort key by time, as for the checkpoint that was copied."""
+        return self.as_checkpoint(Path()).order_key
+
+    @property
+    def identity(self) -> tuple[int | None, str]:
+        """Step and save time of the checkpoint that was copied."""
+        return self.step, str(self.meta.get("saved_at", ""))
+
+    def as_checkpoint(self, folder: Path, generations: Sequence[RankGeneration] = ()) -> Checkpoint:
+        """Return this copy as a checkpoint in a folder, with other generations if given."""
+        ranks = tuple(generations or (RankGeneration(part.path, part.generation) for part in self.parts))
+        return Checkpoint(folder, self.number, ranks, self.meta, self.lanes, dict(self.elements))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all objects."""
+        return sum(part.nbytes for part in self.parts)
+
+
+class RemoteFolder:
+    """The copies at a URL, as in ``ObjectFolder``. The constructor reads nothing. Thread-safe."""
+
+    def __init__(self, url: str) -> None:
+        self.objects = ObjectFolder(url)
+        self.url = self.objects.url
+
+    def claim(self, output_dir: Path, *, is_empty: bool) -> None:
+        """Claim the URL for a run, and check that it is writable.
+
+        Args:
+            output_dir: Folder of the run, where the run's identity is stored.
+            is_empty: Whether ``output_dir`` contains no checkpoint. The run that owns the URL can then continue in this
+                folder.
+
+        Raises:
+            TakenError: Another run owns the URL.
+            RemoteError: The URL cannot be read or written.
+        """
+        path, own = output_dir / IDENTITY_NAME, None
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            own = str(json.loads(path.read_bytes())["run"])
+        text = self.objects.read(RUN_NAME)
+        try:
+            there = None if text is None else str(json.loads(text)["run"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise RemoteError(f"{self.objects.title} has a {RUN_NAME} that cannot be read: use another URL") from error
+        run = (is_empty and there) or own or uuid.uuid4().hex
+        if there not in (None, run) and self.checkpoints():
+            raise TakenError(
+                f"{self.objects.title} holds the checkpoints of another run than '{output_dir}'. Name another URL; or, "
+                "to continue that run, an empty output_dir"
+            )
+        document = json.dumps({"format": REMOTE_FORMAT, "run": run})
+        # Write the document even if it exists, so that missing permissions are found immediately.
+        self.objects.write(RUN_NAME, document.encode())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, document, durable=True)
+
+    def checkpoints(self) -> list[RemoteCheckpoint]:
+        """Return the whole copies, newest first. Incomplete copies and copies with a damaged document are omitted.
+
+        Raises:
+            RemoteError: The URL cannot be read.
+        """
+        found = (self._checkpoint(name) for name in sorted(self._folders(), reverse=True))
+        return [each for each in found if each is not None]
+
+    def _folders(self) -> list[str]:
+        return [name for name in self.objects.list_folders() if _FOLDER.fullmatch(name)]
+
+    def _checkpoint(self, name: str) -> RemoteCheckpoint | None:
+        text = self.objects.read(f"{name}/{CHECKPOINT_NAME}")
+        if text is None:
+            return None
+        try:
+            document = json.loads(text)
+            version, body = document["format"], document["body"]
+            if version > REMOTE_FORMAT:
+                raise RemoteError(f"'{self.url}/{name}' is of a newer version of this program: upgrade")
+            if _body_sha256(body) != document["sha256"]:
+                return None
+            parts = tuple(map(_parse_part, body["parts"]))
+            step, number = int(_FOLDER.fullmatch(name)[2]), int(name[:8])  # type: ignore[index]
+            paths = [part.path for part in parts]
+            if not paths or paths not in ([""], [rank_folder_name(rank) for rank in range(len(parts))]):
+                return None  # the document may be untrusted, so no folder name may lead out of the copy
+            meta, lanes, elements = body["meta"], body["lanes"], body["elements"]
+            if not isinstance(meta, dict) or not all(map(_is_count, [lanes, *elements.values()])):
+                return None
+            return RemoteCheckpoint(number, step, parts, meta, lanes, elements)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+
+    def seal_part(self, name: str, path: str, generation: int, sums: Mapping[str, tuple[int, str]]) -> RemotePart:
+        """Complete a rank's part of a copy by writing the list of its objects, after all objects.
+
+        Args:
+            name: Folder of the copy at the URL.
+            sums: Size and SHA-256 of each object by name.
+        """
+        text = json.dumps({"format": REMOTE_FORMAT, "objects": sums}, sort_keys=True).encode()
+        self.objects.write("/".join(filter(None, (name, path, OBJECTS_NAME))), text)
+        nbytes = sum(size for size, _ in sums.values())
+        return RemotePart(path, generation, len(sums), nbytes, hashlib.sha256(text).hexdigest())
+
+    def commit(self, made: RemoteCheckpoint) -> None:
+        """Complete a copy by writing its document, after all objects.
+
+        Raises:
+            TakenError: Another process has made a copy in the meantime.
+            RemoteError: The document cannot be written.
+        """
+        others = [each for each in self.checkpoints() if each.number >= made.number]
+        if [(each.number, each.parts) for each in others] == [(made.number, made.parts)]:
+            return  # an earlier try wrote the document, but the response was lost
+        if others:
+            raise TakenError(
+                f"{self.objects.title} received copy {others[0].number} from another process meanwhile: two runs share "
+                "it. End one of them, or name another URL in checkpoint.save_copy"
+            )
+        body = {
+            "parts": [asdict(part) for part in made.parts],
+            "meta": dict(made.meta),
+            "lanes": made.lanes,
+            "elements": dict(made.elements),
+        }
+        document = {"format": REMOTE_FORMAT, "sha256": _body_sha256(body), "body": body}
+        self.objects.write(f"{made.name}/{CHECKPOINT_NAME}", json.dumps(document, sort_keys=True).encode())
+        if self._checkpoint(made.name) is None:
+            raise DamagedError(f"{self.objects.title}: '{made.name}/{CHECKPOINT_NAME}' differs from the sent one")
+
+    def prune(self, keep: int, best_step: int | None) -> None:
+        """Remove older and incomplete copies. Keep the newest ``keep`` copies and the copy of ``best_step``.
+
+        Only folders older than the newest copy are removed. Raises ``RemoteError``. A repeated call resumes the
+        removal.
+        """
+        whole = self.checkpoints()
+        stay = [each.name for each in [each for each in whole if each.step != best_step][:keep]]
+        stay += [each.name for each in whole if each.step == best_step][:1]
+        for name in sorted(self._folders()):
+            if name not in stay and whole and int(name[:8]) < whole[0].number:
+                self.objects.remove_folder(name, CHECKPOINT_NAME)
+
+    def problems(self, checkpoint: RemoteCheckpoint) -> Iterator[str]:
+        """Read all objects of a copy. Yield a sentence about each object that is missing or differs."""
+        for part in checkpoint.parts:
+            try:
+                objects = self.list_objects(checkpoint, part)
+            except DamagedError as error:
+                yield str(error)
+                continue
+            for name, (nbytes, expected) in objects.items():
+                where = "/".join(filter(None, (checkpoint.name, part.path, name)))
+                try:
+                    found = self.objects.sha256(where, nbytes)
+                except DamagedError as error:
+                    yield str(error)
+                    continue
+                if found != expected:
+                    yield f"'{self.url}/{where}': its SHA-256 is {found}, but was {expected}"
+
+    def list_objects(self, checkpoint: RemoteCheckpoint, part: RemotePart) -> dict[str, tuple[int, str]]:
+        """Return the objects of a rank's part: size and SHA-256 by name."""
+        path = "/".join(filter(None, (checkpoint.name, part.path, OBJECTS_NAME)))
+        text = self.objects.read(path)
+        if text is None or hashlib.sha256(text).hexdigest() != part.sha256:
+            raise DamagedError(f"'{self.url}/{path}' is {'missing' if text is None else 'damaged'}")
+        found: dict[str, tuple[int, str]] = {}
+        try:
+            for name, (nbytes, sum_) in json.loads(text)["objects"].items():
+                if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
+                    raise DamagedError(f"'{self.url}/{path}' names {name!r}, which would lie outside of the checkpoint")
+                if not _is_count(nbytes) or not isinstance(sum_, str):
+                    raise TypeError(f"{name!r} has the size {nbytes!r:.40} and the checksum {sum_!r:.80}")
+                found[name] = (nbytes, sum_)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedError(f"'{self.url}/{path}' is invalid: {type(error).__name__}: {error}") from error
+        return found
+
+
+def _parse_part(values: Mapping[str, Any]) -> RemotePart:
+    """Return a rank's part of a copy. Raises ``TypeError`` or ``ValueError`` for invalid values."""
+    part = RemotePart(**values)
+    texts, counts = (part.path, part.sha256), (part.generation, part.num_objects, part.nbytes)
+    if not all(isinstance(text, str) for text in texts) or not all(map(_is_count, counts)):
+        raise TypeError(f"a part of a copy has {texts} and {counts}")
+    return part
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _body_sha256(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def rules_at_url(url: str) -> KeptRules | None:
+    """Return the settings of the newest copy, or None if there is no copy. Raises ``RemoteError``."""
+    found = (KeptRules.of_meta(each.meta) for each in RemoteFolder(url).checkpoints())
+    return next((rules for rules in found if rules is not None), None)
+
+
+def list_at_url(url: str) -> list[Checkpoint]:
+    """Return the copies at a URL as checkpoints, oldest first. Raises ``RemoteError``."""
+    found = RemoteFolder(url).checkpoints()
+    return [_as_listed(each, is_newest=each is found[0]) for each in reversed(found)]
+
+
+def verify_at_url(url: str, step: int | None = None) -> Iterator[tuple[Checkpoint, list[str]]]:
+    """Read every object of the copies at a URL. Yield each copy with its problems, oldest first.
+
+    Raises:
+        RemoteError: The URL cannot be read, or has no copy of this step.
+    """
+    folder = RemoteFolder(url)
+    there = folder.checkpoints()
+    found = [each for each in reversed(there) if step is None or each.step == step]
+    if not found:
+        steps = ", ".join(str(each.step) for each in reversed(there)) or "none"
+        raise RemoteError(f"'{url}' holds no copy of this step. Its steps: {steps}")
+    for each in found:
+        yield _as_listed(each, is_newest=each is there[0]), list(folder.problems(each))
+
+
+def _as_listed(copy: RemoteCheckpoint, *, is_newest: bool) -> Checkpoint:
+    return replace(copy.as_checkpoint(Path(COPIES_NAME)), nbytes=copy.nbytes, is_newest=is_newest)
