@@ -41,7 +41,7 @@ from megatrain.machine.files import (  # noqa: E402
 )
 from megatrain.machine.planned_machine import PlannedMachine, find_machine  # noqa: E402
 from megatrain.plan.costs import DeviceCosts  # noqa: E402
-from megatrain.plan.estimate import work_of_phases  # noqa: E402
+from megatrain.plan.flops import work_of_phases  # noqa: E402
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, Plan  # noqa: E402
 from megatrain.plan.planner import plan_run  # noqa: E402
 from megatrain.plan.shortfall import DoesNotFitError  # noqa: E402

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from megatrain.optim.table import OptimizerConfig as OptimizerConfig
     from megatrain.optim.threads import KernelThreads as KernelThreads
     from megatrain.optim.threads import default_num_threads as default_num_threads
-    from megatrain.plan.estimate import work_of_phases as work_of_phases
+    from megatrain.plan.flops import work_of_phases as work_of_phases
     from megatrain.plan.measure import measure_ticks as measure_ticks
     from megatrain.plan.plan import RunSpec as RunSpec
     from megatrain.plan.planner import plan_run as plan_run

@@ -1,16 +1,24 @@
-"""Compute and host seconds of a step on a machine, from rates that are measured by doctor or marked as assumed.
+"""Seconds of a step's processors: timed, counted by the trace, or assumed from the number of parameters.
 
-While a GPU computes, the host launches later kernels, so the slower of the two determines the time of a step. Without a
-GPU, the two times add up.
+Rates are measured by doctor or marked as assumed. While a GPU computes, the host launches later kernels, so the slower
+of the two determines the time of a step. Without a GPU, the two times add up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
-from megatrain.engine.work import Work
+from megatrain.engine.program import Phase, Tick
+from megatrain.engine.work import NO_WORK, Work
 from megatrain.machine.profiles import MachineProfile
+from megatrain.optim.host_rates import ADAMW_TOUCHED, is_bound_by_ram, is_timed_optimizer
+from megatrain.plan.flops import flops_per_token, matrix_flops, sums_of_phases, tick_flops, work_of_phases
+from megatrain.plan.plan import MeasuredTicks, Plan
+from megatrain.trace.counting import is_counted
 
 #: Attention rate as a fraction of the matmul rate, assumed if not measured. On an H100, flash attention reaches 0.55 in
 #: the forward and 0.4 in a deterministic backward. CPU kernels reach 0.4 to 0.7.
@@ -21,6 +29,10 @@ _LAUNCHES_PER_S = 25_000.0
 #: other numbers are the cost of a lease (with its share of an update's launches) and of a transfer, in launches. All
 #: three are from host seconds of steps without kernels (docs/null_gpu.md).
 _LAUNCH_FOR_GPU, _LAUNCHES_PER_LEASE, _LAUNCHES_PER_TRANSFER = 1.05, 1.4, 8.0
+_COUNTED = "computing       products, attention and other operators at their rates"
+_UNCOUNTED = (
+    "computing       at least 8 FLOPs per parameter and token in large products, because layers could not be traced"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +103,180 @@ def _assumed(machine: MachineProfile, device: str, key: str) -> Iterator[str]:
         yield f"{1e6 * factor / _LAUNCHES_PER_S:.0f} us of the host for each launch"
     elif device == "cuda":
         yield f"launches at {_LAUNCH_FOR_GPU:g} times what they cost on the CPU"
+
+
+class HostSeconds(NamedTuple):
+    """Seconds of the host's Python code in a step. ``launching_s`` grows with the tokens. Zero if unknown or timed."""
+
+    launching_s: float = 0.0
+    leasing_s: float = 0.0
+    per_transfer_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepCosts(ABC):
+    """Seconds of the processors in a step of one plan, which has ``num_tokens`` tokens."""
+
+    plan: Plan
+    num_tokens: int
+    machine: MachineProfile
+
+    is_timed = False
+
+    @property
+    @abstractmethod
+    def note(self) -> str:
+        """Line with the source of the compute seconds."""
+
+    @property
+    @abstractmethod
+    def computing_s(self) -> float | None:
+        """Compute seconds, or None if a rate is unknown."""
+
+    @property
+    def updates_s(self) -> float | None:
+        """Seconds of the host's updates, or None if a rate is unknown."""
+        return _host_updates_s(self.plan, self.machine)
+
+    @property
+    def host(self) -> HostSeconds:
+        """Seconds of the host's Python code."""
+        return HostSeconds()
+
+    def share_of(self, phase: Phase) -> float:
+        """Return a phase's share of the compute seconds."""
+        ticks = zip(self.plan.program.ticks, tick_flops(self.plan), strict=True)
+        return sum(flops for tick, flops in ticks if tick.phase == phase) / flops_per_token(self.plan)
+
+
+@dataclass(frozen=True)
+class TimedCosts(StepCosts):
+    """Seconds of the ticks of timed steps on a CPU. They include the host's Python code."""
+
+    ticks: MeasuredTicks
+
+    is_timed = True
+
+    @property
+    def note(self) -> str:
+        return self.ticks.note
+
+    @property
+    def computing_s(self) -> float:
+        return self._seconds(updates=False) + self.ticks.between_s
+
+    @property
+    def updates_s(self) -> float:
+        return self._seconds(updates=True)
+
+    def _seconds(self, *, updates: bool) -> float:
+        """Return the seconds of updates if ``updates`` is True, else of all other ticks."""
+        timed = zip(self.plan.program.ticks, self.ticks.seconds, strict=True)
+        return sum(seconds for tick, seconds in timed if (tick.phase == "update") == updates)
+
+
+@dataclass(frozen=True)
+class CountedCosts(StepCosts):
+    """Seconds of the work that the trace counted, at the rates of the device."""
+
+    device: DeviceCosts
+
+    @property
+    def note(self) -> str:
+        return "; ".join((_COUNTED, *(f"assumed: {', '.join(found)}" for found in [self.device.assumed] if found)))
+
+    @property
+    def computing_s(self) -> float:
+        return self.device.computing_s(self._work) * (self.num_tokens / self.plan.trace.num_tokens)
+
+    @property
+    def host(self) -> HostSeconds:
+        device, num_micro_batches = self.device, self.num_tokens / self.plan.trace.num_tokens
+        return HostSeconds(
+            self._work.launches * num_micro_batches * device.seconds_per_launch,
+            sum(len(tick.uses) for tick in self.plan.program.ticks) * device.seconds_per_lease,
+            device.seconds_per_transfer,
+        )
+
+    def share_of(self, phase: Phase) -> float:
+        return self.device.computing_s(self._phases[phase]) / self.device.computing_s(self._work)
+
+    @cached_property
+    def _phases(self) -> dict[Phase, Work]:
+        """The work of a micro-batch by phase."""
+        sums = sums_of_phases(self.plan)
+        return {phase: work + sums.get(phase, NO_WORK) for phase, work in work_of_phases(self.plan).items()}
+
+    @cached_property
+    def _work(self) -> Work:
+        """The work of a micro-batch."""
+        return sum(self._phases.values(), NO_WORK)
+
+
+@dataclass(frozen=True)
+class AssumedCosts(StepCosts):
+    """Seconds of the FLOPs that the parameters imply, at the rate of large matrix products, which may be unknown."""
+
+    flops_per_s: float | None
+
+    note = _UNCOUNTED
+
+    @property
+    def computing_s(self) -> float | None:
+        flops = flops_per_token(self.plan) * self.num_tokens
+        return None if self.flops_per_s is None else flops / self.flops_per_s
+
+
+def step_costs(plan: Plan, num_tokens: int, machine: MachineProfile) -> StepCosts:
+    """Return the most precise costs that are known: timed steps, else counted work, else assumed FLOPs."""
+    if plan.ticks is not None:
+        return TimedCosts(plan, num_tokens, machine, plan.ticks)
+    device = DeviceCosts.of(machine, plan.device.type, str(plan.graph.dtype).removeprefix("torch."))
+    if device is not None and is_counted(plan.trace):
+        return CountedCosts(plan, num_tokens, machine, device)
+    return AssumedCosts(plan, num_tokens, machine, None if device is None else device.product_flops_per_s)
+
+
+def _host_updates_s(plan: Plan, machine: MachineProfile) -> float | None:
+    """Return the seconds of the host's update kernels, or None if doctor does not measure this optimizer or format."""
+    num_ranks, is_split = plan.run.world.local_size, plan.graph.dtype.itemsize == 2
+    num_updated = plan.num_updated(on_gpu=False) * num_ranks
+    rate = machine.adamw_params_per_s.get("bfloat16" if is_split else "float32")
+    if not num_updated:
+        return 0.0
+    if rate is None or not is_bound_by_ram(plan.optimizer):
+        return None
+    if is_timed_optimizer(plan.optimizer, split_master=is_split):
+        return num_updated / rate
+    on_gpu = plan.device.type == "cuda"
+    there = plan.device_updates if on_gpu else ()
+    touched = _touched_bytes(plan, (tick for tick in plan.updates if tick not in there))
+    products = 0.0 if on_gpu else _products_s(plan, machine)
+    return None if products is None else num_ranks * touched / (rate * ADAMW_TOUCHED) + products
+
+
+def gpu_updates_s(plan: Plan, machine: MachineProfile) -> float | None:
+    """Return the GPU's seconds for updates in GPU memory, from their bytes and the GPU's rate.
+
+    The result includes the GPU's orthogonalization for updates that otherwise run on the host.
+    """
+    products = _products_s(plan, machine) if plan.device.type == "cuda" else 0.0
+    if not plan.num_updated(on_gpu=True):
+        return products
+    rate = machine.gpu.update_bytes_per_s if machine.gpu else None
+    if rate is None or products is None:
+        return None
+    return _touched_bytes(plan, plan.device_updates) / rate + products
+
+
+def _products_s(plan: Plan, machine: MachineProfile) -> float | None:
+    """Return the seconds of the orthogonalization, or None if its matmul rate is unknown."""
+    flops = sum(matrix_flops(plan).values())
+    rate = machine.matmul_flops_per_s.get(f"{plan.device.type}/bfloat16")
+    return 0.0 if not flops else None if rate is None else flops / rate
+
+
+def _touched_bytes(plan: Plan, updates: Iterable[Tick]) -> int:
+    """Return the bytes that updates read and write."""
+    blocks = plan.program.blocks
+    return sum(blocks[key].nbytes * (2 if mode == "rw" else 1) for tick in updates for key, mode in tick.uses)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.engine.device_kernels import fakes_standing_for_gpu
@@ -31,7 +32,7 @@ from megatrain.optim.average import EMA
 from megatrain.optim.factory import make_optimizer
 from megatrain.plan.budgets import with_folder, with_residents, with_workspace
 from megatrain.plan.estimate import estimate_step
-from megatrain.plan.placement import PlacementSolver
+from megatrain.plan.placement import PlacementSolver, TierBudget
 from megatrain.plan.plan import Plan, RunSpec, TracedModel
 from megatrain.plan.planner import STAY_SHARE, fastest, objections_to, with_open_room
 from megatrain.plan.run_tiers import tier_budgets
@@ -106,6 +107,16 @@ def _traced_forward(
     )
 
 
+def _fit(model: TracedModel, program: StepProgram, budgets: Mapping[str, TierBudget], stay_share: float = 0) -> Plan:
+    """Return the plan of a program in these budgets, without an estimate."""
+    run = model.run
+    profile = run.tiers.machine.rates().machine if run.device.type == "cuda" else None
+    known = with_folder(budgets, program, buffer_bytes(model.in_place.values(), model.graph.dtype))
+    known = with_residents(known, run, program, profile)
+    solver = PlacementSolver(program, list(known.values()), run.placement.homes, None, stay_share)
+    return Plan(run, model, program, require_fit(solver.solve()), known)
+
+
 def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
     """Plan passes that score the tokens of rows.
 
@@ -136,22 +147,11 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
     ).build()
     program = evaluation_program(program)
     workspace = step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches, run.traced_on)
-    known = tier_budgets(run, workspace)
-    known = with_workspace(known, score_bytes(run, top_k, width), "ram")
+    known = with_workspace(tier_budgets(run, workspace), score_bytes(run, top_k, width), "ram")
     profile = run.tiers.machine.rates()
-    known = with_folder(known, program, buffer_bytes(model.in_place.values(), graph.dtype))
-    known = with_residents(known, run, program, profile.machine if run.device.type == "cuda" else None)
-    placement = require_fit(
-        PlacementSolver(program, list(known.values()), run.placement.homes, None, STAY_SHARE).solve()
-    )
-    plan = Plan(
-        run=run,
-        traced=model,
-        program=program,
-        placement=placement,
-        budgets_by_tier=known,
-        library_memory=describe_library_memory(run.tiers.machine, known[model.compute_tier].capacity_bytes, run.device),
-    )
+    plan = _fit(model, program, known, STAY_SHARE)
+    capacity = plan.budgets[model.compute_tier]
+    plan = replace(plan, library_memory=describe_library_memory(run.tiers.machine, capacity, run.device))
 
     def estimated(other: Plan) -> Plan:
         estimate = estimate_step(other, other.shape, profile)
@@ -197,45 +197,34 @@ def plan_generation(run: RunSpec) -> GenerationPlan:
     """
     assert not run.model.is_trained, run.model
     graph, batch = make_graph(run), run.batch
-    with (
-        deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic),
-        fakes_standing_for_gpu(enabled=run.is_traced_elsewhere),
-    ):
-        trace, cache_nbytes = trace_generation(graph, batch.micro_batch_rows, batch.max_length, device=run.traced_on)
+    trace, cache_nbytes = _trace_generation(run, graph, batch.micro_batch_rows, batch.max_length)
     model = _traced_forward(run, graph, trace, padded=False)
     frozen = FrozenWeights(not run.model.table.train_from_scratch, model.in_place, model.encodings)
     weights = frozen_program(graph, compute_tier=model.compute_tier, frozen=frozen)
     first, program = _generation_programs(weights, graph, trace, cache_nbytes, batch.num_micro_batches)
-    known = tier_budgets(run, _generation_workspace_bytes(run, graph, trace, program))
-    profile = run.tiers.machine.rates()
-    known = with_folder(known, program, buffer_bytes(model.in_place.values(), graph.dtype))
-    known = with_residents(known, run, program, profile.machine if run.device.type == "cuda" else None)
-    placement = require_fit(PlacementSolver(program, list(known.values()), run.placement.homes).solve())
-    plan = Plan(
-        run=run,
-        traced=model,
-        program=program,
-        placement=placement,
-        budgets_by_tier=known,
-    )
+    plan = _fit(model, program, tier_budgets(run, _generation_workspace_bytes(run, graph, trace, program)))
     shape = replace(plan.shape, tokens_per_step=batch.num_rows)
-    plan = replace(plan, estimate=replace(estimate_step(plan, shape, profile), occasions=()))
+    plan = replace(plan, estimate=replace(estimate_step(plan, shape, run.tiers.machine.rates()), occasions=()))
     return GenerationPlan(replace(plan, objections=objections_to(plan)), first)
 
 
+def _trace_generation(
+    run: RunSpec, graph: ModelGraph, rows: int, max_length: int
+) -> tuple[VisitTrace, Mapping[int, int]]:
+    """Return the visits of a pass, and the bytes of the KV cache by visit."""
+    with (
+        deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic),
+        fakes_standing_for_gpu(enabled=run.is_traced_elsewhere),
+    ):
+        return trace_generation(graph, rows, max_length, device=run.traced_on)
+
+
 def _generation_programs(
-    weights: StepProgram,
-    graph: ModelGraph,
-    trace: VisitTrace,
-    cache_nbytes: Mapping[int, int],
-    num_micro_batches: int,
+    weights: StepProgram, graph: ModelGraph, trace: VisitTrace, cache_nbytes: Mapping[int, int], num_micro_batches: int
 ) -> tuple[StepProgram, StepProgram]:
     """Return the program of the pass that fills the KV cache, and the program of all later passes."""
-    first, others = (
-        generation_program(weights, graph, trace, cache_nbytes, num_micro_batches=num_micro_batches, is_first=is_first)
-        for is_first in (True, False)
-    )
-    return first, others
+    make = partial(generation_program, weights, graph, trace, cache_nbytes, num_micro_batches=num_micro_batches)
+    return make(is_first=True), make(is_first=False)
 
 
 def _generation_workspace_bytes(run: RunSpec, graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
@@ -302,11 +291,7 @@ def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) ->
         UnsupportedModelError: The model cannot generate with streamed weights.
     """
     graph, run = plan.graph, plan.run
-    with (
-        deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic),
-        fakes_standing_for_gpu(enabled=run.is_traced_elsewhere),
-    ):
-        trace, cache_nbytes = trace_generation(graph, rows, max_length, device=run.traced_on)
+    trace, cache_nbytes = _trace_generation(run, graph, rows, max_length)
     num_micro_batches = -(-num_prompts // rows)
     while True:
         together = with_prompts(run, rows, num_micro_batches * rows, max_length)

@@ -95,11 +95,6 @@ class BatchSpec:
         """Micro-batches of a step."""
         return self.num_rows // self.micro_batch_rows
 
-    @property
-    def num_together(self) -> int:
-        """Micro-batches whose activations exist at the same time."""
-        return self.together(self.num_micro_batches)
-
     def together(self, num_micro_batches: int) -> int:
         """Return how many of ``num_micro_batches`` run through one layer before any of them runs through the next."""
         return num_micro_batches if self.order == "layer" else 1
@@ -233,20 +228,15 @@ class RunSpec:
         """Whether liger-kernel computes norms and MLPs. False before the choice is made."""
         return self.model.table.use_liger_kernel is True
 
-    def with_liger(self, *, uses_liger: bool) -> RunSpec:
-        """Return the run with or without the kernels of liger-kernel."""
-        table = self.model.table.model_copy(update={"use_liger_kernel": uses_liger})
-        return replace(self, model=replace(self.model, table=table))
-
     @property
     def flash(self) -> FlashKernels:
         """Kernels of flash attention. Torch's own before the choice is made."""
         kernels = self.model.table.flash_attention
         return "FA2" if kernels == "auto" else kernels
 
-    def with_flash(self, kernels: str) -> RunSpec:
-        """Return the run with these kernels of flash attention."""
-        table = self.model.table.model_copy(update={"flash_attention": kernels})
+    def with_kernels(self, **choices: object) -> RunSpec:
+        """Return the run with these keys of ``[model]`` that choose kernels."""
+        table = self.model.table.model_copy(update=choices)
         return replace(self, model=replace(self.model, table=table))
 
     def with_packing(self, packing: bool | Literal["concat"]) -> RunSpec:

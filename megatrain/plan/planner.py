@@ -16,8 +16,9 @@ from megatrain.machine.resources import describe_library_memory
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.factory import make_optimizer
 from megatrain.plan.attempts import MOST_GATHERS_AHEAD, Attempts
-from megatrain.plan.estimate import estimate_step, flops_per_token, nvme_written_bytes
+from megatrain.plan.estimate import estimate_step, nvme_written_bytes
 from megatrain.plan.fill import with_results
+from megatrain.plan.flops import flops_per_token
 from megatrain.plan.kept import KeptGraphs, weights_stay
 from megatrain.plan.limits import Objection, find_objections
 from megatrain.plan.placement import PlacementSolver, Settled
@@ -26,7 +27,7 @@ from megatrain.plan.remedies import add_remedies
 from megatrain.plan.shortfall import DoesNotFitError, Shortfall
 from megatrain.plan.simulate import measured_rates, replay
 from megatrain.plan.traced import trace_model
-from megatrain.ranks.lanes import micro_batches_of_rank
+from megatrain.ranks.lanes import has_work_for_all
 
 #: Shares of RAM and GPU memory that the planner tries to leave free for copies if some blocks are streamed
 #: (docs/decisions/0008-open-room.md). The first is the usual share.
@@ -240,7 +241,7 @@ def _problems_of_ranks(run: RunSpec) -> Iterator[Problem]:
         )
         advice = "Start one process on each host, or all processes on one host"
         yield Problem("distributed.processes", message, advice)
-    if not _has_work_for_all(world.size, run.num_lanes, run.batch.num_micro_batches):
+    if not has_work_for_all(world.size, run.num_lanes, run.batch.num_micro_batches):
         yield _too_few_micro_batches(run)
     if run.batch.order != "layer":
         message = (
@@ -258,18 +259,13 @@ def _problems_of_ranks(run: RunSpec) -> Iterator[Problem]:
         yield Problem("optimizer.optim", message, advice)
 
 
-def _has_work_for_all(num_ranks: int, num_lanes: int, num_micro_batches: int) -> bool:
-    """Return whether every rank has a micro-batch in a step."""
-    return all(micro_batches_of_rank(rank, num_ranks, num_lanes, num_micro_batches) for rank in range(num_ranks))
-
-
 def _too_few_micro_batches(run: RunSpec) -> Problem:
     """Return the problem that some rank has no micro-batch in a step, with values that solve it."""
     size, lanes, batch = run.world.size, run.num_lanes, run.batch
     count, together = batch.num_micro_batches, batch.rows_per_example
     # A new run has one lane per process unless the config sets the number.
-    most = max(n for n in range(1, size) if _has_work_for_all(n, n if lanes == size else lanes, count))
-    enough = next(n for n in range(size, lanes + 1) if _has_work_for_all(size, lanes, n))
+    most = max(n for n in range(1, size) if has_work_for_all(n, n if lanes == size else lanes, count))
+    enough = next(n for n in range(size, lanes + 1) if has_work_for_all(size, lanes, n))
     fewer = f"or start at most {_count_processes(most)}"
     if batch.given_rows is None:
         what = "rows" if together == 1 else "examples of two rows"
@@ -279,7 +275,7 @@ def _too_few_micro_batches(run: RunSpec) -> Problem:
         )
         advice = f"Write train_batch_tokens = {enough * together * batch.max_length}, {fewer}"
         return Problem("training.train_batch_tokens", message, advice)
-    if size < lanes and _has_work_for_all(size, size, count):
+    if size < lanes and has_work_for_all(size, size, count):
         fewer = f"for a new run gradient_lanes = {size}, so that each has one; {fewer}"
     examples = batch.num_rows // together
     message = (
@@ -287,7 +283,7 @@ def _too_few_micro_batches(run: RunSpec) -> Problem:
         "has only that many"
     )
     # Prefer smaller micro-batches of the same rows. Otherwise suggest a larger step.
-    finer = (n for n in range(enough, examples + 1) if examples % n == 0 and _has_work_for_all(size, lanes, n))
+    finer = (n for n in range(enough, examples + 1) if examples % n == 0 and has_work_for_all(size, lanes, n))
     same = next(finer, None)
     if same is not None:
         advice = f"Write per_device_train_batch_size = {examples // same} and gradient_accumulation_steps = {same}, "

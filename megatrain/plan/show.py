@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatrain.engine.program import KINDS, Kind, Recompute
 from megatrain.machine.planned_machine import PlannedMachine
-from megatrain.plan.estimate import flops_per_token
+from megatrain.plan.flops import flops_per_token
 from megatrain.plan.kept import num_layers_kept, num_layers_of, visits_with_results
 from megatrain.plan.plan import Estimate, Occasion, Plan
 from megatrain.plan.process import ProcessMemory
@@ -264,11 +264,8 @@ def _crossing_text(estimate: Estimate) -> str:
 
 def _wear_line(estimate: Estimate) -> str:
     written = estimate.written_bytes or {}
-    each = (
-        "  ".join(f"{path} {format_decimal_size(nbytes)}" for path, nbytes in written.items())
-        if len(written) > 1
-        else ""
-    )
+    paths = [f"{path} {format_decimal_size(nbytes)}" for path, nbytes in written.items()]
+    each = "  ".join(paths) if len(paths) > 1 else ""
     total = sum(written.values())
     if estimate.run_written_bytes is None:
         run = f"{format_decimal_size(total * _STEPS_OF_WEAR)} in {_STEPS_OF_WEAR:,} steps"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from megatrain.engine.tape import Op, Pinned, TapeStore, compile_step
-from megatrain.plan.estimate import flops_per_token, matrix_flops, tick_flops
+from megatrain.plan.flops import flops_per_token, matrix_flops, tick_flops
 from megatrain.plan.plan import Plan
 from megatrain.ranks.shards import NETWORK, PEER
 from tiered import Belady, StoreStats, TieredStore

@@ -72,15 +72,15 @@ def _settle_kernels(run: RunSpec, like: TracedModel | None) -> tuple[RunSpec, Mo
     """Decide whether the run uses liger's kernels. Return the run and its model, which can be reused from ``like``."""
     if run.model.table.use_liger_kernel == "auto":
         if like is not None and like.run.device.type == run.device.type:
-            run = run.with_liger(uses_liger=like.run.uses_liger)
+            run = run.with_kernels(use_liger_kernel=like.run.uses_liger)
         elif takes_liger_kernels(run):
-            wanted = run.with_liger(uses_liger=True)
+            wanted = run.with_kernels(use_liger_kernel=True)
             try:
                 return wanted, make_graph(wanted)
             except UnsupportedModelError:  # if the model itself is unsupported, the next attempt raises again
-                run = run.with_liger(uses_liger=False)
+                run = run.with_kernels(use_liger_kernel=False)
         else:
-            run = run.with_liger(uses_liger=False)
+            run = run.with_kernels(use_liger_kernel=False)
     if like is not None and like.run.uses_liger == run.uses_liger:
         return run, like.graph
     return run, make_graph(run)
@@ -98,10 +98,10 @@ def _trace_with_flash(
     """Choose flash attention and trace. Return the run, its trace, and a reason for torch's kernels or ""."""
     is_open, note = run.model.table.flash_attention == "auto", ""
     if is_open and like is not None and like.run.device.type == run.device.type:
-        run = run.with_flash(like.run.flash)
+        run = run.with_kernels(flash_attention=like.run.flash)
     elif is_open:
         kernels, note = choose_flash(run)
-        run = run.with_flash(kernels)
+        run = run.with_kernels(flash_attention=kernels)
     elif run.flash != "FA2":
         check_flash(run)
     if like is not None and graph is like.graph and _traced_on(like.run) == _traced_on(run):
@@ -112,7 +112,7 @@ def _trace_with_flash(
         if not is_open or run.flash == "FA2":
             raise
         note = _flash_note(error.problem.partition(". Write")[0])
-        run = run.with_flash("FA2")
+        run = run.with_kernels(flash_attention="FA2")
     return run, trace_run(run, graph, padded=padded), note
 
 

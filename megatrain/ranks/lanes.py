@@ -58,6 +58,11 @@ def micro_batches_of_rank(rank: int, num_ranks: int, num_lanes: int, num_micro_b
     return range(first.start, last.stop)
 
 
+def has_work_for_all(num_ranks: int, num_lanes: int, num_micro_batches: int) -> bool:
+    """Return whether every rank has a micro-batch in a step."""
+    return all(micro_batches_of_rank(rank, num_ranks, num_lanes, num_micro_batches) for rank in range(num_ranks))
+
+
 def split(first: int, stop: int) -> int:
     """Return the first lane of a node's right half. The node must have at least two lanes."""
     assert stop - first > 1, (first, stop)

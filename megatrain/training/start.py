@@ -287,8 +287,8 @@ def with_kept_rules(run: RunSpec) -> RunSpec:
     tokens = batch.aimed_tokens if kept.micro_batch_tokens is None else kept.micro_batch_tokens
     run = replace(run, batch=replace(batch, num_lanes=lanes, aimed_tokens=tokens))
     is_open = run.model.table.use_liger_kernel == "auto"
-    run = run.with_liger(uses_liger=kept.uses_liger) if is_open else run
-    return run.with_flash(kept.flash) if run.model.table.flash_attention == "auto" else run
+    run = run.with_kernels(use_liger_kernel=kept.uses_liger) if is_open else run
+    return run.with_kernels(flash_attention=kept.flash) if run.model.table.flash_attention == "auto" else run
 
 
 def describe_model(plan: Plan) -> Mapping[str, Any]:

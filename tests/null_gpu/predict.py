@@ -27,7 +27,8 @@ from megatrain.engine.work import NO_WORK
 from megatrain.machine.planned_machine import find_machine
 from megatrain.machine.profiles import LoadedProfile
 from megatrain.plan.costs import DeviceCosts
-from megatrain.plan.estimate import estimate_step, flops_per_token, work_of_phases
+from megatrain.plan.estimate import estimate_step
+from megatrain.plan.flops import flops_per_token, work_of_phases
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.shortfall import DoesNotFitError

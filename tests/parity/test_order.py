@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import load_config
-from megatrain.plan.estimate import flops_per_token
+from megatrain.plan.flops import flops_per_token
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import headline

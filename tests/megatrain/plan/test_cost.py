@@ -18,7 +18,8 @@ from megatrain.config.schema import RunConfig
 from megatrain.engine.program import KEEP_NOTHING, VisitTrace
 from megatrain.machine import file_systems, profiles, this_machine
 from megatrain.machine.profiles import GpuProfile, LoadedProfile, store_profile
-from megatrain.plan.estimate import estimate_step, flops_per_token, nvme_seconds, split, tick_flops
+from megatrain.plan.estimate import estimate_step, nvme_seconds, split
+from megatrain.plan.flops import flops_per_token, tick_flops
 from megatrain.plan.plan import Estimate, Plan, StepShape
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import estimate_lines

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from megatrain.config import load_config
 from megatrain.engine.program import Recompute
 from megatrain.machine.profiles import LoadedProfile, MachineProfile, cpu_name
-from megatrain.plan.estimate import estimate_step, flops_per_token
+from megatrain.plan.estimate import estimate_step
+from megatrain.plan.flops import flops_per_token
 from megatrain.plan.kept import num_layers_kept, num_parameters_run_once, weights_stay
 from megatrain.plan.plan import Plan, StepShape
 from megatrain.plan.planner import plan_run

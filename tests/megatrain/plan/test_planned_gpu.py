@@ -20,7 +20,7 @@ from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.machine.planned_machine import find_machine
 from megatrain.machine.this_machine import THIS_MACHINE
 from megatrain.plan import traced
-from megatrain.plan.estimate import flops_per_token, work_of_phases
+from megatrain.plan.flops import flops_per_token, work_of_phases
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.trace.trace import trace_visits

@@ -1,0 +1,106 @@
+"""Arithmetic of a step, counted by the trace or assumed from the number of parameters."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from megatrain.engine.program import Phase, layouts_of_unit
+from megatrain.engine.work import NO_WORK, Work
+from megatrain.optim.base import MatrixOptimizer
+from megatrain.plan.kept import num_parameters_run_once
+from megatrain.plan.plan import Plan
+from megatrain.trace.counting import is_counted
+
+#: FLOPs per parameter and token if the trace could not count them: forward 2, recompute 2, backward 4.
+FLOPS_PER_PARAM_TOKEN = 8
+_FORWARD_FLOPS, _RECOMPUTE_FLOPS, _BACKWARD_FLOPS, _HEAD_FLOPS = 2, 2, 4, 6
+#: Bytes per gradient element and micro-batch: a matmul reads and writes the fp32 sum.
+_SUM_NBYTES = 8
+
+
+def flops_per_token(plan: Plan) -> float:
+    """Return the FLOPs of a step per token, including recomputed layers.
+
+    The count excludes work that causal attention kernels skip, and experts that a token does not use. Without counts in
+    the trace, the result is ``8 N`` for N parameters, minus ``2 N`` for the parameters of layers that are not
+    recomputed.
+    """
+    if is_counted(plan.trace):
+        return sum(work.computed_flops for work in _visits_work(plan).values()) / plan.trace.num_tokens
+    once = num_parameters_run_once(plan.graph, plan.trace, plan.program)
+    return FLOPS_PER_PARAM_TOKEN * plan.graph.num_parameters - _FORWARD_FLOPS * once
+
+
+def tick_flops(plan: Plan) -> list[float]:
+    """Return the FLOPs per token of each tick of the program, 0 for updates. Their sum is ``flops_per_token``."""
+    ticks, blocks = plan.program.ticks, plan.program.blocks
+    counted = _visits_work(plan) if is_counted(plan.trace) else None
+    same = Counter((tick.phase, tick.visit) for tick in ticks)
+    found: list[float] = []
+    for tick in ticks:
+        flops: float = 0.0
+        if tick.phase in ("forward", "head", "backward") and counted is not None:
+            flops = counted[tick.phase, tick.visit].computed_flops
+        elif tick.phase in ("forward", "head", "backward"):
+            again = 0 if tick.visit in plan.program.recompute.kept_graphs else _RECOMPUTE_FLOPS
+            factor = {"forward": _FORWARD_FLOPS, "head": _HEAD_FLOPS, "backward": again + _BACKWARD_FLOPS}[tick.phase]
+            flops = factor * sum(blocks[key].num_values for key, _ in tick.uses if blocks[key].kind == "weights")
+        # If micro-batches run one at a time, each micro-batch has separate ticks.
+        found.append(flops / same[tick.phase, tick.visit])
+    total = sum(found)
+    return [flops * flops_per_token(plan) / total if total else 0.0 for flops in found]
+
+
+def work_of_phases(plan: Plan) -> dict[Phase, Work]:
+    """Return the work of the traced micro-batch by phase."""
+    found: dict[Phase, Work] = {}
+    for (phase, _), work in _visits_work(plan).items():
+        found[phase] = found.get(phase, NO_WORK) + work
+    return found
+
+
+def _visits_work(plan: Plan) -> dict[tuple[Phase, int], Work]:
+    """Return the traced micro-batch's work by phase and visit. The first head visit has the work of the whole head."""
+    trace, program = plan.trace, plan.program
+    found: dict[tuple[Phase, int], Work] = {}
+    for number, visit in enumerate(trace.visits):
+        if visit.is_head:
+            continue
+        backward = visit.backward
+        saved = program.recompute.savable(number, visit)
+        if number in program.recompute.kept_graphs:
+            backward -= visit.recompute
+        found["forward", number], found["backward", number] = visit.forward + saved.copying, backward - saved.work
+    again = trace.logits_flops * max(0, trace.head_parts - program.recompute.kept_parts) // trace.head_parts
+    first_head = next((number for number, visit in enumerate(trace.visits) if visit.is_head), len(trace.visits))
+    found["head", first_head] = trace.head + Work(product_flops=again)
+    return found
+
+
+def sums_of_phases(plan: Plan) -> dict[Phase, Work]:
+    """Return the memory traffic for adding a micro-batch's gradients to their sums on a GPU, by phase.
+
+    On a CPU, the measured matmul rate already includes this traffic.
+    """
+    found: dict[Phase, Work] = {}
+    for visit in plan.trace.visits if plan.device.type == "cuda" else ():
+        layouts = [plan.graph.layouts[name] for name in layouts_of_unit(plan.graph, visit.unit)]
+        num_trained = sum(layout.num_parameters for layout in layouts if layout.trainable)
+        if visit.is_head or visit.backward.product_flops:
+            phase: Phase = "head" if visit.is_head else "backward"
+            found[phase] = found.get(phase, NO_WORK) + Work(moved_nbytes=_SUM_NBYTES * num_trained)
+    return found
+
+
+def matrix_flops(plan: Plan) -> dict[int, int]:
+    """Return the FLOPs of this rank's orthogonalization in a step, by layout index."""
+    optimizer, layouts = plan.optimizer, list(plan.graph.layouts.values())
+    if not isinstance(optimizer, MatrixOptimizer):
+        return {}
+    found: dict[int, int] = {}
+    for index in {tick.visit for tick in plan.updates}:
+        entries = [entry for entry in layouts[index].entries if optimizer.is_matrix_of(entry)]
+        shapes = [(e.shape[-2], e.shape[-1], math.prod(e.shape[:-2]), e.name) for e in entries]
+        found[index] = sum(optimizer.orthogonalize_flops(r, c, name) * count for r, c, count, name in shapes)
+    return found
