@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megatrain.engine.program import Phase, Tick
 from megatrain.engine.work import NO_WORK, Work
 from megatrain.machine.profiles import MachineProfile
-from megatrain.optim.host_rates import ADAMW_TOUCHED, is_bound_by_ram, is_timed_optimizer
+from megatrain.optim.factory import is_bound_by_ram, is_timed_optimizer
 from megatrain.plan.flops import flops_per_token, matrix_flops, sums_of_phases, tick_flops, work_of_phases
 from megatrain.plan.plan import MeasuredTicks, Plan
 from megatrain.trace.counting import is_counted
@@ -29,6 +29,7 @@ _LAUNCHES_PER_S = 25_000.0
 #: other numbers are the cost of a lease (with its share of an update's launches) and of a transfer, in launches. All
 #: three are from host seconds of steps without kernels (docs/null_gpu.md).
 _LAUNCH_FOR_GPU, _LAUNCHES_PER_LEASE, _LAUNCHES_PER_TRANSFER = 1.05, 1.4, 8.0
+_ADAMW_TOUCHED = 28  # doctor's kernels read master, m, v and an fp32 gradient, and write back the first three
 _COUNTED = "computing       products, attention and other operators at their rates"
 _UNCOUNTED = (
     "computing       at least 8 FLOPs per parameter and token in large products, because layers could not be traced"
@@ -239,8 +240,8 @@ def step_costs(plan: Plan, num_tokens: int, machine: MachineProfile) -> StepCost
 
 def _host_updates_s(plan: Plan, machine: MachineProfile) -> float | None:
     """Return the seconds of the host's update kernels, or None if doctor does not measure this optimizer or format."""
-    num_ranks, is_split = plan.run.world.local_size, plan.graph.dtype.itemsize == 2
-    num_updated = plan.num_updated(on_gpu=False) * num_ranks
+    num_processes, is_split = plan.run.world.local_size, plan.graph.dtype.itemsize == 2
+    num_updated = plan.num_updated(on_gpu=False) * num_processes
     rate = machine.adamw_params_per_s.get("bfloat16" if is_split else "float32")
     if not num_updated:
         return 0.0
@@ -252,7 +253,7 @@ def _host_updates_s(plan: Plan, machine: MachineProfile) -> float | None:
     there = plan.device_updates if on_gpu else ()
     touched = _touched_bytes(plan, (tick for tick in plan.updates if tick not in there))
     products = 0.0 if on_gpu else _products_s(plan, machine)
-    return None if products is None else num_ranks * touched / (rate * ADAMW_TOUCHED) + products
+    return None if products is None else num_processes * touched / (rate * _ADAMW_TOUCHED) + products
 
 
 def gpu_updates_s(plan: Plan, machine: MachineProfile) -> float | None:

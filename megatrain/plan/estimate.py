@@ -15,7 +15,7 @@ from megatrain.machine.file_systems import file_system_of
 from megatrain.machine.profiles import STALE_DAYS, DriveProfile, LoadedProfile, MachineProfile, age_days
 from megatrain.models.export import export_dtype
 from megatrain.models.folder import weight_file_bytes
-from megatrain.optim.host_rates import is_timed_optimizer
+from megatrain.optim.factory import is_timed_optimizer
 from megatrain.plan.budgets import FOLDER
 from megatrain.plan.costs import StepCosts, gpu_updates_s, step_costs
 from megatrain.plan.plan import Estimate, Occasion, Plan, StepShape

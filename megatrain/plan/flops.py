@@ -94,7 +94,7 @@ def sums_of_phases(plan: Plan) -> dict[Phase, Work]:
 
 
 def matrix_flops(plan: Plan) -> dict[int, int]:
-    """Return the FLOPs of this rank's orthogonalization in a step, by layout index."""
+    """Return the FLOPs of the orthogonalization in a step, by layout index."""
     optimizer, layouts = plan.optimizer, list(plan.graph.layouts.values())
     if not isinstance(optimizer, MatrixOptimizer):
         return {}
