@@ -117,12 +117,12 @@ def compare(report: Report, folder: Path, shape: tuple[int, int, int], rounds: i
 
 def plain_pass(model: torch.nn.Module, scorer: Scorer, teacher: TeacherScores) -> tuple[int, float, float]:
     """Return the number of tokens that plain transformers scored, its seconds, and the largest difference of scores."""
-    loader = scorer.make_loader()
+    order, collator = scorer.make_rows()
     num_tokens, seconds, difference = 0, 0.0, 0.0
     size = scorer.plan.micro_batch_size
-    for first in range(0, loader.num_rows, size):
-        group = loader.rows(first, min(first + size, loader.num_rows))
-        batch = loader.micro_batch(group)
+    for first in range(0, order.num_rows, size):
+        group = order.rows(first, min(first + size, order.num_rows))
+        batch = collator.micro_batch(order.dataset, group)
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         start_s = time.perf_counter()
         with torch.no_grad():
@@ -130,7 +130,7 @@ def plain_pass(model: torch.nn.Module, scorer: Scorer, teacher: TeacherScores) -
             top = log_probs.topk(TOP_K).values
         seconds += time.perf_counter() - start_s
         num_tokens += batch["input_ids"].numel()
-        dataset = loader.dataset
+        dataset = order.dataset
         lengths = dataset.lengths()
         keys = [[(dataset.key_of(document), int(lengths[document])) for document in row] for row in group]
         found = teacher.batch_scores(keys, batch["input_ids"].shape[1])[TEACHER_KEYS[1]]

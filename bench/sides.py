@@ -18,8 +18,9 @@ from bench.common import process_usage
 from megatrain.base.layout import TensorEntry
 from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import load_dataset
-from megatrain.data.encoding import load_tokenizer, pad_token_id
+from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import BatchLoader
+from megatrain.data.row_order import EpochOrder
 from megatrain.engine.labels import shifted_labels
 from megatrain.engine.program import DURABLE_KINDS
 from megatrain.optim.base import FORMATS, Format, Optimizer, Segment, StateKind, Update, decays
@@ -98,16 +99,10 @@ def run_config(model: Path, text: Path, shape: tuple[int, int, int], folder: Pat
 def batches(config: RunConfig) -> Iterator[list[dict[str, Tensor]]]:
     """Yield the micro-batches, step by step."""
     tokenizer = load_tokenizer(config.model.model_name_or_path)
-    loader = BatchLoader(
-        load_dataset(resolve_data(config), tokenizer),
-        micro_batch_size=config.training.per_device_train_batch_size,
-        num_micro_batches=config.training.gradient_accumulation_steps,
-        max_length=config.data.max_length,
-        packing=True,
-        data_seed=config.data_seed,
-        pad_token_id=pad_token_id(tokenizer),
-    )
-    return (batch.micro_batches for batch in loader)
+    data, training = resolve_data(config), config.training
+    shape = data.batch_shape(training.per_device_train_batch_size, training.gradient_accumulation_steps)
+    order = EpochOrder(load_dataset(data, tokenizer), shape, config.data_seed)
+    return (batch.micro_batches for batch in BatchLoader(order, data.collator(shape, tokenizer)))
 
 
 @dataclass

@@ -119,14 +119,14 @@ def write_rows(job: ForwardJob, text: str, num_passes: int) -> int:
     size = 6 * wanted * length  # number of characters, which exceeds the number of tokens
     while True:
         Path(job.text).write_text(text[:size], encoding="utf-8")
-        loader = Scorer(config, plan=plan).make_loader()
-        if loader.num_rows <= wanted:
+        order, collator = Scorer(config, plan=plan).make_rows()
+        if order.num_rows <= wanted:
             break
-        size = int(size * (wanted - 0.5) / loader.num_rows)
-    batch = loader.micro_batch(loader.rows(0, loader.num_rows))
+        size = int(size * (wanted - 0.5) / order.num_rows)
+    batch = collator.micro_batch(order.dataset, order.rows(0, order.num_rows))
     names = {"input_ids", "attention_mask", "labels"} & set(batch)
     save_file({name: batch[name].contiguous() for name in names}, job.rows)
-    return loader.num_rows
+    return order.num_rows
 
 
 def with_enough_ram(job: ForwardJob) -> ForwardJob:

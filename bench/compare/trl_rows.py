@@ -18,10 +18,10 @@ from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.base.observer import RunObserver, StepMetrics
 from megatrain.config.schema import RunConfig
 from megatrain.data import sources
-from megatrain.data.chat_rows import CHATS
-from megatrain.data.dataset import TokenDataset
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.formats import Conversation
+from megatrain.data.row_kind import CHATS
+from megatrain.data.token_dataset import TokenDataset
 from megatrain.training.trainer import Trainer
 
 ROWS_PER_STEP = 2

@@ -16,7 +16,7 @@ from megatrain.checkpoint.remote_folder import RemoteCheckpoint, RemoteFolder
 from megatrain.checkpoint.scan import Lost, outside_notices, scan
 from megatrain.checkpoint.state import CheckpointError, KeptRules, RunState
 from megatrain.checkpoint.table import CheckpointSpec
-from megatrain.data.loader import LoaderPosition
+from megatrain.data.row_order import LoaderPosition
 from megatrain.models.export import RECORD_FILE
 from tiered.errors import GenerationError, NewerFormatError
 from tiered.ext import top_problem

@@ -8,20 +8,19 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from megatrain.data.encoding import ARRAYS, TokenWriter
 from megatrain.data.files import suffix_of, unreadable
 from megatrain.data.rows_report import DataError, DataReport
-from tiered.ext import lock
+from megatrain.data.token_dataset import TokenDataset
+from tiered.ext import lock, replace_file
 from tiered.units import MiB, format_size
 
 if TYPE_CHECKING:
@@ -33,15 +32,7 @@ if TYPE_CHECKING:
 
 _VERSION = 6
 #: Name of the file that stores each array in an entry.
-_FILE_NAMES = {
-    "tokens": "tokens.int32",
-    "trained": "trained.bool",
-    "starts": "starts.int64",
-    "begins_row": "begins_row.bool",
-    "images": "images.bytes",
-    "image_starts": "image_starts.int64",
-    "roles": "roles.uint8",
-}
+_FILE_NAMES = {name: f"{name}.{np.dtype(dtype).name}" for name, dtype in ARRAYS.items()} | {"images": "images.bytes"}
 _MANIFEST = "manifest.json"
 _PARTIAL, _REMOVED, _LOCK = ".partial", ".removed", ".lock"
 _CHECKSUMS = "checksums"
@@ -49,23 +40,6 @@ _READ_BYTES = 4 * MiB
 _SETTLED_S = 2.0  # a file changed less than 2 s ago may change again without a new mtime
 
 Encode = Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]]
-
-
-@dataclass(frozen=True, slots=True)
-class CacheEntry:
-    """One tokenized dataset.
-
-    Attributes:
-        arrays: Memory-mapped arrays, keyed by the names in ``ARRAYS``. They use RAM only after they are read.
-        source_starts: Index of the first document of each source, followed by the number of documents.
-        content: Checksum of the ``arrays``.
-    """
-
-    arrays: Mapping[str, Any]
-    report: DataReport
-    source_starts: tuple[int, ...]
-    content: str
-    largest_id: int
 
 
 def cache_folder(cache_dir: str, on_message: Callable[[str], None]) -> Path | None:
@@ -121,7 +95,7 @@ class TokenCache:
         self._max_nbytes = max_nbytes
         self._on_message = on_message
 
-    def get(self, key: str, encode: Encode) -> CacheEntry:
+    def get(self, key: str, encode: Encode) -> TokenDataset:
         """Return an entry. If the entry is missing, create it, or wait until another process has created it.
 
         Args:
@@ -170,7 +144,7 @@ class TokenCache:
         if time.time() - state.st_mtime > _SETTLED_S:
             with contextlib.suppress(OSError):
                 memory.parent.mkdir(exist_ok=True)
-                _write_atomically(memory, {"stamp": stamp, "checksum": found})
+                replace_file(memory, json.dumps({"stamp": stamp, "checksum": found}))
         return found
 
     @contextlib.contextmanager
@@ -209,31 +183,31 @@ class TokenCache:
                 "source_starts": source_starts,
                 "report": report.to_json(),
             }
-            _write_atomically(partial / _MANIFEST, manifest)
+            replace_file(partial / _MANIFEST, json.dumps(manifest), durable=True)
             os.rename(partial, final)
         except BaseException:
             self._remove_folder(partial)
             raise
 
-    def _open_entry(self, key: str) -> CacheEntry | None:
+    def _open_entry(self, key: str) -> TokenDataset | None:
         """Return an entry and update its time of last use; return None if no complete entry exists."""
         folder = self._folder / key
         try:
             manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
             if manifest["version"] != _VERSION:
                 return None
-            entry = CacheEntry(
-                _map_arrays(folder, manifest["num_tokens"], manifest["num_documents"], manifest["num_image_bytes"]),
-                DataReport.from_json(manifest["report"]),
-                tuple(manifest["source_starts"]),
-                manifest["content"],
-                manifest["largest_id"],
+            dataset = TokenDataset(
+                **_map_arrays(folder, manifest["num_tokens"], manifest["num_documents"], manifest["num_image_bytes"]),
+                report=DataReport.from_json(manifest["report"]),
+                source_starts=tuple(manifest["source_starts"]),
+                content=manifest["content"],
+                known_largest_id=manifest["largest_id"],
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None
         with contextlib.suppress(OSError):
             os.utime(folder / _MANIFEST)
-        return entry
+        return dataset
 
     def _evict_entries(self, nbytes: int, key: str) -> None:
         """Evict the least recently used entries until the cache has space for an entry of ``nbytes``."""
@@ -277,7 +251,7 @@ def read_checksum(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _map_arrays(folder: Path, num_tokens: int, num_documents: int, num_image_bytes: int) -> dict[str, npt.NDArray[Any]]:
+def _map_arrays(folder: Path, num_tokens: int, num_documents: int, num_image_bytes: int) -> dict[str, Any]:
     """Memory-map the arrays of an entry. Raises ValueError if a file has the wrong size."""
     counts = {
         "tokens": num_tokens,
@@ -288,7 +262,7 @@ def _map_arrays(folder: Path, num_tokens: int, num_documents: int, num_image_byt
         "image_starts": num_documents + 1,
         "roles": num_documents,
     }
-    found: dict[str, npt.NDArray[Any]] = {}
+    found: dict[str, Any] = {}
     for name, dtype in ARRAYS.items():
         path, count = folder / _FILE_NAMES[name], counts[name]
         if path.stat().st_size != count * np.dtype(dtype).itemsize:
@@ -296,16 +270,6 @@ def _map_arrays(folder: Path, num_tokens: int, num_documents: int, num_image_byt
         # An empty file cannot be memory-mapped.
         found[name] = np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype=dtype)
     return found
-
-
-def _write_atomically(path: Path, values: Any) -> None:
-    """Write JSON atomically, so that readers never see a partly written file."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    with fresh.open("w", encoding="utf-8") as file:
-        json.dump(values, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(fresh, path)
 
 
 #: Version of the encoding. Increase it whenever a code change makes the same rows produce different tokens.

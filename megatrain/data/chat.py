@@ -6,9 +6,9 @@ import itertools
 import re
 import unicodedata
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -62,27 +62,38 @@ class _RowText:
     """Text to tokenize for one row.
 
     Attributes:
+        finish: Function that converts the text's tokens and character offsets to the row's tokens. Raises RowError.
         has_special: Whether the tokenizer adds its special tokens around the text.
-        has_offsets: Whether the loss mask needs each token's character offsets.
-        row: The rendered conversation, or None if the row is not a conversation.
-        rendered: Rendered text before the image placeholders were inserted.
-        inserted: Positions of the image placeholders.
+        has_offsets: Whether ``finish`` needs each token's character offsets.
     """
 
+    finish: Callable[[list[int], Offsets], Encoded]
     text: str = ""
     has_special: bool = True
     has_offsets: bool = False
-    row: Conversation | None = None
-    rendered: str = ""
-    inserted: Sequence[Inserted] = ()
-    images: tuple[ImageRef, ...] = ()
-    left_out: tuple[str, ...] = ()
     special_tokens: tuple[str, ...] = ()
 
     @property
     def batch(self) -> tuple[bool, bool]:
         """Tokenizer options. Texts with equal options are tokenized in one call."""
         return self.has_special, self.has_offsets
+
+
+@dataclass(frozen=True, slots=True)
+class _RenderedRow:
+    """A rendered conversation.
+
+    Attributes:
+        plain: Rendered text before the image placeholders were inserted.
+        inserted: Positions of the image placeholders in ``text``.
+    """
+
+    row: Conversation
+    plain: str
+    text: str
+    inserted: Sequence[Inserted]
+    images: tuple[ImageRef, ...]
+    left_out: tuple[str, ...]
 
 
 class RowEncoder:
@@ -107,9 +118,6 @@ class RowEncoder:
         if images is not None and tokenizer.chat_template is None:
             tokenizer.chat_template = images.chat_template
         self._train_on = train_on
-        self._renderer: ChatRenderer | None = None
-        self._end_of_turn: int | None = None
-        self._end_text = ""
         special = set(tokenizer.all_special_ids) | {
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         }
@@ -147,22 +155,13 @@ class RowEncoder:
         ready = [each for each in texts if isinstance(each, _RowText) and each.text]
         batches = {batch: [each.text for each in ready if each.batch == batch] for batch in {e.batch for e in ready}}
         coded = {batch: self._tokenize_all(found, *batch) for batch, found in batches.items()}
-        for row, each in zip(rows, texts, strict=True):
+        for each in texts:
             if isinstance(each, RowError):
                 yield each
                 continue
             tokens, offsets = next(coded[each.batch]) if each.text else ([], [])
             try:
-                if each.row is not None:
-                    found = self._finish_conversation(each.row, each, tokens, offsets)
-                elif isinstance(row, PromptCompletion):
-                    found = self._finish_completion(row, tokens, offsets)
-                elif isinstance(row, Document):
-                    found = self._finish_document(row, tokens)
-                else:
-                    assert isinstance(row, Tokenized), row
-                    found = _finish_tokenized(row)
-                yield replace(found, left_out=each.left_out, special_tokens=each.special_tokens)
+                yield replace(each.finish(tokens, offsets), special_tokens=each.special_tokens)
             except RowError as error:
                 yield error
 
@@ -178,38 +177,44 @@ class RowEncoder:
         if isinstance(row, RowError):
             return row
         if isinstance(row, Tokenized):
-            return _RowText()
+            return _RowText(partial(_finish_tokenized, row))
         if isinstance(row, Document):
-            return _RowText(row.text, has_special=row.is_start, special_tokens=self._find_special_tokens(row.text))
+            special = self._find_special_tokens(row.text)
+            return _RowText(partial(self._finish_document, row), row.text, row.is_start, special_tokens=special)
         if isinstance(row, PromptCompletion):
             text = row.prompt + row.completion if row.completion.strip() else ""
-            return _RowText(text, has_offsets=True, special_tokens=self._find_special_tokens(text))
-        renderer = self._get_renderer()
+            finish, special = partial(self._finish_completion, row), self._find_special_tokens(text)
+            return _RowText(finish, text, has_offsets=True, special_tokens=special)
         try:
-            text = renderer.render(row.messages, row.where, tools=row.tools)
-        except RowError as error:
-            if not any(message.get("tool_calls") for message in row.messages):
-                return error
-            try:  # some chat templates expect the arguments of tool calls as a JSON string
-                row = replace(row, messages=with_text_arguments(row.messages))
-                text = renderer.render(row.messages, row.where, tools=row.tools)
-            except RowError:
-                return error
-        contents = "\n".join(text for message in row.messages for text in texts_in(message))
-        try:
-            return replace(
-                self._insert_images(row, text),
-                left_out=renderer.find_omitted_fields(row.messages, text, row.where, row.tools),
-                special_tokens=self._find_special_tokens(contents),
-            )
+            rendered = self._render(row)
         except RowError as error:
             return error
+        contents = "\n".join(text for message in rendered.row.messages for text in texts_in(message))
+        finish, special = partial(self._finish_conversation, rendered), self._find_special_tokens(contents)
+        return _RowText(finish, rendered.text, has_special=False, has_offsets=True, special_tokens=special)
+
+    def _render(self, row: Conversation) -> _RenderedRow:
+        """Render a conversation, and insert its image tokens. Raises RowError."""
+        renderer = self._renderer
+        try:
+            plain = renderer.render(row.messages, row.where, tools=row.tools)
+        except RowError as error:
+            if not any(message.get("tool_calls") for message in row.messages):
+                raise
+            try:  # some chat templates expect the arguments of tool calls as a JSON string
+                row = replace(row, messages=with_text_arguments(row.messages))
+                plain = renderer.render(row.messages, row.where, tools=row.tools)
+            except RowError:
+                raise error from None
+        text, inserted, images = self._insert_images(row, plain)
+        left_out = renderer.find_omitted_fields(row.messages, plain, row.where, row.tools)
+        return _RenderedRow(row, plain, text, inserted, images, left_out)
 
     def _find_special_tokens(self, text: str) -> tuple[str, ...]:
         """Return the special tokens that occur in a text, each one once."""
         return tuple(dict.fromkeys(self._special.findall(text)))
 
-    def _insert_images(self, row: Conversation, text: str) -> _RowText:
+    def _insert_images(self, row: Conversation, text: str) -> tuple[str, Sequence[Inserted], tuple[ImageRef, ...]]:
         if self._images is None:
             if row.images:
                 raise RowError(
@@ -218,12 +223,9 @@ class RowEncoder:
                     'Use an image-text model and set model.images = "frozen", or remove the row',
                     reason='a row has images, but the run does not read images (model.images = "off")',
                 )
-            return _RowText(text, has_special=False, has_offsets=True, row=row)
+            return text, (), ()
         refs = tuple(named.ref() for named in row.images)
-        whole, inserted = self._images.insert(text, refs, row.where)
-        return _RowText(
-            whole, has_special=False, has_offsets=True, row=row, rendered=text, inserted=inserted, images=refs
-        )
+        return *self._images.insert(text, refs, row.where), refs
 
     def _tokenize(self, text: str, *, special: bool = True) -> list[int]:
         ids = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
@@ -234,7 +236,7 @@ class RowEncoder:
         end = self._tokenizer.eos_token_id
         return [*tokens, end] if isinstance(end, int) and tokens[-1:] != [end] else tokens
 
-    def _finish_document(self, row: Document, tokens: list[int]) -> Encoded:
+    def _finish_document(self, row: Document, tokens: list[int], _: Offsets) -> Encoded:
         if not row.is_end:
             tokens = self._strip_end_tokens(tokens) if row.is_start else tokens
         elif tokens or not row.is_start:
@@ -278,18 +280,18 @@ class RowEncoder:
         end = self._added_tokens[1]
         return tokens[: -len(end)] if end and tuple(tokens[-len(end) :]) == end else tokens
 
-    def _finish_conversation(self, row: Conversation, texts: _RowText, tokens: list[int], offsets: Offsets) -> Encoded:
-        coded = self._mask_conversation(row, texts, tokens, offsets)
-        if not texts.inserted:
+    def _finish_conversation(self, rendered: _RenderedRow, tokens: list[int], offsets: Offsets) -> Encoded:
+        coded = replace(self._mask_conversation(rendered, tokens, offsets), left_out=rendered.left_out)
+        if not rendered.inserted:
             return coded
-        image_ranges = [_find_touching_tokens(each.after, offsets) for each in texts.inserted]
+        image_ranges = [_find_touching_tokens(each.after, offsets) for each in rendered.inserted]
         trained = list(coded.trained)
         for image_range in image_ranges:
             trained[image_range.start : image_range.stop] = [False] * len(image_range)
-        return replace(coded, trained=trained, images=texts.images, image_tokens=tuple(image_ranges))
+        return replace(coded, trained=trained, images=rendered.images, image_tokens=tuple(image_ranges))
 
-    def _mask_conversation(self, row: Conversation, texts: _RowText, tokens: list[int], offsets: Offsets) -> Encoded:
-        text = texts.text
+    def _mask_conversation(self, rendered: _RenderedRow, tokens: list[int], offsets: Offsets) -> Encoded:
+        row, text = rendered.row, rendered.text
         by_default = self._train_on == "all"
         turns = (
             [index for index, flag in enumerate(row.flags) if flag is False]
@@ -300,17 +302,16 @@ class RowEncoder:
         if by_default and not turns:
             return _make_encoded(tokens, [True] * len(tokens))
         # Search the text without image tokens, because the search renders the template many times.
-        plain = texts.rendered or text
-        spans = self._get_renderer().assistant_spans(row.messages, plain, row.where, turns, row.tools)
-        spans = {index: _shift_span(span, texts.inserted) for index, span in spans.items()}
+        spans = self._renderer.assistant_spans(row.messages, rendered.plain, row.where, turns, row.tools)
+        spans = {index: _shift_span(span, rendered.inserted) for index, span in spans.items()}
         trained = [by_default] * len(tokens)
         for span in spans.values():
             if isinstance(span, MessageSpan):
                 for at in self._find_span_tokens(span, text, offsets, tokens, row.where):
                     trained[at] = not by_default
         reasons = {index: why for index, why in spans.items() if isinstance(why, str)}
-        if any(name.endswith("tool_calls") for name in texts.left_out):
-            why = NO_PLACE if "tool_calls" in texts.left_out else PART_LEFT_OUT
+        if any(name.endswith("tool_calls") for name in rendered.left_out):
+            why = NO_PLACE if "tool_calls" in rendered.left_out else PART_LEFT_OUT
             reasons.update({index: why for index in reasons if row.messages[index].get("tool_calls")})
         serious = [(index, why) for index, why in reasons.items() if why != EMPTY]
         if serious and (by_default or len(reasons) == len(turns)):
@@ -327,7 +328,7 @@ class RowEncoder:
 
     def _close_last_turn(self, tokens: list[int], trained: list[bool]) -> tuple[list[int], list[bool]]:
         """Append an end token if the template leaves the last turn open, so that the model learns to stop."""
-        end = self._end_of_turn if self._end_of_turn is not None else self._tokenizer.eos_token_id
+        end = self._turn_end[0] if self._turn_end[0] is not None else self._tokenizer.eos_token_id
         shown = (index for index in reversed(range(len(tokens))) if self._decode(tokens[index : index + 1]).strip())
         last = next(shown, None)
         if last is None or not isinstance(end, int) or not trained[last] or tokens[last] in self._end_ids:
@@ -384,7 +385,8 @@ class RowEncoder:
     ) -> int:
         """Return the index after a span's end-of-turn token, or after its last token if it has no end-of-turn token."""
         after = inside[-1] + 1
-        usual = (self._end_of_turn, self._tokenizer.eos_token_id)
+        end_token, end_text = self._turn_end
+        usual = (end_token, self._tokenizer.eos_token_id)
         shown = next((i for i in reversed(inside) if text[slice(*offsets[i])].strip()), inside[-1])
         if tokens[shown] in usual:  # the span already includes the end-of-turn token
             return after
@@ -396,8 +398,8 @@ class RowEncoder:
         ):
             at += 1
             return at + (tokens[at : at + 1] == [self._tokenizer.eos_token_id] != tokens[at - 1 : at])
-        end = span.end + len(self._end_text)
-        if self._end_text and text.startswith(self._end_text, span.end):
+        end = span.end + len(end_text)
+        if end_text and text.startswith(end_text, span.end):
             at = after
             while at < len(tokens) and offsets[at][1] < end:
                 at += 1
@@ -422,30 +424,27 @@ class RowEncoder:
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.backend_tokenizer.decode(list(tokens), skip_special_tokens=False))
 
-    def _get_renderer(self) -> ChatRenderer:
-        """Return the renderer. The first call creates it and detects how the template ends an assistant turn."""
-        if self._renderer is None:
-            self._renderer = ChatRenderer(self._tokenizer, in_parts=self._images is not None)
-            self._detect_end_of_turn(self._renderer)
-        return self._renderer
+    @cached_property
+    def _renderer(self) -> ChatRenderer:
+        return ChatRenderer(self._tokenizer, in_parts=self._images is not None)
 
-    def _detect_end_of_turn(self, renderer: ChatRenderer) -> None:
-        """Render a probe conversation to find the special token or plain text that ends an assistant turn."""
+    @cached_property
+    def _turn_end(self) -> tuple[int | None, str]:
+        """Special token with which the template ends an assistant turn, or None; and the text if it is plain text."""
         turn = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
         try:
-            text = renderer.render(turn * 2, "")
+            text = self._renderer.render(turn * 2, "")
         except RowError:
-            return
+            return None, ""
         boundary = text.find(_PROBE) + len(_PROBE)
         coded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         for token, (start, end) in zip(coded["input_ids"], coded["offset_mapping"], strict=True):
             if start >= boundary and text[start:end].strip():
                 if token in self._end_ids:
-                    self._end_of_turn = int(token)
-                    return
+                    return int(token), ""
                 break
         last = text[text.rfind(_PROBE) + len(_PROBE) :].rstrip()
-        self._end_text = last if text.startswith(last, boundary) else ""
+        return None, last if text.startswith(last, boundary) else ""
 
 
 def _check_unicode(row: PlainRow | RowError, texts: _RowText | RowError) -> _RowText | RowError:
@@ -462,12 +461,9 @@ def _check_unicode(row: PlainRow | RowError, texts: _RowText | RowError) -> _Row
 
 
 def _find_overlapping_tokens(span: MessageSpan, offsets: Offsets) -> list[int]:
-    """Return the indices of the tokens that overlap a span. ``offsets`` must be sorted by start."""
-    first = bisect_left(offsets, span.start, key=itemgetter(0))
-    while first and offsets[first - 1][1] > span.start:
-        first -= 1
-    last = bisect_left(offsets, span.end, lo=first, key=itemgetter(0))
-    return [i for i in range(first, last) if offsets[i][0] < offsets[i][1] and offsets[i][1] > span.start]
+    """Return the indices of the nonempty tokens that overlap a span."""
+    touching = _find_touching_tokens(range(span.start, span.end), offsets)
+    return [i for i in touching if offsets[i][0] < offsets[i][1] and offsets[i][1] > span.start]
 
 
 def _shift_span(span: MessageSpan | str, inserted: Sequence[Inserted]) -> MessageSpan | str:
@@ -482,14 +478,14 @@ def _shift_span(span: MessageSpan | str, inserted: Sequence[Inserted]) -> Messag
 
 
 def _find_touching_tokens(characters: range, offsets: Offsets) -> range:
-    """Return the index range of the tokens that overlap a range of characters."""
+    """Return the index range of the tokens that overlap a range of characters. ``offsets`` must be sorted by start."""
     first = bisect_left(offsets, characters.start, key=itemgetter(0))
     while first and offsets[first - 1][1] > characters.start:
         first -= 1
     return range(first, bisect_left(offsets, characters.stop, lo=first, key=itemgetter(0)))
 
 
-def _finish_tokenized(row: Tokenized) -> Encoded:
+def _finish_tokenized(row: Tokenized, *_: object) -> Encoded:
     tokens = list(row.tokens)
     if row.trained is None:
         return Encoded(tokens, [False, *([True] * len(tokens))][: len(tokens)], True)

@@ -1,38 +1,37 @@
-"""Tokenized training data in memory-mapped files. RAM use does not grow with the size of the data."""
+"""Loading of training data into memory-mapped files. RAM use does not grow with the size of the data."""
 
 from __future__ import annotations
 
 import io
-import math
-import mmap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from megatrain.data.cache import CacheEntry, TokenCache, cache_folder, cache_key, read_checksum
+from megatrain.data.cache import TokenCache, cache_folder, cache_key, read_checksum
 from megatrain.data.chat import RowEncoder
-from megatrain.data.chat_rows import CHATS
-from megatrain.data.encoding import ARRAYS, Encoder, EncodingOptions, TokenWriter
+from megatrain.data.collate import Collator
+from megatrain.data.encoding import ARRAYS, Encoder, EncodingOptions, TokenWriter, pad_token_id
 from megatrain.data.files import suffix_of
-from megatrain.data.images import ImageProcessor, ImageRef, refs_from_bytes
-from megatrain.data.row_kind import RowKind
+from megatrain.data.images import ImageProcessor
+from megatrain.data.packing import BatchShape
+from megatrain.data.row_kind import CHATS, RowKind
 from megatrain.data.rows_report import DataError, DataReport
 from megatrain.data.sources import rows_of, source_files
+from megatrain.data.token_dataset import TokenDataset, hold_out
 from tiered import checksum
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from megatrain.data.scores import TeacherScores
     from megatrain.data.table import DataConfig
 
 
-_WEIGHT_STREAM = 2  # index of this module's random stream; megatrain.data.loader uses streams 0 and 1
 _SECONDS_BETWEEN_MESSAGES = 10.0
 OnMessage = Callable[[str], None]
 
@@ -64,6 +63,16 @@ class DataSpec:
             return None
         return ImageProcessor(self.images_folder, tokenizer, self.table.max_length)
 
+    def batch_shape(self, micro_batch_size: int, num_micro_batches: int) -> BatchShape:
+        """Return the shape of steps with this number of rows per micro-batch."""
+        return BatchShape(micro_batch_size, num_micro_batches, self.table.max_length, bool(self.table.packing))
+
+    def collator(
+        self, shape: BatchShape, tokenizer: PreTrainedTokenizerFast, teacher: TeacherScores | None = None
+    ) -> Collator:
+        """Return the collator of these rows. Raises the errors of :meth:`image_processor`."""
+        return Collator(shape, pad_token_id(tokenizer), self.image_processor(tokenizer), teacher)
+
     @property
     def has_default_packing(self) -> bool:
         """Whether the config leaves ``packing`` at its default."""
@@ -79,126 +88,6 @@ class DataSpec:
     def source_names(self) -> list[str]:
         """Name of each source in messages."""
         return [f"data.train.{number} ({source.path})" for number, source in enumerate(self.table.train)]
-
-
-@dataclass(frozen=True)
-class TokenDataset:
-    """Tokenized documents.
-
-    Attributes:
-        tokens: Concatenated token ids of all documents.
-        trained: Loss mask, one flag per token. The flag of each document's first token is false.
-        starts: Index of each document's first token, followed by the length of ``tokens``.
-        report: Counts of the rows that were read and dropped.
-        source_starts: Index of each source's first document, followed by the number of documents. Can be empty if
-            there is only one source.
-        weights: For each source, how often an epoch uses each document. Empty if every weight is 1.
-        content: Checksum of ``tokens``, ``trained`` and ``starts``. None or "" if it has not been computed.
-        begins_row: For each document, whether it is the first document of a row. Most rows have only one document.
-        in_use: Ascending indices of the documents to use, or None for all documents.
-        images: Images of all documents, serialized by ``refs_to_bytes``.
-        image_starts: Offset of each document's first byte in ``images``, followed by the length of ``images``.
-        roles: Role of each document in its example, as defined by ``kind``. Empty if every role is 0.
-        source_checksums: Returns one checksum per source. Reads only the files whose checksum is not cached.
-    """
-
-    tokens: npt.NDArray[np.int32]
-    trained: npt.NDArray[np.bool_]
-    starts: npt.NDArray[np.int64]
-    report: DataReport
-    source_starts: tuple[int, ...] = ()
-    weights: tuple[float, ...] = ()
-    content: str | None = None
-    known_largest_id: int | None = None
-    begins_row: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
-    in_use: npt.NDArray[np.int64] | None = None
-    images: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
-    image_starts: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    roles: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
-    kind: RowKind = CHATS
-    source_checksums: Callable[[], tuple[str, ...]] = tuple
-
-    def __post_init__(self) -> None:
-        if not len(self.begins_row):
-            object.__setattr__(self, "begins_row", np.ones(len(self), dtype=np.bool_))
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    def key_of(self, document: int) -> str:
-        """Return a checksum of a document's tokens and loss mask. Teacher scores are stored under this key."""
-        part = slice(int(self.starts[document]), int(self.starts[document + 1]))
-        return checksum(self.tokens[part].tobytes() + self.trained[part].tobytes())
-
-    def fingerprint(self) -> str:
-        """Return a checksum of all data that a run uses. Read the tokens only if ``content`` is not set."""
-        text = self.content_of_all
-        if any(weight != 1.0 for weight in self.weights):
-            text += f"-{checksum(repr((self.source_starts, self.weights)).encode())}"
-        return text if self.in_use is None else f"{text}-{checksum(self.in_use.view(np.uint8))}"
-
-    @cached_property
-    def content_of_all(self) -> str:
-        """Checksum of all documents, including those that are not in use."""
-        return self.content or content_checksum(self.tokens, self.trained, self.starts)
-
-    @property
-    def largest_id(self) -> int:
-        """Largest token id of any document."""
-        return int(self.tokens.max()) if self.known_largest_id is None else self.known_largest_id
-
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """Return each document's number of tokens."""
-        found: npt.NDArray[np.int64] = np.diff(self.starts) - self.kind.num_values
-        return found
-
-    def num_tokens_of(self, document: int) -> int:
-        """Return a document's number of tokens."""
-        return int(self.starts[document + 1] - self.starts[document]) - self.kind.num_values
-
-    def images_of(self, document: int) -> list[ImageRef]:
-        """Return a document's images, in order."""
-        if not len(self.images):
-            return []
-        return refs_from_bytes(self.images[self.image_starts[document] : self.image_starts[document + 1]].tobytes())
-
-    def release_pages(self) -> None:
-        """Release the RAM that the memory-mapped files occupy. Reading the data again later is almost as fast.
-
-        If this is never called, the process's resident memory grows with every read.
-        """
-        owners: list[object] = [getattr(self, name).base for name in ARRAYS]
-        for mapped in owners:
-            if isinstance(mapped, mmap.mmap):
-                mapped.madvise(mmap.MADV_DONTNEED)
-
-    def epoch_documents(self, data_seed: int) -> npt.NDArray[np.int64]:
-        """Return the documents of an epoch, in order. Each source is repeated according to its weight.
-
-        For the fractional part of a weight, ``data_seed`` selects the same documents in every epoch. If an example has
-        several documents, only its first document is returned.
-        """
-        used = np.arange(len(self), dtype=np.int64) if self.in_use is None else self.in_use
-        if self.kind.num_documents > 1:
-            used = used[self.begins_row[used]]
-        if all(weight == 1.0 for weight in self.weights):
-            return used
-        parts = []
-        for number, weight in enumerate(self.weights):
-            first, end = np.searchsorted(used, self.source_starts[number : number + 2])
-            documents = used[first:end]
-            whole = math.floor(weight)
-            count = round((weight - whole) * len(documents))
-            shuffled = np.random.default_rng((data_seed, _WEIGHT_STREAM, number)).permutation(len(documents))
-            parts += [*([documents] * whole), documents[np.sort(shuffled[:count])]]
-        return np.concatenate(parts)
-
-
-def content_checksum(
-    tokens: npt.NDArray[np.int32], trained: npt.NDArray[np.bool_], starts: npt.NDArray[np.int64]
-) -> str:
-    """Return a checksum of all tokens, masks and document boundaries."""
-    return "-".join(checksum(np.ascontiguousarray(part).view(np.uint8)) for part in (tokens, trained, starts))
 
 
 def load_dataset(
@@ -217,22 +106,22 @@ def load_dataset(
         RowError: A row cannot be used for training and ``data.bad_rows`` is "error".
     """
     files = [source_files(source.path, source.subset, source.split) for source in data.table.train]
-
-    def encode(writer: TokenWriter) -> tuple[DataReport, tuple[int, ...]]:
-        return _encode_sources(data, tokenizer, files, writer, on_message)
-
+    encode = partial(_encode_sources, data, tokenizer, files, on_message)
     weights = tuple(source.weight for source in data.table.train)
     folder = cache_folder(data.table.cache_dir, on_message)
     cache = None
     if folder is None:
-        dataset = _encode_in_memory(encode, data.kind)
+        made = InMemoryWriter()
+        dataset = made.dataset(*encode(made.writer))
     else:
         cache = TokenCache(folder, max_nbytes=data.table.max_cache_size, on_message=on_message)
         processor = data.image_processor(tokenizer)
         described = "" if processor is None else processor.describe()
         key = cache_key(data.table.train, files, tokenizer, data.table.train_on, data.encoding, cache, described)
-        dataset = _dataset_from_entry(cache.get(key, encode), data.kind)
-    dataset = replace(dataset, weights=weights, source_checksums=partial(source_checksums, files, cache))
+        dataset = cache.get(key, encode)
+    dataset = replace(
+        dataset, kind=data.kind, weights=weights, source_checksums=partial(source_checksums, files, cache)
+    )
     if data.table.val_size is not None:
         dataset = hold_out(dataset, data.table.val_size, data.seed)
     if not len(dataset.epoch_documents(data.seed)):
@@ -255,8 +144,8 @@ def _encode_sources(
     data: DataSpec,
     tokenizer: PreTrainedTokenizerFast,
     files: Sequence[Sequence[Path]],
-    writer: TokenWriter,
     on_message: OnMessage,
+    writer: TokenWriter,
 ) -> tuple[DataReport, tuple[int, ...]]:
     """Tokenize every source. Return the report and ``source_starts``."""
     rows = RowEncoder(tokenizer, train_on=data.table.train_on, images=data.image_processor(tokenizer))
@@ -269,13 +158,6 @@ def _encode_sources(
     return encoder.finish(), tuple(source_starts)
 
 
-def _encode_in_memory(
-    encode: Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]], kind: RowKind
-) -> TokenDataset:
-    made = InMemoryWriter()
-    return made.dataset(*encode(made.writer), kind=kind)
-
-
 class InMemoryWriter:
     """Writer that keeps its documents in RAM."""
 
@@ -285,20 +167,10 @@ class InMemoryWriter:
 
     def dataset(self, report: DataReport, source_starts: tuple[int, ...] = (), kind: RowKind = CHATS) -> TokenDataset:
         """Return a dataset of the documents written and flushed so far."""
-        arrays = {name: np.frombuffer(file.getbuffer(), dtype=ARRAYS[name]) for name, file in self._files.items()}
-        writer = self.writer
-        return _dataset_from_entry(CacheEntry(arrays, report, source_starts, writer.content, writer.largest_id), kind)
-
-
-def _dataset_from_entry(entry: CacheEntry, kind: RowKind) -> TokenDataset:
-    return TokenDataset(
-        **entry.arrays,
-        report=entry.report,
-        source_starts=entry.source_starts,
-        content=entry.content,
-        known_largest_id=entry.largest_id,
-        kind=kind,
-    )
+        own: dict[str, Any] = {"content": self.writer.content, "known_largest_id": self.writer.largest_id}
+        for name, file in self._files.items():
+            own[name] = np.frombuffer(file.getbuffer(), dtype=ARRAYS[name])
+        return TokenDataset(**own, report=report, source_starts=source_starts, kind=kind)
 
 
 def _progress_callback(on_message: OnMessage) -> Callable[[int], None]:
@@ -332,57 +204,3 @@ def check_id_range(dataset: TokenDataset, num_embeddings: int, *, where: str) ->
             "(vocab_size)",
             "Use the model's own tokenizer",
         )
-
-
-#: Name of the held-out rows in metrics.
-NAME = "val"
-_HOLD_OUT_STREAM = 3  # index of this function's random stream; the loader and the weights use streams 0 to 2
-
-
-def hold_out(dataset: TokenDataset, val_size: float, data_seed: int) -> TokenDataset:
-    """Return a dataset without its held-out rows. :func:`held_out_part` returns the held-out rows.
-
-    The choice of rows depends only on the data and ``data_seed``. All documents of a row are held out together.
-
-    Args:
-        val_size: If below 1, the fraction of rows to hold out (rounded, at least one row); else the number of rows.
-            Dropped rows are not counted.
-
-    Raises:
-        DataError: No row would be left to train on.
-    """
-    row_of_document = np.cumsum(dataset.begins_row) - 1
-    count = int(row_of_document[-1]) + 1
-    wanted = max(1, round(val_size * count)) if val_size < 1 else int(val_size)
-    if wanted >= count:
-        shown = f"{wanted:,}" if val_size >= 1 else f"{val_size:g}"
-        raise DataError(
-            "data.val_size",
-            f"data.val_size = {shown} leaves nothing to train on: the data has {count:,} row{'s' * (count > 1)}",
-            "Lower it, or use separate rows in [[data.eval]]" if count > 1
-            else "A text file is one row: use another text file in [[data.eval]]",
-        )  # fmt: skip
-    is_held_out = np.zeros(count, dtype=np.bool_)
-    is_held_out[np.random.default_rng((data_seed, _HOLD_OUT_STREAM)).permutation(count)[:wanted]] = True
-    return replace(dataset, in_use=np.flatnonzero(~is_held_out[row_of_document]))
-
-
-def held_out_part(dataset: TokenDataset, max_samples: int | None = None) -> TokenDataset:
-    """Return the rows that :func:`hold_out` removed, all with weight 1. Return at most ``max_samples`` rows."""
-    assert dataset.in_use is not None
-    others = np.ones(len(dataset), dtype=np.bool_)
-    others[dataset.in_use] = False
-    documents = np.flatnonzero(others)
-    if max_samples is not None:
-        documents = documents[np.cumsum(dataset.begins_row[documents]) <= max_samples]
-    return replace(dataset, in_use=documents, weights=())
-
-
-def describe(held_out: TokenDataset) -> str:
-    """Return a message that states the number of held-out rows, documents and tokens."""
-    documents = held_out.in_use
-    assert documents is not None
-    rows = int(np.count_nonzero(held_out.begins_row[documents]))
-    tokens = int(held_out.lengths()[documents].sum())
-    pieces = "" if rows == len(documents) else f"{len(documents):,} documents, "
-    return f"{rows:,} row{'s' * (rows != 1)} held out from training (data.val_size), {pieces}{tokens:,} tokens"

@@ -13,11 +13,10 @@ import numpy as np
 import xxhash
 
 from megatrain.data.chat import Encoded, RowEncoder
-from megatrain.data.chat_rows import CHATS
 from megatrain.data.formats import DataRow, PlainRow
 from megatrain.data.images import refs_to_bytes
 from megatrain.data.masks import TEMPLATE_FILE
-from megatrain.data.row_kind import CodedDocument, RowKind
+from megatrain.data.row_kind import CHATS, CodedDocument, RowKind
 from megatrain.data.rows_report import DataError, DataReport, RowCounts, RowError
 from megatrain.data.text_rows import CutDocument, TextCutter
 
@@ -299,9 +298,7 @@ class Encoder:
             reason = "data.max_length would truncate it within an image"
             self._drop(RowError(row.where, text, "Raise it, or make the images smaller", reason=reason), whole)
             return []
-        cut = list(whole)
-        if longest > max_length:
-            cut = [_truncate(each, max_length) for each in whole]
+        cut = [_truncate(each, max_length) for each in whole]
         num_before, num_kept = (sum(len(each.tokens) for each in several) for several in (whole, cut))
         counts.num_rows += 1
         counts.num_tokens_lost += num_before - num_kept

@@ -46,8 +46,6 @@ _TEXT_TYPES = ("STRING", "JSON", "ENUM", "NONE")  # logical types of parquet col
 _BYTES_PER_NESTED_VALUE = 16
 #: Maximum decompressed size of a row. Without this limit, a small untrusted file could fill the RAM.
 MAX_ROW_BYTES = 256 * MiB
-#: Remedy for rows that span several lines.
-LINE_PER_ROW = "Write one object per line (jq -c . FILE), or a list of objects in a .json file"
 #: RAM for each byte of a JSON list. The text and the parsed objects are in RAM at the same time.
 _BYTES_PER_CHARACTER_OF_LIST = 8
 
@@ -256,7 +254,8 @@ def _parse_line(line: str, where: str) -> Any:
         if line.strip() in ("[", "[{") or line.lstrip().startswith("[{"):
             raise DataError(where, "this is a JSON list, not one object per line", "Rename the file to .json") from None
         if start == "{":
-            raise DataError(where, "the object spans several lines", LINE_PER_ROW) from None
+            advice = "Write one object per line (jq -c . FILE), or a list of objects in a .json file"
+            raise DataError(where, "the object spans several lines", advice) from None
         raise DataError(
             where, f"broken JSON {_json_fault(error)}. The line begins: {start}", "Fix or remove the line"
         ) from None
@@ -401,7 +400,6 @@ def parquet_values(file: Any, name: str, start: int = 0) -> Iterator[dict[str, A
         file: Path or open file.
         name: Name of the file in error messages.
     """
-    import psutil
     import pyarrow.parquet
 
     is_path = isinstance(file, Path)

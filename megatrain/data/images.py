@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["IMAGE_MARK", "ImageProcessor", "ImageRef", "Inserted", "NamedImage", "refs_from_bytes", "refs_to_bytes"]
-
 #: Private-use character that marks an image's position in a message's text.
 IMAGE_MARK = "\U0010f8f1"
 EXTRA = 'pip install "megatrain-tier[images]"'

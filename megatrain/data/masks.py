@@ -101,12 +101,11 @@ class ChatRenderer:
             self._check_limits(messages, tools)
             self._tried_roles.add(roles)
         try:
-            text = self._apply(messages, tools, add_generation_prompt=add_generation_prompt)
+            return self._apply(messages, tools, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # a template can raise any exception
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             what = f"the chat template rejects this conversation: {reason}"
             raise RowError(where, what, "Fix or remove the row") from None
-        return text
 
     def _apply(self, messages: Messages, tools: Tools, *, add_generation_prompt: bool) -> str:
         text = self._tokenizer.apply_chat_template(

@@ -1,20 +1,73 @@
-"""Best-fit packing of documents into rows of a fixed length. Documents are never split."""
+"""Rows of batches: their number and size, and the documents in each row. Packing never splits a document."""
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+if TYPE_CHECKING:
+    from megatrain.data.token_dataset import TokenDataset
+
 WINDOW = 4096  # documents packed together; a larger window needs less padding, a smaller window mixes documents better
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """Number and size of the rows in each optimizer step.
+
+    Attributes:
+        micro_batch_size: Rows per micro-batch. Must be a multiple of the number of documents per example.
+        max_length: Tokens in a packed row. Unpacked rows are padded to the micro-batch's longest row.
+        packing: Whether a row can contain several documents.
+    """
+
+    micro_batch_size: int
+    num_micro_batches: int
+    max_length: int
+    packing: bool
+
+    def examples_per_step(self, num_documents: int) -> int:
+        """Return the number of examples in a step if each example has ``num_documents`` documents."""
+        assert min(self.micro_batch_size, self.num_micro_batches) > 0, self
+        assert num_documents == 1 or (self.micro_batch_size % num_documents == 0 and not self.packing), self
+        return self.micro_batch_size // num_documents * self.num_micro_batches
+
+    def assign(self, documents: npt.NDArray[np.int64], dataset: TokenDataset) -> RowTable:
+        """Assign documents to rows, in their order. Without packing, each document is a row."""
+        if not self.packing:
+            return RowTable(documents, np.arange(len(documents) + 1, dtype=np.int64))
+        return pack_documents(documents, dataset.lengths()[documents], self.max_length)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowTable:
+    """Documents of each row. The table uses at most 16 bytes of RAM per document.
+
+    Attributes:
+        members: Concatenated documents of all rows.
+        starts: Index of each row's first document, followed by the end.
+    """
+
+    members: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, row: int) -> list[int]:
+        documents: list[int] = self.members[self.starts[row] : self.starts[row + 1]].tolist()
+        return documents
 
 
 def pack_documents(
     documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], capacity: int, *, window: int = WINDOW
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+) -> RowTable:
     """Assign documents to rows by best fit decreasing within each window. The result is deterministic.
 
     Args:
@@ -22,10 +75,6 @@ def pack_documents(
         lengths: Number of tokens in each document, from 1 to ``capacity``.
         capacity: Number of tokens in a row.
         window: Documents per window. Documents of different windows never share a row.
-
-    Returns:
-        The concatenated documents of all rows, and the index of each row's first document, followed by the end. Both
-        arrays together use at most 16 bytes of RAM per document.
     """
     members = np.empty(len(documents), dtype=np.int64)
     starts = array("q", [0])
@@ -35,7 +84,7 @@ def pack_documents(
             end = starts[-1] + len(row)
             members[starts[-1] : end] = documents[part][row]
             starts.append(end)
-    return members, np.array(starts, dtype=np.int64)
+    return RowTable(members, np.array(starts, dtype=np.int64))
 
 
 def _pack_window(lengths: Sequence[int], capacity: int) -> list[list[int]]:

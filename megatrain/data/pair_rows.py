@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 # Functions import numpy and torch only when they need them, because configs use the row kinds without them.
 
-__all__ = ["CHOSEN", "PAIRS", "REJECTED", "TEXT_PAIRS", "PairRows"]
-
 #: Roles of the better and the worse answer. Token caches store these values.
 CHOSEN, REJECTED = 1, 2
 #: Flag added to a document's role if a margin is stored after the document's tokens.

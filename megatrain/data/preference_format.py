@@ -20,8 +20,6 @@ from megatrain.data.formats import (
 from megatrain.data.messages import ImagePlaces, field_names, kind, read_messages
 from megatrain.data.rows_report import DataError, RowError
 
-__all__ = ["PREFERENCE", "Preference"]
-
 _LARGEST_MARGIN = 3.4028234663852886e38  # largest fp32 value, because the loss is computed in fp32
 
 

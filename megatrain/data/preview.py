@@ -11,14 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.data.chat import Encoded, RowEncoder
-from megatrain.data.dataset import DataSpec, OnMessage, TokenDataset, describe, held_out_part, load_dataset
+from megatrain.data.dataset import DataSpec, OnMessage, load_dataset
 from megatrain.data.formats import DataRow, Document, PlainRow
-from megatrain.data.loader import order_of_epoch
 from megatrain.data.packing import pack_documents
+from megatrain.data.row_order import order_of_epoch
 from megatrain.data.rows_report import DataError, DataReport, EmptyFileError, RowError
-from megatrain.data.sources import rows_of, source_files
-from megatrain.data.stream import refuse_streams, rows_in_order
+from megatrain.data.shards import Shards
+from megatrain.data.sources import row_or_error, rows_of, source_files
 from megatrain.data.text_rows import CutDocument, TextCutter
+from megatrain.data.token_dataset import TokenDataset, describe, held_out_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -37,7 +38,7 @@ class TextRun:
 
 @dataclass(frozen=True, slots=True)
 class RowPreview:
-    """One of a row's texts, as the model sees it.
+    """One of a row's texts, as the model sees it. ``Encoded`` explains attributes that are not listed here.
 
     Attributes:
         number: Row number, counted from 1 across all sources.
@@ -48,9 +49,6 @@ class RowPreview:
         num_trained: Number of shown tokens that are in the loss.
         num_tokens_before: Number of tokens before truncation.
         dropped: Reason why the row is not used for training, or "".
-        untrained_turns: Reason for each assistant turn that should be in the loss but cannot be.
-        left_out: Fields of the row that the chat template does not render.
-        special_tokens: Special tokens that occur in the row's text.
         num_pieces: Number of documents that the shown text is split into. Each begins with the start tokens.
     """
 
@@ -104,7 +102,9 @@ def _rows(data: DataSpec) -> Iterator[DataRow | RowError]:
     """Yield the rows of all sources, including rows that cannot be used for training."""
     for source in data.table.train:
         if data.table.streaming:
-            yield from rows_in_order(source, data.kind)
+            shards = Shards(source.path)
+            for where, value in itertools.chain.from_iterable(shards.rows(index, 0) for index in range(len(shards))):
+                yield row_or_error(value, where, data.kind.reader or source.format, source.their_columns)
             continue
         for row in rows_of(source, source_files(source.path, source.subset, source.split), data.kind):
             if not isinstance(row, EmptyFileError) and (not isinstance(row, Document) or row.is_start):
@@ -260,7 +260,12 @@ def dataset_stats(
     Raises:
         DataError: ``load_dataset`` failed, or the data is streamed.
     """
-    refuse_streams(data, "statistics of all rows")
+    if data.table.streaming:
+        raise DataError(
+            "data.streaming",
+            "statistics of all rows need a pass over all data, but streams are read only as far as a run uses them",
+            "Remove data.streaming and use local files",
+        )
     dataset = load_dataset(data, tokenizer, on_message)
     documents = dataset.epoch_documents(data.seed)
     together = dataset.kind.num_documents
@@ -270,7 +275,7 @@ def dataset_stats(
     used = all_lengths[documents]
     trained = _count_trained(dataset)
     max_length = data.table.max_length
-    num_packed = len(pack_documents(documents, used, max_length)[1]) - 1
+    num_packed = len(pack_documents(documents, used, max_length))
     packed = 1.0 - int(used.sum()) / (num_packed * max_length)
     longest = used.reshape(-1, together).max(axis=1)[order_of_epoch(data.seed, 0, len(used) // together)]
     examples = rows_per_step // together, max(1, micro_batch_rows // together)

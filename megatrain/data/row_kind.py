@@ -1,6 +1,6 @@
 """Base class of row kinds. A row kind converts a task's rows to documents, and documents to micro-batches.
 
-The kinds are the objects `chat_rows.CHATS`, `text_rows.TEXTS`, `pair_rows.PAIRS`, `pair_rows.TEXT_PAIRS` and
+The kinds are the objects `row_kind.CHATS`, `text_rows.TEXTS`, `pair_rows.PAIRS`, `pair_rows.TEXT_PAIRS` and
 `tagged_rows.ANSWERS`. The rest of this package only calls the methods of `RowKind` and does not distinguish between
 kinds. The table in `megatrain/tasks/table.py` selects the kind for each task.
 """
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     Batch = dict[str, Tensor]
     #: A row and its tokenized texts. Each text is truncated to ``max_length`` tokens.
     Example = tuple[DataRow, Sequence[Encoded]]
-
-__all__ = ["CodedDocument", "DocumentFacts", "RowKind", "row_kind"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +100,10 @@ class RowKind:
     def summary(self, roles: npt.NDArray[np.uint8]) -> str:
         """Return the number of examples as text, for example "3 rows", from the roles of all documents."""
         return pluralize(len(roles) // self.num_documents, "row")
+
+
+#: Row kind for conversations, prompts with completions, plain texts and token lists. Each row becomes one document.
+CHATS = RowKind()
 
 
 def row_kind(name: str) -> RowKind:

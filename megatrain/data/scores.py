@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,17 +29,7 @@ from tiered import checksum
 from tiered.ext import replace_file
 
 if TYPE_CHECKING:
-    from megatrain.data.dataset import TokenDataset
-
-__all__ = [
-    "SCORES_NAME",
-    "DocumentScores",
-    "ScoreFolder",
-    "ScoreKind",
-    "ScoresError",
-    "TeacherScores",
-    "read_kind",
-]
+    from megatrain.data.token_dataset import TokenDataset
 
 #: Name of the score folder in ``output_dir``.
 SCORES_NAME = "scores"
@@ -51,7 +41,6 @@ _GROUP_NBYTES = 4 << 20  # approximate size of a row group; a reader loads a who
 _GROUPS_KEPT = 8
 EXTRA = 'pip install "megatrain-tier[data]"'
 
-Format = Literal["parquet", "zarr"]
 Array = npt.NDArray[Any]
 
 
@@ -70,8 +59,6 @@ class ScoreKind:
         split_experts: Whether fused experts were computed in parts. This changes how their sums are rounded.
         tokenizer: Checksum of the tokenizer.
         data: Fingerprint of the dataset.
-        max_length: Maximum tokens in a row.
-        packing: Whether a row can contain several documents.
         top_k: Number of vocabulary entries that are scored for each token.
         embeddings: How a document's vector is computed from its last hidden states: "none", "mean" or "last".
         formats: File formats. Every format contains all scores.
@@ -207,7 +194,9 @@ class ScoreFolder:
         for form in kind.formats:
             (folder / form).mkdir(exist_ok=True)
         if "zarr" in kind.formats:
-            _zarr().open_group(str(folder / "zarr"), mode="a")
+            import zarr
+
+            zarr.open_group(str(folder / "zarr"), mode="a")
 
     def missing(self) -> list[range]:
         """Return the ranges of rows whose scores are missing in at least one format."""
@@ -276,12 +265,6 @@ def _parquet() -> Any:
     return pyarrow.parquet
 
 
-def _zarr() -> Any:
-    import zarr
-
-    return zarr
-
-
 def _arrays(documents: Sequence[DocumentScores], kind: ScoreKind) -> dict[str, Array]:
     """Return a part's arrays: values per document, ``starts``, and the concatenated values per token."""
     counts = [len(document.positions) for document in documents]
@@ -323,7 +306,9 @@ def _write_parquet(path: Path, documents: Sequence[DocumentScores], kind: ScoreK
 
 
 def _write_zarr(path: Path, documents: Sequence[DocumentScores], kind: ScoreKind) -> None:
-    group = _zarr().create_group(str(path))
+    import zarr
+
+    group = zarr.create_group(str(path))
     arrays = _arrays(documents, kind)
     arrays["key"] = np.array([int(document.key, 16) for document in documents], dtype=np.uint64)
     for name, values in arrays.items():
@@ -377,7 +362,9 @@ class _ZarrPart:
     """Reads single documents from a zarr part."""
 
     def __init__(self, path: Path) -> None:
-        self._group = _zarr().open_group(str(path), mode="r")
+        import zarr
+
+        self._group = zarr.open_group(str(path), mode="r")
         self._starts = self._group["starts"][:]
 
     def keys(self) -> list[str]:
@@ -404,7 +391,7 @@ class TeacherScores:
         self.kind = read_kind(folder)
         self._folder, self._top_k, self._vocab_size = folder, top_k, vocab_size
         form = self.kind.formats[0]
-        self._parts: list[_ParquetPart | _ZarrPart] = []
+        self._parts: list[tuple[Path, _ParquetPart | _ZarrPart]] = []
         self._index: dict[str, tuple[int, int]] = {}
         names = []
         for _, _, path in _parts(folder / form):
@@ -412,9 +399,8 @@ class TeacherScores:
                 part = _ParquetPart(path) if form == "parquet" else _ZarrPart(path)
                 keys = part.keys()
             self._index.update((key, (len(self._parts), row)) for row, key in enumerate(keys))
-            self._parts.append(part)
+            self._parts.append((path, part))
             names.append((path.name, len(keys)))
-        self._paths = [path for _, _, path in _parts(folder / form)]
         self._fingerprint = checksum(json.dumps([dataclasses.asdict(self.kind), names, top_k]).encode())
 
     def fingerprint(self) -> str:
@@ -434,14 +420,17 @@ class TeacherScores:
         missing = [int(document) for document in used if dataset.key_of(int(document)) not in self._index]
         if not missing:
             return
+        num_rows = sum(count for _, count, _ in _parts(self._folder / self.kind.formats[0]))
         if tokenizer != self.kind.tokenizer:
             cause = (
                 f"The scores belong to another tokenizer ({self.kind.model}). A student needs the tokenizer of its "
                 "teacher: set model.tokenizer_name_or_path"
             )
-        elif self._num_rows < self.kind.num_rows:
+        elif (
+            num_rows := sum(count for _, count, _ in _parts(self._folder / self.kind.formats[0]))
+        ) < self.kind.num_rows:
             cause = (
-                f"Only {self._num_rows:,} of {self.kind.num_rows:,} rows have been scored: run the same megatrain-tier "
+                f"Only {num_rows:,} of {self.kind.num_rows:,} rows have been scored: run the same megatrain-tier "
                 "score command again to continue"
             )
         else:
@@ -455,10 +444,6 @@ class TeacherScores:
             f"{missing[0]:,}, with {dataset.starts[missing[0] + 1] - dataset.starts[missing[0]]:,} tokens)",
             cause,
         )
-
-    @property
-    def _num_rows(self) -> int:
-        return sum(count for _, count, _ in _parts(self._folder / self.kind.formats[0]))
 
     def batch_scores(self, rows: Sequence[Sequence[tuple[str, int]]], width: int) -> dict[str, torch.Tensor]:
         """Return the teacher's scores for the next token at each position of the rows.
@@ -490,9 +475,10 @@ class TeacherScores:
     def _read(self, key: str) -> list[Array]:
         if key not in self._index:
             raise DataError(str(self._folder), f"there are no scores for document {key}")
-        part, row = self._index[key]
-        with _explain_damage(self._paths[part]):
-            return self._parts[part].read(row, ("positions", "top_ids", "top_log_probs", "rest_log_probs"))
+        number, row = self._index[key]
+        path, part = self._parts[number]
+        with _explain_damage(path):
+            return part.read(row, ("positions", "top_ids", "top_log_probs", "rest_log_probs"))
 
     def _select_top(self, key: str, ids: Array, log_probs: Array, rest: Array) -> tuple[Array, Array, Array]:
         if ids.size and ids.max() >= self._vocab_size:
@@ -523,18 +509,6 @@ def _explain_damage(path: Path) -> Iterator[None]:
             f"this part of the scores cannot be read: {text}",
             "Delete it and run the same megatrain-tier score command again, which scores the missing rows",
         ) from error
-
-
-def documents_of(
-    loader_rows: Sequence[Sequence[int]], dataset: TokenDataset
-) -> Iterator[tuple[int, int, int, npt.NDArray[np.int64]]]:
-    """Yield (row, offset in the row, document, positions in the loss) for each document of the rows, in order."""
-    for number, row in enumerate(loader_rows):
-        at = 0
-        for document in row:
-            part = slice(int(dataset.starts[document]), int(dataset.starts[document + 1]))
-            yield number, at, document, np.flatnonzero(dataset.trained[part])
-            at += part.stop - part.start
 
 
 def tokenizer_checksum(tokenizer: Any) -> str:

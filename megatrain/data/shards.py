@@ -1,4 +1,7 @@
-"""Shards of a streamed source: files in a folder or at a URL. A shard can be read from any row without loading it."""
+"""Shards of a streamed source: files in a folder or at a URL, and their rows in a random order of the shards.
+
+A shard can be read from any row without loading it.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,20 @@ import gzip
 import io
 import itertools
 import re
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any
 
-from megatrain.data.files import import_pyarrow, json_lines, parquet_values, refuse_mds
-from megatrain.data.rows_report import DataError
-from tiered.units import MiB
+import numpy as np
 
-__all__ = ["Shard", "ShardError", "Shards"]
+from megatrain.data.files import import_pyarrow, json_lines, parquet_values, refuse_mds
+from megatrain.data.formats import DataRow
+from megatrain.data.rows_report import DataError, RowError
+from megatrain.data.sources import row_or_error
+from megatrain.data.table import DatasetConfig
+from tiered.units import MiB
 
 #: File name suffixes of shards and of compressed shards.
 _LINES, _PARQUET = (".jsonl", ".ndjson"), (".parquet",)
@@ -24,6 +31,9 @@ _READ_AS = ".jsonl (also compressed: .jsonl.gz, .jsonl.zst or .jsonl.zstd) and .
 _BLOCK_BYTES = 8 * MiB
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 _GLOB = re.compile(r"[*?\[]")
+#: Number of attempts to open a shard. After the last attempt, a server error ends the run.
+NUM_TRIES = 5
+_FIRST_PAUSE_S = 0.5
 
 
 class ShardError(DataError):
@@ -138,6 +148,89 @@ class Shards:
         if "NoCredentialsError" in names or "locate credentials" in text:
             advice = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
         return ShardError(path, f"it cannot be read: {text}", advice)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCursor:
+    """Position in a source.
+
+    Attributes:
+        turn: How often the source has been read to its end.
+        shard: Index of the current shard in this turn's shuffled order.
+        row: Number of rows drawn from the current shard.
+        credit: The source's credit, in rows. See ``_Draft.draw``.
+    """
+
+    turn: int = 0
+    shard: int = 0
+    row: int = 0
+    credit: float = 0.0
+
+
+class RowStream:
+    """Infinite iterator over the rows of a source.
+
+    Args:
+        seed: Random seed for the order of the shards.
+        at: Position at which to start.
+        on_message: Called when a shard is opened again after an error.
+    """
+
+    def __init__(
+        self,
+        source: DatasetConfig,
+        shards: Shards,
+        seed: tuple[int, ...],
+        at: SourceCursor,
+        on_message: Callable[[str], None],
+    ) -> None:
+        self.at = at
+        self._source, self._shards, self._seed, self._on_message = source, shards, seed, on_message
+        self._columns = source.their_columns
+        self._open: Generator[tuple[str, Any]] | None = None
+        self._has_rows = at.row > 0
+
+    def next_row(self) -> DataRow | RowError:
+        """Return the next row, or the error that makes the row unusable.
+
+        Raises:
+            DataError: A shard cannot be read, or the source has no rows.
+        """
+        while (found := self._next_in_shard()) is None:
+            at = replace(self.at, shard=self.at.shard + 1, row=0)
+            if at.shard == len(self._shards):
+                if not self._has_rows:
+                    raise DataError(self._shards.path, "none of its shards has a row", "Add rows")
+                at, self._has_rows = replace(at, shard=0, turn=at.turn + 1), False
+            self.at = at
+            self.close()
+        self._has_rows = True
+        self.at = replace(self.at, row=self.at.row + 1)
+        where, value = found
+        return row_or_error(value, where, self._source.format, self._columns)
+
+    def _next_in_shard(self) -> tuple[str, Any] | None:
+        """Return the current shard's next row, or None at the end of the shard. Retry after an error."""
+        order = np.random.default_rng((*self._seed, self.at.turn)).permutation(len(self._shards))
+        for number in range(NUM_TRIES):
+            try:
+                if self._open is None:
+                    self._open = self._shards.rows(int(order[self.at.shard]), self.at.row)
+                return next(self._open, None)
+            except ShardError as error:
+                self.close()
+                if number + 1 == NUM_TRIES:
+                    raise
+                pause_s = _FIRST_PAUSE_S * 2**number
+                self._on_message(f"warning: {error}. Retrying in {pause_s:g} s")
+                time.sleep(pause_s)
+        raise AssertionError(NUM_TRIES)
+
+    def close(self) -> None:
+        """Close the current shard."""
+        if self._open is not None:
+            self._open.close()
+        self._open = None
 
 
 def _has_suffix(name: str, endings: Sequence[str]) -> bool:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from megatrain.data.chat import Encoded
     from megatrain.data.row_kind import Example
 
-__all__ = ["ANSWERS", "MISMATCHED"]
-
 #: Role of a prompt with another example's answer. Good answers have the role CHOSEN, bad answers the role REJECTED.
 MISMATCHED = 3
 #: An answer's tokens and loss mask.

@@ -13,8 +13,6 @@ from megatrain.data.rows_report import DataError
 if TYPE_CHECKING:
     from megatrain.data.chat import Encoded
 
-__all__ = ["TEXTS", "CutDocument", "TextCutter"]
-
 
 class TextRows(RowKind):
     """Row kind for plain text."""

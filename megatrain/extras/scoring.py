@@ -20,11 +20,12 @@ from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.observer import RunObserver
 from megatrain.base.progress import Activity
 from megatrain.config.resolved import check_writable
+from megatrain.data.collate import Collator
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import pad_token_id
-from megatrain.data.loader import BatchLoader
+from megatrain.data.row_order import EpochOrder
 from megatrain.data.rows_report import check_losses
-from megatrain.data.scores import SCORES_NAME, DocumentScores, ScoreFolder, ScoreKind, documents_of, tokenizer_checksum
+from megatrain.data.scores import SCORES_NAME, DocumentScores, ScoreFolder, ScoreKind, tokenizer_checksum
 from megatrain.models.folder import ModelFolder
 from megatrain.plan.forward import check_weights, forward_run, plan_forward
 from megatrain.plan.limits import refuse
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatrain.config.schema import RunConfig
-    from megatrain.data.dataset import TokenDataset
     from megatrain.data.table import ScoreConfig
+    from megatrain.data.token_dataset import TokenDataset
     from megatrain.engine.forward import LayerRunner
     from megatrain.engine.token_scores import TokenScores
     from megatrain.plan.plan import Plan
@@ -159,8 +160,8 @@ class Scorer:
         if not (self.plan.run.output_dir / SCORES_NAME).is_dir():
             weights = open_weights(self.plan, self._observer.on_message)
         self._activity.begin("reading the data")
-        loader = self.make_loader()
-        kind = self._kind(loader)
+        order, collator = self.make_rows()
+        kind = self._kind(order)
         with RunFolder(self.plan.run.output_dir) as run_folder:
             folder = ScoreFolder(run_folder.path / SCORES_NAME, kind)
             cuts = list(self._passes(folder.missing()))
@@ -187,9 +188,9 @@ class Scorer:
                 self.plan, on_message=self._observer.on_message, activity=self._activity, weights=weights
             ) as opened:
                 opened.load()
-                return self._run_passes(opened, folder, kind, loader, cuts)
+                return self._run_passes(opened, folder, kind, order, collator, cuts)
 
-    def make_loader(self) -> BatchLoader:
+    def make_rows(self) -> tuple[EpochOrder, Collator]:
         run, on_message = self.plan.run, self._observer.on_message
         tokenizer = tokenizer_of(run.model)
         data = run.data.with_keys(val_size=None)
@@ -199,17 +200,11 @@ class Scorer:
         for text in check_losses(dataset.report, data.source_names, data.table.max_dropped):
             on_message(f"warning: {text}")
         self._tokenizer = tokenizer
-        return BatchLoader(
-            replace(dataset, weights=()),  # without weights, each document is used once
-            micro_batch_size=run.batch.micro_batch_rows,
-            num_micro_batches=run.batch.num_micro_batches,
-            max_length=run.batch.max_length,
-            packing=bool(run.data.table.packing),
-            data_seed=run.data.seed,
-            pad_token_id=pad_token_id(tokenizer),
-        )
+        shape = data.batch_shape(run.batch.micro_batch_rows, run.batch.num_micro_batches)
+        dataset = replace(dataset, weights=())  # without weights, each document is used once
+        return EpochOrder(dataset, shape, data.seed), Collator(shape, pad_token_id(tokenizer))
 
-    def _kind(self, loader: BatchLoader) -> ScoreKind:
+    def _kind(self, order: EpochOrder) -> ScoreKind:
         run, graph = self.plan.run, self.plan.graph
         return ScoreKind(
             model=run.model.name,
@@ -219,11 +214,11 @@ class Scorer:
             mlp_rows=run.model.table.mlp_rows,
             split_experts=run.model.table.split_experts,
             tokenizer=tokenizer_checksum(self._tokenizer),
-            data=loader.dataset.fingerprint(),
+            data=order.dataset.fingerprint(),
             max_length=run.batch.max_length,
             packing=bool(run.data.table.packing),
             data_seed=run.data.seed,
-            num_rows=loader.num_rows,
+            num_rows=order.num_rows,
             top_k=self._table.top_k,
             temperature=self._table.temperature,
             embeddings=self._table.embeddings,
@@ -236,7 +231,13 @@ class Scorer:
         return [rows[first : first + size] for rows in missing for first in range(0, len(rows), size)]
 
     def _run_passes(
-        self, opened: OpenRun, folder: ScoreFolder, kind: ScoreKind, loader: BatchLoader, cuts: Sequence[range]
+        self,
+        opened: OpenRun,
+        folder: ScoreFolder,
+        kind: ScoreKind,
+        order: EpochOrder,
+        collator: Collator,
+        cuts: Sequence[range],
     ) -> ScoreSummary:
         plan, store = self.plan, opened.store
         placement = plan.placement
@@ -247,7 +248,7 @@ class Scorer:
         num_passes = num_tokens = num_scored = num_rows = 0
         log_probs: list[float] = []
         with RunSignals(stops_after_step=True, activity=self._activity) as signals:
-            found = self._scores(passes, loader, cuts, lambda: signals.stop_requested)
+            found = self._scores(passes, order, collator, cuts, lambda: signals.stop_requested)
             for number, ((documents, places), rows) in enumerate(zip(found, cuts, strict=False)):
                 folder.write(rows.start, len(rows), documents)
                 num_passes, num_tokens, num_rows = number + 1, num_tokens + places, num_rows + len(rows)
@@ -273,7 +274,12 @@ class Scorer:
         )
 
     def _scores(
-        self, passes: Passes, loader: BatchLoader, cuts: Sequence[range], should_stop: Callable[[], bool]
+        self,
+        passes: Passes,
+        order: EpochOrder,
+        collator: Collator,
+        cuts: Sequence[range],
+        should_stop: Callable[[], bool],
     ) -> Iterator[tuple[list[DocumentScores], int]]:
         """Yield the document scores and the number of positions of each pass."""
         size = self.plan.micro_batch_size
@@ -285,14 +291,14 @@ class Scorer:
                 # Rows stay in order, unlike in a training step. The rows that share a micro-batch, and therefore the
                 # exact scores, do not depend on the number of micro-batches in a pass.
                 firsts = range(rows.start, rows.stop, size)
-                groups[:] = [loader.rows(first, min(first + size, rows.stop)) for first in firsts]
-                yield [loader.micro_batch(group) for group in groups]
+                groups[:] = [order.rows(first, min(first + size, rows.stop)) for first in firsts]
+                yield [collator.micro_batch(order.dataset, group) for group in groups]
 
         def head(runner: LayerRunner, micro_batches: MicroBatches) -> tuple[list[TokenScores], _Vectors, int]:
             vectors: _Vectors = {}
 
             def on_hidden(micro_batch: int, hidden: Tensor) -> None:
-                vectors[micro_batch] = _embeddings(hidden, groups[micro_batch], loader.dataset, self._table)
+                vectors[micro_batch] = _embeddings(hidden, groups[micro_batch], order.dataset, self._table)
 
             scores = runner.score(
                 micro_batches,
@@ -305,8 +311,8 @@ class Scorer:
         for scores, vectors, places in passes.run(batches(), head, num_passes=len(cuts), should_stop=should_stop):
             found: list[DocumentScores] = []
             for micro_batch, group in enumerate(groups):
-                found += _documents(group, loader.dataset, scores[micro_batch], vectors.get(micro_batch))
-            loader.dataset.release_pages()
+                found += _documents(group, order.dataset, scores[micro_batch], vectors.get(micro_batch))
+            order.dataset.release_pages()
             yield found, places
 
     def _report_pass(
@@ -319,12 +325,24 @@ class Scorer:
         )
 
 
+def _documents_in(
+    rows: Sequence[Sequence[int]], dataset: TokenDataset
+) -> Iterator[tuple[int, int, int, np.ndarray[Any, Any]]]:
+    """Yield (row, offset in the row, document, positions in the loss) for each document of the rows, in order."""
+    for number, row in enumerate(rows):
+        at = 0
+        for document in row:
+            part = slice(int(dataset.starts[document]), int(dataset.starts[document + 1]))
+            yield number, at, document, np.flatnonzero(dataset.trained[part])
+            at += part.stop - part.start
+
+
 def _embeddings(
     hidden: Tensor, rows: Sequence[Sequence[int]], dataset: TokenDataset, table: ScoreConfig
 ) -> list[np.ndarray[Any, Any]]:
     """Return the embedding of each document in the rows of a micro-batch, in order."""
     found = []
-    for row, at, document, _ in documents_of(rows, dataset):
+    for row, at, document, _ in _documents_in(rows, dataset):
         stop = at + int(dataset.starts[document + 1] - dataset.starts[document])
         states = hidden[row, at if table.embeddings == "mean" else stop - 1 : stop].float()
         found.append(states.mean(0).cpu().numpy())
@@ -342,7 +360,7 @@ def _documents(
     ids, top = scores.top_ids.numpy().astype(np.int32), scores.top_log_probs.numpy()
     found: list[DocumentScores] = []
     at = 0
-    for number, (_, _, document, positions) in enumerate(documents_of(rows, dataset)):
+    for number, (_, _, document, positions) in enumerate(_documents_in(rows, dataset)):
         own = slice(at, at + len(positions))
         at = own.stop
         first = int(dataset.starts[document])

@@ -14,7 +14,7 @@ from megatrain.tasks.task import Gather, MicroBatches, PrepareContext, RowFindin
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatrain.data.dataset import TokenDataset
+    from megatrain.data.token_dataset import TokenDataset
     from megatrain.engine.forward import LayerRunner
     from megatrain.engine.loss import Loss
     from megatrain.engine.table import TrainingConfig

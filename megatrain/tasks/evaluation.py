@@ -15,10 +15,11 @@ import torch
 
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.observer import EvaluationMetrics, RunObserver, Sample
-from megatrain.data.dataset import NAME, check_id_range, describe, held_out_part, load_dataset
-from megatrain.data.encoding import pad_token_id
-from megatrain.data.loader import BatchLoader, LoaderPosition
+from megatrain.data.dataset import check_id_range, load_dataset
+from megatrain.data.loader import BatchLoader
+from megatrain.data.row_order import EpochOrder, LoaderPosition
 from megatrain.data.rows_report import DataError, check_losses
+from megatrain.data.token_dataset import NAME, describe, held_out_part
 from megatrain.models.graph import num_learned_positions
 from megatrain.plan.forward import plan_averages, plan_samples
 from megatrain.plan.tiers import step_memory_lent
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
     from megatrain.base.progress import Activity
     from megatrain.base.timeline import Timeline
-    from megatrain.data.dataset import DataSpec, TokenDataset
+    from megatrain.data.dataset import DataSpec
+    from megatrain.data.token_dataset import TokenDataset
     from megatrain.plan.forward import GenerationPlan
     from megatrain.plan.plan import Plan, RunSpec
     from megatrain.ranks.collectives import Collectives
@@ -166,21 +168,13 @@ def load_evaluation_sets(
         on_message(f"evaluations use micro-batches of {rows} rows, because memory is planned for training")
     dealt = deal_micro_batches(run, rows)
     num_micro_batches, own = dealt[-1].stop, None if run.world.is_single else dealt[run.world.rank]
-    sets = []
+    sets, shape = [], run.data.batch_shape(rows, num_micro_batches)
     for number, (name, dataset) in enumerate(
         _load_datasets(spec, run.data, tokenizer, on_message, training, on_warning)
     ):
         check_id_range(dataset, plan.graph.model.get_input_embeddings().weight.shape[0], where=f"data.eval.{number}")
-        loader = BatchLoader(
-            dataset,
-            micro_batch_size=rows,
-            num_micro_batches=num_micro_batches,
-            max_length=run.batch.max_length,
-            packing=bool(run.data.table.packing),
-            data_seed=run.data.seed,
-            pad_token_id=pad_token_id(tokenizer),
-            image_processor=run.data.image_processor(tokenizer),
-        )
+        order = EpochOrder(dataset, shape, run.data.seed)
+        loader = BatchLoader(order, run.data.collator(shape, tokenizer))
         # Limit the rows in a pass to the number in training, because the plan only has memory for these.
         sets.append(EvaluationSet(name, loader, num_micro_batches, run.batch.together(num_micro_batches), own))
     return sets

@@ -96,7 +96,7 @@ class Reference:
         self.record: dict[str, str] = dict(known or {})
 
     def give(self, loaders: Sequence[BatchLoader]) -> None:
-        """Set the attribute ``reference`` of each loader.
+        """Give each loader the log-probabilities of its answers.
 
         Raises:
             DataError: The run is resumed, but its reference log-probabilities are missing or have changed.
@@ -108,7 +108,7 @@ class Reference:
             if content not in found:
                 found[content] = self._find_or_compute(loader)
                 self.record[content] = checksum(found[content].view(np.uint8))
-            loader.reference = found[content]
+            loader.use_reference(found[content])
 
     # -- a new run -----------------------------------------------------------------------------------------------
 

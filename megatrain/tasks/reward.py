@@ -16,7 +16,7 @@ from megatrain.tasks.text import TextTask
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from megatrain.data.dataset import TokenDataset
+    from megatrain.data.token_dataset import TokenDataset
     from megatrain.engine.forward import LayerRunner
 
 __all__ = ["RewardTask"]

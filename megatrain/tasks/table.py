@@ -195,7 +195,7 @@ class TaskFacts:
     learning_rate: float
     lora_learning_rate: float
     made_by: str = "text.TextTask"
-    rows: Callable[[Any], str] = lambda table: "chat_rows.CHATS"
+    rows: Callable[[Any], str] = lambda table: "row_kind.CHATS"
     table: str = ""
     is_packed: bool = True
     is_streamed: bool = False

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from megatrain.base.progress import Activity
     from megatrain.base.timeline import Timeline
-    from megatrain.data.dataset import TokenDataset
     from megatrain.data.loader import BatchLoader
+    from megatrain.data.token_dataset import TokenDataset
     from megatrain.engine.forward import LayerRunner
     from megatrain.engine.loss import Loss
     from megatrain.engine.table import TrainingConfig

@@ -10,7 +10,7 @@ from megatrain.engine.cross_entropy import CrossEntropy
 from megatrain.tasks.task import Gather, MetricAccumulator, MicroBatches, PrepareContext, RowFinding, SetFigures
 
 if TYPE_CHECKING:
-    from megatrain.data.dataset import TokenDataset
+    from megatrain.data.token_dataset import TokenDataset
     from megatrain.engine.forward import LayerRunner, SummedLoss
     from megatrain.engine.loss import Loss
     from megatrain.engine.table import TrainingConfig

@@ -37,11 +37,11 @@ from megatrain.config.resolved import (
 )
 from megatrain.config.schema import RunConfig
 from megatrain.converters.adapters import AdapterError, adapters_of
-from megatrain.data.dataset import TokenDataset
 from megatrain.data.loader import BatchLoader
 from megatrain.data.rows_report import DataError, check_losses
 from megatrain.data.sources import is_hub_name, source_files
 from megatrain.data.stream import changed_sources, open_dataset
+from megatrain.data.token_dataset import TokenDataset
 from megatrain.machine import file_systems
 from megatrain.machine.resources import resolve_compute_dtype
 from megatrain.machine.this_machine import THIS_MACHINE

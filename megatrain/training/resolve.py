@@ -19,9 +19,9 @@ from megatrain.config.resolved import resolved_values, to_toml
 from megatrain.config.schema import RunConfig
 from megatrain.converters.heads import HeadSpec
 from megatrain.converters.spec import ModelSpec
-from megatrain.data.dataset import NAME
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.rows_report import DataError
+from megatrain.data.token_dataset import NAME
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import KINDS, Kind
 from megatrain.engine.table import RecomputeChoice

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatrain.converters.spec import ModelSpec
-from megatrain.data.dataset import TokenDataset, check_id_range
-from megatrain.data.encoding import load_tokenizer, pad_token_id
+from megatrain.data.dataset import check_id_range
+from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import BatchLoader
+from megatrain.data.row_order import EpochOrder
 from megatrain.data.scores import TeacherScores, tokenizer_checksum
-from megatrain.data.stream import StreamDataset, StreamLoader
+from megatrain.data.stream import StreamDataset
+from megatrain.data.stream_order import StreamOrder
+from megatrain.data.token_dataset import TokenDataset
 from megatrain.models.graph import ModelGraph
 from megatrain.plan.plan import Plan
 from megatrain.tasks.distillation import Distillation
@@ -47,18 +50,11 @@ def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenize
         assert isinstance(loss, Distillation), loss
         teacher = TeacherScores(data.scores, loss.k, vocab_size)
         teacher.check_covers(dataset, tokenizer_checksum(tokenizer))
-    arguments: dict[str, Any] = {
-        "micro_batch_size": plan.micro_batch_size,
-        "num_micro_batches": plan.num_micro_batches,
-        "max_length": plan.run.batch.max_length,
-        "packing": bool(plan.run.data.table.packing),
-        "data_seed": plan.run.data.seed,
-        "pad_token_id": pad_token_id(tokenizer),
-        "image_processor": plan.run.data.image_processor(tokenizer),
-        "teacher": teacher,
-    }
-    if isinstance(dataset, StreamDataset):
-        assert plan.run.max_steps is not None, "streams need max_steps in the config"
-        num_embeddings = plan.graph.model.get_input_embeddings().weight.shape[0]
-        return StreamLoader(dataset, max_steps=plan.run.max_steps, num_embeddings=num_embeddings, **arguments)
-    return BatchLoader(dataset, **arguments)
+    shape = data.batch_shape(plan.micro_batch_size, plan.num_micro_batches)
+    collator = data.collator(shape, tokenizer, teacher)
+    if not isinstance(dataset, StreamDataset):
+        return BatchLoader(EpochOrder(dataset, shape, data.seed), collator)
+    max_steps, num_embeddings = plan.run.max_steps, plan.graph.model.get_input_embeddings().weight.shape[0]
+    assert max_steps is not None, "streams need max_steps in the config"
+    order = StreamOrder(dataset, shape, data.seed, max_steps=max_steps, num_embeddings=num_embeddings)
+    return BatchLoader(order, collator)

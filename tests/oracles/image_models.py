@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, TokenizersBackend
 
-from megatrain.data.chat_rows import CHATS
 from megatrain.data.dataset import DataSpec
+from megatrain.data.row_kind import CHATS
 from megatrain.data.table import DataConfig, DatasetConfig
 from oracles.families import image_text_class, tiny_image_text_config
 

@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.data.chat import Encoded, RowEncoder
-from megatrain.data.chat_rows import CHATS
-from megatrain.data.dataset import InMemoryWriter, TokenDataset
+from megatrain.data.collate import Collator
+from megatrain.data.dataset import InMemoryWriter
 from megatrain.data.encoding import Encoder, EncodingOptions, Overlong
 from megatrain.data.formats import DataRow, PlainRow, RowReader, read_row
-from megatrain.data.row_kind import RowKind
+from megatrain.data.loader import BatchLoader
+from megatrain.data.packing import BatchShape
+from megatrain.data.row_kind import CHATS, RowKind
+from megatrain.data.row_order import EpochOrder
 from megatrain.data.rows_report import RowError
 from megatrain.data.sources import rows_of, source_files
 from megatrain.data.table import DatasetConfig, RowFormat
+from megatrain.data.token_dataset import TokenDataset
 
 
 def read_rows(
@@ -51,6 +55,11 @@ def encode_rows(
     each.add_rows(rows)
     each.end_source()
     return made.dataset(each.finish(), kind=kind)
+
+
+def loader_of(dataset: TokenDataset, shape: BatchShape, *, data_seed: int, **options: Any) -> BatchLoader:
+    """Return the loader of a dataset's rows, with the options of its collator."""
+    return BatchLoader(EpochOrder(dataset, shape, data_seed), Collator(shape, **options))
 
 
 def encode_row(encoder: RowEncoder, row: PlainRow) -> Encoded:

@@ -18,9 +18,11 @@ from transformers import AutoModelForImageTextToText
 from megatrain.config import load_config
 from megatrain.converters.spec import build_graph
 from megatrain.data.dataset import load_dataset
-from megatrain.data.encoding import load_tokenizer, pad_token_id
+from megatrain.data.encoding import load_tokenizer
 from megatrain.data.images import ImageProcessor
 from megatrain.data.loader import BatchLoader
+from megatrain.data.packing import BatchShape
+from megatrain.data.row_order import EpochOrder
 from megatrain.models.table import LoraConfig
 from megatrain.ranks.world import World
 from megatrain.trace.trace import trace_visits
@@ -66,16 +68,8 @@ def folder_of(family: str, folders: Path) -> Path:
 def make_loader(folder: Path, rows: Path, *, num_micro_batches: int, batch_rows: int) -> BatchLoader:
     tokenizer = load_tokenizer(str(folder))
     data = image_data(rows, folder, MAX_LENGTH)
-    return BatchLoader(
-        load_dataset(data, tokenizer),
-        micro_batch_size=batch_rows,
-        num_micro_batches=num_micro_batches,
-        max_length=MAX_LENGTH,
-        packing=False,
-        data_seed=1,
-        pad_token_id=pad_token_id(tokenizer),
-        image_processor=data.image_processor(tokenizer),
-    )
+    shape = BatchShape(batch_rows, num_micro_batches, MAX_LENGTH, packing=False)
+    return BatchLoader(EpochOrder(load_dataset(data, tokenizer), shape, data_seed=1), data.collator(shape, tokenizer))
 
 
 @pytest.mark.parametrize("images", ["trained", "frozen"])

@@ -13,10 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.config import load_config
-from megatrain.data.dataset import TokenDataset, load_dataset
+from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer
-from megatrain.data.loader import BatchLoader
+from megatrain.data.packing import BatchShape
+from megatrain.data.token_dataset import TokenDataset
 from megatrain.training.resolve import resolve_data
+from oracles.rows_in_memory import loader_of
 from oracles.tiered_run import EXAMPLES, config_text, run_config
 
 LENGTHS = (3, 40, 11, 25, 8, 60, 17, 5, 33, 21, 2, 14)  # vocabulary; 12 documents of at most 64 tokens
@@ -46,9 +48,7 @@ def config_of(folder: Path, model: Path, rows: Path, *, packing: bool) -> str:
 
 def losses_of_documents(model: Any, dataset: TokenDataset, *, packing: bool) -> dict[tuple[int, ...], torch.Tensor]:
     """Return document -> loss of each of its trained tokens, from Hugging Face's own forward."""
-    loader = BatchLoader(
-        dataset, micro_batch_size=3, num_micro_batches=4, max_length=MAX_LENGTH, packing=packing, data_seed=5
-    )
+    loader = loader_of(dataset, BatchShape(3, 4, MAX_LENGTH, packing), data_seed=5)
     found = {}
     for batch in itertools.islice(loader, loader.steps_per_epoch):
         for micro in batch.micro_batches:

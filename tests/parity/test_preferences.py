@@ -17,6 +17,7 @@ from megatrain.converters.spec import build_graph
 from megatrain.data.chat import RowEncoder
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import BatchLoader
+from megatrain.data.packing import BatchShape
 from megatrain.data.pair_rows import PAIRS as PAIR_ROWS
 from megatrain.data.preference_format import PREFERENCE
 from megatrain.data.row_kind import RowKind
@@ -26,6 +27,7 @@ from megatrain.engine.labels import shifted_labels
 from megatrain.engine.loss import mean_figures
 from megatrain.engine.objective import Objective
 from megatrain.tasks.preference import CollectedExamples, PreferenceLoss
+from oracles import rows_in_memory
 from oracles.families import tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess, cut_like, joined
@@ -62,14 +64,8 @@ def loader_of(rows: list[dict[str, Any]], num_micro_batches: int, kind: RowKind)
     encoder = RowEncoder(load_tokenizer(str(TOKENIZER)), train_on="completion")
     read = [to_row(row, f"row {n}", PREFERENCE, {}) for n, row in enumerate(rows)]
     dataset = encode_rows(read, encoder, max_length=48, kind=kind)
-    return BatchLoader(
-        dataset,
-        micro_batch_size=2 * len(rows) // num_micro_batches,
-        num_micro_batches=num_micro_batches,
-        max_length=48,
-        packing=False,
-        data_seed=0,
-    )
+    shape = BatchShape(2 * len(rows) // num_micro_batches, num_micro_batches, 48, packing=False)
+    return rows_in_memory.loader_of(dataset, shape, data_seed=0)
 
 
 def make_runner(
@@ -106,7 +102,7 @@ class Setup:
         found = runner.log_probs([batch])[0]
         for first in range(len(found), len(self.loader.dataset), len(found)):
             found += runner.log_probs([self.loader.in_order(first)])[0]
-        self.loader.reference = torch.tensor(found).numpy()
+        self.loader.use_reference(torch.tensor(found).numpy())
         self.batches = next(self.loader).micro_batches
 
     def step(self, **options: Any) -> tuple[float, dict[str, float], dict[str, Tensor]]:

@@ -11,11 +11,11 @@ from tokenizers.processors import TemplateProcessing
 
 from megatrain.config import load_config
 from megatrain.data.chat import RowEncoder
-from megatrain.data.dataset import TokenDataset
 from megatrain.data.formats import Document, Tokenized
-from megatrain.data.loader import BatchLoader
+from megatrain.data.packing import BatchShape
+from megatrain.data.token_dataset import TokenDataset
 from oracles.previews import preview_of
-from oracles.rows_in_memory import encode_rows
+from oracles.rows_in_memory import encode_rows, loader_of
 
 LENGTH = 16
 TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, having little money in my purse. " * 4
@@ -97,7 +97,7 @@ def test_pieces_of_any_length(max_length: int, with_bos: Any) -> None:
 
 def test_packed_documents_begin_at_position_0(with_bos: Any) -> None:
     dataset = encode(with_bos, *(Document(TEXT[: 20 + 30 * n], "a.txt") for n in range(9)))
-    loader = BatchLoader(dataset, micro_batch_size=4, num_micro_batches=1, max_length=LENGTH, packing=True, data_seed=1)
+    loader = loader_of(dataset, BatchShape(4, 1, LENGTH, packing=True), data_seed=1)
     batch = next(loader).micro_batches[0]
     is_bos = batch["input_ids"] == with_bos.bos_token_id
     assert bool((batch["position_ids"][is_bos] == 0).all())

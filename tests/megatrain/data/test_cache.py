@@ -19,11 +19,13 @@ from megatrain.config.schema import RunConfig
 from megatrain.data import cache as cache_module
 from megatrain.data import encoding
 from megatrain.data.cache import TokenCache, cache_folder
-from megatrain.data.dataset import TokenDataset, content_checksum, load_dataset
+from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer
-from megatrain.data.loader import BatchLoader
+from megatrain.data.packing import BatchShape
 from megatrain.data.rows_report import DataError
+from megatrain.data.token_dataset import TokenDataset, content_checksum
 from megatrain.training.resolve import resolve_data
+from oracles.rows_in_memory import loader_of
 from processes import warm
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
@@ -81,7 +83,7 @@ def test_cached_data_equals_uncached_data(data: Path, tmp_path: Path) -> None:
 
 def test_reading_batches_keeps_no_pages_of_the_files(data: Path, tmp_path: Path) -> None:
     dataset = load(make_config(data, tmp_path / "cache"))
-    loader = BatchLoader(dataset, micro_batch_size=4, num_micro_batches=1, max_length=64, packing=True, data_seed=1)
+    loader = loader_of(dataset, BatchShape(4, 1, 64, packing=True), data_seed=1)
     batches = [next(loader) for _ in range(3)]
     assert 500 < sum(batch.num_real_tokens for batch in batches) <= 3 * 4 * 64
     mappings = re.findall(r"tokens\.int32\n(?:.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text())
@@ -93,7 +95,7 @@ def test_cached_tokens_are_reused(data: Path, tmp_path: Path, monkeypatch: pytes
     config = make_config(data, tmp_path / "cache")
     fingerprint = load(config).fingerprint()
     monkeypatch.setattr(encoding, "_batches", lambda rows: pytest.fail("tokenized again"))
-    monkeypatch.setattr("megatrain.data.dataset.content_checksum", lambda *arrays: pytest.fail("read again"))
+    monkeypatch.setattr("megatrain.data.token_dataset.content_checksum", lambda *arrays: pytest.fail("read again"))
     assert load(config).fingerprint() == fingerprint
     moved = tmp_path / "moved.jsonl"
     data.rename(moved)
@@ -201,7 +203,7 @@ def test_files_of_an_entry_are_flushed_before_its_name_exists(
     load(make_config(data, tmp_path / "cache"))
     (made,) = entries(tmp_path / "cache")
     before = flushed[: flushed.index("named")]
-    assert {path.name if path.name == "manifest.json" else path.stem for path in made.iterdir()} <= set(before)
+    assert {path.stem for path in made.iterdir()} <= set(before)
 
 
 def test_tokens_are_written_as_they_come(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

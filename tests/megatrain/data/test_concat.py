@@ -11,11 +11,12 @@ from tokenizers.processors import TemplateProcessing
 
 from megatrain.config import ConfigError, load_config
 from megatrain.data.chat import RowEncoder
-from megatrain.data.dataset import TokenDataset, load_dataset
+from megatrain.data.dataset import load_dataset
 from megatrain.data.formats import Document
-from megatrain.data.loader import BatchLoader
+from megatrain.data.packing import BatchShape
+from megatrain.data.token_dataset import TokenDataset
 from megatrain.training.resolve import resolve_data
-from oracles.rows_in_memory import encode_rows
+from oracles.rows_in_memory import encode_rows, loader_of
 
 LENGTH = 16
 TEXTS = [" ".join(["Call me Ishmael."] * count) for count in (1, 3, 2, 9, 1, 1, 4)]
@@ -48,7 +49,7 @@ def test_texts_are_joined_and_cut_to_full_rows(tokenizer: Any) -> None:
 
 def test_packed_rows_have_no_document_borders(tokenizer: Any) -> None:
     dataset = encode(tokenizer, *TEXTS)
-    loader = BatchLoader(dataset, micro_batch_size=1, num_micro_batches=1, max_length=LENGTH, packing=True, data_seed=1)
+    loader = loader_of(dataset, BatchShape(1, 1, LENGTH, packing=True), data_seed=1)
     seen = []
     for _ in range(loader.steps_per_epoch):
         (batch,) = next(loader).micro_batches

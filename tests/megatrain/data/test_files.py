@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.chat_rows import CHATS
 from megatrain.data.files import _PIECE_CHARACTERS, find_files, read_text
 from megatrain.data.formats import Conversation, Document, PromptCompletion
+from megatrain.data.row_kind import CHATS
 from megatrain.data.rows_report import DataError, RowError
 from megatrain.data.sources import fetch_dataset, is_hub_name, rows_of
 from megatrain.data.table import DatasetConfig

@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.config.schema import RunConfig
-from megatrain.data.dataset import TokenDataset, describe, held_out_part, hold_out, load_dataset
-from megatrain.data.loader import BatchLoader
+from megatrain.data.dataset import load_dataset
+from megatrain.data.packing import BatchShape
 from megatrain.data.rows_report import DataError, DataReport
+from megatrain.data.token_dataset import TokenDataset, describe, held_out_part, hold_out
 from megatrain.training.resolve import resolve_data
 from oracles.previews import stats_of
+from oracles.rows_in_memory import loader_of
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 
@@ -90,10 +92,9 @@ def test_held_out_rows_can_be_limited() -> None:
 @pytest.mark.parametrize("packing", [True, False])
 def test_batches_never_hold_them(packing: bool) -> None:
     training = hold_out(dataset_of([2] * 20), 0.25, 1)
-    options: dict[str, Any] = {"micro_batch_size": 2, "num_micro_batches": 2, "max_length": 16, "packing": packing}
     seen = []
     for data in (training, held_out_part(training)):
-        loader = BatchLoader(data, **options, data_seed=7)
+        loader = loader_of(data, BatchShape(2, 2, 16, packing), data_seed=7)
         batches = itertools.islice(loader, loader.steps_per_epoch)
         labels = [micro["labels"] for batch in batches for micro in batch.micro_batches]
         seen.append({int(label) for each in labels for label in each[each != -100]})

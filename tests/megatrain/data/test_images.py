@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from megatrain.data import images as images_module
-from megatrain.data.dataset import DataSpec, TokenDataset, load_dataset
+from megatrain.data.dataset import DataSpec, load_dataset
 from megatrain.data.encoding import load_tokenizer
-from megatrain.data.loader import BatchLoader
+from megatrain.data.packing import BatchShape
 from megatrain.data.preview import preview_rows
 from megatrain.data.rows_report import DataError, RowError
+from megatrain.data.token_dataset import TokenDataset
 from oracles.image_models import chat, image_data, make_folder, png
+from oracles.rows_in_memory import loader_of
 
 PNG = png(40, 60, 1)
 
@@ -45,14 +47,9 @@ def write(folder: Path, *rows: dict[str, Any]) -> Path:
 
 def batch_of(data: DataSpec, model: Path) -> dict[str, torch.Tensor]:
     tokenizer = load_tokenizer(str(model))
-    loader = BatchLoader(
-        load_dataset(data, tokenizer),
-        micro_batch_size=1,
-        num_micro_batches=1,
-        max_length=data.table.max_length,
-        packing=False,
-        data_seed=1,
-        image_processor=data.image_processor(tokenizer),
+    shape = BatchShape(1, 1, data.table.max_length, packing=False)
+    loader = loader_of(
+        load_dataset(data, tokenizer), shape, data_seed=1, image_processor=data.image_processor(tokenizer)
     )
     return next(loader).micro_batches[0]
 

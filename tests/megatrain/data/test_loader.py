@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.data.chat import RowEncoder
-from megatrain.data.dataset import DataReport, TokenDataset
 from megatrain.data.formats import Document, PromptCompletion
-from megatrain.data.loader import BatchLoader, LoaderPosition, StepBatch
-from megatrain.data.rows_report import DataError
-from oracles.rows_in_memory import encode_rows
+from megatrain.data.loader import BatchLoader, StepBatch
+from megatrain.data.packing import BatchShape
+from megatrain.data.row_order import LoaderPosition
+from megatrain.data.rows_report import DataError, DataReport
+from megatrain.data.token_dataset import TokenDataset
+from oracles.rows_in_memory import encode_rows, loader_of
 
 PAD = 0
 
@@ -35,15 +37,7 @@ def dataset_of(lengths: list[int]) -> TokenDataset:
 def make_loader(
     dataset: TokenDataset, *, packing: bool = True, seed: int = 3, rows: int = 2, count: int = 3
 ) -> BatchLoader:
-    return BatchLoader(
-        dataset,
-        micro_batch_size=rows,
-        num_micro_batches=count,
-        max_length=16,
-        packing=packing,
-        data_seed=seed,
-        pad_token_id=PAD,
-    )
+    return loader_of(dataset, BatchShape(rows, count, 16, packing), data_seed=seed, pad_token_id=PAD)
 
 
 def flat(batch: StepBatch) -> list[Any]:
@@ -153,7 +147,6 @@ def test_row_order_is_stable_across_versions(packing: bool, expected: list[list[
 
 def test_num_steps() -> None:
     loader = make_loader(dataset_of([16] * 8))
-    assert loader.num_rows == 8
     assert (loader.num_steps(1.0), loader.num_steps(2.6), loader.num_steps(0.01), loader.num_steps(3, 7)) == (
         2,
         6,

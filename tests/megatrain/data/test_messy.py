@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from megatrain.config.schema import RunConfig
-from megatrain.data.dataset import TokenDataset, load_dataset
+from megatrain.data.dataset import load_dataset
 from megatrain.data.rows_report import DataError, RowError
+from megatrain.data.token_dataset import TokenDataset
 from megatrain.training.resolve import resolve_data
 from oracles.previews import preview_of, stats_of
 from oracles.rows_in_memory import read_rows

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,9 +16,8 @@ def pack(lengths: list[int], capacity: int, *, window: int = WINDOW) -> list[lis
     """Return the documents of each row, packed in an order that is not by number."""
     documents = np.arange(len(lengths), dtype=np.int64)[::-1]
     sizes = np.array(lengths, dtype=np.int64)
-    members, starts = pack_documents(documents, sizes, capacity, window=window)
-    places = len(lengths) - 1 - members
-    return [places[first:end].tolist() for first, end in itertools.pairwise(starts.tolist())]
+    table = pack_documents(documents, sizes, capacity, window=window)
+    return [[len(lengths) - 1 - document for document in table[row]] for row in range(len(table))]
 
 
 @given(LENGTHS, st.integers(1, 60))

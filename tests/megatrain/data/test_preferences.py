@@ -11,16 +11,16 @@ import pytest
 
 from megatrain.base.batch_keys import DESIRABLE, REFERENCE
 from megatrain.data.chat import RowEncoder
-from megatrain.data.dataset import TokenDataset, hold_out
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.formats import Conversation, PromptCompletion
-from megatrain.data.loader import BatchLoader
+from megatrain.data.packing import BatchShape
 from megatrain.data.pair_rows import CHOSEN, PAIRS, REJECTED
 from megatrain.data.preference_format import PREFERENCE, Preference
 from megatrain.data.row_kind import RowKind
 from megatrain.data.rows_report import DataError, RowError
 from megatrain.data.tagged_rows import ANSWERS, MISMATCHED
-from oracles.rows_in_memory import encode_rows, to_row
+from megatrain.data.token_dataset import TokenDataset, hold_out
+from oracles.rows_in_memory import encode_rows, loader_of, to_row
 from oracles.tiered_run import QUICKSTART
 
 ASKED = {"role": "user", "content": "Who?"}
@@ -142,9 +142,9 @@ def test_each_answer_is_paired_with_the_previous_one() -> None:
 
 def test_micro_batches_hold_whole_examples_with_their_reference() -> None:
     dataset = encoded(ROWS_OF_PAIRS)
-    loader = BatchLoader(dataset, micro_batch_size=4, num_micro_batches=2, max_length=64, packing=False, data_seed=1)
-    loader.reference = -np.arange(len(dataset), dtype=np.float32)
-    assert loader.num_rows == 5 and loader.steps_per_epoch == 2
+    loader = loader_of(dataset, BatchShape(4, 2, 64, packing=False), data_seed=1)
+    loader.use_reference(-np.arange(len(dataset), dtype=np.float32))
+    assert loader.steps_per_epoch == 2
     seen: list[float] = []
     for _ in range(2):
         for batch in next(loader).micro_batches:
@@ -160,7 +160,7 @@ def test_micro_batches_hold_whole_examples_with_their_reference() -> None:
 @pytest.mark.parametrize(("rows", "kind"), [(ROWS_OF_PAIRS, PAIRS), (ROWS_OF_ANSWERS, ANSWERS)])
 def test_an_epoch_of_examples_has_the_tokens_of_both_answers(rows: list[dict[str, Any]], kind: RowKind) -> None:
     dataset = encoded(rows, kind)
-    loader = BatchLoader(dataset, micro_batch_size=4, num_micro_batches=2, max_length=64, packing=False, data_seed=1)
+    loader = loader_of(dataset, BatchShape(4, 2, 64, packing=False), data_seed=1)
     batches = [next(loader) for _ in range(loader.steps_per_epoch)]
     for batch in batches:
         filled = [each["attention_mask"][each["labels"].ne(-100).any(-1)] for each in batch.micro_batches]

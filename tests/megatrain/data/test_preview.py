@@ -12,12 +12,14 @@ import pytest
 from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer
-from megatrain.data.loader import BatchLoader
+from megatrain.data.packing import BatchShape
 from megatrain.data.preview import RowPreview
+from megatrain.data.row_order import EpochOrder
 from megatrain.data.rows_report import DataError
 from megatrain.engine.table import TrainingConfig
 from megatrain.training.resolve import resolve_batch, resolve_data
 from oracles.previews import preview_of, stats_of
+from oracles.rows_in_memory import loader_of
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 TEXT = Path(__file__).parents[3] / "examples/quickstart/loomings.txt"
@@ -98,14 +100,9 @@ def test_padding_matches_real_micro_batches(tmp_path: Path, batch: dict[str, int
         update={"training": TrainingConfig.model_validate(batch or config.training.model_dump())}
     )
     stats, cut = stats_of(config), resolve_batch(config, "cpu")
-    loader = BatchLoader(
-        load_dataset(resolve_data(config), load_tokenizer(str(MODEL))),
-        micro_batch_size=cut.micro_batch_rows,
-        num_micro_batches=cut.num_micro_batches,
-        max_length=32,
-        packing=False,
-        data_seed=config.data_seed,
-    )
+    dataset = load_dataset(resolve_data(config), load_tokenizer(str(MODEL)))
+    shape = BatchShape(cut.micro_batch_rows, cut.num_micro_batches, 32, packing=False)
+    loader = loader_of(dataset, shape, data_seed=config.data_seed)
     batches = itertools.islice(loader, loader.steps_per_epoch)
     tokens = sum(part["input_ids"].numel() for batch in batches for part in batch.micro_batches)
     assert stats.padding_share == pytest.approx(1 - stats.num_tokens / tokens) and 0.3 < stats.padding_share < 0.4
@@ -116,11 +113,11 @@ def test_figures_match_the_batches(tmp_path: Path, packing: bool) -> None:
     config = make_config(tmp_path, ROWS, packing=packing)
     stats = stats_of(config)
     dataset = load_dataset(resolve_data(config), load_tokenizer(str(MODEL)))
-    loader = BatchLoader(
-        dataset, micro_batch_size=8, num_micro_batches=1, max_length=16, packing=packing, data_seed=config.data_seed
-    )
+    shape = BatchShape(8, 1, 16, packing)
+    loader = loader_of(dataset, shape, data_seed=config.data_seed)
     batches = list(itertools.islice(loader, loader.steps_per_epoch))
-    assert (stats.num_rows, stats.num_steps) == (loader.num_rows, loader.steps_per_epoch)
+    assert stats.num_rows == EpochOrder(dataset, shape, config.data_seed).num_rows
+    assert stats.num_steps == loader.steps_per_epoch
     assert stats.num_tokens == sum(batch.num_real_tokens for batch in batches)
     assert stats.num_trained_tokens == sum(batch.num_trained_tokens for batch in batches)
     tokens = sum(part["input_ids"].numel() for batch in batches for part in batch.micro_batches)

@@ -18,13 +18,14 @@ from megatrain.config.load import load_config
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.formats import READERS, DataRow, PlainRow, PromptCompletion, RowFields, RowReader
-from megatrain.data.loader import BatchLoader
+from megatrain.data.packing import BatchShape
 from megatrain.data.preference_format import PREFERENCE
 from megatrain.data.preview import dataset_stats, preview_rows
 from megatrain.data.row_kind import CodedDocument, DocumentFacts, RowKind, row_kind
 from megatrain.data.table import RowFormat
 from megatrain.tasks.table import TASK_FACTS, TaskFacts
 from megatrain.training.resolve_rows import resolve_data
+from oracles.rows_in_memory import loader_of
 from oracles.tiered_run import QUICKSTART
 
 CONFIG = """
@@ -162,8 +163,8 @@ def test_a_task_with_new_rows_is_a_kind_and_an_entry(ranked: RowKind) -> None:
     assert [row.kind for row in preview_rows(data, tokenizer, n=1)] == ["first", "second", "third"]
     assert dataset_stats(data, tokenizer, 6, 3).num_documents == 15
 
-    loader = BatchLoader(dataset, micro_batch_size=6, num_micro_batches=1, max_length=32, packing=False, data_seed=1)
-    assert loader.num_rows == 5 and loader.steps_per_epoch == 3
+    loader = loader_of(dataset, BatchShape(6, 1, 32, packing=False), data_seed=1)
+    assert loader.steps_per_epoch == 3
     for _ in range(2):
         assert next(loader).micro_batches[0]["rank"].tolist() == [1, 1, 2, 2, 3, 3]
     assert next(loader).micro_batches[0]["rank"].tolist() == [1, 0, 2, 0, 3, 0]

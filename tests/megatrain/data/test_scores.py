@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow.parquet
@@ -11,8 +12,9 @@ import pytest
 
 from megatrain.base.batch_keys import TEACHER_KEYS
 from megatrain.data import scores as scores_module
-from megatrain.data.scores import DocumentScores, Format, ScoreFolder, ScoreKind, TeacherScores
+from megatrain.data.scores import DocumentScores, ScoreFolder, ScoreKind, TeacherScores
 
+Format = Literal["parquet", "zarr"]
 K, VOCAB = 3, 50
 #: Tokens of the documents of two parts; one document has no scored token.
 PARTS = ([4, 1, 0, 7, 2], [3, 5, 1, 1, 1, 9, 2, 6, 1, 4, 2])

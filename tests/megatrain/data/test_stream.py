@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import random
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,15 +18,19 @@ import pyarrow
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from megatrain.data import stream
+from megatrain.data import shards as shards_module
+from megatrain.data import stream_window
 from megatrain.data.chat import RowEncoder
+from megatrain.data.collate import Collator
 from megatrain.data.dataset import DataSpec
 from megatrain.data.formats import Document
-from megatrain.data.loader import LoaderPosition, StepBatch
+from megatrain.data.loader import BatchLoader, StepBatch
 from megatrain.data.packing import pack_documents
+from megatrain.data.row_order import LoaderPosition
 from megatrain.data.rows_report import DataError
 from megatrain.data.shards import Shards
-from megatrain.data.stream import StreamDataset, StreamLoader, changed_sources, open_dataset
+from megatrain.data.stream import StreamDataset, changed_sources, open_dataset
+from megatrain.data.stream_order import StreamOrder
 from megatrain.data.table import DataConfig, DatasetConfig
 from megatrain.data.text_rows import TEXTS
 from oracles import shards as written
@@ -59,7 +64,7 @@ def loader_of(
     said: list[str] | None = None,
     max_steps: int = 1000,
     **keys: Any,
-) -> StreamLoader:
+) -> BatchLoader:
     table = DataConfig(
         train=tuple(DatasetConfig(**source) for source in sources),
         streaming=True,
@@ -71,24 +76,18 @@ def loader_of(
     data = DataSpec(table, TEXTS, seed=SEED)
     dataset = open_dataset(data, tokenizer, ([] if said is None else said).append)
     assert isinstance(dataset, StreamDataset)
-    return StreamLoader(
-        dataset,
-        max_steps=max_steps,
-        num_embeddings=10**6,
-        micro_batch_size=rows,
-        num_micro_batches=count,
-        max_length=MAX_LENGTH,
-        packing=bool(packing),
-        data_seed=SEED,
-        position=position,
-    )
+    shape = data.batch_shape(rows, count)
+    order = StreamOrder(dataset, shape, SEED, max_steps=max_steps, num_embeddings=10**6)
+    loader = BatchLoader(order, Collator(shape))
+    loader.seek(position)
+    return loader
 
 
 def flat(batch: StepBatch) -> list[Any]:
     return [(name, values.tolist()) for micro in batch.micro_batches for name, values in sorted(micro.items())]
 
 
-def take(loader: StreamLoader, count: int) -> list[Any]:
+def take(loader: BatchLoader, count: int) -> list[Any]:
     return [flat(batch) for batch in itertools.islice(loader, count)]
 
 
@@ -104,7 +103,8 @@ def rows_whole(tokenizer: Any, rows: Sequence[str], per_shard: int, window: int,
         documents = np.random.default_rng((SEED, 5, number)).permutation(len(whole))
         members, starts = documents, np.arange(len(documents) + 1)
         if packing:
-            members, starts = pack_documents(documents, whole.lengths()[documents], MAX_LENGTH)
+            table = pack_documents(documents, whole.lengths()[documents], MAX_LENGTH)
+            members, starts = table.members, table.starts
         for row in np.random.default_rng((SEED, 6, number)).permutation(len(starts) - 1):
             of_row = members[starts[row] : starts[row + 1]]
             found.append(
@@ -118,7 +118,7 @@ def rows_whole(tokenizer: Any, rows: Sequence[str], per_shard: int, window: int,
 def test_streamed_rows_equal_rows_read_at_once(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, packing: bool
 ) -> None:
-    monkeypatch.setattr(stream, "WINDOW_ROWS", 10)
+    monkeypatch.setattr(stream_window, "WINDOW_ROWS", 10)
     rows = texts(40)
     write(tmp_path / "shards", kind, rows)
     expected = rows_whole(tokenizer, rows, 7, 10, packing=packing)
@@ -137,7 +137,7 @@ def test_streamed_rows_equal_rows_read_at_once(
 
 
 def test_every_row_once_before_any_twice(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "WINDOW_ROWS", 41)
+    monkeypatch.setattr(stream_window, "WINDOW_ROWS", 41)
     write(tmp_path / "shards", "jsonl", [f"{number} sea" for number in range(41)], per_shard=5)
     said: list[str] = []
     loader = loader_of(tokenizer, {"path": str(tmp_path / "shards")}, packing=False, rows=1, count=1, said=said)
@@ -151,7 +151,7 @@ def test_a_source_that_ends_is_reported_when_its_rows_have_been_used(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A window reads ahead of the steps: three turns of a source are in one window here."""
-    monkeypatch.setattr(stream, "WINDOW_ROWS", 30)
+    monkeypatch.setattr(stream_window, "WINDOW_ROWS", 30)
     write(tmp_path / "shards", "jsonl", [f"{number} sea" for number in range(10)], per_shard=3)
     said: list[str] = []
     loader = loader_of(tokenizer, {"path": str(tmp_path / "shards")}, packing=False, rows=2, count=1, said=said)
@@ -181,7 +181,7 @@ def test_blank_lines_are_no_rows(tmp_path: Path, kind: str) -> None:
         assert found == expected[start:]
 
 
-def _documents(loader: StreamLoader, count: int) -> list[tuple[int, list[int]]]:
+def _documents(loader: BatchLoader, count: int) -> list[tuple[int, list[int]]]:
     found = []
     for step, batch in enumerate(itertools.islice(loader, count)):
         for micro in batch.micro_batches:
@@ -194,7 +194,7 @@ def test_stream_cursor_resumes_exactly(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: bool | str
 ) -> None:
     """Resumes from every step, across ends of windows, shards and sources, and changes of weights."""
-    monkeypatch.setattr(stream, "WINDOW_ROWS", 16)
+    monkeypatch.setattr(stream_window, "WINDOW_ROWS", 16)
     write(tmp_path / "a", "parquet", texts(30, "a"))
     write(tmp_path / "b", "zst", texts(9, "b"), per_shard=4)
     sources = (
@@ -220,7 +220,7 @@ def test_weights_follow_their_schedule(
 
     Windows of most sizes begin inside a step of eight rows.
     """
-    monkeypatch.setattr(stream, "WINDOW_ROWS", window)
+    monkeypatch.setattr(stream_window, "WINDOW_ROWS", window)
     for name in "abc":
         write(tmp_path / name, "jsonl", [f"{name} sea" for _ in range(50)], per_shard=20)
     sources = (
@@ -279,29 +279,36 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[CountingFil
         CountingFiles().pipe_file(f"/rows/{path.name}", path.read_bytes())
     CountingFiles.opened.clear()
     CountingFiles.num_failures = 0
-    monkeypatch.setattr(stream, "WINDOW_ROWS", 16)
-    monkeypatch.setattr(stream, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(stream_window, "WINDOW_ROWS", 16)
+    monkeypatch.setattr(shards_module, "_FIRST_PAUSE_S", 0.001)
     return CountingFiles
+
+
+def wait_for_windows() -> None:
+    """Wait for the windows that are prepared ahead."""
+    for thread in threading.enumerate():
+        if thread.name == "data-window":
+            thread.join()
 
 
 def test_there_is_no_first_pass(tokenizer: Any, counted: type[CountingFiles]) -> None:
     loader = loader_of(tokenizer, {"path": "counted://rows"}, packing=False, rows=1, count=2)
     assert counted.opened == [], "shards are listed, not read"
     position = [batch.position for batch in itertools.islice(loader, 30)][-1]
-    loader._pending.result()  # the window that is prepared ahead
+    wait_for_windows()
     num_before = len(set(counted.opened))
     assert 30 * 2 / 8 <= num_before < 12
     counted.opened.clear()
     again = loader_of(tokenizer, {"path": "counted://rows"}, packing=False, rows=1, count=2, position=position)
     next(again)
-    again._pending.result()
+    wait_for_windows()
     assert 1 <= len(set(counted.opened)) <= 5, "used rows are not read again"
 
 
 def test_failing_server_is_retried(tokenizer: Any, counted: type[CountingFiles]) -> None:
     undisturbed = loader_of(tokenizer, {"path": "counted://rows"})
     expected = take(undisturbed, 3)
-    undisturbed._pending.result()  # so that its thread takes none of the failures
+    wait_for_windows()  # so that no thread takes one of the failures
     counted.num_failures = 3
     said: list[str] = []
     assert take(loader_of(tokenizer, {"path": "counted://rows"}, said=said), 3) == expected
@@ -337,7 +344,7 @@ def test_other_shards_or_weights_are_other_data(tokenizer: Any, tmp_path: Path) 
 def test_unreadable_shards_are_named(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, contents: bytes, said: str
 ) -> None:
-    monkeypatch.setattr(stream, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(shards_module, "_FIRST_PAUSE_S", 0.0)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / name).write_bytes(contents)
     with pytest.raises(DataError) as error:
@@ -347,7 +354,7 @@ def test_unreadable_shards_are_named(
 
 def test_rows_that_cannot_be_trained(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are dropped and counted; if they exceed the config's limit, the run ends with a message."""
-    monkeypatch.setattr(stream, "WINDOW_ROWS", 20)
+    monkeypatch.setattr(stream_window, "WINDOW_ROWS", 20)
     folder = tmp_path / "a"
     folder.mkdir()
     rows = [json.dumps({"text": "sea"} if number % 4 else ["no object"]) for number in range(40)]

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from megatrain.config.schema import RunConfig
-from megatrain.data.dataset import TokenDataset, load_dataset
-from megatrain.data.loader import BatchLoader
+from megatrain.data.dataset import load_dataset
+from megatrain.data.packing import BatchShape
 from megatrain.data.rows_report import DataError, DataReport
+from megatrain.data.token_dataset import TokenDataset
 from megatrain.training.resolve import resolve_data
 from oracles.previews import stats_of
+from oracles.rows_in_memory import loader_of
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 
@@ -52,8 +54,7 @@ def test_a_fraction_of_the_documents_is_rounded_to_the_nearest() -> None:
 @pytest.mark.parametrize("packing", [True, False])
 def test_batches_of_an_epoch_hold_them(packing: bool) -> None:
     dataset = dataset_of([10, 20], (2.5, 0.3))
-    options: dict[str, Any] = {"micro_batch_size": 2, "num_micro_batches": 2, "max_length": 16, "packing": packing}
-    loader = BatchLoader(dataset, **options, data_seed=7)
+    loader = loader_of(dataset, BatchShape(2, 2, 16, packing), data_seed=7)
     seen: Counter[int] = Counter()
     for batch in itertools.islice(loader, loader.steps_per_epoch):
         for micro in batch.micro_batches:

@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from megatrain.config import load_config
-from megatrain.data.chat_rows import CHATS
+from megatrain.data.row_kind import CHATS
 from megatrain.engine.step import StepEngine
 from megatrain.extras.doctor import examine
 from megatrain.extras.doctor.drives import DriveEffort

@@ -1,0 +1,192 @@
+"""Tokenized documents, and the choice of documents for an epoch and for evaluation."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from megatrain.data.encoding import ARRAYS
+from megatrain.data.images import ImageRef, refs_from_bytes
+from megatrain.data.row_kind import CHATS, RowKind
+from megatrain.data.rows_report import DataError, DataReport
+from tiered import checksum
+
+#: Indices of random streams. The order of rows uses streams 0 and 1.
+_WEIGHTS, _HOLD_OUT = 2, 3
+#: Name of the held-out rows in metrics.
+NAME = "val"
+
+
+@dataclass(frozen=True)
+class TokenDataset:
+    """Tokenized documents.
+
+    Attributes:
+        tokens: Concatenated token ids of all documents.
+        trained: Loss mask, one flag per token. The flag of each document's first token is false.
+        starts: Index of each document's first token, followed by the length of ``tokens``.
+        report: Counts of the rows that were read and dropped.
+        source_starts: Index of each source's first document, followed by the number of documents. Can be empty if
+            there is only one source.
+        weights: For each source, how often an epoch uses each document. Empty if every weight is 1.
+        content: Checksum of ``tokens``, ``trained`` and ``starts``. None or "" if it has not been computed.
+        begins_row: For each document, whether it is the first document of a row. Most rows have only one document.
+        in_use: Ascending indices of the documents to use, or None for all documents.
+        images: Images of all documents, serialized by ``refs_to_bytes``.
+        image_starts: Offset of each document's first byte in ``images``, followed by the length of ``images``.
+        roles: Role of each document in its example, as defined by ``kind``. Empty if every role is 0.
+        source_checksums: Returns one checksum per source. Reads only the files whose checksum is not cached.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    trained: npt.NDArray[np.bool_]
+    starts: npt.NDArray[np.int64]
+    report: DataReport
+    source_starts: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+    content: str | None = None
+    known_largest_id: int | None = None
+    begins_row: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
+    in_use: npt.NDArray[np.int64] | None = None
+    images: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
+    image_starts: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    roles: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
+    kind: RowKind = CHATS
+    source_checksums: Callable[[], tuple[str, ...]] = tuple
+
+    def __post_init__(self) -> None:
+        if not len(self.begins_row):
+            object.__setattr__(self, "begins_row", np.ones(len(self), dtype=np.bool_))
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def key_of(self, document: int) -> str:
+        """Return a checksum of a document's tokens and loss mask. Teacher scores are stored under this key."""
+        part = slice(int(self.starts[document]), int(self.starts[document + 1]))
+        return checksum(self.tokens[part].tobytes() + self.trained[part].tobytes())
+
+    def fingerprint(self) -> str:
+        """Return a checksum of all data that a run uses. Read the tokens only if ``content`` is not set."""
+        text = self.content_of_all
+        if any(weight != 1.0 for weight in self.weights):
+            text += f"-{checksum(repr((self.source_starts, self.weights)).encode())}"
+        return text if self.in_use is None else f"{text}-{checksum(self.in_use.view(np.uint8))}"
+
+    @cached_property
+    def content_of_all(self) -> str:
+        """Checksum of all documents, including those that are not in use."""
+        return self.content or content_checksum(self.tokens, self.trained, self.starts)
+
+    @property
+    def largest_id(self) -> int:
+        """Largest token id of any document."""
+        return int(self.tokens.max()) if self.known_largest_id is None else self.known_largest_id
+
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Return each document's number of tokens."""
+        found: npt.NDArray[np.int64] = np.diff(self.starts) - self.kind.num_values
+        return found
+
+    def num_tokens_of(self, document: int) -> int:
+        """Return a document's number of tokens."""
+        return int(self.starts[document + 1] - self.starts[document]) - self.kind.num_values
+
+    def images_of(self, document: int) -> list[ImageRef]:
+        """Return a document's images, in order."""
+        if not len(self.images):
+            return []
+        return refs_from_bytes(self.images[self.image_starts[document] : self.image_starts[document + 1]].tobytes())
+
+    def release_pages(self) -> None:
+        """Release the RAM that the memory-mapped files occupy. Reading the data again later is almost as fast.
+
+        If this is never called, the process's resident memory grows with every read.
+        """
+        owners: list[object] = [getattr(self, name).base for name in ARRAYS]
+        for mapped in owners:
+            if isinstance(mapped, mmap.mmap):
+                mapped.madvise(mmap.MADV_DONTNEED)
+
+    def epoch_documents(self, data_seed: int) -> npt.NDArray[np.int64]:
+        """Return the documents of an epoch, in order. Each source is repeated according to its weight.
+
+        For the fractional part of a weight, ``data_seed`` selects the same documents in every epoch. If an example has
+        several documents, only its first document is returned.
+        """
+        used = np.arange(len(self), dtype=np.int64) if self.in_use is None else self.in_use
+        if self.kind.num_documents > 1:
+            used = used[self.begins_row[used]]
+        if all(weight == 1.0 for weight in self.weights):
+            return used
+        parts = []
+        for number, weight in enumerate(self.weights):
+            first, end = np.searchsorted(used, self.source_starts[number : number + 2])
+            documents = used[first:end]
+            whole = math.floor(weight)
+            count = round((weight - whole) * len(documents))
+            shuffled = np.random.default_rng((data_seed, _WEIGHTS, number)).permutation(len(documents))
+            parts += [*([documents] * whole), documents[np.sort(shuffled[:count])]]
+        return np.concatenate(parts)
+
+
+def content_checksum(
+    tokens: npt.NDArray[np.int32], trained: npt.NDArray[np.bool_], starts: npt.NDArray[np.int64]
+) -> str:
+    """Return a checksum of all tokens, masks and document boundaries."""
+    return "-".join(checksum(np.ascontiguousarray(part).view(np.uint8)) for part in (tokens, trained, starts))
+
+
+def hold_out(dataset: TokenDataset, val_size: float, data_seed: int) -> TokenDataset:
+    """Return a dataset without its held-out rows. :func:`held_out_part` returns the held-out rows.
+
+    The choice of rows depends only on the data and ``data_seed``. All documents of a row are held out together.
+
+    Args:
+        val_size: If below 1, the fraction of rows to hold out (rounded, at least one row); else the number of rows.
+            Dropped rows are not counted.
+
+    Raises:
+        DataError: No row would be left to train on.
+    """
+    row_of_document = np.cumsum(dataset.begins_row) - 1
+    count = int(row_of_document[-1]) + 1
+    wanted = max(1, round(val_size * count)) if val_size < 1 else int(val_size)
+    if wanted >= count:
+        shown = f"{wanted:,}" if val_size >= 1 else f"{val_size:g}"
+        raise DataError(
+            "data.val_size",
+            f"data.val_size = {shown} leaves nothing to train on: the data has {count:,} row{'s' * (count > 1)}",
+            "Lower it, or use separate rows in [[data.eval]]" if count > 1
+            else "A text file is one row: use another text file in [[data.eval]]",
+        )  # fmt: skip
+    is_held_out = np.zeros(count, dtype=np.bool_)
+    is_held_out[np.random.default_rng((data_seed, _HOLD_OUT)).permutation(count)[:wanted]] = True
+    return replace(dataset, in_use=np.flatnonzero(~is_held_out[row_of_document]))
+
+
+def held_out_part(dataset: TokenDataset, max_samples: int | None = None) -> TokenDataset:
+    """Return the rows that :func:`hold_out` removed, all with weight 1. Return at most ``max_samples`` rows."""
+    assert dataset.in_use is not None
+    others = np.ones(len(dataset), dtype=np.bool_)
+    others[dataset.in_use] = False
+    documents = np.flatnonzero(others)
+    if max_samples is not None:
+        documents = documents[np.cumsum(dataset.begins_row[documents]) <= max_samples]
+    return replace(dataset, in_use=documents, weights=())
+
+
+def describe(held_out: TokenDataset) -> str:
+    """Return a message that states the number of held-out rows, documents and tokens."""
+    documents = held_out.in_use
+    assert documents is not None
+    rows = int(np.count_nonzero(held_out.begins_row[documents]))
+    tokens = int(held_out.lengths()[documents].sum())
+    pieces = "" if rows == len(documents) else f"{len(documents):,} documents, "
+    return f"{rows:,} row{'s' * (rows != 1)} held out from training (data.val_size), {pieces}{tokens:,} tokens"
