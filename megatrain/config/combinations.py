@@ -42,7 +42,10 @@ def find_bad_combinations(config: RunConfig) -> list[Problem]:
         *_check_sources(config),
         *_check_streaming(config),
         *_check_task(config),
-        *_check_evaluation(config),
+        *_check_evaluation_rows(config),
+        *_check_evaluated_model(config),
+        *_check_best_model(config),
+        *_check_evaluation_names(config),
         *_check_optimizer(config),
         *_check_gradients(config),
         *_check_schedule(config),
@@ -279,13 +282,6 @@ def _check_streaming(config: RunConfig) -> Iterator[Problem]:
     if empty := [step for step in sorted(steps) if not sum(weights_at(data.train, step)[0])]:
         text = f"from step {empty[0]} on all weights are 0"
         yield Problem("data.train.0.weight_from_step", text, "Give at least one source a weight above 0")
-
-
-def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
-    yield from _check_evaluation_rows(config)
-    yield from _check_evaluated_model(config)
-    yield from _check_best_model(config)
-    yield from _check_evaluation_names(config)
 
 
 def _check_evaluation_rows(config: RunConfig) -> Iterator[Problem]:

@@ -130,9 +130,6 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-# Checking
-
-
 def validated(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
     """Return the config, or None and the problems with single values. Combinations of values are not checked."""
     try:

@@ -6,6 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from megatrain.base.errors import Problem
@@ -46,65 +47,90 @@ _KINDS = {
     "tuple_type": "a list",
     "dict_type": "a table",
     "model_type": "a table",
+    "finite_number": "a finite number",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _Rejected:
+    """A value that the schema rejects.
+
+    Attributes:
+        key: Dotted key of the value.
+        name: Key without the numbers of array tables.
+        kind: Type of the error in pydantic.
+        context: Facts about the error: its ``error`` text, a bound, or the allowed values.
+    """
+
+    key: str
+    name: str
+    value: Any
+    kind: str
+    context: Mapping[str, Any]
+
+    @property
+    def shown(self) -> str:
+        """Line of the config with the value."""
+        return f"{self.key} = {format_value(self.value)}"
+
+    def problem(self, text: str, remedy: str) -> Problem:
+        """Return the problem ``KEY = VALUE <text>``."""
+        return Problem(self.key, f"{self.shown} {text}", remedy)
 
 
 def explain_error(detail: ErrorDetails) -> Problem | None:
     """Return the problem for one validation error, or None if another error covers it."""
     path = _field_path(detail["loc"])
-    key, name, kind, value = dotted(path), plain(path), detail["type"], detail["input"]
-    schema, context = KEYS.get(name, {}), detail.get("ctx", {})
-    shown = f"{key} = {format_value(value)}"
+    kind, value, context = detail["type"], detail["input"], {"error": detail["msg"], **detail.get("ctx", {})}
+    rejected = _Rejected(dotted(path), plain(path), value, kind, context)
+    schema = KEYS.get(rejected.name, {})
     if kind == "default_factory_not_called":
         return None  # the default is the value of another key, whose problem is reported
     if kind == "missing":
-        return _explain_missing(key, name)
-    if _takes_flag(schema) and _is_quoted_flag(value):
-        return Problem(key, f"{shown} is text", f"Write it without quotes: {value.strip().lower()}")
+        return _explain_missing(rejected)
+    if isinstance(value, str) and value.strip().lower() in ("true", "false") and _takes_flag(schema):
+        return rejected.problem("is text", f"Write it without quotes: {value.strip().lower()}")
     if "x-wrong" in schema:
-        return Problem(key, f"{shown} {schema['x-wrong']}", schema["x-write"])
+        return rejected.problem(schema["x-wrong"], schema["x-write"])
     if "propertyNames" in schema and detail["loc"][-1] == "[key]":
+        text = f"{rejected.key}: `{value}` is not a field of a row"
         names = ", ".join(schema["propertyNames"]["enum"])
-        return Problem(
-            key, f"{key}: `{value}` is not a field of a row", f'Write FIELD = "COLUMN", where FIELD is one of {names}'
-        )
-    if kind in ("literal_error", "enum"):
-        return _explain_choice(key, shown, value, str(context.get("expected", "")))
-    if kind == "value_error":
-        return _explain_unit(key, name, shown, value, str(context.get("error", detail["msg"])))
-    if kind in _BOUNDS:
-        bound, words = _BOUNDS[kind]
-        return Problem(key, f"{shown} is out of range", f"It must be {words} {context[bound]:g}")
+        return Problem(rejected.key, text, f'Write FIELD = "COLUMN", where FIELD is one of {names}')
     if kind == "too_short" and value:
         return None  # each wrong item is reported
+    if kind in ("literal_error", "enum"):
+        return _explain_choice(rejected)
+    if kind == "value_error":
+        return _explain_unit(rejected)
+    if kind in _BOUNDS:
+        bound, words = _BOUNDS[kind]
+        return rejected.problem("is out of range", f"It must be {words} {context[bound]:g}")
     if kind in ("too_short", "string_too_short") or (kind == "is_instance_of" and value == ""):
-        is_needed = name in TABLES or is_required(name)
-        return Problem(key, f"{shown} is empty", how_to_fill_in(name) if is_needed else "Leave the key out or fill it")
+        is_needed = rejected.name in TABLES or is_required(rejected.name)
+        remedy = how_to_fill_in(rejected.name) if is_needed else "Leave the key out or fill it"
+        return rejected.problem("is empty", remedy)
     if kind == "string_unicode":  # bytes that are not text in the encoding of the process
-        text = f"{key} = {value!a} contains bytes that this process cannot decode"
-        return Problem(key, text, "Use a UTF-8 locale (export LC_ALL=C.UTF-8, or PYTHONUTF8=1) and UTF-8 names")
-    if kind == "finite_number":
-        return Problem(key, f"{shown} is not a finite number", describe_allowed(name))
+        text = f"{rejected.key} = {value!a} contains bytes that this process cannot decode"
+        remedy = "Use a UTF-8 locale (export LC_ALL=C.UTF-8, or PYTHONUTF8=1) and UTF-8 names"
+        return Problem(rejected.key, text, remedy)
     if kind in _KINDS:
-        return _explain_type(key, name, shown, value, _KINDS[kind])
-    return Problem(key, f"{shown}: {detail['msg']}", describe_allowed(name) if name in KEYS else "")
+        return _explain_type(rejected)
+    remedy = describe_allowed(rejected.name) if rejected.name in KEYS else ""
+    return Problem(rejected.key, f"{rejected.shown}: {detail['msg']}", remedy)
 
 
-def _explain_missing(key: str, name: str) -> Problem:
+def _explain_missing(rejected: _Rejected) -> Problem:
     """Return the problem of a missing key. For a missing table, return the problem of its first required key."""
-    if name in TABLES:
-        inner = first_required(name)
+    key = rejected.key
+    if rejected.name in TABLES:
+        inner = first_required(rejected.name)
         table = inner.rpartition(".")[0]
         key = table if table in ARRAY_TABLES else inner
-    return Problem(key, f"`{key}` is missing", how_to_fill_in(name))
+    return Problem(key, f"`{key}` is missing", how_to_fill_in(rejected.name))
 
 
 def _takes_flag(schema: Mapping[str, Any]) -> bool:
     return "const" not in schema and any(each.get("type") == "boolean" for each in (schema, *schema.get("anyOf", ())))
-
-
-def _is_quoted_flag(value: object) -> bool:
-    return isinstance(value, str) and value.strip().lower() in ("true", "false")
 
 
 def _field_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
@@ -121,10 +147,11 @@ _ONLINE_TASKS = ("grpo", "ppo", "rloo", "online_dpo", "gspo", "dapo")
 _ALIASES = {("preference.loss_type", "dpo"): "sigmoid"}
 
 
-def _explain_choice(key: str, shown: str, value: object, expected: str) -> Problem:
+def _explain_choice(rejected: _Rejected) -> Problem:
+    key, value, expected = rejected.key, rejected.value, str(rejected.context.get("expected", ""))
     retired = RETIRED_CHOICES.get((key.rpartition(".")[2], str(value)))
     if retired is not None:
-        return Problem(key, f"{shown} is no longer supported", retired)
+        return rejected.problem("is no longer supported", retired)
     choices = re.findall(r"'([^']*)'", expected) or [expected]
     alias = _ALIASES.get((key, str(value).lower()))
     near = [alias] if alias else difflib.get_close_matches(str(value), choices, n=1, cutoff=0.6)
@@ -134,40 +161,40 @@ def _explain_choice(key: str, shown: str, value: object, expected: str) -> Probl
     if alias:
         remedy = f'Write "{alias}", which is {str(value).upper()}. '
     listed = ", ".join(f'"{choice}"' for choice in choices) if re.search("'", expected) else expected
-    return Problem(key, f"{shown} is not allowed", f"{remedy}Write {'one of ' if len(choices) > 1 else ''}{listed}")
+    return rejected.problem("is not allowed", f"{remedy}Write {'one of ' if len(choices) > 1 else ''}{listed}")
 
 
-def _explain_unit(key: str, name: str, shown: str, value: object, reason: str) -> Problem:
+def _explain_unit(rejected: _Rejected) -> Problem:
     """Return the problem of a size, rate or duration, with the parser's reason for text and positive numbers."""
-    schema = KEYS[name]
+    key, name, value = rejected.key, rejected.name, rejected.value
+    schema, reason = KEYS[name], str(rejected.context["error"])
     words = [f'"{word}"' for word in ("auto", "unlimited") if f'"{word}"' in allowed_values(schema)]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(value, str) or (is_number and cast("float", value) > 0):
         more = f", or {' or '.join(words)}" if words and "is not a size" in reason else ""
         return Problem(key, f"{key} = {reason}{more}" if "size" in name else f"{key}: {reason}{more}")
     example = next((text for text in schema.get("examples", ()) if text != "auto"), "2GiB")
-    return Problem(
-        key, f"{shown} is not text with a unit", f'Write {" or ".join([*words, "text"])} such as "{example}"'
-    )
+    return rejected.problem("is not text with a unit", f'Write {" or ".join([*words, "text"])} such as "{example}"')
 
 
-def _explain_type(key: str, name: str, shown: str, value: object, wanted: str) -> Problem:
+def _explain_type(rejected: _Rejected) -> Problem:
+    name, value, wanted = rejected.name, rejected.value, _KINDS[rejected.kind]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(value, str) and wanted in ("a number", "a whole number") and _NUMBER.fullmatch(value.strip()):
-        return Problem(key, f"{shown} is text", f"Write it without quotes: {value.strip()}")
-    if isinstance(value, int | float) and not isinstance(value, bool) and wanted == "text in quotes":
-        return Problem(key, f"{shown} is a number", f'Write it in quotes: "{value}"')
-    if isinstance(value, float) and wanted == "a whole number" and math.isfinite(value) and value == int(value):
-        return Problem(key, f"{shown} is not a whole number", f"Write {int(value)}")
-    if isinstance(value, float) and wanted == "a whole number" and 0 < value < 1 and name.endswith("_steps"):
-        return Problem(key, f"{shown} is a share of all steps, which transformers takes", "Write a number of steps")
+        return rejected.problem("is text", f"Write it without quotes: {value.strip()}")
+    if is_number and wanted == "text in quotes":
+        return rejected.problem("is a number", f'Write it in quotes: "{value}"')
     if isinstance(value, float) and wanted == "a whole number" and math.isfinite(value):
-        text = f"Write {math.floor(value)} or {math.ceil(value)}"
-        return Problem(key, f"{shown} is not a whole number", text)
+        if 0 < value < 1 and name.endswith("_steps"):
+            return rejected.problem("is a share of all steps, which transformers takes", "Write a number of steps")
+        choices = dict.fromkeys((math.floor(value), math.ceil(value)))
+        return rejected.problem("is not a whole number", "Write " + " or ".join(map(str, choices)))
     if wanted == "a list" and isinstance(value, dict) and name in TABLES:
-        return Problem(key, f"{key} is a table, not a list of tables", f"Write [[{key}]] with two brackets")
+        text = f"{rejected.key} is a table, not a list of tables"
+        return Problem(rejected.key, text, f"Write [[{rejected.key}]] with two brackets")
     if name not in KEYS:
-        return Problem(key, f"{shown} is not a table", f"Write {header(name)} and its keys below it")
+        return rejected.problem("is not a table", f"Write {header(name)} and its keys below it")
     items = KEYS[name].get("items", {})
     if wanted == "a list" and type(value) is {"string": str, "integer": int}.get(items.get("type")):
-        return Problem(key, f"{shown} is not a list", f"Write [{format_value(value)}]")
-    return Problem(key, f"{shown} is not {wanted}", describe_allowed(name))
+        return rejected.problem("is not a list", f"Write [{format_value(value)}]")
+    return rejected.problem(f"is not {wanted}", describe_allowed(name))
