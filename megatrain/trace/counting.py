@@ -22,7 +22,9 @@ from megatrain.engine.flash import planned_flash
 from megatrain.engine.program import KEEP_NOTHING, Recompute, VisitTrace
 from megatrain.engine.unneeded import changed_arguments
 from megatrain.engine.work import NO_WORK, Work, moved_nbytes
-from megatrain.trace.repeated_layers import Recorder
+
+#: Function called with each operator, its arguments and its result.
+Recorder = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]
 
 _RAISES = 2  # torch's debug mode in which nondeterministic operations raise an error
 _DEVICE_OF = torch.ops.prim.device.default
@@ -58,10 +60,10 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_nbytes = 0
         self.peak_nbytes = 0
         self.work = NO_WORK
-        self.uncounted: list[str] = []
+        self.uncounted: dict[str, None] = {}  # ordered set
         self.where = "the model"
         self.num_guesses = 0
-        self._guesses: dict[str, list[str]] = {}
+        self._guesses: dict[str, dict[str, None]] = {}  # text -> ordered set of units
         self.new_nbytes: dict[int, int] = {}
         self.num_storages = 0
         self._known: dict[int, tuple[int, int]] = {}  # live storage -> bytes, number of earlier storages
@@ -88,8 +90,8 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.on_launch(tensors)
         if self.recorder is not None:
             self.recorder(work, tuple(tensors), {}, None)
-        if uncounted and uncounted not in self.uncounted:
-            self.uncounted.append(uncounted)
+        if uncounted:
+            self.uncounted.setdefault(uncounted)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -117,15 +119,13 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def guess(self, what: str) -> None:
         """Record a guessed value. Guesses with the same text are reported together for all units."""
         self.num_guesses += 1
-        names = self._guesses.setdefault(what, [])
-        if self.where not in names:
-            names.append(self.where)
+        self._guesses.setdefault(what, {}).setdefault(self.where)
 
     @property
     def guesses(self) -> tuple[str, ...]:
         """One sentence for each guessed value, with the unit and the reason."""
         return tuple(
-            f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {what}"
+            f"{next(iter(names))}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {what}"
             for what, names in self._guesses.items()
         )
 
@@ -148,8 +148,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _result_of_known(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of an operator. If the values of all inputs are known, also compute the result's values."""
-        inputs: list[Tensor] = []
-        tree_map((args, dict(kwargs)), lambda item: inputs.append(item) if isinstance(item, Tensor) else None)
+        inputs = tensors_in((args, dict(kwargs)))
         unknown = [tensor for tensor in inputs if tensor not in self._values and not _is_real(tensor)]
         if func is torch.ops.aten.index.Tensor and unknown:
             args = (args[0], self._with_selected_indexes(args[1]), *args[2:])
@@ -240,9 +239,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             flops = count_flops(func, args, kwargs, result)
         except Exception as error:
-            reason = f"{func}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            if reason not in self.uncounted:
-                self.uncounted.append(reason)
+            self.uncounted.setdefault(f"{func}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
         if flops:
             return Work(product_flops=flops, launches=1)
         nbytes = moved_nbytes(func, args, kwargs, result)

@@ -12,35 +12,24 @@ docs/decisions/0087-layers-that-are-alike-are-traced-once.md
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatrain.engine.arguments import tree_map
 from megatrain.engine.work import Work
+from megatrain.trace.counting import CountingMode, tensors_in
+from megatrain.trace.visit_counts import RecomputeCounts
 
 if TYPE_CHECKING:
     from megatrain.engine.bound_unit import BoundUnit
+    from megatrain.models.graph import Unit
 
 #: Types that are compared by type and value.
 _PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-#: Function called with each operator, its arguments and its result.
-Recorder = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]
-
-
-class _Counts(Protocol):
-    """Counts of the trace; see `CountingMode`."""
-
-    num_guesses: int
-    num_storages: int
-    recorder: Recorder | None
-
-    def number_of(self, tensor: Tensor) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +50,19 @@ class CountedBackward:
     """Counts of a backward that the trace has run.
 
     Attributes:
-        owners: Names of the unit's parameters, in order.
         work: Work of all operators, including the recompute.
         peak_nbytes: Peak memory in addition to the bytes in use at the start.
     """
 
-    visit: int
-    owners: tuple[str, ...]
+    unit: Unit
     work: Work
     peak_nbytes: int
     gradients: tuple[Gradient | None, ...]
+    recompute: RecomputeCounts
 
 
 def gradients_of(
-    found: Sequence[Tensor | None], num_before: int, counts: _Counts
+    found: Sequence[Tensor | None], num_before: int, counts: CountingMode
 ) -> tuple[Gradient | None, ...] | None:
     """Describe the input gradients of a backward. Return None if they share memory or existed before the backward.
 
@@ -96,7 +84,7 @@ def gradients_of(
 class RepeatedLayers:
     """Records of the forwards in a trace, and the counts of the corresponding backwards."""
 
-    def __init__(self, counts: _Counts) -> None:
+    def __init__(self, counts: CountingMode) -> None:
         self._counts = counts
         self._kinds: dict[Hashable, int] = {}  # record of a forward (may have megabytes) -> number
         self._forwards: dict[int, int] = {}
@@ -112,14 +100,16 @@ class RepeatedLayers:
             record.name(leaf, "weight", index)
         for name, buffer in unit.module.named_buffers():
             record.name(buffer, "buffer", name)
-        inputs: list[Tensor] = []
-        tree_map((args, kwargs), lambda item: inputs.append(item) if isinstance(item, Tensor) else None)
-        for index, tensor in enumerate(inputs):
+        for index, tensor in enumerate(inputs := tensors_in((args, kwargs))):
             record.name(tensor, "argument", index)
         record.add("begins with", tuple(inputs), {}, None)
         num_guesses = counts.num_guesses
-        with _recording(counts, record.add):
+        assert counts.recorder is None, "a layer is nested in a layer"
+        counts.recorder = record.add
+        try:
             result = run(*args, **kwargs)
+        finally:
+            counts.recorder = None
         record.add("ends with", (), {}, result)
         if counts.num_guesses == num_guesses and record.is_complete:
             classes = tuple((name, type(module)) for name, module in unit.module.named_modules())
@@ -168,16 +158,6 @@ def _autograd_graph(result: Any) -> Hashable:
     return tuple(edges)
 
 
-@contextmanager
-def _recording(counts: _Counts, recorder: Recorder) -> Iterator[None]:
-    assert counts.recorder is None, "a layer is nested in a layer"
-    counts.recorder = recorder
-    try:
-        yield
-    finally:
-        counts.recorder = None
-
-
 class _Opaque(Exception):
     """Signal that an object cannot be compared."""
 
@@ -191,7 +171,7 @@ class _CallRecord:
         is_complete: Whether all operators could be described.
     """
 
-    counts: _Counts
+    counts: CountingMode
     entries: list[Hashable] = field(default_factory=list)
     is_complete: bool = True
     _num_before: int = 0

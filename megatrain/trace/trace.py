@@ -17,14 +17,14 @@ from torch import Tensor
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.engine.arguments import tree_map
-from megatrain.engine.forward import move_buffers
+from megatrain.engine.forward import PassOrder, move_buffers
 from megatrain.engine.generate import GenerationRunner
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import VisitMemory, VisitTrace
 from megatrain.engine.work import Work
 from megatrain.models.skeleton import is_multimodal, rows_are_documents
 from megatrain.trace.kernel_work import kernels_counted
-from megatrain.trace.tracer import GenerationTracer, Tracer
+from megatrain.trace.tracer import Tracer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,15 +69,8 @@ def trace_visits(
     device = _with_index(torch.device(device))
     num_tokens, objective = batch_size * seq_len, objective or Objective()
     with _fake_buffers(graph.model, device) as fake:
-        tracer = Tracer(
-            graph,
-            compute_dtype,
-            device,
-            head_rows=head_rows,
-            head_columns=head_columns,
-            objective=objective,
-            is_compiled=is_compiled,
-        )
+        order = PassOrder(head_rows=head_rows, head_columns=head_columns)
+        tracer = Tracer(graph, compute_dtype, device, order=order, objective=objective, is_compiled=is_compiled)
         with fake, tracer.counts:
             with tracer.counts.paused():
                 ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
@@ -128,7 +121,7 @@ def trace_generation(
     if not graph.model.can_generate():
         raise UnsupportedModelError(type(graph.model).__name__, "it has no head that generates text")
     with _fake_buffers(graph.model, device) as fake:
-        tracer = GenerationTracer(graph, device)
+        tracer = Tracer(graph, graph.dtype, device)
         runner = GenerationRunner(graph, tracer, device=device, bounds=tracer.runner.bounds)
         cache = DynamicCache(config=graph.config.get_text_config(decoder=True))
         with fake, tracer.counts:
@@ -145,15 +138,8 @@ def trace_generation(
                 except TypeError as error:
                     name = type(graph.model).__name__
                     raise UnsupportedModelError(name, f"its forward does not run with a cache ({error})") from error
-    visits = tuple(tracer.visits_of_forward())
-    trace = VisitTrace(
-        visits,
-        0,
-        0,
-        guesses=tracer.counts.guesses,
-        uncounted=tuple(tracer.counts.uncounted),
-        num_tokens=batch_size * seq_len,
-    )
+    visits, counts = tuple(tracer.trunk_visits()), tracer.counts
+    trace = VisitTrace(visits, 0, 0, counts.guesses, tuple(counts.uncounted), num_tokens=batch_size * seq_len)
     return trace, runner.kept_nbytes
 
 
@@ -227,16 +213,13 @@ def _failures_explained(model: PreTrainedModel, inputs: Literal["text", "images"
         if not is_multimodal(model):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
+        problem = f"only text can be trained, but its forward does not run on text alone ({reason}). Use a text model"
         if inputs == "images":
-            raise UnsupportedModelError(
-                type(model).__name__,
+            problem = (
                 f"its forward cannot be planned with the output of the folder's image processor ({reason}). Compare "
-                'the processor\'s files with the published model, or write model.images = "off"',
-            ) from error
-        raise UnsupportedModelError(
-            type(model).__name__,
-            f"only text can be trained, but its forward does not run on text alone ({reason}). Use a text model",
-        ) from error
+                'the processor\'s files with the published model, or write model.images = "off"'
+            )
+        raise UnsupportedModelError(type(model).__name__, problem) from error
 
 
 def _with_all_pieces(trace: VisitTrace, num_rows: int, num_tokens: int, row_nbytes: int) -> VisitTrace:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import inspect
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
@@ -16,17 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.engine.absent_weights import METADATA_QUERIES
-from megatrain.engine.arguments import tree_map
 from megatrain.engine.forward import LayerRunner, PassOrder
 from megatrain.engine.objective import Objective
-from megatrain.engine.program import TracedVisit, VisitMemory, VisitTrace
-from megatrain.engine.saved_results import NOT_SAVABLE, ResultSizes, Savable
-from megatrain.engine.unneeded import NOTHING_UNNEEDED, ProductUses, Unneeded
+from megatrain.engine.program import TracedVisit, VisitTrace
 from megatrain.engine.weight_gradients import GradientAccumulator
-from megatrain.engine.work import NO_WORK, Work
-from megatrain.trace.counting import CountingError, CountingMode, count_flops, tensors_in
+from megatrain.engine.work import NO_WORK
+from megatrain.trace.counting import CountingError, CountingMode
 from megatrain.trace.repeated_layers import CountedBackward, RepeatedLayers, gradients_of
-from tiered.units import round_up
+from megatrain.trace.visit_counts import PhaseCounts, RecomputeMeter, VisitCounts
 
 if TYPE_CHECKING:
     from megatrain.engine.bound_unit import BoundUnit
@@ -35,19 +32,7 @@ if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph, Unit
 
 _ANY_NBYTES = 1 << 50  # a fake tensor needs no memory
-_ALIGNMENT_BYTES = 512  # allocators round sizes up to a multiple
-
-
-@dataclass(slots=True)
-class _Phase:
-    """Counts of one tick."""
-
-    name: str
-    visit: int
-    held_nbytes: int
-    peak_nbytes: int
-    first_storage: int
-    work: Work = NO_WORK
+_EMBEDDING = inspect.signature(torch.nn.functional.embedding)
 
 
 class Tracer:
@@ -59,8 +44,7 @@ class Tracer:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        head_rows: int | None = None,
-        head_columns: int | None = None,
+        order: PassOrder = PassOrder(),  # noqa: B008  -- frozen
         objective: Objective | None = None,
         is_compiled: bool = False,
     ) -> None:
@@ -68,27 +52,15 @@ class Tracer:
         self._dense_masks: dict[str, None] = {}  # ordered set of the reasons for dense masks
         self._shapes = {entry.name: entry.shape for layout in graph.layouts.values() for entry in layout.entries}
         self._graph, self._dtype, self._device, self._is_compiled = graph, dtype, device, is_compiled
-        self._phases: list[_Phase] = []
-        self._saved: dict[int, list[Tensor]] = {}
-        self._counted: dict[Any, int] = {}  # kind of part -> visit that runs for it
-        self._counted_visits: dict[int, int] = {}  # visit of a part -> visit whose counts it shares
-        self._chances_of_no_token: dict[int, float] = {}  # visit of a part -> probability that a token skips it
-        self._reused: dict[int, dict[int, tuple[int, int]]] = {}
-        self._units: list[int] = []
-        self._with_backward: set[int] = set()
-        self._graph_nbytes: dict[int, int] = {}
-        self._savable: dict[int, tuple[Savable, Savable]] = {}  # visit -> results of attention, all results
-        self._unneeded: dict[int, Unneeded] = {}
-        self._filled: dict[int, set[str]] = {}
-        self._only_rows: dict[int, set[str]] = {}  # visit -> parameters that get only row gradients
-        self._looked_up: dict[int, set[str]] = {}  # visit -> parameters used only for look-ups
-        self._stays: dict[int, int] = {}  # visit -> bytes that stay in use until its backward
+        self._phase = PhaseCounts("forward", 0)  # the current tick; replaced when the first tick begins
+        self._visits = defaultdict[int, VisitCounts](VisitCounts)
+        self._parts: dict[Any, VisitCounts] = {}  # kind of part -> visit that runs for it
         self._repeated = RepeatedLayers(self.counts)
         self.runner = LayerRunner(
             graph,
             self,
             device=device,
-            order=PassOrder(head_rows=head_rows, head_columns=head_columns),
+            order=order,
             objective=objective,
             context=partial(graph.computing, self._dense_masks.setdefault, is_compiled=is_compiled),
         )
@@ -98,68 +70,72 @@ class Tracer:
             bound.forward = self._measured(bound, self._with_fallback(bound))
         self.runner.visits.run_backward = self._backward
 
-    def skip_weights(self, unit: Unit, visit: int) -> None:
-        raise AssertionError("a trace does not know the routing of tokens")
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise AssertionError("a trace does not know the routing of tokens, and saves no results")
 
-    def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
-        raise AssertionError("a trace does not know the routing of tokens")
+    skip_weights = announce_idle = results_block = _refuse
 
     def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
         self.close()
-        if phase != "forward" and not any(earlier.name != "forward" for earlier in self._phases):
-            self._record_visits()  # the backward has not yet freed memory of visits
+        if phase != "forward" and self._phase.name == "forward":
+            self._record_stays()  # the backward has not yet freed memory of visits
         self.counts.peak_nbytes, self.counts.work = self.counts.live_nbytes, NO_WORK
         self.counts.new_nbytes.clear()
-        self._phases.append(_Phase(phase, visit, self.counts.live_nbytes, 0, self.counts.num_storages))
+        self._phase = PhaseCounts(phase, visit, self.counts.live_nbytes, self.counts.num_storages)
+        self._visits[visit].phases[phase] = self._phase
 
     def close(self) -> None:
         """Record peak memory and work of the current tick."""
-        if self._phases:
-            self._phases[-1].peak_nbytes = self.counts.peak_nbytes - self._phases[-1].held_nbytes
-            self._phases[-1].work = self.counts.work
+        self._phase.peak_nbytes = self.counts.peak_nbytes - self._phase.held_nbytes
+        self._phase.work = self.counts.work
 
-    def _record_visits(self) -> None:
-        self._units = [visit.bound.unit.index for visit in self.runner.visits] + list(self.runner.head_units)
+    @property
+    def _visit(self) -> VisitCounts:
+        """Counts of the current visit."""
+        return self._visits[self._phase.visit]
+
+    def _record_stays(self) -> None:
         # Storages that are created before a visit and live until the end of the forward cannot be hidden states.
-        for phase in self._phases:
-            if phase.name == "forward":
-                self._stays[phase.visit] = self.counts.nbytes_made_before(phase.first_storage)
+        for visit in self._visits.values():
+            visit.stays_nbytes = self.counts.nbytes_made_before(visit.phases["forward"].first_storage)
+
+    def _tensors(self, unit: Unit, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return uncounted tensors with the shapes of a unit's parameters."""
+        with self.counts.paused():
+            owners = {owner for _, owner, _ in unit.params}
+            return {owner: torch.empty(self._shapes[owner], dtype=dtype, device=self._device) for owner in owners}
 
     @contextmanager
     def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, Tensor]]:
-        if self._phases[-1].name != "forward":
-            self._with_backward.add(visit)
-        with self.counts.paused():
-            tensors = {
-                owner: torch.empty(self._shapes[owner], dtype=self._dtype, device=self._device)
-                for _, owner, _ in unit.params
-            }
-        yield tensors
+        self._visits[visit].unit = unit.index
+        self._visits[visit].has_backward |= self._phase.name != "forward"
+        yield self._tensors(unit, self._dtype)
 
     @contextmanager
     def gradients(self, unit: Unit, visit: int) -> Iterator[GradientAccumulator]:
-        names = {owner for _, owner, _ in unit.params}
-        with self.counts.paused():  # gradients are in blocks, or are counted by the planner
-            targets = {name: torch.empty(self._shapes[name], device=self._device) for name in names}
-        accumulator = _TracedAccumulator(targets, self._filled.setdefault(visit, set()))
+        # Gradients are in blocks, or are counted by the planner.
+        accumulator = _TracedAccumulator(self._tensors(unit, torch.float32), self._visits[visit].filled)
         yield accumulator
-        self._only_rows[visit] = accumulator.with_rows - accumulator.with_others
+        self._visits[visit].only_rows = accumulator.with_rows - accumulator.with_others
 
     def put_activation(self, visit: int, micro_batch: int, index: int, tensor: Tensor) -> None:
         with self.counts.paused():
-            self._saved.setdefault(visit, []).append(tensor.clone())
-        assert index == len(self._saved[visit]) - 1, (visit, index)
+            self._visits[visit].saved.append(tensor.clone())
+        assert index == len(self._visits[visit].saved) - 1, (visit, index)
 
     def reuse_activation(self, visit: int, micro_batch: int, index: int, place: tuple[int, int]) -> None:
-        self._saved.setdefault(visit, []).append(self._saved[place[0]][place[1]])
-        self._reused.setdefault(visit, {})[index] = place
+        self._visits[visit].saved.append(self._visits[place[0]].saved[place[1]])
+        self._visits[visit].reused[index] = place
 
     @contextmanager
     def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[Tensor]:
-        yield self._saved[visit][index]
+        yield self._visits[visit].saved[index]
 
-    def results_block(self, visit: int, micro_batch: int) -> NoReturn:
-        raise AssertionError("a trace measures results but does not save them")
+    @contextmanager
+    def cache_block(self, visit: int, micro_batch: int) -> Iterator[Tensor]:
+        with self.counts.paused():
+            room = torch.empty(_ANY_NBYTES, dtype=torch.uint8, device=self._device)
+        yield room
 
     def _with_fallback(self, bound: BoundUnit) -> Callable[..., Any]:
         """Wrap a unit's forward. If a layer fails on guessed values, the wrapper returns the layer's input.
@@ -196,8 +172,8 @@ class Tracer:
         with nullcontext() if bound.unit.is_layer or bound.unit.part is not None else uses:
             yield
         found = {owner for owner, count in uses.num_look_ups.items() if count == 1} - uses.others
-        visit = self._phases[-1].visit
-        self._looked_up[visit] = self._looked_up.get(visit, found) & found
+        visit = self._visit
+        visit.looked_up = found if visit.looked_up is None else visit.looked_up & found
 
     def _running_once_per_kind(self, part: LayerPart, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the forward of a part so that only the first of several equal parts runs and is counted.
@@ -206,11 +182,12 @@ class Tracer:
         """
 
         def once(*args: Tensor) -> Tensor:
-            visit, kind = self._phases[-1].visit, (part.kind, *(tuple(tensor.shape) for tensor in args))
-            self._counted_visits[visit] = self._counted.setdefault(kind, visit)
-            self._chances_of_no_token[visit] = part.chance_of_no_token(args)
-            if self._counted_visits[visit] == visit:
+            visit, kind = self._visit, (part.kind, *(tuple(tensor.shape) for tensor in args))
+            visit.chance_of_no_token = part.chance_of_no_token(args)
+            first = self._parts.setdefault(kind, visit)
+            if first is visit:
                 return cast("Tensor", forward(*args))
+            visit.equal_part = first
             return part.placeholder_result(args)  # the counts of the part that runs include weight gradients
 
         return once
@@ -219,36 +196,19 @@ class Tracer:
         """Wrap a unit's forward so that it measures the graph and finds unneeded matmuls in a recompute."""
 
         def measured(*args: Any, **kwargs: Any) -> Any:
-            if not self._phases or self._phases[-1].name != "backward":
+            if self._phase.name != "backward":
                 if not torch.is_grad_enabled():  # no backward follows
                     return forward(*args, **kwargs)
-                return self._repeated.forward(bound, self._phases[-1].visit, forward, *args, **kwargs)
-            visit, num_guesses = self._phases[-1].visit, self.counts.num_guesses
+                return self._repeated.forward(bound, self._phase.visit, forward, *args, **kwargs)
+            num_guesses = self.counts.num_guesses
             is_compiled = self._is_compiled and bound.unit.is_layer
-            matrices = {} if is_compiled else bound.matrices()
-            uses = ProductUses(matrices, count_flops)
-            saved: set[int | None] = set()
-
-            def pack(tensor: Tensor) -> Tensor:
-                saved.add(self.counts.number_of(tensor))
-                uses.record_saved(tensor)
-                return tensor
-
-            sizes = ResultSizes(matrices, count_flops)
-            hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-            self.counts.on_launch = uses.record_launch
-            try:
-                with hooks, uses.following(), sizes.measuring():
-                    value = forward(*args, **kwargs)
-            finally:
-                self.counts.on_launch = None
-            self._record_graph(value, saved)
+            meter = RecomputeMeter({} if is_compiled else bound.matrices(), self.counts)
+            with meter.measuring():
+                value = forward(*args, **kwargs)
             # Skip units with guesses, because a real run can take a different path. Also skip parts, because their
             # number of tokens is unknown.
-            if self.counts.num_guesses == num_guesses and bound.unit.part is None:
-                self._unneeded[visit] = uses.unneeded(tensors_in(value))
-            unneeded = self._unneeded.get(visit, NOTHING_UNNEEDED)
-            self._savable[visit] = (sizes.attention, sizes.results(unneeded.weights))
+            is_known = self.counts.num_guesses == num_guesses and bound.unit.part is None
+            self._visit.recompute = meter.result(value, self._visit.saved, is_known=is_known)
             return value
 
         return measured
@@ -260,60 +220,41 @@ class Tracer:
             return visit.replace_backward(partial(self._copy_counts, earlier, visit))
         num_guesses = self.counts.num_guesses
         found = visit.backward(gradients)
-        phase = self._phases[-1]
+        phase = self._phase
         assert (phase.name, phase.visit) == ("backward", visit.number)
         returned = gradients_of(found, phase.first_storage, self.counts)
         if key is not None and returned is not None and self.counts.num_guesses == num_guesses:
             peak_nbytes = self.counts.peak_nbytes - phase.held_nbytes
-            owners = tuple(owner for _, owner, _ in visit.bound.unit.params)
-            self._repeated.keep(key, CountedBackward(visit.number, owners, self.counts.work, peak_nbytes, returned))
+            unit, recompute = visit.bound.unit, self._visits[visit.number].recompute
+            self._repeated.keep(key, CountedBackward(unit, self.counts.work, peak_nbytes, returned, recompute))
         return found
 
     def _copy_counts(self, earlier: CountedBackward, visit: UnitVisit) -> list[Tensor | None]:
-        number, counts = visit.number, self.counts
+        counts, now = self.counts, self._visits[visit.number]
         counts.work += earlier.work
         counts.peak_nbytes = max(counts.peak_nbytes, counts.live_nbytes + earlier.peak_nbytes)
-        self._with_backward.add(number)
-        measured: tuple[dict[int, Any], ...] = (self._graph_nbytes, self._savable, self._only_rows)
-        for of_visits in measured:
-            if earlier.visit in of_visits:
-                of_visits[number] = of_visits[earlier.visit]
-        if (unneeded := self._unneeded.get(earlier.visit)) is not None:
-            owners = dict(zip(earlier.owners, (owner for _, owner, _ in visit.bound.unit.params), strict=True))
-            weights = frozenset(owners[owner] for owner in unneeded.weights)
-            self._unneeded[number] = replace(unneeded, weights=weights)
+        now.has_backward = True
+        pairs = zip(earlier.unit.params, visit.bound.unit.params, strict=True)
+        now.recompute = earlier.recompute.renamed({before: after for (_, before, _), (_, after, _) in pairs})
         return [None if gradient is None else gradient.allocate() for gradient in earlier.gradients]
 
-    def _record_graph(self, value: Any, saved: Collection[int | None]) -> None:
-        """Record the size of a recompute's graph: the size of all live storages created in the visit's backward.
-
-        Args:
-            value: Result of the unit. Its tensors are not part of the graph if autograd has not saved them.
-            saved: Numbers of the storages that autograd has saved. Addresses are reused, so they cannot identify them.
-        """
-        alive = dict(self.counts.new_nbytes)
-
-        def forget(leaf: Any) -> None:
-            if isinstance(leaf, Tensor) and self.counts.number_of(leaf) not in saved:
-                alive.pop(leaf.untyped_storage()._cdata, None)
-
-        tree_map(value, forget)
-        visit = self._phases[-1].visit
-        inputs = sum(tensor.untyped_storage().nbytes() for tensor in self._saved.get(visit, ()))
-        self._graph_nbytes[visit] = inputs + sum(round_up(nbytes, _ALIGNMENT_BYTES) for nbytes in alive.values())
+    def trunk_visits(self) -> Iterator[TracedVisit]:
+        """Yield the trace of each visit outside of the head."""
+        for visit in self._visits.values():
+            if "forward" in visit.phases:
+                yield visit.traced(self._graph.units[visit.unit])
 
     def trace(self) -> VisitTrace:
         """Return the trace."""
-        if not self._units:  # the trace has only a forward
-            self._record_visits()
-        phases = {(phase.name, phase.visit): phase for phase in self._phases}
-        num_head = len(self.runner.head_units)
-        first_head = len(self._units) - num_head
-        last_stays = max(self._stays.values(), default=0)
-        visits = tuple(self._traced(number, phases, first_head, last_stays) for number in range(len(self._units)))
-        head = phases["head", first_head] if num_head else _Phase("head", first_head, 0, 0, 0)
+        if self._phase.name == "forward":
+            self._record_stays()
+        visits = list(self._visits.values())
+        first_head = len(visits) - len(self.runner.head_units)
+        head = visits[first_head].phases["head"] if self.runner.head_units else PhaseCounts("head", first_head)
+        last_stays = max((visit.stays_nbytes for visit in visits), default=0)
+        in_head = (visit.traced_in_head(head, last_stays, self.runner.by_part_in_head) for visit in visits[first_head:])
         return VisitTrace(
-            visits=visits,
+            visits=(*self.trunk_visits(), *in_head),
             head_nbytes=head.peak_nbytes,
             head_rows=self.runner.head_rows,
             head_columns=self.runner.head_columns,
@@ -325,84 +266,6 @@ class Tracer:
             dense_masks=tuple(self._dense_masks),
             logits_flops=self.runner.logits_flops,
         )
-
-    def _traced(
-        self, number: int, phases: Mapping[tuple[str, int], _Phase], first_head: int, last_stays: int
-    ) -> TracedVisit:
-        """Return the counts of one visit.
-
-        Args:
-            last_stays: Bytes in use between the last layer and the backward.
-        """
-        unit, is_head = self._graph.units[self._units[number]], number >= first_head
-        counted = self._counted_visits.get(number, number)
-        forward = phases.get(("forward", counted)) or phases["head", first_head]
-        none = phases["head", first_head] if is_head else _Phase("backward", number, 0, 0, 0)  # no backward ran
-        backward = phases.get(("backward", counted)) or none
-        held_nbytes = (phases.get(("forward", number)) or forward).held_nbytes
-        stays_nbytes = min(held_nbytes, self._stays.get(number, last_stays))
-        graph_nbytes = self._graph_nbytes.get(counted, 0)
-        # Parts are counted as if they got all tokens. Memory keeps this upper bound, but work is scaled by the share.
-        memory = VisitMemory(held_nbytes, stays_nbytes, forward.peak_nbytes, backward.peak_nbytes, graph_nbytes)
-        unneeded = self._unneeded.get(number, NOTHING_UNNEEDED)
-        saved = tuple((tuple(t.shape), t.dtype) for t in self._saved.get(number, ()))
-        reused = self._reused.get(number, {})
-        attention, results = NOT_SAVABLE, NOT_SAVABLE
-        if saved and not is_head and unit.part is None and not reused:
-            attention, results = self._savable.get(number, (NOT_SAVABLE, NOT_SAVABLE))
-        by_part = self.runner.by_part_in_head
-        if not is_head:  # a look-up would run the unit again, but saved inputs can be read only once
-            rows = self._only_rows.get(number, set()) & self._looked_up.get(number, set())
-            by_part = frozenset() if saved else frozenset(rows)
-        return TracedVisit(
-            unit.index,
-            is_head,
-            has_backward=number in self._with_backward,
-            saved=saved,
-            memory=memory,
-            forward=NO_WORK if is_head else forward.work.scaled(unit.share),
-            backward=NO_WORK if is_head else (backward.work - unneeded.work).scaled(unit.share),
-            by_part=by_part,
-            attention=attention,
-            results=results,
-            reused=reused,
-            chance_of_no_token=self._chances_of_no_token.get(number, 0.0),
-            unneeded=replace(unneeded, work=unneeded.work.scaled(unit.share)),
-        )
-
-
-class GenerationTracer(Tracer):
-    """Tracer for forwards that use a cache, with cache blocks of unlimited size.
-
-    Attributes:
-        units: Index of the unit, by visit.
-    """
-
-    def __init__(self, graph: ModelGraph, device: torch.device) -> None:
-        super().__init__(graph, graph.dtype, device)
-        self.units: dict[int, int] = {}
-
-    @contextmanager
-    def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, Tensor]]:
-        self.units[visit] = unit.index
-        with super().weights(unit, visit) as weights:
-            yield weights
-
-    def visits_of_forward(self) -> Iterator[TracedVisit]:
-        """Yield the trace of each visit."""
-        phases = {phase.visit: phase for phase in self._phases if phase.name == "forward"}
-        for number, phase in phases.items():
-            unit, counted = self.units[number], phases[self._counted_visits.get(number, number)]
-            work = counted.work.scaled(self._graph.units[unit].share)
-            memory = VisitMemory(phase.held_nbytes, 0, counted.peak_nbytes, 0, 0)
-            chance = self._chances_of_no_token.get(number, 0.0)
-            yield TracedVisit(unit, False, False, (), memory, forward=work, chance_of_no_token=chance)
-
-    @contextmanager
-    def cache_block(self, visit: int, micro_batch: int) -> Iterator[Tensor]:
-        with self.counts.paused():
-            room = torch.empty(_ANY_NBYTES, dtype=torch.uint8, device=self._device)
-        yield room
 
 
 class _Uses(TorchFunctionMode):
@@ -435,16 +298,9 @@ class _Uses(TorchFunctionMode):
         return result
 
 
-def _is_plain_look_up(
-    indexes: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> bool:
-    return max_norm is None and not scale_grad_by_freq and not sparse
+def _is_plain_look_up(*args: Any, **kwargs: Any) -> bool:
+    given = _EMBEDDING.bind(*args, **kwargs).arguments
+    return given.get("max_norm") is None and not given.get("scale_grad_by_freq") and not given.get("sparse")
 
 
 class _TracedAccumulator(GradientAccumulator):
@@ -457,8 +313,7 @@ class _TracedAccumulator(GradientAccumulator):
 
     def __init__(self, targets: Mapping[str, Tensor], added: set[str]) -> None:
         super().__init__(targets, added)
-        self.with_rows: set[str] = set()
-        self.with_others: set[str] = set()
+        self.with_rows, self.with_others = set[str](), set[str]()
 
     def add(self, name: str, gradient: Tensor) -> None:
         self.with_others.add(name)

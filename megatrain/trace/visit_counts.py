@@ -1,0 +1,190 @@
+"""Counts of a trace, one record for each visit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatrain.engine.program import TracedVisit, VisitMemory
+from megatrain.engine.saved_results import NOT_SAVABLE, ResultSizes, Savable
+from megatrain.engine.unneeded import NOTHING_UNNEEDED, ProductUses, Unneeded
+from megatrain.engine.work import NO_WORK, Work
+from megatrain.trace.counting import CountingMode, count_flops, tensors_in
+from tiered.units import round_up
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from megatrain.models.graph import Unit
+
+_ALIGNMENT_BYTES = 512  # allocators round sizes up to a multiple
+
+
+@dataclass(slots=True)
+class PhaseCounts:
+    """Counts of one tick.
+
+    Attributes:
+        held_nbytes: Bytes in use at the start.
+        first_storage: Number of storages created before the tick.
+        peak_nbytes: Peak memory in addition to `held_nbytes`.
+    """
+
+    name: Literal["forward", "head", "backward"]
+    visit: int
+    held_nbytes: int = 0
+    first_storage: int = 0
+    peak_nbytes: int = 0
+    work: Work = NO_WORK
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeCounts:
+    """Counts of a recompute, and the results that it does not need or could load instead.
+
+    Attributes:
+        graph_nbytes: Size of the graph if it is kept for the backward.
+        attention: Attention results that can be saved.
+        results: Attention results and matmul results that can be saved.
+    """
+
+    graph_nbytes: int = 0
+    attention: Savable = NOT_SAVABLE
+    results: Savable = NOT_SAVABLE
+    unneeded: Unneeded = NOTHING_UNNEEDED
+
+    def renamed(self, names: Mapping[str, str]) -> RecomputeCounts:
+        """Return a copy for a layer whose parameters have other names."""
+        weights = frozenset(names[name] for name in self.unneeded.weights)
+        return replace(self, unneeded=replace(self.unneeded, weights=weights))
+
+
+class RecomputeMeter:
+    """Measures the recompute of one visit.
+
+    Args:
+        matrices: Names of the unit's weights, by id.
+    """
+
+    def __init__(self, matrices: Mapping[int, str], counts: CountingMode) -> None:
+        self._uses, self._sizes = ProductUses(matrices, count_flops), ResultSizes(matrices, count_flops)
+        self._counts, self._saved = counts, set[int | None]()  # numbers of storages that autograd saved
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Measure the operators within the context."""
+        self._counts.on_launch = self._uses.record_launch
+        try:
+            with (
+                saved_tensors_hooks(self._pack, lambda tensor: tensor),
+                self._uses.following(),
+                self._sizes.measuring(),
+            ):
+                yield
+        finally:
+            self._counts.on_launch = None
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self._saved.add(self._counts.number_of(tensor))
+        self._uses.record_saved(tensor)
+        return tensor
+
+    def result(self, value: Any, inputs: Sequence[Tensor], *, is_known: bool) -> RecomputeCounts:
+        """Return the counts. The graph consists of all live storages that were created in the visit's backward.
+
+        Args:
+            value: Result of the unit. Its tensors are not part of the graph if autograd has not saved them.
+            inputs: Inputs that are kept until the backward.
+            is_known: Whether a real run executes the same operators on the same number of tokens.
+        """
+        alive, tensors = dict(self._counts.new_nbytes), tensors_in(value)
+        for tensor in tensors:
+            if self._counts.number_of(tensor) not in self._saved:
+                alive.pop(tensor.untyped_storage()._cdata, None)
+        graph_nbytes = sum(tensor.untyped_storage().nbytes() for tensor in inputs)
+        graph_nbytes += sum(round_up(nbytes, _ALIGNMENT_BYTES) for nbytes in alive.values())
+        unneeded = self._uses.unneeded(tensors) if is_known else NOTHING_UNNEEDED
+        return RecomputeCounts(graph_nbytes, self._sizes.attention, self._sizes.results(unneeded.weights), unneeded)
+
+
+@dataclass(slots=True)
+class VisitCounts:
+    """Counts of one visit, filled while the engine runs.
+
+    Attributes:
+        unit: Index of the unit.
+        phases: Counts of the visit's ticks, by phase.
+        stays_nbytes: Bytes in use at the start of the visit that stay in use until its backward.
+        saved: Inputs that are kept until the backward.
+        reused: Maps an input's index to the (visit, index) of an earlier input that is the same tensor.
+        equal_part: Visit to an equal part, which ran in place of this visit. None if this visit ran.
+        looked_up: Parameters that each run uses only once, to look up rows. None before the first run.
+        filled: Parameters that have gradients.
+        only_rows: Parameters that get only row gradients.
+    """
+
+    unit: int = -1
+    phases: dict[str, PhaseCounts] = field(default_factory=dict)
+    stays_nbytes: int = 0
+    saved: list[Tensor] = field(default_factory=list)
+    reused: dict[int, tuple[int, int]] = field(default_factory=dict)
+    equal_part: VisitCounts | None = None
+    chance_of_no_token: float = 0.0
+    looked_up: set[str] | None = None
+    filled: set[str] = field(default_factory=set)
+    only_rows: set[str] = field(default_factory=set)
+    has_backward: bool = False
+    recompute: RecomputeCounts = RecomputeCounts()
+
+    @property
+    def saved_shapes(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Shapes and dtypes of the saved inputs."""
+        return tuple((tuple(tensor.shape), tensor.dtype) for tensor in self.saved)
+
+    def traced_in_head(self, head: PhaseCounts, stays_nbytes: int, by_part: frozenset[str]) -> TracedVisit:
+        """Return the trace of a visit in the head phase, whose work is counted for the whole head.
+
+        Args:
+            stays_nbytes: Bytes in use between the last layer and the backward.
+            by_part: Parameters that the head processes one part at a time.
+        """
+        stays_nbytes = min(head.held_nbytes, stays_nbytes)
+        memory = VisitMemory(head.held_nbytes, stays_nbytes, head.peak_nbytes, head.peak_nbytes, 0)
+        return TracedVisit(
+            self.unit, True, self.has_backward, self.saved_shapes, memory, by_part=by_part, reused=self.reused
+        )
+
+    def traced(self, unit: Unit) -> TracedVisit:
+        """Return the trace of a visit outside of the head."""
+        ran = self.equal_part or self
+        forward = ran.phases["forward"]
+        backward = ran.phases.get("backward") or PhaseCounts("backward", forward.visit)  # no backward ran
+        peaks = forward.peak_nbytes, backward.peak_nbytes
+        held_nbytes, recompute = self.phases["forward"].held_nbytes, ran.recompute
+        # Parts are counted as if they got all tokens. Memory keeps this upper bound, but work is scaled by the share.
+        memory = VisitMemory(held_nbytes, min(held_nbytes, self.stays_nbytes), *peaks, recompute.graph_nbytes)
+        saved = self.saved_shapes
+        # Looking up rows would run the unit again, but saved inputs can be read only once.
+        by_part = frozenset() if saved else frozenset(self.only_rows & (self.looked_up or set()))
+        is_savable = saved and unit.part is None and not self.reused
+        unneeded = recompute.unneeded
+        return TracedVisit(
+            unit.index,
+            False,
+            has_backward=self.has_backward,
+            saved=saved,
+            memory=memory,
+            forward=forward.work.scaled(unit.share),
+            backward=(backward.work - unneeded.work).scaled(unit.share),
+            by_part=by_part,
+            attention=recompute.attention if is_savable else NOT_SAVABLE,
+            results=recompute.results if is_savable else NOT_SAVABLE,
+            reused=self.reused,
+            chance_of_no_token=self.chance_of_no_token,
+            unneeded=replace(unneeded, work=unneeded.work.scaled(unit.share)),
+        )
