@@ -146,7 +146,10 @@ def draw(recorded: Record, seed: int, count: int) -> list[Chosen]:
 
 
 def _tests_of(recorded: Record, file: str, line: int, text: str) -> tuple[str, ...]:
-    """Return the tests that execute a line, the fastest first, then the tests of other lines of its function."""
+    """Return the tests that execute a line, the fastest first, then the tests of other lines of its function.
+
+    An import executes a line outside functions once, for all tests of a process. All tests of the file follow there.
+    """
 
     def by_time(tests: set[str]) -> list[str]:
         return sorted(tests, key=lambda test: (recorded.duration_s.get(test, 60.0), test))
@@ -163,6 +166,8 @@ def _tests_of(recorded: Record, file: str, line: int, text: str) -> tuple[str, .
         inner = max(functions, key=lambda node: node.lineno)
         for each in range(inner.lineno, (inner.end_lineno or inner.lineno) + 1):
             near |= by_line.get(each, frozenset())
+    else:
+        near = set().union(*by_line.values())
     return (*by_time(first), *by_time(near - first))
 
 
