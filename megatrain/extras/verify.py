@@ -193,9 +193,13 @@ class _Comparison:
         sgd = _constant_rate(GRADIENT_RATE) | {"optim": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0}
         gradient = self._config("gradient", sgd | {"max_grad_norm": 0.0}, num_steps=1)
         theirs, mine = _train_plainly(resolve(gradient), batches[:1]).weights, _train(gradient).weights
-        yield _compare_tensors("gradient of", start, theirs, mine, _largest, 1e-6, GRADIENT_TOLERANCE)
+        yield _compare_tensors(
+            "gradient of", start, theirs, mine, _largest, least_change=1e-6, allowed=GRADIENT_TOLERANCE
+        )
         what = f"weights after {NUM_STEPS} steps,"
-        yield _compare_tensors(what, start, plain.weights, ours.weights, _root_mean_square, 1e-3, WEIGHT_TOLERANCE)
+        yield _compare_tensors(
+            what, start, plain.weights, ours.weights, _root_mean_square, least_change=1e-3, allowed=WEIGHT_TOLERANCE
+        )
         if not drives:
             return
         base = ours
@@ -407,6 +411,7 @@ def _compare_tensors(
     plain: Mapping[str, Tensor],
     ours: Mapping[str, Tensor],
     size_of: Callable[[Tensor], float],
+    *,
     least_change: float,
     allowed: float,
 ) -> Check:

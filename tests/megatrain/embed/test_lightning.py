@@ -333,6 +333,15 @@ def test_offloaded_modules_keep_their_store(store: TieredStore, tmp_path: Path) 
     assert {spec.key.split("/")[0] for spec in store.blocks()} == {"mine", "optimizer"}
 
 
+def test_modules_that_the_user_leaves_stay_in_memory(store: TieredStore, tmp_path: Path) -> None:
+    """Names from the option `leave` are kept, in addition to the parameter of the module itself."""
+    model = net()
+    strategy = tier_lightning.TierStrategy(store, leave=["layers.3.*"])
+    trainer(tmp_path, None, strategy=strategy, max_epochs=1).fit(model, data())
+    in_memory = {name for name, parameter in model.named_parameters() if block_of(parameter) is None}
+    assert in_memory == {"scale", "layers.3.0.weight", "layers.3.0.bias"}
+
+
 def test_optimizer_state_alone(store: TieredStore, tmp_path: Path) -> None:
     model, plain = net(lambda parameters: TieredLion(parameters, lr=1e-3, store=store)), net(adamw)
     options: dict[str, Any] = {"strategy": tier_lightning.TierStrategy(store, offload_model=False)}
