@@ -90,8 +90,8 @@ def call_in_new_process(*words: object) -> tuple[subprocess.CompletedProcess[str
         f"runpy.run_module({command_words()[-1]!r}, run_name='__main__')\n"
     )
     # Without `env`, a child gets the variables of the C library, where readline sets COLUMNS.
-    env = dict(os.environ)
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    command, env = [sys.executable, "-c", script], dict(os.environ)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.stderr.count("torch: ") == 1, done.stderr
     return done, "torch: True" in done.stderr
 
