@@ -106,7 +106,7 @@ class ZarrStore(Store):
             )
         self._store = store
         self._prefix = prefix
-        self._home = names[-1] if home is None else store.tier(home).name
+        self._home = store._by_name.default_home() if home is None else store.tier(home).name
         self._tier = (in_host_memory or addressable)[-1] if tier is None else store.tier(tier).name
         if self._tier not in addressable:
             raise ValueError(f"tier '{self._tier}' is not addressable: read through one of {', '.join(addressable)}")

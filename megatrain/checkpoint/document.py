@@ -62,9 +62,9 @@ class RankGeneration:
     """One rank's part of a checkpoint.
 
     Attributes:
-        path: Directory of the rank's store, next to the document, for example ``"rank00003"``. "" if a single process
-            xxh3_64: Checksum of the generation's manifest, so that no other generation can take its place. "" if the
-                manifest is the document.
+        path: Directory of the rank's store, next to the document, such as ``"rank00003"``; "" for a single process.
+        xxh3_64: Checksum of the generation's manifest, so that no other generation can take its place. "" if the
+            manifest is the document.
     """
 
     path: str

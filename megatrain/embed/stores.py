@@ -78,20 +78,22 @@ def open_store(
     rank = _rank_folder()
     drives = [Path(folder, rank).expanduser() for folder in folders]
     tiers: list[Tier] = []
-    if gpu is not None:
-        if not torch.cuda.is_available():
-            raise ValueError(f"gpu={gpu!r}, but torch finds no CUDA device. Leave gpu out to compute on the CPU")
-        device = torch.device("cuda", torch.cuda.current_device())
-        total = torch.cuda.get_device_properties(device).total_memory
-        tiers.append(GpuTier(_bytes("gpu", gpu, total, int(torch.cuda.mem_get_info(device)[0])), device=str(device)))
-    here = _processes_here()
-    available = int(available_ram_bytes() * (1 - _RAM_MARGIN))
-    ram_bytes, total = _bytes("ram", ram, total_ram_bytes() // here, available // here), total_ram_bytes()
-    if ram_bytes > total:
-        text = f"ram={ram!r} exceeds the {format_size(total)} of this machine. Pass less, or add a drive with nvme="
-        raise ValueError(text)
-    tiers.append(RamTier(ram_bytes))
     try:
+        if gpu is not None:
+            if not torch.cuda.is_available():
+                raise ValueError(f"gpu={gpu!r}, but torch finds no CUDA device. Leave gpu out to compute on the CPU")
+            device = torch.device("cuda", torch.cuda.current_device())
+            total = torch.cuda.get_device_properties(device).total_memory
+            tiers.append(
+                GpuTier(_bytes("gpu", gpu, total, int(torch.cuda.mem_get_info(device)[0])), device=str(device))
+            )
+        here = _processes_here()
+        available = int(available_ram_bytes() * (1 - _RAM_MARGIN))
+        ram_bytes, total = _bytes("ram", ram, total_ram_bytes() // here, available // here), total_ram_bytes()
+        if ram_bytes > total:
+            text = f"ram={ram!r} exceeds the {format_size(total)} of this machine. Pass less, or add a drive with nvme="
+            raise ValueError(text)
+        tiers.append(RamTier(ram_bytes))
         if drives:
             free = _free_bytes(drives)
             size = _bytes("nvme_size", nvme_size or "auto", free // here, int(free * _FREE_DISK_SHARE) // here)

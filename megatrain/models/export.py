@@ -205,10 +205,14 @@ class ShardWriter:
             weight_map = {name: self._shard_of[name].file_name for name in sorted(self._tensors)}
             text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n"
             (self._folder / INDEX_FILE).write_text(text, encoding="utf-8")
-        for path in sorted(self._folder.iterdir()):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that `verify` reads from the drive
+        for path in sorted(self._folder.rglob("*")):
+            fd = os.open(path, os.O_RDONLY)  # works for folders, such as the folder of chat templates
+            try:
+                os.fsync(fd)
+                if path.is_file():
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that `verify` reads from the drive
+            finally:
+                os.close(fd)
 
     def verify(self, folder: Tensors | None = None) -> None:
         """Read all headers and tensors back, and compare checksums.
@@ -247,6 +251,7 @@ _TOKENIZER_FILES = (
     "*.tiktoken",
     "*.model",
     "chat_template*",
+    "additional_chat_templates",
     "*.jinja",
 )
 _OTHER_FILES = (
@@ -556,9 +561,11 @@ def copy_tokenizer(sources: list[Path], folder: Path) -> None:
 def _copy_files(sources: list[Path], patterns: Iterable[str], folder: Path) -> None:
     for path in sorted({path for source in sources for pattern in patterns for path in source.glob(pattern)}):
         target = folder / path.name
-        if path.is_file() and not target.exists():
+        if target.exists():
+            continue
+        if path.is_file():
             shutil.copyfile(path, target)
-        elif path.is_dir() and path.name == "chat_templates":
+        elif path.name.endswith("chat_templates"):
             shutil.copytree(path, target)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -140,12 +141,11 @@ class LauncherLine:
 
     def receive(self, timeout_s: float | None = None) -> list[dict[str, object]] | None:
         """Wait for data. Return the messages that have arrived, or None if the other end is closed."""
-        self._connection.settimeout(timeout_s)
-        try:
+        try:  # no timeout of the socket, which would also cut off messages that another thread sends
+            if not select.select([self._connection], [], [], timeout_s)[0]:
+                return []
             data = self._connection.recv(1 << 16)
-        except (TimeoutError, BlockingIOError):
-            return []
-        except OSError:
+        except (OSError, ValueError):  # ValueError: this end is closed
             return None
         if not data:
             return None

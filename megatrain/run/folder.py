@@ -112,15 +112,16 @@ class RunFolder:
             OSError: The folder was removed.
         """
         with self._locking:
-            assert self._lock is not None
-            try:
-                self._lock.check()
-                return None
-            except LockedError:
-                if not self.path.is_dir():
-                    text = "the folder was removed while this run used it, and its checkpoints with it"
-                    raise OSError(errno.ENOENT, text, str(self.path)) from None
-            self._lock.release()
+            if self._lock is not None:
+                with contextlib.suppress(LockedError):
+                    self._lock.check()
+                    return None
+            if not self.path.is_dir():
+                text = "the folder was removed while this run used it, and its checkpoints with it"
+                raise OSError(errno.ENOENT, text, str(self.path))
+            lock, self._lock = self._lock, None  # a second release would close descriptors of other files
+            if lock is not None:
+                lock.release()
             self._lock = _lock(self.path)
         path = self.path / LOCK_NAME
         return (

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import zarr
 
-from tiered import NvmeTier, RamTier, TieredStore, TransferError
+from tiered import NvmeTier, RamTier, TieredStore, TransferError, ZarrStore
 from tiered.block import CopyState
 from tiered.errors import LeaseError
 from tiered.ext import ReadPart, Routes, SourceTier
@@ -58,6 +59,13 @@ def test_source_contents_are_read_again_after_an_eviction() -> None:
         assert source.num_reads == 2
         assert store.stats().links["source->ram"].num_bytes == 2 * SIZE
         assert store.stats().tiers["source"].home_bytes == 2 * SIZE
+
+
+def test_zarr_values_have_their_home_in_a_writable_tier() -> None:
+    with open_store(Numbers({"a": 3}), RamTier(MiB)) as store:
+        array = zarr.create_array(ZarrStore(store), name="x", shape=(4,), chunks=(4,), dtype="i4", compressors=None)
+        array[:] = 7
+        assert array[:].tolist() == [7] * 4
 
 
 def test_a_copy_makes_room_without_being_written_back() -> None:

@@ -182,6 +182,16 @@ def test_tokenizer_and_generation_config_come_along(weights: Weights, tmp_path: 
     assert (written / "generation_config.json").exists()
 
 
+def test_all_chat_templates_of_a_tokenizer_are_exported(weights: Weights, tmp_path: Path) -> None:
+    """transformers stores each template but the default one in a folder, which an export writes or copies."""
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[3] / "examples" / "quickstart" / "model")
+    tokenizer.chat_template = {"default": "{{ messages[0]['content'] }}", "tool_use": "tools"}
+    written = export_model(weights.graph, weights.source, tmp_path / "written", tokenizer=tokenizer)
+    copied = export_model(weights.graph, weights.source, tmp_path / "copied", copy_from=written)
+    for folder in (written, copied):
+        assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.chat_template
+
+
 def test_memory_is_a_piece_of_a_tensor(weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     largest = 0
     plain_to = Tensor.to

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 
 from torch.distributed import HashStore
 
-from megatrain.ranks.watch import Watcher
+from megatrain.ranks.watch import LauncherLine, Watcher
 from megatrain.ranks.world import World
 
 
@@ -24,3 +26,20 @@ def test_a_rank_may_appear_while_another_thread_looks_for_silent_ranks() -> None
     watcher._gone = AddsRank()
     assert watcher._find(time.monotonic()) is None
     assert set(watcher._seen_s) == {1, 2}
+
+
+def test_a_message_is_whole_although_the_sender_polls_for_messages() -> None:
+    here, there = map(LauncherLine, socket.socketpair())
+    assert here.receive(0.0) == []
+    sender = threading.Thread(target=here.send, kwargs={"text": "x" * 4_000_000})  # more than the socket's buffer holds
+    sender.start()
+    found: list[dict[str, object]] = []
+    while not found:
+        messages = there.receive(10.0)
+        assert messages is not None
+        found += messages
+    sender.join()
+    assert found == [{"text": "x" * 4_000_000}]
+    here.close()
+    assert there.receive(10.0) is None
+    there.close()

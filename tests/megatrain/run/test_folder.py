@@ -74,6 +74,24 @@ def test_one_owner_at_a_time(tmp_path: Path) -> None:
         assert folder.dead_owner is None
 
 
+def test_a_folder_that_another_run_took_is_unlocked_once(tmp_path: Path) -> None:
+    """A second release would truncate and close a file that got the number of the lock's descriptor meanwhile."""
+    path = tmp_path / "out"
+    with RunFolder(path) as folder:
+        path.rename(tmp_path / "moved")
+        path.mkdir()
+        with another_process(path):
+            with pytest.raises(LockedError):
+                folder.keep_lock()
+            files = [tmp_path / f"file{number}" for number in range(3)]
+            for file in files:
+                file.write_text("contents")
+            opened = [file.open("r+") for file in files]  # the lowest free numbers: those of the lost lock
+            with pytest.raises(LockedError):
+                folder.keep_lock()
+    assert [(file.read(), file.close()) for file in opened] == [("contents", None)] * 3
+
+
 def test_dead_process_owns_no_run_folder(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     with another_process(tmp_path) as process:
