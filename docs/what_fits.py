@@ -427,7 +427,7 @@ SELECT = """## Your model and machine
 <div id="what-fits">The selector needs JavaScript and the built site (`make docs`). Another page lists the same rows as tables.</div>
 
 `python docs/what_fits.py` made the rows on @DATE@ from the `config.json` of each model (`examples/models`) and the data of each machine
-(`megatrain/machine/machines`, with sources). [All planned rows](what_fits_tables.md) shows the same rows as tables, with the assumptions and with
+(`megatrain/machine/machines`, with sources). The page [all planned rows](what_fits_tables.md) shows the same rows as tables, with the assumptions and with
 published measurements of other systems.
 
 - The planner chooses the sizes of the tiers. It uses all drives of the machine and keeps space for two checkpoints.
