@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 )
 @json_option
 def command(paths: tuple[Path, ...], yes: bool, generations: str | None, as_json: bool) -> int:
-    """Remove block files that ended runs left on drives.
+    """Remove block files left on drives by runs that have ended.
 
     Searches each PATH and the folders below it for folders of [[tiers.nvme]]. Default: the current folder. Never
     removes other files, files that a run uses, or, without --generations, data of checkpoints.

@@ -33,7 +33,7 @@ def print_line(console: Console, text: str, *, indent: int = 7, style: str = "")
 
 
 def plain_table(*, padding: tuple[int, int, int, int] = (0, 2, 0, 0), **options: Any) -> Table:
-    """Return an empty table without lines, and with two columns of space between its columns."""
+    """Return an empty table without lines, and with two spaces between its columns."""
     return Table(box=None, pad_edge=False, padding=padding, **options)
 
 

@@ -38,7 +38,7 @@ class TaskChoice(click.Choice):  # type: ignore[type-arg]
 
     @cached_property
     def choices(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The names, in the order of the table of tasks."""
+        """Names of the tasks, in the order of the task table."""
         from megatrain.tasks.table import TASK_FACTS
 
         return tuple(TASK_FACTS)

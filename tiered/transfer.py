@@ -52,7 +52,7 @@ class Transfer:
             self._done.set()
 
     def done(self) -> bool:
-        """Return whether the transfer succeeded or failed and all its callbacks have returned."""
+        """Return whether the transfer has ended, successfully or not, and all its callbacks have returned."""
         return self._done.is_set()
 
     def wait(self, timeout_s: float | None = None) -> None:

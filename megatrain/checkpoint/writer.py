@@ -223,7 +223,7 @@ class CheckpointWriter:
         return first, second, third
 
     def are_whole(self, commit: Commit) -> bool:
-        """Return whether all ranks' generations are whole or have failed. This does not wait for drives."""
+        """Return whether every rank's generation is complete or has failed. This does not wait for drives."""
         return all(self.folder.gather(commit.is_done))
 
     def finish(self, commit: Commit, meta: Mapping[str, Any]) -> Checkpoint:

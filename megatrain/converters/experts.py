@@ -30,7 +30,7 @@ __all__ = ["ExpertsInParts", "ExpertsPart", "has_experts_to_cut"]
 
 #: Default number of elements per part (64 MiB in fp32), as in ``base/layout.py``. Large models have larger parts.
 EXPERTS_ELEMENTS = PART_ELEMENTS
-#: Approximate maximum number of parts in a model, because a plan counts two visits per part.
+#: Approximate limit on the number of parts in a model. Each part adds two visits to a plan.
 MAX_EXPERTS_PARTS = 512
 #: Names of parameters in transformers' implementations of experts.
 _NAMES = frozenset({"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"})

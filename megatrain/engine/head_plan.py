@@ -65,7 +65,7 @@ class HeadPlan:
     def default_rows(self, columns: int) -> int:
         """Return the number of rows per piece. It depends only on the model, because it affects rounding.
 
-        For whole logits, a piece has a multiple of 64 rows, and about 64 MiB of fp32 logits.
+        If the vocabulary is not split, a piece has a multiple of 64 rows, and about 64 MiB of fp32 logits.
         """
         return _ROWS if columns else max(64, round(_LOGITS_NBYTES / (4 * self.vocab_size) / 64) * 64)
 

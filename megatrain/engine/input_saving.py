@@ -81,7 +81,7 @@ class InputSaving:
         return self.visit, index
 
     def matrices(self, run: UnitRun, *, needed: bool) -> dict[int, str]:
-        """Return the names, by id, of the bound weights whose matmuls the recompute needs or does not need."""
+        """Return the names, by id, of bound weights: those whose matmuls a recompute needs or skips."""
         if not (self._unneeded or needed):
             return {}
         owners = run.bound.matrices()

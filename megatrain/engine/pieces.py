@@ -44,8 +44,8 @@ class GradientPlace(Protocol):
     ) -> AbstractContextManager[list[torch.Tensor]]:
         """Yield memory for the fp32 sums of one part of a gradient. Exiting the context stores the total in the block.
 
-        There is one sum per open node of the tree of lanes, and only one sum if this process has all lanes. The first
-        sum contains zeros or a sum to continue. All other sums contain zeros.
+        There is one sum per unfinished node of the tree of lanes, and only one sum if this process has all lanes. The
+        first sum starts at zero or at an earlier partial sum. All other sums start at zero.
         """
 
     def open_sums(self) -> AbstractContextManager[Callable[[torch.Tensor], torch.Tensor]]:

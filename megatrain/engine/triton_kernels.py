@@ -219,8 +219,8 @@ def gradient_of_logits(
 ) -> None:
     """Write the gradient with respect to a part of the logits to `gradient` [rows, num_columns], in any float dtype.
 
-    The gradient is probability x (1 + `z_factor` x log_sum) - `share`, and less by `at_label` at the label. It is
-    multiplied by the row's weight, or divided by `divisor` if `weights` is None.
+    The gradient is probability x (1 + `z_factor` x log_sum) - `share`. In the label's column, `at_label` is subtracted
+    too. The result is multiplied by the row's weight, or divided by `divisor` if `weights` is None.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)

@@ -1,4 +1,4 @@
-"""A machine that is known from the figures of its file. Plans for it read nothing on this machine."""
+"""A machine that a machine file describes. Plans for it read nothing on this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_DAY = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True)
 class PlannedMachine(Machine):
-    """A machine that is known from the figures of its file.
+    """A machine that a machine file describes.
 
     Attributes:
         name: Name of the file, without the suffix.

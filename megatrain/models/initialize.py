@@ -319,7 +319,7 @@ def _record(model: PreTrainedModel, names: Sequence[str], seed: int) -> _Rules |
         return None  # a rule reads values, which meta tensors do not have
     operations = {name: recorder.operations[owners[name]] for name in names}
     firsts = [each[0] if each else None for each in operations.values()]
-    # If no operation fills a parameter completely, torch's reset rule is needed. It can also draw other parameters.
+    # If no operation fills a parameter completely, torch's `reset_parameters` must run, even for other parameters.
     if not recorder.is_simple or any(e is None or e.box is not None or e.function in _CHANGES for e in firsts):
         return None
     return _Rules(operations)

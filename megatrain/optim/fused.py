@@ -34,7 +34,7 @@ class FusedMatrix:
 
     @property
     def length(self) -> int:
-        """Number of the parameter's rows or columns that are divided."""
+        """Size of the parameter along the dimension that is divided."""
         return self.num_groups * sum(self.sizes)
 
     @property

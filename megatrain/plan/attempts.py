@@ -86,7 +86,7 @@ class Attempts:
         return (True,) if must_be else (True, False)
 
     def _gathers_ahead(self) -> tuple[int, ...]:
-        """Return the numbers of visits ahead to try for gathers. 1 needs a second full copy of the largest layer."""
+        """Return the gather distances to try, in visits. Distance 1 needs a second full copy of the largest layer."""
         is_possible = self.most_ahead and not self.run.world.is_single and self.run.advanced.prefetch_bytes != 0
         return (1, 0) if is_possible else (0,)
 

@@ -276,10 +276,10 @@ def plan_averages(plan: Plan) -> Plan:
 
 
 def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) -> GenerationPlan:
-    """Plan to continue prompts between two steps of a run, with the run's weights at their homes.
+    """Plan text generation between two steps of a run, with the run's weights at their homes.
 
-    The passes reuse the memory of gradients and activations. If not all prompts fit, fewer prompts run together. Tokens
-    do not depend on this, because a micro-batch keeps its rows.
+    The passes reuse the memory of gradients and activations. If not all prompts fit, fewer prompts run
+    together. This does not change the generated tokens, because a micro-batch keeps its rows.
 
     Args:
         plan: Plan of the training run.

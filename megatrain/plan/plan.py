@@ -230,7 +230,7 @@ class RunSpec:
 
     @property
     def flash(self) -> FlashKernels:
-        """Kernels of flash attention. Torch's own before the choice is made."""
+        """Flash-attention kernels. Until a run chooses, these are torch's own."""
         kernels = self.model.table.flash_attention
         return "FA2" if kernels == "auto" else kernels
 

@@ -231,7 +231,7 @@ def _too_few_lanes(run: RunSpec) -> Problem:
 
 
 def _problems_of_ranks(run: RunSpec) -> Iterator[Problem]:
-    """Yield the reasons why the config does not support several ranks that each have at least one lane."""
+    """Yield the reasons why the config cannot run on several ranks. Each rank must have at least one lane."""
     world = run.world
     several = f"with {world.size} processes"
     if 1 < world.num_hosts < world.size:
@@ -435,7 +435,7 @@ def with_open_room(plan: Plan) -> Iterator[Plan]:
 
 
 def _with_buffers(solver: PlacementSolver, room: Mapping[str, int]) -> Settled | Shortfall:
-    """Return homes that leave at least ``room`` bytes free, or more if the buffers for each size need more."""
+    """Return homes that leave at least ``room`` bytes free, or more if the buffers for each block size need more."""
     first = settled = solver.settle(room)
     for _ in range(_NUM_TRIES):  # each try moves blocks, which may then need buffers of other sizes
         if isinstance(settled, Shortfall) or not settled.missing_bytes:

@@ -42,7 +42,7 @@ class RunTier(ABC):
 
     @abstractmethod
     def make(self, plan: Plan, budget: TierBudget, on_notice: Callable[[str], None] | None) -> Tier:
-        """Create the tier with its budget in the plan. It calls ``on_notice`` with messages for the user."""
+        """Create the tier with the budget that the plan gives it. Messages for the user go to ``on_notice``."""
 
 
 class _GpuMemory(RunTier):

@@ -201,9 +201,9 @@ class RunningDistillation:
         return torch.logaddexp(self._rest, self._of_top.logsumexp(1))
 
     def _tempered(self, logits: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tempered logits, the columns of the teacher's tokens, and whether each token is in this range.
+        """Return logits divided by the temperature, the column of each teacher token, and whether it is a column.
 
-        The logits have an additional padding column. It is used for tokens in other ranges.
+        The logits have an additional padding column for the tokens outside their range of the vocabulary.
         """
         num_columns = logits.shape[1]
         values = functional.pad(logits.float() / self._spec.temperature, (0, 1), value=-torch.inf)

@@ -183,7 +183,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.device("cpu") if isinstance(item, torch.device) else item
 
     def _with_selected_indexes(self, indices: Sequence[Any]) -> list[Any]:
-        """Replace known masks by the indexes that they select, because a fake mask's number of indexes is unknown."""
+        """Replace masks with known values by the indexes that they select, because a fake mask has no known size."""
         found: list[Any] = []
         for index in indices:
             if not isinstance(index, Tensor) or index.dtype != torch.bool or index not in self._values:

@@ -131,7 +131,7 @@ def missing_text(path: Path) -> str:
 
 
 def no_array_text(key: str, folder: Path) -> str:
-    """Return the message about an array that is missing or has a damaged document."""
+    """Return the error message for an array that is missing or whose metadata file is damaged."""
     return f"block '{key}' has no array in '{folder}': '{folder / DOCUMENT_NAME}' is missing or damaged. {ADVICE}"
 
 

@@ -46,7 +46,7 @@ def drive_places(manifest: Manifest, directory: Path) -> tuple[DrivePlace, ...]:
     for tier, paths in ((tier, paths) for tier, paths in manifest.paths.items() if paths):
         block = next((block for block in manifest.blocks if block.home == tier), None)
         inside = "" if block is None else f"{SNAPSHOT_FOLDER}/{name}/{block.key}"
-        # Arrays are on the first path, so their location reveals the folder that contains this path and the directory.
+        # Arrays are on the first path, so an array's location gives the common parent of this path and the directory.
         location = "." if block is None else os.path.normpath(block.location.removesuffix(inside) or ".")
         num_up = Path(location).parts.count("..")
         common = os.path.normpath(Path(paths[0], *[".."] * (len(Path(location).parts) - num_up)))

@@ -222,7 +222,7 @@ class NvmeTier:
 
     def open_for_write(self, file: ChunkFile) -> int:
         """Replace a file that a snapshot links. Return a new descriptor; the caller closes it. Raises ``OSError``."""
-        # Hold the lock: while another thread replaces the file, the snapshot's file can have only one link.
+        # Without the lock, the count could be 1 while another thread replaces the file, though a snapshot needs it.
         with self._lock:
             fd = self._open(file.path, os.O_RDWR)
             if os.fstat(fd).st_nlink == 1:

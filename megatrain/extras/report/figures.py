@@ -16,7 +16,7 @@ from megatrain.extras.report.history import RunHistory
 from tiered.errors import TieredError
 from tiered.ext import WearCounter
 
-#: Number of first steps that means exclude, because these steps create files and touch pages for the first time.
+#: Number of first steps left out of mean values, because these steps create files and touch pages.
 NUM_WARM_STEPS = 2
 #: Names of stall causes in a report, by cause in the metrics.
 CAUSES = {
@@ -286,7 +286,7 @@ def _ranks(warm: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _planned_step_s(plan: Mapping[str, Any]) -> float | None:
-    """Return the seconds of a simulated or else estimated step, or None if the plan had no measured rates."""
+    """Return the plan's seconds per step, simulated if possible, else estimated; None without measured rates."""
     replayed, estimate = plan.get("replayed") or {}, plan.get("estimate") or {}
     planned = replayed.get("step_s", estimate.get("predicted_step_s"))
     return float(planned) if planned else None

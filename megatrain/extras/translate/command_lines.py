@@ -89,7 +89,7 @@ class CommandLine:
 
 
 def find_command_line(text: str) -> tuple[CommandLine | None, list[str]]:
-    """Return the first supported training that a shell script starts, and the first words of all other trainings."""
+    """Return the first supported training command of a shell script, and the first words of all other ones."""
     lines = [parse_words(words) for words in _commands(text)]
     found = [line for line in lines if line is not None and (line.tool or "model_name_or_path" in line.values)]
     if not found:

@@ -570,7 +570,7 @@ DEEPSPEED_VERSION = "0.19.6"
 
 
 def _deepspeed(draft: Translation) -> None:
-    """Fill a draft from a config of DeepSpeed. The user has to fill in model and data, which the config lacks."""
+    """Fill a draft from a DeepSpeed config. Such a config has no model and no data, so the user must add them."""
     draft.fill_in("task", "sft", 'or "pretrain"')
     draft.fill_in("output_dir", "outputs/first", "folder of the run")
     draft.fill_in_model()
