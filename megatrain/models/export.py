@@ -205,14 +205,11 @@ class ShardWriter:
             weight_map = {name: self._shard_of[name].file_name for name in sorted(self._tensors)}
             text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n"
             (self._folder / INDEX_FILE).write_text(text, encoding="utf-8")
-        for path in sorted(self._folder.rglob("*")):
-            fd = os.open(path, os.O_RDONLY)  # works for folders, such as the folder of chat templates
-            try:
-                os.fsync(fd)
-                if path.is_file():
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that `verify` reads from the drive
-            finally:
-                os.close(fd)
+        paths = sorted(self._folder.rglob("*"))  # chat templates can be in a folder
+        _fsync(paths)
+        for path in filter(Path.is_file, paths):
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that `verify` reads from the drive
 
     def verify(self, folder: Tensors | None = None) -> None:
         """Read all headers and tensors back, and compare checksums.
@@ -561,11 +558,9 @@ def copy_tokenizer(sources: list[Path], folder: Path) -> None:
 def _copy_files(sources: list[Path], patterns: Iterable[str], folder: Path) -> None:
     for path in sorted({path for source in sources for pattern in patterns for path in source.glob(pattern)}):
         target = folder / path.name
-        if target.exists():
-            continue
-        if path.is_file():
+        if path.is_file() and not target.exists():
             shutil.copyfile(path, target)
-        elif path.name.endswith("chat_templates"):
+        elif path.name.endswith("chat_templates") and not target.exists():
             shutil.copytree(path, target)
 
 
