@@ -15,7 +15,7 @@ from .options import ConfigSource, config_options, json_option
 from .terminal import Spinner, without_collector, wrap_words
 
 if TYPE_CHECKING:
-    from megatrain.training.prepare import CheckResult
+    from megatrain.training.check_result import CheckResult
 
 _EXIT_CODES = {"config": EXIT_CONFIG, "fit": EXIT_DOES_NOT_FIT, "data": EXIT_DATA, "failed": EXIT_FAILED}
 _ORDER = (EXIT_CONFIG, EXIT_DOES_NOT_FIT, EXIT_DATA, EXIT_FAILED)
@@ -43,7 +43,7 @@ def command(source: ConfigSource, as_json: bool, skip_weights: bool) -> int:
     findings = []
     with Spinner("importing torch", is_shown=not as_json) as spinner:
         with without_collector():
-            from megatrain.training.prepare import check_run
+            from megatrain.training.run_check import check_run
 
         def say(what: str) -> None:
             spinner.say(f"checking the {what}")

@@ -17,7 +17,7 @@ from megatrain.plan.tiers import check_drives, check_folders
 from megatrain.ranks.group import RankGroup
 from megatrain.run.folder import LOG_NAME
 from megatrain.training.open_run import inspect_weights
-from megatrain.training.prepare import plan_one_rank, refuse_early
+from megatrain.training.run_check import plan_one_rank, refuse_early
 from megatrain.training.trainer import Trainer, plan_for_rank
 from tiered.errors import UnusableDirectoryError
 

@@ -57,7 +57,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "trace": ("megatrain.trace",),
     "plan": ("megatrain.plan",),
     "tasks": ("megatrain.tasks",),
-    "checkpoint": ("megatrain.checkpoint", "megatrain.training.weights"),
+    "checkpoint": ("megatrain.checkpoint", "megatrain.training.weights", "megatrain.training.weight_parts"),
     "run": ("megatrain.run",),
     "launch": ("megatrain.ranks.launch",),
     "config": ("megatrain.config",),
@@ -78,7 +78,7 @@ READING_ORDER = (
     "megatrain/engine/program.py",
     "megatrain/engine/access.py",
     "megatrain/engine/forward.py",
-    "megatrain/training/trainer.py",
+    "megatrain/training/training_loop.py",
 )
 
 

@@ -363,7 +363,7 @@ def test_the_words_of_the_code_are_in_the_glossary() -> None:
 KNOW_THE_CONFIG = {
     "megatrain.training.resolve",
     "megatrain.training.resolve_rows",
-    "megatrain.training.prepare",
+    "megatrain.training.run_check",
     "megatrain.extras.generation",
     "megatrain.extras.report.history",
     "megatrain.extras.scoring",
@@ -372,7 +372,7 @@ KNOW_THE_CONFIG = {
 }
 READ_TABLES = (
     *("megatrain.config.", "megatrain.training.resolve", "megatrain.extras.verify"),
-    *("megatrain.training.prepare", "megatrain.extras.report.", "cli."),
+    *("megatrain.training.run_check", "megatrain.extras.report.", "cli."),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,6 +71,7 @@ class Activity:
         notice: see ``Moment``. Set by ``RunSignals``.
         micro_batch: see ``Moment``. Set by the engine.
         saving: checkpoint of the last write that began. Set by the saver.
+        is_paused: returns whether the run waits for free space on a drive. Set when the run has a store.
     """
 
     def __init__(self) -> None:
@@ -77,6 +79,7 @@ class Activity:
         self.notice = ""
         self.micro_batch = 0
         self.saving: Saving | None = None
+        self.is_paused: Callable[[], bool] = lambda: False
         self._doing, self._phase, self._unit = "", "", ""
         self._done_bytes = self._num_bytes = 0
         self._part = self._num_parts = self._num_micro_batches = 0

@@ -31,7 +31,6 @@ class Saver:
     """Saves a run's checkpoints. Called by the training thread.
 
     Args:
-        ready: Context in which weights and state have their final values after the last step.
         should_stop: Returns whether a stop was requested. Called while the saver waits for disk space.
         written_bytes: Bytes of one checkpoint that this rank writes to the drive of ``output_dir``.
         writer: Writes checkpoints together with the other ranks, which must call their savers in the same order.
@@ -47,7 +46,6 @@ class Saver:
         store: TieredStore,
         writer: CheckpointWriter,
         observer: RunObserver,
-        ready: Callable[[], AbstractContextManager[None]],
         copier: Copier,
         activity: Activity,
         *,
@@ -59,7 +57,7 @@ class Saver:
         self._writer, self._saved = writer, saved
         self.is_waiting = False
         self._table, self._on_full = spec.table, spec.on_full
-        self._store, self._observer, self._ready = store, observer, ready
+        self._store, self._observer = store, observer
         self._copier, self._should_stop, self._activity = copier, should_stop, activity
         self._written_bytes = written_bytes * len(writer.folder.paths)
         self._steps_per_epoch = steps_per_epoch
@@ -87,11 +85,13 @@ class Saver:
         every = {"steps": self._table.save_steps, "epoch": self._steps_per_epoch}.get(self._table.save_strategy)
         return None if every is None else (step // every + 1) * every
 
-    def save(self, state: RunState, *, wait: bool = False) -> None:
+    def save(self, state: RunState, ready: Callable[[], AbstractContextManager[None]], *, wait: bool = False) -> None:
         """Save the run, unless a checkpoint of this step exists.
 
-        A thread writes the checkpoint after this method has returned, except with ``wait`` or ``checkpoint.async_save =
-        false``.
+        A thread writes the checkpoint after this method has returned, except with ``wait`` or ``async_save = false``.
+
+        Args:
+            ready: Context in which weights and state have their final values after the last step.
 
         Raises:
             CheckpointError: The drive has too little free space, and ``on_disk_full`` is "error".
@@ -104,7 +104,7 @@ class Saver:
             self.finish()
             self._wait_for_space(state.step)
             self._copier.wait_for_pruned(self._writer.outgoing(), self._should_stop)
-            with self._ready():
+            with ready():
                 self._writer.begin()
                 state = replace(state, save_number=self._writer.next_save_number())
                 commit = self._store.commit(state.to_meta())

@@ -35,7 +35,7 @@ from megatrain.engine.work import NO_WORK, Work
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.matrices import DIRECTION_BYTES, matrix_elements
 from megatrain.ranks.shards import NETWORK, PEER, Sharding, peer_links
-from tiered import Access, Mode, Schedule
+from tiered import Access, BlockRecord, Mode, Schedule
 from tiered.units import round_up
 
 if TYPE_CHECKING:
@@ -1271,6 +1271,16 @@ def stored_keys(key: str, stored: Container[str]) -> list[str]:
     if key in stored:
         return [key]
     return list(takewhile(stored.__contains__, (f"{key}.{part}" for part in count())))
+
+
+def stored_parts(key: str, stored: Mapping[str, BlockRecord]) -> list[tuple[range, str]]:
+    """Return the stored blocks of a weight or a state, each with its range of elements."""
+    found, start = [], 0
+    for each in stored_keys(key, stored):
+        stop = start + stored[each].shape[0]
+        found.append((range(start, stop), each))
+        start = stop
+    return found
 
 
 def kind_of_key(key: str) -> str:

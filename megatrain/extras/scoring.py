@@ -19,6 +19,7 @@ import numpy as np
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.observer import RunObserver
 from megatrain.base.progress import Activity
+from megatrain.config.combinations import find_unscorable
 from megatrain.config.resolved import check_writable
 from megatrain.data.collate import Collator
 from megatrain.data.dataset import load_dataset
@@ -33,7 +34,7 @@ from megatrain.run.folder import RunFolder
 from megatrain.run.signals import RunSignals
 from megatrain.tasks.passes import Passes
 from megatrain.training.open_run import OpenRun, open_run, open_weights
-from megatrain.training.resolve import check_scorable, resolve
+from megatrain.training.resolve import resolve
 from megatrain.training.rows import check_token_ids, tokenizer_of
 
 if TYPE_CHECKING:
@@ -87,6 +88,16 @@ class ScoreSummary:
         return math.exp(-self.mean_log_prob)
 
 
+def _check_scorable(config: RunConfig) -> None:
+    """Check that the model of a config can score rows.
+
+    Raises:
+        ConfigError: A key prevents scoring.
+    """
+    if problems := list(find_unscorable(config)):
+        raise ConfigError("the config", problems)
+
+
 def plan_scoring(config: RunConfig) -> Plan:
     """Return the plan of a pass of ``Scorer``.
 
@@ -96,7 +107,7 @@ def plan_scoring(config: RunConfig) -> Plan:
         ModelFolderError: The model folder cannot be read.
         UnsupportedModelError: The model is not supported.
     """
-    check_scorable(config)
+    _check_scorable(config)
     table = config.score
     run = forward_run(resolve(config))
     plan = plan_forward(run, top_k=table.top_k)
@@ -134,7 +145,7 @@ class Scorer:
         activity: Activity | None = None,
     ) -> None:
         self.plan = plan or plan_scoring(config)
-        check_scorable(config)
+        _check_scorable(config)
         self._config, self._table = config, config.score
         self._observer, self._activity = observer or RunObserver(), activity or Activity()
 

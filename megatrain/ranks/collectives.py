@@ -84,7 +84,6 @@ class Collectives:
 
     Attributes:
         rank: Number of this process, counted from 0.
-        size: Number of processes.
         moved_bytes: Bytes that ``gather`` and ``exchange`` sent to and received from other ranks, by link.
     """
 
@@ -112,7 +111,7 @@ class Collectives:
             is_async: Whether to return before the collective is complete. Only supported on the host.
         """
         assert full.numel() == self.size * shard.numel() and full.dtype == shard.dtype, (full.shape, shard.shape)
-        self._count((self.size - 1) * _nbytes(shard), (self.size - 1) * _nbytes(shard))
+        self._count((self.size - 1) * shard.nbytes, (self.size - 1) * shard.nbytes)
         work: Work | None = self._all_gather(_bytes(full), _bytes(shard), group=self._group, async_op=is_async)
         return work
 
@@ -221,7 +220,3 @@ def collectives_of(world: World, tier: str) -> Collectives | Alone:
 def _bytes(tensor: Tensor) -> Tensor:
     """View a tensor as bytes, because not all dtypes are supported by the backends."""
     return tensor.view(torch.uint8)
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

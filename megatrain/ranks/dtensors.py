@@ -139,9 +139,8 @@ def add_over_shards(parameters: Sequence[Tensor], values: Sequence[float]) -> li
     totals = list(values)
     groups: dict[Any, list[int]] = {}
     for number, parameter in enumerate(parameters):
-        if not is_dtensor(parameter):
-            continue
-        groups.setdefault((parameter.device_mesh, _sharded_dims(parameter)), []).append(number)
+        if is_dtensor(parameter):
+            groups.setdefault((parameter.device_mesh, _sharded_dims(parameter)), []).append(number)
     for (mesh, dims), numbers in groups.items():
         mine = torch.tensor([totals[number] for number in numbers], dtype=torch.float64, device=mesh.device_type)
         for dim in reversed(dims):

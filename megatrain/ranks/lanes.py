@@ -138,11 +138,7 @@ def max_open_sums(num_lanes: int, own: range | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """All lanes of a step, and the lanes that this rank sums.
-
-    Attributes:
-        own: Lanes that this rank sums.
-    """
+    """All lanes of a step, and the lanes (``own``) that this rank sums."""
 
     num_lanes: int
     num_micro_batches: int

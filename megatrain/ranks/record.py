@@ -1,12 +1,14 @@
-"""Records that ranks exchange at the end of a step, so that all ranks take the same action next."""
+"""Agreement of all ranks after a step. If one rank received a request to stop or save, all ranks follow it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-__all__ = ["Agreed", "StepRecord"]
+from megatrain.ranks.group import RankGroup
+
+__all__ = ["Consensus", "StepRecord"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +20,14 @@ class StepRecord:
         saves: Whether the rank received a signal to save a checkpoint, or a checkpoint is due according to its clock.
         is_hung_up: Whether the rank's terminal was closed.
         is_paused: Whether the rank waited for space on a drive.
-        step_s: Duration of the step in seconds.
         tier_used_bytes: Bytes of slots in use after the step, by tier.
         stall_s: Seconds that the step waited, by cause.
         link_bytes: Bytes moved during the step, by link (``"ram->nvme"``, ``"ram->ranks"``).
         written_bytes: Bytes written during the step, by a path on the drive.
-        rss_bytes: Resident memory of the process.
     """
 
-    stops: bool
-    saves: bool
+    stops: bool = False
+    saves: bool = False
     is_hung_up: bool = False
     is_paused: bool = False
     step_s: float = 0.0
@@ -43,25 +43,58 @@ class StepRecord:
         return {name: value for name, value in values.items() if name not in ("stops", "saves", "is_hung_up")}
 
 
-@dataclass(frozen=True, slots=True)
-class Agreed:
-    """Action that all ranks take after a step. It is derived from the records of all ranks.
+class Consensus:
+    """Decides whether a run stops or saves after a step.
 
-    Attributes:
-        stops: Whether the run ends after this step.
-        saves: Whether the run is saved after this step.
-        is_hung_up: Whether the terminal of a rank was closed.
+    A single process reads its requests at any time. Several ranks use the records that they gathered at the end of the
+    last step, so that all ranks make the same decision.
+
+    Args:
+        requests: Returns a record with the requests that signals made of this process.
     """
 
-    stops: bool = False
-    saves: bool = False
-    is_hung_up: bool = False
+    def __init__(self, group: RankGroup, requests: Callable[[], StepRecord]) -> None:
+        self._group, self._requests, self._agreed = group, requests, StepRecord()
 
-    @classmethod
-    def of(cls, records: Sequence[StepRecord]) -> Agreed:
-        """Return the action of all ranks. If one rank requests an action, all ranks take it."""
-        return cls(
+    @property
+    def stops(self) -> bool:
+        """Whether the run ends after the current step."""
+        return self._requests().stops if self._group.world.is_single else self._agreed.stops
+
+    @property
+    def is_hung_up(self) -> bool:
+        """Whether the terminal of any rank was closed."""
+        return self._requests().is_hung_up or self._agreed.is_hung_up
+
+    @property
+    def saves_at_once(self) -> bool:
+        """Whether a signal requests a checkpoint from a single process, even after the last step."""
+        return self._group.world.is_single and self._requests().saves
+
+    def is_due(self, is_due_here: bool) -> bool:
+        """Return whether a checkpoint is due. Several ranks use their records, because their clocks may disagree."""
+        return is_due_here if self._group.world.is_single else self._agreed.saves
+
+    def agree_to_stop(self) -> bool:
+        """Return whether the run must end because any rank received a stop request. This is a collective."""
+        if not self._group.world.is_single:
+            stops = any(self._group.gather(self._agreed.stops or self._requests().stops))
+            self._agreed = replace(self._agreed, stops=stops)
+        return self.stops
+
+    def agree(self, figures: StepRecord, *, is_due: bool) -> Sequence[StepRecord]:
+        """Gather and return all ranks' records after a step, or none for a single process. This is a collective.
+
+        ``is_due`` states whether the config requests a checkpoint. Only rank 0's value is used.
+        """
+        if self._group.world.is_single:
+            return ()
+        own = self._requests()
+        saves = own.saves or (self._group.world.is_first and is_due)
+        records = self._group.gather(replace(figures, stops=own.stops, saves=saves, is_hung_up=own.is_hung_up))
+        self._agreed = StepRecord(
             stops=any(record.stops for record in records),
             saves=any(record.saves for record in records),
             is_hung_up=any(record.is_hung_up for record in records),
         )
+        return records

@@ -132,7 +132,6 @@ class StatusWriter(RunObserver):
     Args:
         path: The run's locked folder. Until the first event, the previous run's status stays there, up to the
             checkpoint that this run continues.
-        is_paused: Returns whether the run is waiting for space on a drive. Called for every message.
         exit_code_of: Returns the process's exit code after an error or a summary.
         on_interval: Called once a second on the writing thread. Must not raise errors.
     """
@@ -143,14 +142,12 @@ class StatusWriter(RunObserver):
         *,
         run_name: str = "",
         activity: Activity | None = None,
-        is_paused: Callable[[], bool] = lambda: False,
         exit_code_of: Callable[[BaseException | RunSummary], int] | None = None,
         on_interval: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_interval = on_interval
         self._path = path
         self._activity = activity or Activity()
-        self._is_paused = is_paused
         self._exit_code_of = exit_code_of or _exit_code_of
         # Reentrant, because a signal may interrupt a write, and the signal's handler may send a message.
         self._changing = threading.RLock()
@@ -209,7 +206,7 @@ class StatusWriter(RunObserver):
     def on_message(self, text: str) -> None:
         """Write a message. The state can change to or from ``paused`` at the same time."""
         state = self._status.state
-        if self._is_paused():
+        if self._activity.is_paused():
             state, self._was_done = "paused", False
         elif state == "paused":
             state = "training"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatrain.base.layout import UnitLayout
-from megatrain.base.precision import decode, high_half
+from megatrain.base.precision import high_half
 from megatrain.checkpoint.catalog import find_checkpoint
 from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.reader import CheckpointReader
@@ -21,7 +21,7 @@ from megatrain.checkpoint.state import CheckpointError
 from megatrain.config.resolved import config_from_toml
 from megatrain.converters.adapters import adapters_of, export_adapter
 from megatrain.converters.spec import ModelSpec
-from megatrain.engine.program import kind_of_key, state_key, stored_keys, weight_key
+from megatrain.engine.program import kind_of_key, state_key, stored_parts, weight_key
 from megatrain.models.converter import ReadMaster
 from megatrain.models.export import check_target, export_dtype, export_model
 from megatrain.models.folder import BASE_CHECKSUM
@@ -30,6 +30,7 @@ from megatrain.models.load import WeightLoader, open_loader
 from megatrain.models.passthrough import PASSTHROUGH_CHECKSUM
 from megatrain.optim.average import EMA
 from megatrain.training.resolve import resolve_model
+from megatrain.training.weight_parts import decode_master, overlaps
 from tiered.errors import TieredError
 from tiered.ext import dtype_from_name
 
@@ -170,15 +171,16 @@ class _CheckpointWeights:
     def weights(self, layout: UnitLayout) -> Iterator[ReadMaster]:
         """Yield a reader of a unit's fp32 master weights. ``WeightSource`` is the type of this method."""
         self._unit = layout.name
-        weights = self._parts(weight_key(layout.name))
-        averages = self._parts(state_key(layout.name, EMA.name)) if self._is_ema else []  # empty for frozen weights
+        weights = stored_parts(weight_key(layout.name), self._reader.blocks)
+        # Frozen weights have no averages.
+        averages = stored_parts(state_key(layout.name, EMA.name), self._reader.blocks) if self._is_ema else []
         if averages:
             yield partial(self._read_parts, averages, EMA.dtype)
             return
         if not weights:
             yield partial(self._read_folder, layout)
             return
-        lows = self._parts(state_key(layout.name, "low"))
+        lows = stored_parts(state_key(layout.name, "low"), self._reader.blocks)
 
         def read(start: int, stop: int) -> Tensor:
             high = self._read_parts(weights, self.dtype, start, stop)
@@ -186,14 +188,9 @@ class _CheckpointWeights:
                 return high
             if not lows:
                 return high.float()  # a frozen weight has no low half
-            master = torch.empty(stop - start)
-            for part, low in lows:
-                first, last = max(start, part.start), min(stop, part.stop)
-                if first < last:
-                    found = self._read(low, torch.int16, first - part.start, last - part.start)
-                    inside = slice(first - start, last - start)
-                    decode(high[inside], found, master[inside])
-            return master
+            return decode_master(
+                high, lows, start, lambda low, inside: self._read(low, torch.int16, inside.start, inside.stop)
+            )
 
         yield read
 
@@ -202,22 +199,9 @@ class _CheckpointWeights:
         if self._on_progress is not None:
             self._on_progress(self._unit if 2 * done <= total else "reading it back", done, total)
 
-    def _parts(self, key: str) -> list[tuple[range, str]]:
-        """Return the blocks of a weight or state, each with its range of elements."""
-        found, start = [], 0
-        for each in stored_keys(key, self._reader.blocks):
-            stop = start + self._reader.blocks[each].shape[0]
-            found.append((range(start, stop), each))
-            start = stop
-        return found
-
     def _read_parts(self, parts: Sequence[tuple[range, str]], dtype: torch.dtype, start: int, stop: int) -> Tensor:
         """Return elements that can be in several blocks."""
-        found: list[Tensor] = []
-        for part, key in parts:
-            first, last = max(start, part.start), min(stop, part.stop)
-            if first < last:
-                found.append(self._read(key, dtype, first - part.start, last - part.start))
+        found = [self._read(key, dtype, part.start, part.stop) for key, part, _ in overlaps(parts, start, stop)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _read(self, key: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:

@@ -21,7 +21,17 @@ from megatrain.run.signals import RunSignals
 from megatrain.training.export import export_checkpoint
 from megatrain.training.weights import ExportStopped, GatheredWeights, Weights
 
-__all__ = ["FinalExport"]
+__all__ = ["FinalExport", "check_merge"]
+
+
+def check_merge(plan: Plan) -> None:
+    """Check that the export can merge adapters into the model, if the config requests this.
+
+    Raises:
+        ExportTargetError: A module with an adapter shares its weight with a different module.
+    """
+    if plan.run.export.merge and (adapters := adapters_of(plan.graph)) is not None:
+        adapters.check_merge(plan.graph)
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,19 +192,7 @@ class OpenRun:
         self._activity, self._on_message = activity, on_message
 
     def load(self, candidates: Sequence[Checkpoint] = ()) -> Checkpoint | None:
-        """Fill weights and optimizer state unit by unit. Then reserve the memory of training steps.
-
-        Args:
-            candidates: Checkpoints to start from, best first. Damaged checkpoints are reported and skipped.
-
-        Returns:
-            The loaded checkpoint, or None if the run starts from the model's weights.
-
-        Raises:
-            ModelFolderError: The weights cannot be read.
-            InitializationError: The model cannot initialize its weights.
-            CheckpointError: No candidate is intact, or tensors in the model's folder have changed since the run began.
-        """
+        """Fill weights and optimizer state, as ``Weights.load``. Then reserve the memory of training steps."""
         reserve(self.store, self.plan.placement.generation_bytes)
         register_blocks(self.store, self.plan, durable=True)
         checkpoint = self.weights.load(candidates)

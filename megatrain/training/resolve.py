@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, Self
 
 import torch
 
-from megatrain.base.errors import ConfigError
 from megatrain.checkpoint.best import BestSpec
 from megatrain.checkpoint.table import CheckpointSpec
-from megatrain.config.combinations import find_unscorable
-from megatrain.config.resolved import resolved_values, to_toml
+from megatrain.config.resolved import resolved_values, to_toml, with_commit, with_decided, with_values
 from megatrain.config.schema import RunConfig
 from megatrain.converters.heads import HeadSpec
 from megatrain.converters.spec import ModelSpec
@@ -41,7 +40,7 @@ from megatrain.tasks.table import TASK_FACTS
 from megatrain.training.resolve_rows import resolve_data, resolve_folders
 
 __all__ = [
-    "check_scorable",
+    "RunSettings",
     "default_tiers",
     "resolve",
     "resolve_batch",
@@ -88,16 +87,6 @@ def resolve(config: RunConfig, machine: Machine = THIS_MACHINE) -> RunSpec:
         checkpoint=resolve_checkpoint(config),
         export=config.export,
     )
-
-
-def check_scorable(config: RunConfig) -> None:
-    """Check that the model of a config can score rows.
-
-    Raises:
-        ConfigError: A key prevents scoring.
-    """
-    if problems := list(find_unscorable(config)):
-        raise ConfigError("the config", problems)
 
 
 def _head(config: RunConfig, tokenizer_folder: str) -> HeadSpec | None:
@@ -244,3 +233,33 @@ def resolve_best(config: RunConfig) -> BestSpec:
 def resolve_logging(config: RunConfig) -> LoggingSpec:
     """Return the destinations of a run's metrics."""
     return LoggingSpec(config.logging, config.run_name, config.output_dir, resolved_values(config), to_toml(config))
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """The config of a planned run, with the records that the plan does not need.
+
+    Attributes:
+        config: Config with the planner's choices for open keys, and with the commit of a hub model.
+        best: Rule that selects the best evaluation.
+        logging: Destinations of metrics.
+    """
+
+    config: RunConfig
+    evaluation: EvaluationSpec
+    best: BestSpec
+    logging: LoggingSpec
+
+    @classmethod
+    def of(cls, config: RunConfig, run: RunSpec) -> Self:
+        """Resolve the settings of a config that was planned as ``run``."""
+        fused = run.optimizer.muon_fused
+        choices = {
+            "training.gradient_lanes": run.num_lanes,
+            "optimizer.muon_fused": "parts" if fused == "auto" else fused,
+            "model.use_liger_kernel": run.uses_liger,
+            "model.flash_attention": run.flash,
+        }
+        config = with_values(with_decided(config, choices), {"data.packing": run.data.table.packing})
+        config = with_commit(config, run.model.hub)
+        return cls(config, resolve_evaluation(config), resolve_best(config), resolve_logging(config))

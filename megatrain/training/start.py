@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from megatrain.base.changes import ConfigChanges
 from megatrain.base.observer import RunSummary
-from megatrain.checkpoint.best import Best, BestSpec
+from megatrain.checkpoint.best import Best
 from megatrain.checkpoint.copier import open_copier
 from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.remote_folder import rules_at_url
@@ -26,7 +25,7 @@ from megatrain.checkpoint.resume import (
     rules_of_newest,
 )
 from megatrain.checkpoint.state import ARITHMETIC, CheckpointError, RunState, installed_versions
-from megatrain.config.resolved import config_from_toml
+from megatrain.config.resolved import changes_from, config_from_toml, to_toml
 from megatrain.data.loader import BatchLoader
 from megatrain.models.hub import missing_weights
 from megatrain.models.load import open_loader
@@ -34,7 +33,7 @@ from megatrain.optim.base import decays
 from megatrain.plan.plan import Plan, RunSpec
 from megatrain.run.loggers import METRICS_NAME, last_evaluations
 from megatrain.run.record import summary_if_done
-from megatrain.training.resolve import resolve_best
+from megatrain.training.resolve import RunSettings, resolve_best
 from megatrain.training.weights import folder_record
 from tiered import checksum
 
@@ -46,20 +45,16 @@ class RunStart:
     """Finds the checkpoint from which a run resumes, and creates the state before its first step.
 
     Attributes:
-        config_toml: Config of the run, as in ``RunState``.
-        changes_from: Returns the differences between a checkpoint's ``config_toml`` and this run's config.
+        settings: Config and rules of this start, which are compared with a checkpoint's config and rules.
         loader: Batches of the run. ``state`` moves the loader to the resumed position.
-        best: Rule for the best evaluation.
         allows_changes: Whether to resume a checkpoint even if config changes alter results.
         on_message: Called with messages for the user.
     """
 
     plan: Plan
-    config_toml: str
-    changes_from: Callable[[str], ConfigChanges]
+    settings: RunSettings
     loader: BatchLoader
     num_steps: int
-    best: BestSpec
     allows_changes: bool
     on_message: Callable[[str], None]
 
@@ -96,7 +91,7 @@ class RunStart:
     def already_done(self, checkpoint: Checkpoint) -> RunSummary | None:
         """Return the summary of a run that is already done. Return None if steps or the export are missing."""
         run = self.plan.run
-        return summary_if_done(checkpoint, self.num_steps, run.output_dir, run.export.dtype, self.best)
+        return summary_if_done(checkpoint, self.num_steps, run.output_dir, run.export.dtype, self.settings.best)
 
     def _report_end(self, summary: RunSummary) -> None:
         """Report that the run is done, and how the user can train for more steps."""
@@ -146,7 +141,7 @@ class RunStart:
             ConfigChangedError: A difference alters results, and ``allow`` is False.
         """
         check_changes(
-            self.changes_from(checkpoint.state.config_toml),
+            changes_from(checkpoint.state.config_toml, self.settings.config),
             with_decays(checkpoint, self.plan),
             describe_model(self.plan),
             self.loader.fingerprint(),
@@ -190,7 +185,7 @@ class RunStart:
             return state, None
         state = self._continued_state(state, loaded.state)
         best = Best.of_state(state.best)
-        if best is None or not self.best.is_kept:
+        if best is None or not self.settings.best.is_kept:
             return state, None
         for each in candidates:
             if each.belongs_to(self.plan.run.output_dir) and not each.is_copy and each.step == best.step:
@@ -222,7 +217,7 @@ class RunStart:
                 "num_steps": self.num_steps,
                 "warmup_steps": run.optimizer.num_warmup_steps(self.num_steps),
             },
-            config_toml=self.config_toml,
+            config_toml=to_toml(self.settings.config),
             data_fingerprint=self.loader.fingerprint(),
             sources=self.loader.dataset.source_checksums(),
             model={**describe_model(self.plan), **record},
@@ -251,7 +246,7 @@ class RunStart:
             last_loss=before.last_loss,
             first_losses=before.first_losses,
             last_losses=before.last_losses,
-            best=before.best if self.best.is_on and self._has_same_criterion(before) else None,
+            best=before.best if self.settings.best.is_on and self._has_same_criterion(before) else None,
         )
 
     def _has_same_criterion(self, before: RunState) -> bool:
@@ -259,7 +254,7 @@ class RunStart:
         if before.best is None:
             return True
         then = resolve_best(config_from_toml(before.config_toml))
-        figures = [(each.metric, each.is_greater_better, each.is_average) for each in (then, self.best)]
+        figures = [(each.metric, each.is_greater_better, each.is_average) for each in (then, self.settings.best)]
         if figures[0] != figures[1]:
             self.on_message(
                 f"warning: the best evaluation so far, of step {Best(**before.best).step}, was chosen by another "
@@ -305,16 +300,9 @@ def describe_model(plan: Plan) -> Mapping[str, Any]:
         "attention": graph.model.config._attn_implementation,
         "micro_batch_tokens": plan.run.batch.aimed_tokens,
         "config_xxh3_64": checksum(Path(folder, "config.json").read_bytes()),
-        "decays": _decays(plan, plan.run.optimizer.weight_decay_exclude),
+        "decays": _decays_checksum(plan, plan.run.optimizer.weight_decay_exclude),
         **threads,
     }
-
-
-def _decays(plan: Plan, exclude: Sequence[str]) -> str:
-    """Return a checksum of the names of all parameters with weight decay."""
-    entries = [entry for layout in plan.graph.layouts.values() if layout.trainable for entry in layout.entries]
-    names = {entry.parameter for entry in entries if decays(entry, exclude)}
-    return checksum("\n".join(sorted(names)).encode())
 
 
 def with_decays(checkpoint: Checkpoint, plan: Plan) -> Checkpoint:
@@ -326,5 +314,12 @@ def with_decays(checkpoint: Checkpoint, plan: Plan) -> Checkpoint:
     if "decays" in model:
         return checkpoint
     exclude = config_from_toml(checkpoint.state.config_toml).optimizer.weight_decay_exclude
-    decayed = _decays(plan, exclude or ("",))  # the empty glob matches no name
+    decayed = _decays_checksum(plan, exclude or ("",))  # the empty glob matches no name
     return replace(checkpoint, meta={**checkpoint.meta, "model": {**model, "decays": decayed}})
+
+
+def _decays_checksum(plan: Plan, exclude: Sequence[str]) -> str:
+    """Return a checksum of the names of all trained parameters with weight decay."""
+    entries = [entry for layout in plan.graph.layouts.values() if layout.trainable for entry in layout.entries]
+    names = {entry.parameter for entry in entries if decays(entry, exclude)}
+    return checksum("\n".join(sorted(names)).encode())

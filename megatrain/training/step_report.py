@@ -29,32 +29,33 @@ Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
-class MovedByLink:
-    """Traffic by link.
-
-    Attributes:
-        num_bytes: Bytes by link, for example ``"ram->nvme"``.
-        busy_s: Seconds with at least one active transfer.
-    """
-
-    num_bytes: Mapping[str, int] = field(default_factory=dict)
-    busy_s: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class StepUsage:
     """Resources used by a step.
 
     Attributes:
         step_s: Seconds of the step, including the time to read its batch.
-        links: Traffic of blocks, and of the engine's bytes outside blocks, by link.
+        link_bytes: Bytes of blocks, and the engine's bytes outside blocks, by link, for example ``"ram->nvme"``.
+        link_busy_s: Seconds with at least one active transfer, by link.
         process: CPU time and page faults of the process, as in ``StepMetrics.process_usage``.
     """
 
     step_s: float
     moved: StoreStats
-    links: MovedByLink
+    link_bytes: Mapping[str, int]
+    link_busy_s: Mapping[str, float]
     process: Mapping[str, float] = field(default_factory=dict)
+
+    def record(self, *, is_paused: bool) -> StepRecord:
+        """Return the measurements that ranks exchange. ``is_paused``: whether the rank waited for space on a drive."""
+        return StepRecord(
+            is_paused=is_paused,
+            step_s=self.step_s,
+            tier_used_bytes={name: tier.used_bytes for name, tier in self.moved.tiers.items()},
+            stall_s=dict(self.moved.stall_s),
+            link_bytes=self.link_bytes,
+            written_bytes=dict(self.moved.written_bytes),
+            rss_bytes=psutil.Process().memory_info().rss,
+        )
 
 
 class StepMeter:
@@ -72,7 +73,9 @@ class StepMeter:
         self._steps_per_epoch, self._first_step = steps_per_epoch, first_step
         self._start_s = time.perf_counter()
         self._seconds = deque[float](maxlen=_MEAN_OF_STEPS)
-        self._moved_outside = MovedByLink()  # total traffic outside blocks until the last step
+        # Totals outside blocks until the last step, by link.
+        self._bytes_outside: Mapping[str, int] = {}
+        self._busy_s_outside: Mapping[str, float] = {}
         self._step_start_s, self._before, self._process_before = self._start_s, store.stats(), _process_usage()
 
     def start(self) -> None:
@@ -84,15 +87,16 @@ class StepMeter:
         """Return the resources used since ``start``."""
         step_s, moved = time.perf_counter() - self._step_start_s, self._store.stats() - self._before
         self._seconds.append(step_s)
-        now = MovedByLink(self._engine.moved_bytes, self._engine.moving_s)
-        before, self._moved_outside = self._moved_outside, now
-        links = MovedByLink(
-            add_by_key(moved.due_bytes, add_by_key(now.num_bytes, before.num_bytes, -1)),
-            add_by_key(
-                {name: link.busy_s for name, link in moved.links.items()}, add_by_key(now.busy_s, before.busy_s, -1)
-            ),
+        bytes_before, self._bytes_outside = self._bytes_outside, self._engine.moved_bytes
+        busy_before, self._busy_s_outside = self._busy_s_outside, self._engine.moving_s
+        busy_s = {name: link.busy_s for name, link in moved.links.items()}
+        return StepUsage(
+            step_s,
+            moved,
+            link_bytes=add_by_key(moved.due_bytes, add_by_key(self._bytes_outside, bytes_before, -1)),
+            link_busy_s=add_by_key(busy_s, add_by_key(self._busy_s_outside, busy_before, -1)),
+            process=add_by_key(_process_usage(), self._process_before, -1),
         )
-        return StepUsage(step_s, moved, links, add_by_key(_process_usage(), self._process_before, -1))
 
     def metrics(
         self,
@@ -142,9 +146,9 @@ class StepMeter:
             tier_capacity_bytes={name: tier.capacity_bytes for name, tier in moved.tiers.items()},
             stall_s=dict(moved.stall_s),
             written_bytes=dict(moved.written_bytes),
-            link_bytes=records[0].link_bytes if records else usage.links.num_bytes,
+            link_bytes=records[0].link_bytes if records else usage.link_bytes,
             ranks=[record.figures() for record in records],
-            link_busy_s=usage.links.busy_s,
+            link_busy_s=usage.link_busy_s,
             rss_bytes=psutil.Process().memory_info().rss,
             process_usage=usage.process,
             model_flops=flops.model,

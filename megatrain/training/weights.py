@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from megatrain.base.layout import TensorEntry, UnitLayout, entries_within
-from megatrain.base.precision import MASTER_ELEMENTS, decode, encode, high_half
+from megatrain.base.precision import MASTER_ELEMENTS, encode, high_half
 from megatrain.base.progress import Activity
 from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.converters.adapters import AdapterError, AdapterWeights, adapters_of
-from megatrain.engine.program import BlockPlan, kind_of_key, stored_keys, weight_key
+from megatrain.engine.program import BlockPlan, kind_of_key, stored_parts, weight_key
 from megatrain.engine.updates import weight_is_split
 from megatrain.models.converter import ReadMaster
 from megatrain.models.folder import BASE_CHECKSUM
@@ -32,6 +32,7 @@ from megatrain.optim.average import EMA
 from megatrain.optim.base import StateKind
 from megatrain.plan.plan import Plan
 from megatrain.ranks.group import RankGroup
+from megatrain.training.weight_parts import decode_master, overlaps
 from tiered import Lease, TieredStore
 from tiered.errors import CorruptBlockError, GenerationError
 from tiered.units import PAGE_BYTES, round_up
@@ -39,9 +40,8 @@ from tiered.units import PAGE_BYTES, round_up
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Number of elements to read at a time from a checkpoint that divides a weight into different blocks.
-_READ_ELEMENTS = 1 << 20
-
+#: Number of elements that are copied at a time without a reservation.
+_COPY_ELEMENTS = 1 << 20
 #: Messages (layout, start, stop) with which the reading rank reports that it needs no more ranges.
 _NOTHING, _STOPPED = ("", 0, 0), ("", 0, 1)
 
@@ -239,8 +239,8 @@ class Weights:
         plan: Plan,
         source: WeightSource,
         activity: Activity,
-        on_notice: Callable[[str], None] = lambda text: None,
-        group: RankGroup | None = None,
+        on_notice: Callable[[str], None],
+        group: RankGroup,
     ) -> None:
         self.source = source
         self._group = group
@@ -285,8 +285,7 @@ class Weights:
             except (CorruptBlockError, GenerationError) as error:
                 found = str(error)
             # If a checkpoint is damaged on one rank, no rank uses it. All ranks must resume from the same step.
-            of_all = [found] if self._group is None else self._group.gather(found)
-            reasons = list(dict.fromkeys(text for text in of_all if text is not None))
+            reasons = list(dict.fromkeys(text for text in self._group.gather(found) if text is not None))
             if not reasons:
                 return checkpoint
             problem = problem or reasons[0]
@@ -308,19 +307,17 @@ class Weights:
             return
         places = saved_places(self._plan)
         for key, block in saved.items():
-            with self._store.acquire(key, "ram", "w") as lease:
+            with self._writing(key) as tensor:
                 if key not in places:  # state that does not have one element per weight
-                    reader.read(key, lease.tensor)
+                    reader.read(key, tensor)
                 else:
                     place = places[key]
-                    out = lease.tensor[: len(place.owned)]
-                    lease.tensor[len(place.owned) :].zero_()
+                    out = tensor[: len(place.owned)]
+                    tensor[len(place.owned) :].zero_()
                     if block.kind == "weights" and key not in reader.blocks:
-                        self._read_redivided(reader, key, place.first + place.owned.start, out)
+                        _read_redivided(reader, key, place.first + place.owned.start, out)
                     else:
                         _read_elements(reader, key, place.owned.start, out)
-            self._evict_streamed(key)
-            self._report_moved(key)
 
     def _check_formats(self, checkpoint: Checkpoint, reader: CheckpointReader) -> None:
         """Raise an error if state has a different format than in the run, because a conversion would change results."""
@@ -348,20 +345,6 @@ class Weights:
                     "run from its exported model, whose moments begin at zero"
                 )
 
-    def _read_redivided(self, reader: CheckpointReader, key: str, start: int, out: Tensor) -> None:
-        """Read a range of a weight that the checkpoint divides into different blocks."""
-        name = key.rpartition("/")[0]
-        begin = 0
-        for stored in stored_keys(weight_key(name), reader.blocks) or [key]:  # the reader reports a missing key
-            end = begin + reader.spec(stored).num_elements
-            first, last = max(start, begin), min(start + out.numel(), end)
-            for at in range(first, last, _READ_ELEMENTS):
-                stop = min(at + _READ_ELEMENTS, last)
-                size = out.element_size()
-                found = reader.read_range(stored, (at - begin) * size, (stop - begin) * size)
-                out[at - start : stop - start] = found.view(out.dtype)
-            begin = end
-
     def _first_block(self, layout: UnitLayout) -> BlockPlan:
         """Return a weight's first block. All blocks of a weight have the same properties."""
         return self._plan.program.blocks[self._plan.program.weight_keys(layout)[0]]
@@ -380,11 +363,9 @@ class Weights:
         assert isinstance(self.source, AdaptedWeights), "only the base of adapters may be quantized"
         block, key = self.source.frozen_block(layout), weight_key(layout.name)
         assert block is not None and block.packing is not None, layout.name
-        with self._store.acquire(key, "ram", "w") as lease:
+        with self._writing(key) as tensor:
             for read in FolderSource({key: block}, self._plan.graph.dtype).parts(key):
-                read(lease.tensor)
-        self._evict_streamed(key)
-        self._report_moved(key)
+                read(tensor)
 
     def _fill_layout(self, layout: UnitLayout) -> None:
         if layout.name in self._plan.program.encodings:
@@ -395,17 +376,15 @@ class Weights:
         with self._reserve_master(longest):
             buffer = torch.empty(min(longest, MASTER_ELEMENTS) if self._is_split else 0)
             for number, (part, weight) in enumerate(weights):
-                with self._store.acquire(weight, "ram", "w") as lease:
-                    lease.tensor[len(part) :].zero_()  # a shard is padded beyond the end of its part
+                with self._writing(weight) as tensor:
+                    tensor[len(part) :].zero_()  # a shard is padded beyond the end of its part
                     if not self._is_split:
                         for inside in _split_range(part):
-                            place = lease.tensor[inside.start - part.start : inside.stop - part.start]
+                            place = tensor[inside.start - part.start : inside.stop - part.start]
                             self.source.read(layout, inside.start, place.zero_())
                     else:
                         own = lows[number : number + 1] if len(lows) == len(weights) else lows
-                        self._fill_halves(layout, part, lease.tensor, own, buffer)
-                self._evict_streamed(weight)
-                self._report_moved(weight)
+                        self._fill_halves(layout, part, tensor, own, buffer)
 
     def _fill_halves(
         self,
@@ -417,21 +396,17 @@ class Weights:
     ) -> None:
         """Fill one block with the high halves of a weight, and other blocks with the low halves."""
         for part, low in lows:
-            with nullcontext() if low is None else self._store.acquire(low, "ram", "w") as lease:
-                if lease is not None:
-                    lease.tensor[len(part) :].zero_()
+            with nullcontext() if low is None else self._writing(low) as tensor:
+                if tensor is not None:
+                    tensor[len(part) :].zero_()
                 for inside in _split_range(part):
                     master = buffer[: len(inside)].zero_()
                     self.source.read(layout, inside.start, master)
                     place = high[inside.start - of_weight.start : inside.stop - of_weight.start]
-                    if lease is None:
+                    if tensor is None:
                         high_half(master, place)
                     else:
-                        low_half = lease.tensor[inside.start - part.start : inside.stop - part.start]
-                        encode(master, place, low_half)
-            if low is not None:
-                self._evict_streamed(low)
-                self._report_moved(low)
+                        encode(master, place, tensor[inside.start - part.start : inside.stop - part.start])
 
     def _weight_parts(self, layout: UnitLayout) -> list[tuple[range, str]]:
         """Return the blocks of a weight, each with its range of elements."""
@@ -459,10 +434,8 @@ class Weights:
         copies = {kind.name for kind in self._plan.optimizer.state_kinds(self._is_split) if kind.begins_as_weight}
         for block in program.blocks.values():
             if block.kind == "optimizer" and kind_of_key(block.key) not in {"low", *copies}:
-                with self._store.acquire(block.key, "ram", "w") as lease:
-                    lease.tensor.zero_()
-                self._evict_streamed(block.key)
-                self._report_moved(block.key)
+                with self._writing(block.key) as tensor:
+                    tensor.zero_()
         for layout in self._plan.graph.layouts.values():
             for kind in copies:
                 owned = zip(program.owned_parts_of(layout), program.state_keys(layout, kind), strict=True)
@@ -473,26 +446,26 @@ class Weights:
 
     def _copy_master(self, read: ReadMaster, parts: Sequence[tuple[range, str]]) -> None:
         for part, key in parts:
-            with self._store.acquire(key, "ram", "w") as lease:
-                for start in range(part.start, part.stop, _READ_ELEMENTS):
-                    stop = min(start + _READ_ELEMENTS, part.stop)
-                    lease.tensor[start - part.start : stop - part.start] = read(start, stop)
-                lease.tensor[len(part) :].zero_()
-            self._evict_streamed(key)
-            self._report_moved(key)
+            with self._writing(key) as tensor:
+                for inside in _split_range(part, _COPY_ELEMENTS):
+                    tensor[inside.start - part.start : inside.stop - part.start] = read(inside.start, inside.stop)
+                tensor[len(part) :].zero_()
 
     @property
     def _durable_bytes(self) -> int:
         return sum(block.nbytes for block in self._plan.program.blocks.values() if block.is_saved)
 
-    def _report_moved(self, *keys: str) -> None:
-        blocks = self._plan.program.blocks
-        self._activity.moved(sum(blocks[key].nbytes for key in keys))
+    @contextmanager
+    def _writing(self, key: str) -> Iterator[Tensor]:
+        """Yield a block's memory in RAM for writing. On exit, move the block to its home and report its bytes."""
+        with self._store.acquire(key, "ram", "w") as lease:
+            yield lease.tensor
+        self._evict_streamed(key)
+        self._activity.moved(self._plan.program.blocks[key].nbytes)
 
-    def _evict_streamed(self, *keys: str) -> None:
-        for key in keys:
-            if self._plan.placement.homes[key] != "ram":
-                self._store.evict(key, "ram")
+    def _evict_streamed(self, key: str) -> None:
+        if self._plan.placement.homes[key] != "ram":
+            self._store.evict(key, "ram")
 
     # -- afterwards ----------------------------------------------------------------------------------------------
 
@@ -510,29 +483,17 @@ class Weights:
 
             def high(start: int, stop: int) -> Tensor:
                 """Return elements of the weight. The result is a view if all of them are in one block."""
-                wanted = [(part, key) for part, key in weights if part.start < stop and start < part.stop]
-                found: list[Tensor] = []
-                for part, key in wanted:
-                    inside = slice(max(start, part.start) - part.start, min(stop, part.stop) - part.start)
-                    block = current_weight.tensor(key)[inside]
-                    found.append(block if len(wanted) == 1 else block.clone())  # the next lease may reuse the memory
-                return found[0] if len(found) == 1 else torch.cat(found)
+                wanted = [(key, inside) for key, inside, _ in overlaps(weights, start, stop)]
+                if len(wanted) == 1:
+                    return current_weight.tensor(wanted[0][0])[wanted[0][1]]
+                # Copy each range, because the next lease may reuse the memory.
+                return torch.cat([current_weight.tensor(key)[inside].clone() for key, inside in wanted])
 
             def read(start: int, stop: int) -> Tensor:
-                if not self._is_split:
-                    return high(start, stop)
-                master = torch.empty(stop - start)
                 weight = high(start, stop)
-                for part, low in lows:
-                    first, last = max(start, part.start), min(stop, part.stop)
-                    if first >= last:
-                        continue
-                    inside = slice(first - start, last - start)
-                    if low is None:
-                        master[inside] = weight[inside]
-                        continue
-                    decode(weight[inside], current.tensor(low)[first - part.start : last - part.start], master[inside])
-                return master
+                if not self._is_split:
+                    return weight
+                return decode_master(weight, lows, start, lambda low, inside: current.tensor(low)[inside])
 
             yield read
 
@@ -593,8 +554,8 @@ class GatheredWeights:
                     current = name
                     read = stack.enter_context(self._weights.exported(self._plan.graph.layouts[name]))
                 assert read is not None
-                for first, last in self._owned_subranges(self._group.world.rank, name, start, stop):
-                    self._group.send(read(first, last).contiguous(), 0)
+                for place in self._owned_places(self._group.world.rank, name, start, stop):
+                    self._group.send(read(start + place.start, start + place.stop).contiguous(), 0)
 
     @contextmanager
     def exported(self, layout: UnitLayout) -> Iterator[ReadMaster]:
@@ -608,24 +569,21 @@ class GatheredWeights:
                 self._group.broadcast((layout.name, start, stop))
                 master = torch.empty(stop - start)
                 for rank in range(self._group.world.size):
-                    for first, last in self._owned_subranges(rank, layout.name, start, stop):
-                        place = master[first - start : last - start]
+                    for place in self._owned_places(rank, layout.name, start, stop):
                         if rank == 0:
-                            place.copy_(read_own(first, last))
+                            master[place] = read_own(start + place.start, start + place.stop)
                         else:
-                            self._group.receive(place, rank)
+                            self._group.receive(master[place], rank)
                 return master
 
             yield read
 
-    def _owned_subranges(self, rank: int, name: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the subranges of a range that ``rank`` owns."""
+    def _owned_places(self, rank: int, name: str, start: int, stop: int) -> Iterator[slice]:
+        """Yield the places of ``rank``'s elements in a range."""
         program, layout = self._plan.program, self._plan.graph.layouts[name]
-        for part in program.weight_parts_of(layout):
-            owned = program.sharding.shards.owned(part, rank)
-            first, last = max(start, owned.start), min(stop, owned.stop)
-            if first < last:
-                yield first, last
+        owned = [(program.sharding.shards.owned(part, rank), "") for part in program.weight_parts_of(layout)]
+        for _, _, place in overlaps(owned, start, stop):
+            yield place
 
 
 class _LastBlockLease:
@@ -699,6 +657,14 @@ def saved_places(plan: Plan) -> dict[str, SavedPlace]:
     return found
 
 
+def _read_redivided(reader: CheckpointReader, key: str, start: int, out: Tensor) -> None:
+    """Read a range of a weight that the checkpoint divides into different blocks."""
+    weight = weight_key(key.rpartition("/")[0])
+    parts = stored_parts(weight, reader.blocks) or [(range(start, start + out.numel()), key)]  # raises: it is missing
+    for stored, inside, place in overlaps(parts, start, start + out.numel()):
+        _read_elements(reader, stored, inside.start, out[place])
+
+
 def _read_elements(reader: CheckpointReader, key: str, start: int, out: Tensor) -> None:
     """Read a range of a block, a few pieces at a time.
 
@@ -718,7 +684,7 @@ def _read_elements(reader: CheckpointReader, key: str, start: int, out: Tensor) 
         out[first - start : last - start] = found.view(out.dtype)
 
 
-def _split_range(elements: range) -> Iterator[range]:
-    """Split a range into consecutive ranges of at most ``MASTER_ELEMENTS``."""
-    for start in range(elements.start, elements.stop, MASTER_ELEMENTS):
-        yield range(start, min(start + MASTER_ELEMENTS, elements.stop))
+def _split_range(elements: range, most: int = MASTER_ELEMENTS) -> Iterator[range]:
+    """Split a range into consecutive ranges of at most ``most`` elements."""
+    for start in range(elements.start, elements.stop, most):
+        yield range(start, min(start + most, elements.stop))

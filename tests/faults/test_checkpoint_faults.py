@@ -122,12 +122,12 @@ def before_save(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         saving: list[int] = []
         save, commit = Saver.save, TieredStore.commit
 
-        def save_it(self: Saver, state: Any, **options: Any) -> None:
+        def save_it(self: Saver, state: Any, *arguments: Any, **options: Any) -> None:
             saving.append(state.step)
             if state.step == step and saving.count(step) == 1 and not room_was_found:
                 self.finish()
                 then()
-            save(self, state, **options)
+            save(self, state, *arguments, **options)
 
         def commit_it(self: TieredStore, *arguments: Any) -> Any:
             if saving[-1] == step and saving.count(step) == 1 and room_was_found:
@@ -282,17 +282,17 @@ def test_a_drive_with_no_byte_left_between_checkpoints_pauses_the_run(
     on_drive: Work, small_drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No further line fits into the metrics, long before the next checkpoint is due."""
-    from megatrain.training.trainer import Trainer
+    from megatrain.training.training_loop import TrainingLoop
 
-    train_step = Trainer.train_step
+    train_step = TrainingLoop.train_step
 
-    def train_and_fill(self: Trainer) -> None:
+    def train_and_fill(self: TrainingLoop, *arguments: Any) -> None:
         if self.state.step == 2:
             fill_to_the_last_byte(small_drive)
             make_room_after(3.0, small_drive)
-        train_step(self)
+        train_step(self, *arguments)
 
-    monkeypatch.setattr(Trainer, "train_step", train_and_fill)
+    monkeypatch.setattr(TrainingLoop, "train_step", train_and_fill)
     result = on_drive.run("--max-steps", "16", **{"checkpoint.save_steps": 100, "tiers.on_disk_full": "pause"})
     assert result.exit_code == 0, result.output
     lines = [json.loads(line) for line in (on_drive.folder / "out/metrics.jsonl").read_text().splitlines()]
@@ -375,17 +375,17 @@ def test_killed_while_the_directory_of_checkpoints_was_made(work: Work) -> None:
 
 def test_a_stop_that_is_sent_twice_at_once_is_one(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     """``timeout`` and some shells signal the process and then its whole group; that is no second request."""
-    from megatrain.training.trainer import Trainer
+    from megatrain.training.training_loop import TrainingLoop
 
-    train_step = Trainer.train_step
+    train_step = TrainingLoop.train_step
 
-    def train_and_stop(self: Trainer) -> None:
+    def train_and_stop(self: TrainingLoop, *arguments: Any) -> None:
         if self.state.step == 1:
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGTERM)
-        train_step(self)
+        train_step(self, *arguments)
 
-    monkeypatch.setattr(Trainer, "train_step", train_and_stop)
+    monkeypatch.setattr(TrainingLoop, "train_step", train_and_stop)
     result = work.run()
     assert result.exit_code == 75, result.output
     assert work.steps()[-1] == 2

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -211,16 +212,16 @@ def test_a_drive_that_becomes_read_only_in_the_middle(work: Work, small_drive, m
 
 def run_until_second_step(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
     """Call ``then`` after the second step."""
-    from megatrain.training.trainer import Trainer
+    from megatrain.training.training_loop import TrainingLoop
 
-    real = Trainer.train_step
+    real = TrainingLoop.train_step
 
-    def train_step(self: Trainer) -> None:
+    def train_step(self: TrainingLoop, *arguments: Any) -> None:
         if self.state.step == 2:
             then()
-        real(self)
+        real(self, *arguments)
 
-    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(TrainingLoop, "train_step", train_step)
 
 
 @pytest.mark.fault
@@ -230,13 +231,13 @@ def test_next_run_reports_a_killed_run(work: Work) -> None:
 import os, sys
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
 from test_runs import *
-from megatrain.training.trainer import Trainer
-real = Trainer.train_step
-def train_step(self):
+from megatrain.training.training_loop import TrainingLoop
+real = TrainingLoop.train_step
+def train_step(self, *arguments):
     if self.state.step == 2:
         os.kill(os.getpid(), 9)
-    real(self)
-Trainer.train_step = train_step
+    real(self, *arguments)
+TrainingLoop.train_step = train_step
 Work(Path({str(work.folder)!r})).run()
 """
     process = warm.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], timeout=200)

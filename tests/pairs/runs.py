@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,8 +33,9 @@ from megatrain.extras.scoring import Scorer
 from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.ranks.group import RankGroup
 from megatrain.tasks.evaluation import traffic_of_passes
+from megatrain.training import trainer
 from megatrain.training.final import FinalExport
-from megatrain.training.trainer import Trainer
+from megatrain.training.training_loop import TrainingLoop
 from oracles.whole_run import RunRecorder
 from pairs.configs import AMPLE, LENGTH, OBJECTS_FOLDER, WORLDS, Config, all_in_place, config_of, to_text
 from pairs.factors import Row
@@ -123,20 +125,19 @@ class Run:
         return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-class WatchedTrainer(Trainer):
-    """A trainer that records its traffic, and the plan's traffic.
+class WatchedLoop(TrainingLoop):
+    """A loop that records its traffic, and the plan's traffic.
 
     Args:
         end: filled.
-        options: as of a trainer.
     """
 
-    def __init__(self, *arguments: Any, end: RankEnd, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, *arguments: Any, end: RankEnd) -> None:
+        super().__init__(*arguments)
         self._end, self._stretches, self._num_since = end, Counter[int](), 0
 
-    def train_step(self) -> None:
-        super().train_step()
+    def train_step(self, *arguments: Any) -> None:
+        super().train_step(*arguments)
         self._num_since += 1
 
     def _schedule_to_next_stop(self) -> None:
@@ -150,25 +151,26 @@ class WatchedTrainer(Trainer):
 
     def _summary(self, moved: Any, link_bytes: Mapping[str, int], **options: Any) -> Any:
         self._cut()
-        end, planned = self._end, Counter[str]()
+        end, planned, prepared = self._end, Counter[str](), self.parts.prepared
+        settings, sets = prepared.settings.evaluation, prepared.evaluation_sets
         for num_steps, times in self._stretches.items():
-            for link, nbytes in self.plan.placement.run_traffic_bytes(num_steps).items() if num_steps else ():
+            for link, nbytes in prepared.plan.placement.run_traffic_bytes(num_steps).items() if num_steps else ():
                 planned[link] += times * nbytes
-        num_passes = sum(each.num_passes for each in self.prepared.evaluation_sets)
-        for weights, plan in self.prepared.evaluation_plans.items():
-            names = [self.prepared.evaluation.name_of(each.name, weights) for each in self.prepared.evaluation_sets]
+        num_passes = sum(each.num_passes for each in sets)
+        for weights, plan in prepared.evaluation_plans.items():
+            names = [settings.name_of(each.name, weights) for each in sets]
             times = len({(each.step, each.name) for each in end.evaluations if each.name in names})
             planned.update({link: times * each for link, each in traffic_of_passes(plan, num_passes).items()})
-        for sampler in self.prepared.samplers.values():
+        for sampler in prepared.samplers.values():
             planned.update(sampler.planned_bytes)
-        planned.update({link: end.num_commits * each for link, each in self.plan.checkpoint_traffic.items()})
+        planned.update({link: end.num_commits * each for link, each in prepared.plan.checkpoint_traffic.items()})
         end.planned = dict(planned)
         end.moved = dict(link_bytes)
         end.wasted = (moved.prefetch_wasted, moved.schedule_misses)
         for name, tier in moved.tiers.items():
-            held = sum(self.plan.placement.home_bytes[name].values())
+            held = sum(prepared.plan.placement.home_bytes[name].values())
             end.tiers[name] = held, tier.high_water_bytes, tier.capacity_bytes
-        assert {name: capacity for name, (_, _, capacity) in end.tiers.items()} == dict(self.plan.budgets)
+        assert {name: capacity for name, (_, _, capacity) in end.tiers.items()} == dict(prepared.plan.budgets)
         return super()._summary(moved, link_bytes, **options)
 
     def export(self) -> Path:
@@ -176,8 +178,8 @@ class WatchedTrainer(Trainer):
         real = FinalExport.write
 
         def write(export: FinalExport, *arguments: Any) -> Path:
-            if self.group.world.is_single:
-                for layout in self.plan.graph.layouts.values():
+            if self.parts.prepared.group.world.is_single:
+                for layout in self.parts.prepared.plan.graph.layouts.values():
                     with export.weights.master(layout) as read:
                         self._end.weights.update(views(read(0, layout.num_elements).clone(), layout))
             return real(export, *arguments)
@@ -250,7 +252,8 @@ def new_compiler() -> Iterator[None]:
 def _train(config: RunConfig, end: RankEnd, stop_after: int | None, group: RankGroup | None) -> None:
     told = RunRecorder(stop_after)
     end.evaluations = told.evaluations
-    end.interrupted = WatchedTrainer(config, observer=told, group=group, end=end).train().interrupted
+    with mock.patch.object(trainer, "TrainingLoop", partial(WatchedLoop, end=end)):
+        end.interrupted = trainer.Trainer(config, observer=told, group=group).train().interrupted
     end.steps = {metrics.step: metrics for metrics in told.steps}
 
 

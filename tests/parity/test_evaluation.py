@@ -236,7 +236,7 @@ def test_samples_are_the_tokens_of_transformers(sampled: WholeRun, in_ram: Whole
 
 
 def test_samples_that_are_stopped_leave_the_room_of_steps(sampled: WholeRun) -> None:
-    sampler = sampled.trainer.evaluator.samplers["trained"]
+    sampler = sampled.trainer.prepare().samplers["trained"]
     with Trainer(sampled.config, plan=sampled.plan).open() as opened:
         opened.load()
         store, activity = opened.store, Activity()

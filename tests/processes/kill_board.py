@@ -16,9 +16,9 @@ __all__ = ["PHASES", "Board", "watch"]
 #: Watched function -> phase while it runs: module, qualified name, phase.
 WATCHED = (
     ("megatrain.training.open_run", "OpenRun.load", "loading"),
-    ("megatrain.training.trainer", "Trainer._run", "between steps"),
-    ("megatrain.training.trainer", "Trainer.train_step", "step"),
-    ("megatrain.training.trainer", "Trainer.export", "exporting"),
+    ("megatrain.training.training_loop", "TrainingLoop.run", "between steps"),
+    ("megatrain.training.training_loop", "TrainingLoop.train_step", "step"),
+    ("megatrain.training.training_loop", "TrainingLoop.export", "exporting"),
     ("megatrain.checkpoint.saver", "Saver.save", "saving"),
     ("megatrain.checkpoint.saver", "Saver.finish", "saving"),
     ("tiered.durable.commit", "FrozenBlocks.freeze", "freezing"),

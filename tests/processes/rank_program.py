@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatrain.ranks.collectives import check_same
 from megatrain.ranks.group import RankGroup
-from megatrain.ranks.record import Agreed, StepRecord
+from megatrain.ranks.record import Consensus, StepRecord
 from megatrain.ranks.table import DistributedConfig
 from megatrain.run.signals import RunSignals
 
@@ -47,15 +47,15 @@ def steps(group: RankGroup, folder: Path, ways: set[str]) -> int:
         group.notify("the drive is full")
     group.listen(on_notice=lambda text: print(text, flush=True))
     with RunSignals(stops_after_step=True) as signals:
-        step = 0
+        consensus, step = Consensus(group, lambda: StepRecord(signals.stop_requested)), 0
         while step < NUM_STEPS or "slow" in ways:
             if step == 1:
                 misbehave(ways)
             if step == 2:
                 (folder / f"at_step_2_{group.world.rank}").touch()
-            agreed = Agreed.of(group.gather(StepRecord(signals.stop_requested, saves=False)))
+            consensus.agree(StepRecord(), is_due=False)
             step += 1
-            if agreed.stops:
+            if consensus.stops:
                 print(f"stopped after step {step}", flush=True)
                 return 75
             time.sleep(0.02 if "slow" in ways else 0.0)

@@ -46,7 +46,7 @@ PRELOADED = (
     "rich.progress",
     "rich.table",
     "megatrain.api",
-    "megatrain.training.prepare",
+    "megatrain.training.run_check",
     "megatrain.training.trainer",
     "megatrain.optim.kernels",
     "megatrain.extras.report",

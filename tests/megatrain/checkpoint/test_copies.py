@@ -162,15 +162,15 @@ def test_copy_without_space_does_not_stop_training(run: SavedRun, monkeypatch: p
 def test_a_second_stop_gives_up_the_copy_and_the_next_start_makes_it(
     run: SavedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatrain.training.trainer import Trainer
+    from megatrain.training.training_loop import TrainingLoop
 
-    train_step, rest = Trainer.train_step, Throttle.rest
+    train_step, rest = TrainingLoop.train_step, Throttle.rest
     copying = threading.Event()
 
-    def train_and_stop(self: Trainer) -> None:
+    def train_and_stop(self: TrainingLoop, *arguments: Any) -> None:
         if self.state.step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        train_step(self)
+        train_step(self, *arguments)
 
     def stop_again(self: Throttle, since_s: float) -> float:
         if not copying.is_set() and self._hurry.is_set():  # a caller waits for it: all is saved
@@ -179,7 +179,7 @@ def test_a_second_stop_gives_up_the_copy_and_the_next_start_makes_it(
             assert self._cancelled.wait(30)
         return rest(self, since_s)
 
-    monkeypatch.setattr(Trainer, "train_step", train_and_stop)
+    monkeypatch.setattr(TrainingLoop, "train_step", train_and_stop)
     monkeypatch.setattr(Throttle, "rest", stop_again)
     config = {**ON_DRIVE, "checkpoint": "save_copy = true"}
     result = run.run(**config)
@@ -187,7 +187,8 @@ def test_a_second_stop_gives_up_the_copy_and_the_next_start_makes_it(
     assert "the copy was given up" in result.stdout and copied_steps(run) == []
     assert "interrupted at step 2, saved: run the same command again" in result.stderr
     monkeypatch.undo()
-    monkeypatch.setattr(Trainer, "train_step", lambda self: os.kill(os.getpid(), signal.SIGTERM) or train_step(self))
+    stop_and_train = lambda *own: os.kill(os.getpid(), signal.SIGTERM) or train_step(*own)  # noqa: E731
+    monkeypatch.setattr(TrainingLoop, "train_step", stop_and_train)
     result = run.run(**config)
     assert result.exit_code == 75 and "copied checkpoint at step 2" in result.stdout, result.output
     assert copied_steps(run) == [2, 3]

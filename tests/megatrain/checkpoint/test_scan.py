@@ -19,7 +19,7 @@ from megatrain.checkpoint.scan import usable_checkpoint
 from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
 from megatrain.config.load import load_config
 from megatrain.training.resolve import resolve_checkpoint
-from megatrain.training.saving import make_copier
+from megatrain.training.run_parts import make_copier
 from oracles.run_state import make_state
 from processes.golden import unpack
 from processes.saved_run import SavedRun

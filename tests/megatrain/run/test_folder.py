@@ -19,6 +19,7 @@ import pytest
 from megatrain.base.names import LOCK_NAME
 from megatrain.base.observer import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
 from megatrain.base.owner import LockHolder, UnreachableRunError, catches_signal, living_owner, send_signal
+from megatrain.base.progress import Activity
 from megatrain.run import status as status_module
 from megatrain.run.folder import RunFolder, committed_step
 from megatrain.run.status import RunStatus, StatusWriter, read_status, write_status
@@ -211,9 +212,9 @@ def test_the_writer_follows_a_run(tmp_path: Path) -> None:
         assert found is not None
         return found
 
-    is_paused = False
+    activity = Activity()
     with RunFolder(tmp_path) as folder:
-        writer = StatusWriter(folder.path, run_name="r", is_paused=lambda: is_paused)
+        writer = StatusWriter(folder.path, run_name="r", activity=activity)
         assert read_status(tmp_path) is None, "unchanged until the run starts"
         writer.say("starting")
         assert (status().state, status().run_name, status().checkpoint_step) == ("starting", "r", None)
@@ -222,10 +223,10 @@ def test_the_writer_follows_a_run(tmp_path: Path) -> None:
         writer.on_step(METRICS)
         writer.on_message("careful")
         assert (status().step, status().metrics, status().message) == (1, METRICS, "careful")
-        is_paused = True
+        activity.is_paused = lambda: True
         writer.on_message("full")
         assert (status().state, status().message, status().step) == ("paused", "full", 1)
-        is_paused = False
+        activity.is_paused = lambda: False
         writer.on_message("space is free again")
         assert status().state == "training"
         writer.say("exporting", "nearly done")

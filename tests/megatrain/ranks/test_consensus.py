@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
+from megatrain.ranks.record import Consensus, StepRecord
 from megatrain.run.signals import RunSignals
-from megatrain.training.consensus import Consensus
-from megatrain.training.step_report import MovedByLink, StepUsage
 
-USAGE = StepUsage(0.5, SimpleNamespace(tiers={}, stall_s={}, written_bytes={}), MovedByLink())  # type: ignore[arg-type]
+FIGURES = StepRecord(is_paused=True, step_s=0.5)
 
 
 class Group:
@@ -27,12 +26,13 @@ class Group:
 
 def consensus_of(group: Group) -> tuple[Consensus, RunSignals]:
     signals = RunSignals(stops_after_step=True)
-    return Consensus(group, signals), signals  # type: ignore[arg-type]
+    requests = lambda: StepRecord(signals.stop_requested, signals.save_requested, signals.is_hung_up)  # noqa: E731
+    return Consensus(group, requests), signals  # type: ignore[arg-type]
 
 
 def test_single_process_reads_its_signals() -> None:
     consensus, signals = consensus_of(Group(is_single=True))
-    assert consensus.agree(USAGE, is_due=True, is_paused=False) == ()
+    assert consensus.agree(FIGURES, is_due=True) == ()
     assert not consensus.stops and not consensus.saves_at_once
     assert consensus.is_due(True) and not consensus.is_due(False)
     signals.stop_requested = signals.save_requested = signals.is_hung_up = True
@@ -44,7 +44,7 @@ def test_ranks_stop_when_all_know_of_it() -> None:
     consensus, signals = consensus_of(group)
     signals.stop_requested = True
     assert not consensus.stops  # the others do not know yet
-    records = consensus.agree(USAGE, is_due=False, is_paused=True)
+    records = consensus.agree(FIGURES, is_due=False)
     assert consensus.stops and [each.is_paused for each in records] == [True] and records[0].step_s == 0.5
     other, _ = consensus_of(Group(is_single=False))
     assert not other.agree_to_stop()
@@ -56,8 +56,8 @@ def test_ranks_stop_when_all_know_of_it() -> None:
 @pytest.mark.parametrize("is_first", [True, False])
 def test_first_rank_decides_when_a_checkpoint_is_due(is_first: bool) -> None:
     consensus, signals = consensus_of(Group(is_single=False, is_first=is_first))
-    consensus.agree(USAGE, is_due=True, is_paused=False)
+    consensus.agree(FIGURES, is_due=True)
     assert consensus.is_due(not is_first) == is_first
     signals.save_requested = True
-    consensus.agree(USAGE, is_due=False, is_paused=False)
+    consensus.agree(FIGURES, is_due=False)
     assert consensus.is_due(False) and not consensus.saves_at_once

@@ -1,0 +1,516 @@
+"""Checks a config before a run. It trains nothing and writes nothing.
+
+``refuse_early`` raises the first error that can be found without the model. ``check_run`` checks every part even if
+other parts have errors, so that one call reports every mistake.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from megatrain.base.errors import ConfigError, ModelFolderError
+from megatrain.base.names import FINAL_NAME
+from megatrain.base.owner import living_owner
+from megatrain.checkpoint.locations import describe_drives
+from megatrain.checkpoint.resume import LostCheckpointsError, check_changes, find_candidates
+from megatrain.config.advice import model_warnings
+from megatrain.config.load import load_config, salvage
+from megatrain.config.resolved import changes_from, config_from_toml, is_by_contents, with_values
+from megatrain.config.schema import RunConfig
+from megatrain.data.rows_report import DataError, check_losses
+from megatrain.data.sources import is_hub_name, source_files
+from megatrain.data.stream import changed_sources, open_dataset
+from megatrain.data.token_dataset import TokenDataset
+from megatrain.machine import file_systems
+from megatrain.machine.resources import resolve_compute_dtype
+from megatrain.machine.this_machine import THIS_MACHINE
+from megatrain.models.export import check_target
+from megatrain.models.folder import ModelFolder, join_names, read_config
+from megatrain.models.graph import ModelGraph
+from megatrain.models.hub import missing_weights
+from megatrain.models.load import open_loader
+from megatrain.optim.lr import ScheduleError, schedule_warnings
+from megatrain.plan.limits import drive_paths, find_objections
+from megatrain.plan.plan import Plan
+from megatrain.plan.planner import plan_run
+from megatrain.plan.tiers import check_drives, check_folders
+from megatrain.plan.traced import check_positions
+from megatrain.run.loggers import check_loggers
+from megatrain.tasks.registry import task_class
+from megatrain.training.check_result import EXPECTED_ERRORS, CheckResult
+from megatrain.training.preparation import Preparation
+from megatrain.training.resolve import (
+    RunSettings,
+    resolve,
+    resolve_checkpoint,
+    resolve_data,
+    resolve_logging,
+    resolve_model,
+    resolve_tiers,
+)
+from megatrain.training.rows import check_token_ids, tokenizer_of
+from megatrain.training.start import RunStart, with_kept_rules
+from tiered import checksum
+from tiered.units import format_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["check_run", "plan_one_rank", "refuse_early"]
+
+_ENDS_THE_RUN = 'data.bad_rows = "error" would end the run there. Fix or remove it, or write bad_rows = "drop"'
+
+T = TypeVar("T")
+#: A check that yields findings and returns what later checks need.
+Check = Generator[CheckResult, None, T]
+
+
+def refuse_early(config: RunConfig, *, allow_config_change: bool = False) -> None:
+    """Raise errors that can be found without the model. Planning a large model takes minutes, so this runs first.
+
+    Raises:
+        DataError: A file of rows does not exist.
+        CheckpointError: The config refers to a missing checkpoint, or forbids resuming although a checkpoint exists.
+        ConfigChangedError: The config would resume a checkpoint with different results.
+    """
+    # Shards of streams are listed only when the streams are opened.
+    for source in (*(() if config.data.streaming else config.data.train), *config.data.eval):
+        if not is_hub_name(source.path):
+            source_files(source.path, source.subset, source.split)
+    try:
+        candidates = find_candidates(resolve_checkpoint(config), lambda text: None)
+    except LostCheckpointsError:
+        return  # a finished run needs no checkpoint, and an unfinished run raises this error later
+    if not candidates or allow_config_change:
+        return
+    state = candidates[0].state
+    before, now = config_from_toml(state.config_toml), config
+    # Keys that depend on the model are compared after the model is loaded.
+    if "packing" not in config.data.model_fields_set:
+        now = with_values(now, {"data.packing": before.data.packing})
+    if config.model.revision is None:
+        now = with_values(now, {"model.revision": before.model.revision})
+    # The model determines which parameters the globs match, so the globs are compared later.
+    now = with_values(now, {"optimizer.weight_decay_exclude": before.optimizer.weight_decay_exclude})
+    changes = changes_from(state.config_toml, now)
+    device = THIS_MACHINE.resolve_device(config.device)
+    dtype = resolve_compute_dtype(config.precision.compute_dtype, device)
+    of_model = {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
+    model_config = Path(config.model.model_name_or_path, "config.json")
+    if model_config.is_file():
+        of_model["config_xxh3_64"] = checksum(model_config.read_bytes())
+
+    def find_others() -> list[str]:
+        """Return further differences that can be found without tokenizing rows."""
+        is_streamed = config.data.streaming
+        # Streams have checksums of shards, which cannot be compared with checksums of files.
+        sources = state.sources if before.data.streaming == is_streamed else ()
+        compared = {
+            f"data.train.{number}.path"
+            for number, source in enumerate(config.data.train)
+            if sources and (is_streamed or not is_hub_name(source.path))
+        }
+        lines = [
+            f"{change} (if the contents differ)"
+            for change in changes.free
+            if is_by_contents(change) and change.key not in compared
+        ]
+        return [*lines, *changed_sources(config.data, sources)]
+
+    check_changes(
+        changes,
+        candidates[0],
+        of_model,
+        state.data_fingerprint,
+        allow=False,
+        on_notice=lambda text: None,
+        find_others=find_others,
+    )
+
+
+def plan_one_rank(config: RunConfig) -> Plan:
+    """Plan a run without starting processes. With several processes, plan for the one with the most tokens."""
+    run, size = with_kept_rules(resolve(config)), config.distributed.processes
+    return plan_run(run if size == 1 else run.as_fullest_rank(size))
+
+
+def check_run(
+    path: Path,
+    extra_files: Sequence[Path] = (),
+    overrides: Sequence[str] = (),
+    on_progress: Callable[[str], None] = lambda what: None,
+    *,
+    reads_weights: bool = True,
+) -> Iterator[CheckResult]:
+    """Check all parts of a config, which is read as by :func:`megatrain.config.load_config`. Yield the findings.
+
+    Args:
+        on_progress: Called with the name of the next part.
+        reads_weights: Whether to read all weights of the model to find NaN and infinite values.
+    """
+    try:
+        loaded = load_config(path, extra_files, overrides)
+    except ConfigError as error:
+        config, further = (None, []) if overrides else salvage(path, extra_files, error.problems)
+        for each in (*error.problems, *further):
+            yield CheckResult("config", "problem", f"{each.where or path}: {each}", "config")
+        if config is None:
+            yield CheckResult("rest", "note", "not checked: model, data, plan and checkpoints need a valid config")
+            return
+        yield from _RunCheck(config, on_progress).all_parts(is_whole=False, reads_weights=False)
+        return
+    yield CheckResult("config", "ok", f"{path}: no mistakes")
+    for warning in loaded.warnings:
+        yield CheckResult("config", "note", warning)
+    yield from _RunCheck(loaded.config, on_progress).all_parts(is_whole=True, reads_weights=reads_weights)
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckedModel:
+    """A model that was built without its weights.
+
+    Attributes:
+        is_plannable: Whether the compute device exists, and rows are not longer than the model's positions.
+        weight_names: Tensors that a run reads from the model's folder.
+    """
+
+    graph: ModelGraph
+    is_plannable: bool
+    weight_names: Sequence[str] = ()
+
+
+class _RunCheck:
+    """Checks every part of a config that can be checked despite mistakes in the config.
+
+    The check of a part yields findings, and returns the objects that later checks need.
+    """
+
+    def __init__(self, config: RunConfig, on_progress: Callable[[str], None]) -> None:
+        data = config.data.model_copy(update={"cache_dir": "none", "bad_rows": "drop"})
+        self._own = {"bad_rows": config.data.bad_rows, "cache_dir": config.data.cache_dir}
+        self._config = config.model_copy(update={"data": data})
+        self._on_progress = on_progress
+
+    def _part(self, subject: str, check: Check[T]) -> Check[T | None]:
+        self._on_progress(subject)
+        return (yield from _guarded(subject, check))
+
+    def all_parts(self, *, is_whole: bool, reads_weights: bool) -> Iterator[CheckResult]:
+        """Yield the findings about each part. If an error ends a part, the error is also a finding.
+
+        Args:
+            is_whole: Whether the config is complete. If not, mistakes were removed from it, and there is no plan.
+            reads_weights: As for :func:`check_run`.
+        """
+        yield from self._part("loggers", self._loggers())
+        device = yield from self._part("model", self._device())
+        model = None if device is None else (yield from _guarded("model", self._model(device)))
+        tokenizer = yield from self._part("tokenizer", self._read_tokenizer(model))
+        dataset = yield from self._part("data", self._rows(model, tokenizer))
+        if is_whole:
+            prepared = yield from self._part("plan", self._plan(model, dataset))
+            if tokenizer is not None and prepared is not None:
+                yield from self._part("eval data", self._evaluated_rows(prepared, dataset))
+            yield from self._part("drives", self._drives(device, prepared))
+            yield from self._part("disk", self._disk(prepared))
+            with_steps = yield from self._part("steps", self._steps(prepared, dataset))
+            yield from self._part("checkpoints", self._checkpoints(prepared, with_steps))
+        if reads_weights and model is not None and model.weight_names:
+            yield from self._part("weights", self._weights(model.weight_names))  # takes longest, so it comes last
+        if not is_whole:
+            yield CheckResult("plan", "note", "not made before the config is valid")
+
+    def _loggers(self) -> Check[None]:
+        try:
+            check_loggers(resolve_logging(self._config))
+        except ConfigError as error:
+            yield from _each_problem("loggers", error)
+
+    def _device(self) -> Check[torch.device]:
+        resolve_model(self._config)  # raises if a hub has no such model
+        wanted = self._config.device
+        device = THIS_MACHINE.resolve_device("auto" if wanted == "cuda" else wanted)
+        if wanted == "cuda" and device.type != "cuda":
+            text = 'device = "cuda", but there is no CUDA device here. Write "auto" or "cpu"'
+            yield CheckResult("device", "problem", text, "config")
+        return device
+
+    def _model(self, device: torch.device) -> Check[_CheckedModel]:
+        dtype = resolve_compute_dtype(self._config.precision.compute_dtype, device)
+        graph = resolve_model(self._config).build(dtype)
+        built = _CheckedModel(graph, is_plannable=self._config.device != "cuda" or device.type == "cuda")
+        return (yield from _guarded("model", self._folder(built))) or built
+
+    def _folder(self, built: _CheckedModel) -> Check[_CheckedModel]:
+        """Check the model's folder and positions."""
+        config, model, graph, names = self._config, resolve_model(self._config), built.graph, list[str]()
+        size = f"{type(graph.model).__name__}, {graph.num_parameters / 1e6:,.1f} M parameters"
+        if config.model.train_from_scratch:
+            yield CheckResult("model", "ok", f"{size}, from random weights")
+        elif model.hub is not None and (missing := missing_weights(model.hub)):
+            nbytes = format_size(sum(missing.values()))
+            text = f"{size}; `run` fetches {nbytes} of weights in {_count(len(missing), 'file')} into {model.folder}"
+            yield CheckResult("model", "ok", text)
+        else:
+            passthrough = open_loader(model.folder, graph).origin.passthrough
+            records = ModelFolder(model.folder).records
+            files = {record.file for record in records.values()}
+            nbytes = format_size(sum(record.nbytes for record in records.values()))
+            text = f"{size}: all {len(records)} tensors exist, {nbytes} in {_count(len(files), 'file')}"
+            yield CheckResult("model", "ok", text)
+            names = [name for name in records if name not in set(passthrough.names)]
+            if passthrough.names:
+                yield CheckResult("model", "note", f"{passthrough}. An export copies them: keep this folder")
+        is_plannable = built.is_plannable
+        try:
+            check_positions(model, config.data.max_length, graph)
+        except ConfigError as error:
+            yield from _each_problem("model", error)
+            is_plannable = False
+        for text in model_warnings(model, config.data.max_length, config.optimizer, graph):
+            yield CheckResult("model", "warning", text)
+        return replace(built, is_plannable=is_plannable, weight_names=names)
+
+    def _read_tokenizer(self, built: _CheckedModel | None) -> Check[PreTrainedTokenizerFast | None]:
+        table = self._config.model
+        try:
+            model = resolve_model(self._config)
+            if built is None and table.tokenizer_name_or_path in (None, table.model_name_or_path):
+                read_config(model.folder)  # transformers also reads it for the tokenizer
+        except ModelFolderError:
+            yield CheckResult("tokenizer", "note", "not checked before the model's config.json is valid")
+            return None
+        tokenizer = tokenizer_of(model)
+        template = "with a chat template" if tokenizer.chat_template else "without a chat template"
+        yield CheckResult("tokenizer", "ok", f"{len(tokenizer):,} tokens, {template}")
+        return tokenizer
+
+    def _rows(
+        self, built: _CheckedModel | None, tokenizer: PreTrainedTokenizerFast | None
+    ) -> Check[TokenDataset | None]:
+        if tokenizer is None:
+            yield CheckResult("data", "note", "not checked without a tokenizer")
+            return None
+        try:
+            dataset = open_dataset(resolve_data(self._config), tokenizer)
+        except DataError as error:
+            yield from self._each_source(error, tokenizer)
+            return None
+        yield from _guarded("data", self._row_findings(dataset, built))
+        return dataset
+
+    def _row_findings(self, dataset: TokenDataset, built: _CheckedModel | None) -> Check[None]:
+        if built is not None:
+            check_token_ids(resolve_model(self._config), dataset, built.graph)
+        head = str(dataset.report).splitlines()[0]
+        proven = "; the trained part of each row was checked" if self._config.task != "pretrain" else ""
+        yield CheckResult("data", "ok", f"{head}{proven}")
+        yield from self._remarks("data", dataset)
+        if self._own["bad_rows"] == "drop":
+            data = resolve_data(self._config)
+            for text in check_losses(dataset.report, data.source_names, data.table.max_dropped):
+                yield CheckResult("data", "warning", text)
+
+    def _each_source(self, error: DataError, tokenizer: PreTrainedTokenizerFast) -> Check[None]:
+        """Open each source separately, so that an error in one source does not hide errors in other sources."""
+        sources, found = self._config.data.train, list[CheckResult]()
+        for source in sources if len(sources) > 1 else ():
+            try:
+                open_dataset(resolve_data(self._config, [source]), tokenizer)
+            except DataError as each:
+                found.append(CheckResult.of_error("data", each))
+        yield from found or [CheckResult.of_error("data", error)]
+
+    def _remarks(self, subject: str, dataset: TokenDataset, name: str = "") -> Check[None]:
+        """Yield findings about the rows of a data set: findings of the task, then omitted rows.
+
+        Args:
+            subject: Part of the run, as in ``CheckResult``.
+            dataset: Rows of the data set.
+            name: Prefix of each text.
+        """
+        report, is_strict = dataset.report, self._own["bad_rows"] == "error"
+        for finding in task_class(self._config.task).findings(self._config.task_table, dataset):
+            yield CheckResult(subject, finding.severity, f"{name}{finding.text}")
+        if report.empty_files is not None and is_strict:
+            yield CheckResult(subject, "problem", f"{name}{report.empty_files.skipped}. {_ENDS_THE_RUN}", "data")
+        left_out = [
+            f"{_count(each.count, 'row')} dropped: {each.reason} (first: {each.example})" for each in report.dropped
+        ]
+        if report.num_untrained:
+            count = _count(report.num_untrained, "row")
+            left_out.append(f"{count} without a trained token (first: {report.first_untrained})")
+        for text in left_out:
+            if is_strict:
+                yield CheckResult(subject, "problem", f"{name}{text}. {_ENDS_THE_RUN}", "data")
+            else:
+                yield CheckResult(subject, "note", f"{name}{text}")
+        for each in report.untrained_turns:
+            text = f"{_count(each.count, 'turn')} not trained: {each.reason} (first: {each.example})"
+            yield CheckResult(subject, "note", f"{name}{text}")
+        for severity, text in report.remarks():
+            yield CheckResult(subject, severity, f"{name}{text}")
+
+    def _plan(self, model: _CheckedModel | None, dataset: TokenDataset | None) -> Check[Preparation | None]:
+        if model is None or not model.is_plannable:
+            yield CheckResult("plan", "note", "not made without a model and a device for it")
+            return None
+        plan = plan_one_rank(self._config)
+        prepared = Preparation(plan, RunSettings.of(self._config, plan.run), dataset=dataset)
+        yield from prepared.remarks()
+        sizes = ", ".join(
+            f"{tier} {format_size(nbytes)} of {format_size(plan.budgets[tier])}"
+            for tier, nbytes in plan.totals.items()
+            if nbytes
+        )
+        yield CheckResult("plan", "ok", f"fits: {sizes}")
+        return prepared
+
+    def _evaluated_rows(self, prepared: Preparation, dataset: TokenDataset | None) -> Check[None]:
+        held_out = self._config.data.val_size is not None and dataset is not None
+        if not (held_out or self._config.data.eval):
+            return
+        for each in sorted(prepared.evaluated_rows(), key=lambda each: each.severity == "warning"):
+            yield replace(each, text=each.text.splitlines()[0]) if each.severity == "ok" else each
+        for rows in prepared.evaluation_sets if self._config.data.eval else ():
+            yield from self._remarks("eval data", rows.loader.dataset, f"{rows.name}: ")
+        prepared.check_evaluations()
+
+    def _drives(self, device: torch.device | None, prepared: Preparation | None) -> Check[None]:
+        """Yield each NVMe path's drive, and configured resources that this machine does not have."""
+        tiers = resolve_tiers(self._config)
+        for path in drive_paths(tiers.table.nvme):
+            yield CheckResult("drive", "ok", str(path))
+        if device is None:
+            return
+        for each in find_objections(tiers, device) if prepared is None else prepared.plan.objections:
+            subject = "drive" if each.key.startswith("tiers.nvme") else "tiers"
+            if each.refuses:
+                yield CheckResult(subject, "problem", str(each), "fit" if each.kind == "size" else "config")
+            else:
+                yield CheckResult(subject, "warning", str(each))
+
+    def _disk(self, prepared: Preparation | None) -> Check[None]:
+        folder = self._config.output_dir
+        parent = file_systems.existing_parent(folder)
+        if not _can_hold_files(parent):
+            text = f"output_dir: cannot write in {parent}. Write another folder"
+            yield CheckResult("disk", "problem", text, "config")
+        check_target(folder / FINAL_NAME)
+        is_usable = _can_hold_files(parent)
+        for number, table in enumerate(self._config.tiers.nvme):
+            parent = file_systems.existing_parent(table.path)
+            if not _can_hold_files(parent):
+                text = f"tiers.nvme.{number}.path: cannot write in {parent}, for {table.path}. Write another folder"
+                yield CheckResult("disk", "problem", text, "config")
+                is_usable = False
+        check_folders(resolve_checkpoint(self._config))
+        if prepared is None or not is_usable:
+            return
+        check_drives(prepared.plan)
+        count = self._config.checkpoint.save_total_limit if self._config.checkpoint.is_on else 0
+        what = f"the run and {_count(count, 'checkpoint')}" if count else "the run"
+        yield CheckResult("disk", "ok", f"enough free for {what}")
+
+    def _steps(self, prepared: Preparation | None, dataset: TokenDataset | None) -> Check[Preparation | None]:
+        """Check the number of steps and the learning rate. Return the preparation if its batches exist."""
+        if prepared is None or dataset is None:
+            return None
+        per_epoch = prepared.loader.steps_per_epoch
+        try:
+            _ = prepared.learning_rate  # raises if the warm-up is longer than the run
+        except ScheduleError as error:
+            yield CheckResult.of_error("steps", error)
+        for text in schedule_warnings(prepared.run.optimizer, prepared.num_steps):
+            yield CheckResult("steps", "warning", text)
+        epochs = prepared.num_steps / per_epoch
+        text = f"{_count(prepared.num_steps, 'step')}, {epochs:.4g} epoch{'s' if epochs != 1 else ''}"
+        yield CheckResult("steps", "ok", f"{text} of {_count(per_epoch, 'step')} each")
+        return prepared
+
+    def _checkpoints(self, prepared: Preparation | None, with_steps: Preparation | None) -> Check[None]:
+        spec, notices = resolve_checkpoint(self._config), list[str]()
+        owner = living_owner(spec.output_dir)
+        if owner is not None:
+            yield CheckResult("checkpoints", "note", f"output_dir is in use: {owner.text} is training there")
+        drive_bytes = 0 if prepared is None else prepared.plan.checkpoint_bytes_on_drives
+        yield from (CheckResult("checkpoints", "note", text) for text in describe_drives(spec, drive_bytes))
+        start = None if with_steps is None else self._start(with_steps, notices.append)
+        try:
+            candidates = find_candidates(spec, notices.append)
+        except LostCheckpointsError as lost:
+            if start is None or start.already_done(lost.newest) is None:
+                raise
+            yield CheckResult("checkpoints", "note", "the run is done, and its checkpoints were lost with a drive")
+            return
+        yield from map(_notice, notices)
+        if not candidates:
+            yield CheckResult("checkpoints", "ok", "no checkpoint: the run starts from the model")
+            return
+        if start is None:
+            yield CheckResult("checkpoints", "note", f"{candidates[0]}: not compared without model and data")
+            return
+        notices.clear()
+        start.check_changes(candidates[0], allow=False)
+        yield from map(_notice, notices)
+        if start.already_done(candidates[0]) is not None:
+            yield CheckResult("checkpoints", "note", "the run is done: raise the number of steps to train longer")
+        yield CheckResult("checkpoints", "ok", f"continues from {candidates[0]}")
+
+    def _start(self, prepared: Preparation, on_message: Callable[[str], None]) -> RunStart:
+        """Return the object that finds checkpoints for the user's config."""
+        settings = prepared.settings
+        data = settings.config.data.model_copy(update=self._own)
+        settings = replace(settings, config=settings.config.model_copy(update={"data": data}))
+        return RunStart(prepared.plan, settings, prepared.loader, prepared.num_steps, False, on_message)
+
+    def _weights(self, names: Sequence[str]) -> Check[None]:
+        folder = ModelFolder(resolve_model(self._config).folder)
+
+        def progress(done: int, total: int) -> None:
+            self._on_progress(f"weights, {format_size(done)} of {format_size(total)}")
+
+        found = folder.find_nonfinite(names, progress)
+        if found:
+            files = dict.fromkeys(str(folder.records[name].file) for name in found)
+            which = f"{_count(len(found), 'tensor')} ({join_names(found, 3)})"
+            text = f"{which} hold NaN or infinite values, in {join_names(list(files), 2)}. Take an undamaged model"
+            yield CheckResult("weights", "problem", text, "config")
+        else:
+            yield CheckResult("weights", "ok", "all are finite numbers")
+
+
+def _guarded(subject: str, check: Check[T]) -> Check[T | None]:
+    """Yield the findings of a check, and return its result. An expected error is a finding with the result None."""
+    try:
+        return (yield from check)
+    except EXPECTED_ERRORS as error:
+        yield CheckResult.of_error(subject, error)
+        return None
+
+
+def _notice(text: str) -> CheckResult:
+    warning = text.removeprefix("warning: ")
+    return CheckResult("checkpoints", "note" if warning == text else "warning", warning)
+
+
+def _each_problem(subject: str, error: ConfigError) -> Iterator[CheckResult]:
+    return (CheckResult(subject, "problem", str(each), "config") for each in error.problems)
+
+
+def _can_hold_files(folder: Path) -> bool:
+    """Return whether files can be created in a folder. The kernel's pseudo file systems have size 0."""
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        return False
+    return shutil.disk_usage(folder).total > 0
+
+
+def _count(count: int, what: str) -> str:
+    return f"1 {what}" if count == 1 else f"{count:,} {what}s"

@@ -1,0 +1,277 @@
+"""The loop of a run: steps, with evaluations and checkpoints between them, and at the end the export."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from megatrain.base.observer import RunInfo, RunSummary
+from megatrain.base.timeline import TIMELINE_NAME
+from megatrain.checkpoint.best import Best
+from megatrain.engine.step import StepEngine
+from megatrain.optim.lr import warmup_notice
+from megatrain.training.final import FinalExport
+from megatrain.training.run_parts import RunParts
+from megatrain.training.step_report import StepMeter, add_by_key, link_bytes
+from megatrain.training.weights import ExportStopped
+from tiered import StoreStats
+
+__all__ = ["TrainingLoop"]
+
+
+class TrainingLoop:
+    """Trains a run from the state of its parts to its last step. Used once, by one thread.
+
+    Attributes:
+        state: Progress of the run, replaced after each step and each evaluation.
+    """
+
+    def __init__(self, parts: RunParts) -> None:
+        self.parts, self.state = parts, parts.state
+        self._prepared, self._opened, self._observer = parts.prepared, parts.opened, parts.observer
+        self._plan, self._run, self._best = parts.prepared.plan, parts.prepared.run, parts.prepared.settings.best
+        self._group, self._activity = parts.prepared.group, parts.prepared.activity
+        self._consensus, self._signals = parts.consensus, parts.signals
+        self._evaluator, self._saver, self._copier = parts.evaluator, parts.saver, parts.copier
+
+    def run(self) -> RunSummary:
+        """Train, evaluate and save in a loop, then export the model. Return the summary of the run."""
+        self._begin()
+        before = self._opened.store.stats()
+        with self._signals:
+            self.evaluate()
+            engine, meter = self._begin_steps()
+            while self._has_steps_left and not self._consensus.stops:
+                self.train_step(engine, meter)
+                self._signals.raise_again()
+                self._saver.poll()
+                if self.state.step < self.state.max_steps:
+                    self.evaluate()  # the checkpoint must include this evaluation
+                self.save_if_due()
+            self._end_steps()
+            moved_outside = engine.moved_bytes
+            self.evaluate()
+            self.save_last()
+            self._opened.store.wait_idle()
+            moved = self._opened.store.stats() - before
+            # Evaluations also move bytes between ranks.
+            moved_outside = add_by_key(moved_outside, self._evaluator.moved_bytes)
+            summary = partial(self._summary, moved, add_by_key(link_bytes(moved), moved_outside))
+            if self._consensus.stops:
+                self._finish_copies()
+                return summary(interrupted=True)
+            try:
+                if self._group.world.is_single:
+                    self._signals.steps_are_over()
+                folder = self.export()
+                self._copier.finish()
+            except KeyboardInterrupt as stop:
+                # If only this rank received the request, raise, because the other ranks wait for its next request.
+                is_known_to_all = self._group.world.is_single or isinstance(stop, ExportStopped)
+                if self._saver.saved_step != self.state.step or not is_known_to_all:
+                    raise
+                return summary(interrupted=True)  # the next start exports the model
+            return summary(export_dir=folder)
+
+    @property
+    def _has_steps_left(self) -> bool:
+        return self.state.step < self.state.max_steps and not self._best.is_over(Best.of_state(self.state.best))
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _schedule_to_next_stop(self) -> None:
+        """Schedule steps for the prefetcher, but only until the next evaluation or checkpoint.
+
+        An evaluation or checkpoint applies the pending update without the forward that follows it in a step. If blocks
+        were prefetched for that forward, timing would determine whether the update evicts them.
+        """
+        self._opened.schedule_steps(self.state.step, self._num_steps_to_next_stop)
+
+    @property
+    def _num_steps_to_next_stop(self) -> int:
+        step = self.state.step
+        evaluates, saves = self._evaluator.next_step(step), self._saver.next_step(step)
+        return (evaluates if saves is None else min(evaluates, saves)) - step
+
+    def _begin(self) -> None:
+        """Compile the kernels and report the start of the run."""
+        run, state = self._run, self.state
+        self._activity.begin("compiling kernels of the optimizer")
+        # The first rank compiles the kernels, and the other ranks load the compiled kernels from the cache.
+        self._group.one_after_the_other(self._plan.warm_up)
+        device = str(self._plan.device)
+        self._observer.on_start(
+            RunInfo(run.name, run.task, device, run.output_dir, state.max_steps, run.batch.num_tokens)
+        )
+        if self.parts.is_continued:
+            self._observer.on_message(f"continuing after step {state.step} of {state.max_steps}")
+        if state.step < self._warmup_steps:
+            rates = self._prepared.learning_rate(0), run.optimizer.learning_rate
+            self._observer.on_message(warmup_notice(*rates, self._warmup_steps, is_start=state.step == 0))
+        self._opened.store.wait_idle()  # writes from loading are not part of any step
+
+    @property
+    def _warmup_steps(self) -> int:
+        return int(self.state.lr_schedule["warmup_steps"]) if self._run.optimizer.has_warmup else 0
+
+    def _begin_steps(self) -> tuple[StepEngine, StepMeter]:
+        """Create the engine, which schedules the first steps, and the meter of its steps."""
+        step, opened, steps_per_epoch = self.state.step, self._opened, self._prepared.loader.steps_per_epoch
+        engine = opened.make_engine(self._num_steps_to_next_stop, first_step=step, num_updates=self.state.num_updates)
+        return engine, StepMeter(self._plan, opened.store, engine, steps_per_epoch=steps_per_epoch, first_step=step)
+
+    def train_step(self, engine: StepEngine, meter: StepMeter) -> None:
+        """Run the next step and report it."""
+        number = self.state.step
+        meter.start()
+        num_ticks, num_micro_batches = len(self._plan.program.ticks), self._plan.num_micro_batches
+        self._activity.begin("step", num_parts=num_ticks, num_micro_batches=num_micro_batches)
+        batch = next(self._prepared.loader)
+        self._opened.timeline.is_on = number + 1 in self._run.trace_steps
+        lr = self._prepared.learning_rate(number)
+        result = engine.step(batch.micro_batches, number=number, lr=lr)
+        usage = meter.stop()
+        is_due = self._saver.is_due(number + 1)
+        records = self._consensus.agree(usage.record(is_paused=self._activity.is_paused()), is_due=is_due)
+        self.state = replace(
+            self.state.with_loss(result.loss),
+            step=number + 1,
+            num_updates=engine.num_updates,
+            epoch=batch.position.epoch,
+            epoch_step=batch.position.step,
+            cursor=batch.position.cursor,
+            num_real_tokens=self.state.num_real_tokens + batch.num_real_tokens,
+            num_trained_tokens=self.state.num_trained_tokens + result.num_trained_tokens,
+            seconds=self.state.seconds + usage.step_s,
+        )
+        if result.left_out:
+            self._observer.on_message(
+                f"step {number + 1}: the gradients of {len(result.left_out)} layers are not finite, so they were not "
+                f"updated: {', '.join(result.left_out)}"
+            )
+        self._observer.on_step(meter.metrics(self.state, batch, result, lr, usage, records, self._warmup_steps))
+
+    def _end_steps(self) -> None:
+        """Apply the last step's update and write the timeline."""
+        if self._consensus.is_hung_up:
+            self._observer.on_message("the terminal was closed (SIGHUP): stopping after this step, and saving")
+        self._activity.begin("making the last update")
+        self._opened.finish_updates()
+        timeline = self._opened.timeline
+        if timeline.spans and self._group.world.is_first:
+            path = timeline.write(self._run.output_dir / TIMELINE_NAME)
+            self._observer.on_message(f"timeline written to {path}: open it at https://ui.perfetto.dev")
+
+    # -- evaluate, save, export ----------------------------------------------------------------------------------
+
+    def evaluate(self) -> None:
+        """Evaluate if an evaluation is due, after applying the pending update. The next step starts without one."""
+        if self._evaluator.is_due(self.state.step) and not self._consensus.stops:
+            self._opened.finish_updates()
+            self._evaluator.run(self.state.step)
+            self._schedule_to_next_stop()
+            self._update_best()
+
+    def _update_best(self) -> None:
+        """Compare this step's evaluation with the best one. Step 0 is skipped, because it has no checkpoint."""
+        step = self.state.step
+        found = {name: each for name, each in self._evaluator.latest.items() if each.step == step}
+        if not self._best.is_on or step == 0 or len(found) < len(self._evaluator.names):
+            return
+        value = self._best.value_of(found)
+        # Use rank 0's value, because the last bit of a perplexity can differ between types of CPU.
+        best = self._group.broadcast(self._best.after(Best.of_state(self.state.best), step, value))
+        self.state = replace(self.state, best=best.to_state())
+        if self._best.is_over(best):
+            self._observer.on_message(
+                f"stopping early: {best.num_worse} evaluations in a row were not better than step {best.step}, "
+                f"{best.metric} {best.value:.4f}"
+            )
+
+    def save_if_due(self) -> None:
+        """Save if the config or a signal requests a checkpoint after this step. Training continues during the write."""
+        if self._consensus.stops:
+            return  # ``save_last`` saves this step
+        step, best = self.state.step, Best.of_state(self.state.best)
+        is_best = self._best.is_kept and best is not None and best.step == step
+        is_due = is_best or self._consensus.is_due(self._saver.is_due(step))
+        if (is_due and self._has_steps_left) or self._consensus.saves_at_once:
+            self._signals.save_requested = False
+            self._activity.begin("saving")
+            self._saver.save(self.state.saved_now(), self._checkpoint)
+            # If a stop was requested while the ranks waited for space, run no further step, like a single process.
+            self._consensus.agree_to_stop()
+
+    def save_last(self) -> None:
+        """Save after the last step or before a stop. Return when all checkpoints are on disk."""
+        table = self._run.checkpoint.table
+        if table.save_strategy != "no" or (self._consensus.stops and table.save_on_signal):
+            self._activity.begin("saving")
+            self._saver.save(self.state.saved_now(), self._checkpoint, wait=True)
+        self._saver.finish()
+        self._saver.copy_last()
+
+    @contextmanager
+    def _checkpoint(self) -> Iterator[None]:
+        """Apply the pending update, and begin a checkpoint inside the context. The next step starts without an update.
+
+        The next steps are scheduled after the context, because prefetched copies could affect the checkpoint's reads.
+        """
+        self._opened.finish_updates()
+        self._opened.store.set_schedule(None)
+        yield
+        self._schedule_to_next_stop()
+
+    def _finish_copies(self) -> None:
+        """Wait for the copies that are due. A further stop signal cancels them."""
+        try:
+            if self._group.world.is_single:  # with several ranks, cancelling would leave other ranks waiting
+                self._signals.steps_are_over()
+            self._copier.finish()
+        except KeyboardInterrupt:
+            self._observer.on_message("the copy was given up: the next start of the run makes it")
+
+    def export(self) -> Path:
+        """Write the trained model as a Hugging Face folder, unit by unit. No step can follow."""
+        self._activity.begin("exporting the model")
+        self._opened.end_steps()  # the export needs the memory of steps for fp32 copies
+        export = FinalExport(
+            self._plan, self._opened.weights, self._group, self._signals, self._activity, self._observer.on_message
+        )
+        return export.write(self.state.step, Best.of_state(self.state.best), self._best)
+
+    def _summary(
+        self,
+        moved: StoreStats,
+        link_bytes: Mapping[str, int],
+        *,
+        export_dir: Path | None = None,
+        interrupted: bool = False,
+    ) -> RunSummary:
+        state = self.state
+        means = state.mean_losses
+        return RunSummary(
+            num_steps=state.step,
+            first_loss=state.first_loss,
+            last_loss=state.last_loss,
+            mean_losses=None if means is None else means[:2],
+            num_averaged=0 if means is None else means[2],
+            seconds=state.seconds,
+            num_real_tokens=state.num_real_tokens,
+            num_trained_tokens=state.num_trained_tokens,
+            tier_peak_bytes={name: tier.high_water_bytes for name, tier in moved.tiers.items()},
+            tier_capacity_bytes=dict(self._plan.budgets),
+            link_bytes=link_bytes,
+            link_paths={name: link.path for name, link in moved.links.items()},
+            written_bytes=dict(moved.written_bytes),
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            export_dir=export_dir,
+            interrupted=interrupted,
+            saved_step=self._saver.saved_step,
+            evaluations=dict(self._evaluator.latest),
+            num_processes=self._run.world.size,
+        )
