@@ -626,8 +626,8 @@ def tables_page(
 def older() -> str:
     """Return the sentence about older rows."""
     return (
-        f"Rows of {', '.join(OLDER)} with all parameters are from an earlier planner, which did not yet "
-        "count the bytes of gradient sums and kept logits."
+        "The rows that train all parameters of these models come from an earlier planner, which did not yet count the "
+        f"bytes of gradient sums and kept logits: {', '.join(OLDER)}."
     )
 
 
