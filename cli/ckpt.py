@@ -138,7 +138,7 @@ def remove_command(
     if infos and not yes and not confirm(f"Remove {', '.join(map(_name, infos))}?", as_json=as_json):
         raise RunFailedError("nothing was removed. Add --yes to remove without asking", EXIT_CONFIG)
     if not remove_all:
-        _check_that_one_stays(run, infos)
+        _check_one_remains(run, infos)
     for info in infos:
         remove_checkpoint(run, info, force=remove_all)
         if not as_json:
@@ -186,7 +186,7 @@ def _chosen(run: Path, step: int | None, generation: int | None) -> list[Checkpo
     return infos
 
 
-def _check_that_one_stays(run: Path, chosen: list[Checkpoint]) -> None:
+def _check_one_remains(run: Path, chosen: list[Checkpoint]) -> None:
     """Raise an error if all usable checkpoints are chosen, before the first one is removed."""
     from megatrain.checkpoint.catalog import list_checkpoints
 

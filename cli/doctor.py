@@ -14,7 +14,7 @@ from .options import ConfigSource, json_option, writable_folder
 
 if TYPE_CHECKING:
     from megatrain.extras.doctor.drives import DriveResult
-    from megatrain.extras.doctor.examine import Examination
+    from megatrain.extras.doctor.examine import DoctorResults
     from megatrain.extras.doctor.layers import LayerRates
     from megatrain.extras.doctor.processors import GpuResult
 
@@ -93,7 +93,7 @@ def _paths_of(config_file: Path | None) -> list[Path]:
     return [writable_folder()]
 
 
-def _store(examination: Examination) -> tuple[Path | None, str | None]:
+def _store(examination: DoctorResults) -> tuple[Path | None, str | None]:
     from megatrain.machine.profiles import profile_path, store_profile
 
     try:
@@ -102,7 +102,7 @@ def _store(examination: Examination) -> tuple[Path | None, str | None]:
         return None, f"{profile_path()}: {error.strerror}"
 
 
-def _print(examination: Examination) -> None:
+def _print(examination: DoctorResults) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -131,7 +131,7 @@ def _print(examination: Examination) -> None:
     console.print(findings)
 
 
-def _machine_lines(examination: Examination) -> list[str]:
+def _machine_lines(examination: DoctorResults) -> list[str]:
     from tiered.units import format_rate
 
     processor, gpu = examination.processor, examination.gpu

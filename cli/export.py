@@ -77,7 +77,7 @@ def command(
 
     from megatrain.base.names import run_of_final
     from megatrain.checkpoint.catalog import find_checkpoint
-    from megatrain.checkpoint.scan import outside_notices
+    from megatrain.checkpoint.scan import moved_run_notices
     from megatrain.checkpoint.state import CheckpointError
     from megatrain.models.export import exported_step
     from megatrain.models.hub import push
@@ -107,7 +107,7 @@ def command(
         text = f"{bar} {format_size(done)} of {format_size(total)}  {what}"
         click.echo(f"\r\x1b[K{text}", nl=done == total, err=True)
 
-    for notice in outside_notices([find_checkpoint(checkpoint, step)]):
+    for notice in moved_run_notices([find_checkpoint(checkpoint, step)]):
         click.echo(notice, err=True)
     folder = export_checkpoint(
         checkpoint,

@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 
 from megatrain.base.observer import EvaluationMetrics, format_step
 from megatrain.base.owner import LockHolder, living_owner
-from megatrain.base.progress import Moment
+from megatrain.base.progress import ActivitySnapshot
 from megatrain.run.status import RunStatus, read_status
 
 from .live_view import LiveView, live_view
@@ -106,12 +106,12 @@ class _View(_Lines):
     def __init__(self) -> None:
         super().__init__()
         self._status: RunStatus | None = None
-        self._moment, self._seen_s = Moment(doing="starting"), time.monotonic()
+        self._moment, self._seen_s = ActivitySnapshot(doing="starting"), time.monotonic()
         self._console = Console(highlight=False)
         self._live = LiveView(self._console, self._picture)
 
     def show(self, status: RunStatus) -> None:
-        moment = Moment.from_json(status.activity)
+        moment = ActivitySnapshot.from_json(status.activity)
         # The run writes its status once a second, so count the seconds of the same activity in between.
         if moment != self._moment:
             self._moment, self._seen_s = moment, time.monotonic()

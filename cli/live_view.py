@@ -22,7 +22,7 @@ from megatrain.base.observer import (
     format_stalls,
     format_tiers,
 )
-from megatrain.base.progress import Moment
+from megatrain.base.progress import ActivitySnapshot
 from tiered.units import format_duration, format_size
 
 from .console import nonzero, print_line
@@ -103,7 +103,7 @@ class LiveView:
 
 def live_view(
     metrics: StepMetrics | None,
-    moment: Moment = Moment(),  # noqa: B008  -- frozen
+    moment: ActivitySnapshot = ActivitySnapshot(),  # noqa: B008  -- frozen
     evaluations: Mapping[str, EvaluationMetrics] = MappingProxyType({}),
     *,
     width: int = 80,
@@ -135,7 +135,7 @@ def _figures(metrics: StepMetrics) -> Text:
     )  # fmt: skip
 
 
-def _bar_rows(metrics: StepMetrics | None, moment: Moment) -> Iterator[tuple[str, float, float, str]]:
+def _bar_rows(metrics: StepMetrics | None, moment: ActivitySnapshot) -> Iterator[tuple[str, float, float, str]]:
     """Yield the rows of bars: name, finished amount, total amount, and text."""
     if metrics is not None:
         mean = f"{format_duration(metrics.mean_step_s)}/step (mean)"
@@ -174,7 +174,7 @@ def _last_lines(metrics: StepMetrics | None, evaluations: Mapping[str, Evaluatio
         yield f"eval  {'  '.join(shown)}"
 
 
-def describe_moment(moment: Moment) -> str:
+def describe_moment(moment: ActivitySnapshot) -> str:
     """Describe the current activity, such as "backward layers.3, micro-batch 2/4  1.2 s"."""
     unit = ".".join(moment.unit.split(".")[-2:]).removeprefix("model.")[-_LONGEST_UNIT:]
     what = " ".join(part for part in (moment.phase, unit) if part)

@@ -66,7 +66,7 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("tiered.errors", "UnusableDirectoryError", EXIT_CONFIG),
     ("megatrain.checkpoint.state", "CheckpointError", EXIT_FAILED),
     ("megatrain.base.owner", "UnreachableRunError", EXIT_FAILED),
-    ("megatrain.extras.report.history", "NotARunError", EXIT_CONFIG),
+    ("megatrain.extras.report.history", "NoRunRecordsError", EXIT_CONFIG),
     ("megatrain.plan.shortfall", "DoesNotFitError", EXIT_DOES_NOT_FIT),
     ("megatrain.plan.limits", "BeyondMachineError", EXIT_DOES_NOT_FIT),
     ("megatrain.machine.files", "MachineFileError", EXIT_CONFIG),

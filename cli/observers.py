@@ -190,7 +190,7 @@ class LiveObserver(PlainObserver):
         self._view: LiveView | None = None
         self._is_lost = is_lost
         self._activity = activity or Activity()
-        self._shown: StepMetrics | None = None
+        self._shown_metrics: StepMetrics | None = None
         self._evaluations: dict[str, EvaluationMetrics] = {}
 
     def __enter__(self) -> Self:
@@ -216,7 +216,7 @@ class LiveObserver(PlainObserver):
 
     def on_step(self, metrics: StepMetrics) -> None:
         if _is_shown(metrics, self._logging_steps):
-            self._shown = metrics
+            self._shown_metrics = metrics
             if self._is_lost():
                 super().on_step(metrics)
 
@@ -233,7 +233,7 @@ class LiveObserver(PlainObserver):
         view, self._view = self._view, None
         if view is not None:
             self._activity.begin("")  # Clear the activity, so that the last picture shows finished work.
-            view.close(stays=self._shown is not None)
+            view.close(stays=self._shown_metrics is not None)
 
     def _open(self) -> None:
         if self._view is None:
@@ -242,7 +242,7 @@ class LiveObserver(PlainObserver):
 
     def _picture(self) -> RenderableType:
         moment = self._activity.snapshot()
-        return live_view(self._shown, moment, self._evaluations, width=self._console.width)
+        return live_view(self._shown_metrics, moment, self._evaluations, width=self._console.width)
 
     def _line(self, text: str) -> None:
         if self._view is not None:

@@ -111,7 +111,7 @@ def command(
         with without_collector():
             planned = None if machine_name is None and size == 1 else plan_run(run)
             trainer = Trainer(loaded.config, observer=RunObserver(), plan=planned)
-        plan = timed(trainer.plan, _say_measured, _warn) if measure else trainer.plan
+        plan = timed(trainer.plan, _print_progress, _warn) if measure else trainer.plan
         passthrough, refusal = inspect_weights(plan)
         plan = dataclasses.replace(plan, passthrough_tensors=passthrough)
         num_steps = None
@@ -137,14 +137,14 @@ def _measure_machine(run: RunSpec) -> None:
 
     paths = list(dict.fromkeys(existing_parent(drive.path) for drive in run.tiers.table.nvme))
     with terminated_as_interrupted():
-        found = examine(paths, quick=True, on_progress=_say_measured)
+        found = examine(paths, quick=True, on_progress=_print_progress)
     try:
         store_profile(found.profile)
     except OSError as error:
         _warn(f"the measured rates cannot be stored and are not used: {profile_path()}: {error.strerror}")
 
 
-def _say_measured(what: str) -> None:
+def _print_progress(what: str) -> None:
     click.echo(f"measuring {what} ...", err=True)
 
 

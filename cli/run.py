@@ -139,7 +139,7 @@ def _run_as_rank(options: RunOptions, group: RankGroup) -> NoReturn:
     try:
         with RunOutput() as output, Spinner("reading the config", is_shown=is_first and not options.as_json) as spinner:
             spinner.say("waiting for the other processes")
-            group.meet()
+            group.rendezvous()
             loaded = options.source.load(spinner) if is_first else options.source.read()
             code = _run(options, loaded, group, output, spinner)
     except BaseException as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.base.owner import LockHolder, living_owner
 from megatrain.checkpoint.locations import bytes_on_drives, refused_drives
-from megatrain.checkpoint.scan import Lost, outside_notices, saved_checkpoints, usable_checkpoint
+from megatrain.checkpoint.scan import LostPartsNotice, moved_run_notices, saved_checkpoints, usable_checkpoint
 from megatrain.run.folder import committed_step
 from megatrain.run.status import FINAL_STATES, RunStatus, read_status
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SeenRun:
+class RunFolderState:
     """State of a run's folder.
 
     Attributes:
@@ -42,7 +42,7 @@ class SeenRun:
     lost_steps: list[int]
 
     @classmethod
-    def inspect(cls, path: Path) -> SeenRun:
+    def inspect(cls, path: Path) -> RunFolderState:
         """Return the state of the run in a folder."""
         owner = living_owner(path)
         saved = saved_checkpoints(path)
@@ -96,7 +96,7 @@ def describe_ended(run: Path) -> str:
     status = read_status(run)
     if status is None:
         return "not running"
-    what_next = _what_next(run)
+    what_next = _next_step_text(run)
     seen = f"{format_age(status.updated_at)} ago"
     if status.state == "done":
         lost = _lost(run)
@@ -116,7 +116,7 @@ def describe_interrupted(run: Path) -> str:
     return f"interrupted; last saved at step {saved}: run the same command again to continue from there"
 
 
-def _what_next(run: Path) -> str:
+def _next_step_text(run: Path) -> str:
     """Describe the step from which a run would continue, and the checkpoints that were lost with a drive."""
     found, lost = usable_checkpoint(run), _lost(run)
     if foreign := refused_drives(run):
@@ -132,9 +132,9 @@ def _what_next(run: Path) -> str:
 def _lost(run: Path, *, with_remedy: bool = False) -> str:
     """Describe checkpoints that were lost with a drive or are read from another place; "" if there are none."""
     found = saved_checkpoints(run)
-    lost = Lost.among(found)
+    lost = LostPartsNotice.among(found)
     lines = [] if lost is None else [f"{lost}\n{lost.remedy(run)}" if with_remedy else str(lost)]
-    return "\n".join([*lines, *outside_notices(found)])
+    return "\n".join([*lines, *moved_run_notices(found)])
 
 
 def format_age(moment: str) -> str:

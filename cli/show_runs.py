@@ -30,15 +30,15 @@ def command(run: Path | None, is_followed: bool, as_json: bool) -> int:
 
     RUN is the output_dir of a run, or a folder with several runs below it. Default: the current folder.
     """
-    from .run_state import SeenRun
+    from .run_state import RunFolderState
     from .status_text import print_run, run_to_json
 
     if is_followed:
         from .follow import follow
 
         return follow(_one_of(run or Path()), as_json=as_json)
-    seen = list(map(SeenRun.inspect, _find_runs(run or Path())))
-    if run is not None and not seen and (alone := SeenRun.inspect(run)).owner is not None:
+    seen = list(map(RunFolderState.inspect, _find_runs(run or Path())))
+    if run is not None and not seen and (alone := RunFolderState.inspect(run)).owner is not None:
         seen = [alone]
     shown = []
     for one in seen:

@@ -13,18 +13,18 @@ from megatrain.base.owner import LockHolder
 from megatrain.run.status import SILENT_S, RunStatus
 from tiered.units import format_size
 
-from .run_state import SeenRun, describe_ended, format_age, format_seconds, seconds_since
+from .run_state import RunFolderState, describe_ended, format_age, format_seconds, seconds_since
 from .terminal import echo_wrapped
 
 
-def print_run(seen: SeenRun) -> None:
+def print_run(seen: RunFolderState) -> None:
     """Print the state of a run."""
     click.secho(str(seen.path), bold=True)
     for name, text in _lines(seen):
         echo_wrapped(f"  {name:<9}{text}" if name else f"  {text}", indent=11 if name else 4)
 
 
-def _lines(seen: SeenRun) -> Iterator[tuple[str, str]]:
+def _lines(seen: RunFolderState) -> Iterator[tuple[str, str]]:
     """Yield the name, or "", and the text of each line."""
     status, owner = seen.status, seen.owner
     if owner is None:
@@ -39,7 +39,7 @@ def _lines(seen: SeenRun) -> Iterator[tuple[str, str]]:
         yield from _living_lines(seen, status, owner)
 
 
-def _living_lines(seen: SeenRun, status: RunStatus, owner: LockHolder) -> Iterator[tuple[str, str]]:
+def _living_lines(seen: RunFolderState, status: RunStatus, owner: LockHolder) -> Iterator[tuple[str, str]]:
     yield status.state, _progress(status)
     if silence := _silence(status):
         yield "silent", silence
@@ -71,7 +71,7 @@ def _silence(status: RunStatus) -> str:
     )
 
 
-def _places(seen: SeenRun) -> Iterator[tuple[str, str]]:
+def _places(seen: RunFolderState) -> Iterator[tuple[str, str]]:
     """Yield a line for each drive with parts of checkpoints, and a line for the copies in output_dir."""
     for path, nbytes in seen.drive_bytes.items():
         yield "drive", f"{format_size(nbytes)} of the checkpoints are in {path}: deleting this folder destroys them"
@@ -110,7 +110,7 @@ def _memory(metrics: StepMetrics) -> str:
     return "  ".join([*tiers, f"process {format_size(metrics.rss_bytes)}"])
 
 
-def run_to_json(seen: SeenRun) -> dict[str, Any]:
+def run_to_json(seen: RunFolderState) -> dict[str, Any]:
     """Return the state of a run as JSON values."""
     return {
         "path": str(seen.path.resolve()),

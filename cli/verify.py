@@ -12,7 +12,7 @@ from .main import EXIT_CONFIG, EXIT_VERIFY, RunFailedError
 from .options import ConfigSource, json_option, writable_folder
 
 if TYPE_CHECKING:
-    from megatrain.extras.verify import Verdict
+    from megatrain.extras.verify import VerifyResult
 
 _TIERS = ("ram", "nvme")
 
@@ -66,7 +66,7 @@ def _parse_tiers(text: str) -> tuple[str, ...]:
     return names
 
 
-def _print(verdict: Verdict) -> None:
+def _print(verdict: VerifyResult) -> None:
     from rich.console import Console
     from rich.text import Text
 

@@ -36,7 +36,7 @@ from megatrain.machine.files import (  # noqa: E402
     Bandwidth,
     Flops,
     MachineFile,
-    Updates,
+    UpdateRate,
     read_machine,
 )
 from megatrain.machine.planned_machine import PlannedMachine, find_machine  # noqa: E402
@@ -483,7 +483,7 @@ tokens leaves more memory for results.
 
 def assumed_rates(file: MachineFile) -> str:
     """Return the line with the keys of a machine's estimated rates, or "" if it has no estimates."""
-    rates = [place for place, figure in file.figures() if isinstance(figure, Bandwidth | Flops | Updates)]
+    rates = [place for place, figure in file.figures() if isinstance(figure, Bandwidth | Flops | UpdateRate)]
     assumed = [f"`{place}`" for place, figure in file.figures() if place in rates and figure.estimate]
     return f"Assumed, {len(assumed)} of {len(rates)} rates: {', '.join(assumed)}.\n\n" if assumed else ""
 

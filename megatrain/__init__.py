@@ -40,7 +40,7 @@ else:
         return [name for name in _names() if name != "lightning" or find_spec("lightning") is not None]
 
 
-def _ask_for_repeatable_products() -> None:
+def _set_deterministic_matmul() -> None:
     """Set the environment variables that make matrix products add in a fixed order.
 
     This must happen at import, because each library reads its variable at its first product. By default, MKL's sums
@@ -65,5 +65,5 @@ def _shorten_openmp_spinning() -> None:
         os.environ.setdefault("KMP_BLOCKTIME", "1")  # LLVM and Intel OpenMP, in milliseconds
 
 
-_ask_for_repeatable_products()
+_set_deterministic_matmul()
 _shorten_openmp_spinning()

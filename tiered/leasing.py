@@ -18,7 +18,7 @@ from tiered.movement import Movement
 from tiered.records import NO_THREAD, Block, Copy, Lease, LeaseGroup
 from tiered.schedule import Access, Mode, Trace
 from tiered.tiers.base import Slot, StreamTier, Tier
-from tiered.transfer import Transfer, Waiting
+from tiered.transfer import Transfer, WaitReason
 
 #: A (key, tier, mode) request of ``TieredStore.acquire_many``.
 Request = tuple[str, str, Mode]
@@ -121,17 +121,17 @@ class Leasing:
                         self._invalidate(copy)  # The lease was not granted, so return its slot.
                         self.movement.changed.notify_all()
 
-    def _first_obstacle(self, targets: Sequence[tuple[Block, Copy, Mode]]) -> Waiting | None:
+    def _first_obstacle(self, targets: Sequence[tuple[Block, Copy, Mode]]) -> WaitReason | None:
         """Advance every target by one step. Return the first reason to wait, or None if all leases can be granted."""
-        first: Waiting | None = None
+        first: WaitReason | None = None
         for block, copy, mode in targets:
             waiting = self._prepare(block, copy, mode)
             first = first or waiting
         return first
 
-    def _prepare(self, block: Block, copy: Copy, mode: Mode) -> Waiting | None:
+    def _prepare(self, block: Block, copy: Copy, mode: Mode) -> WaitReason | None:
         if block.writer is not None:
-            return Waiting("lease")
+            return WaitReason("lease")
         # If the home copy is CLEAN, no copy is newer, so no fetch is needed. Most blocks of a step are in this state.
         is_at_home = copy.is_home and copy.state is CopyState.CLEAN
         if mode != "w" and not is_at_home:
@@ -141,9 +141,9 @@ class Leasing:
         if mode == "r":
             return None
         if block.num_transfers:
-            return Waiting("drain")
+            return WaitReason("drain")
         if block.num_readers:
-            return Waiting("lease")
+            return WaitReason("lease")
         if copy.slot is None:
             slot = self.movement.make_room(block, copy.tier, for_use=self.movement.prefetcher.now, demand=True)
             if slot is None:
@@ -152,7 +152,7 @@ class Leasing:
             copy.move(CopyState.FILLING)
         return None
 
-    def _wait(self, waiting: Waiting, block: Block, deadline: float | None, *, asks_again: bool) -> bool:
+    def _wait(self, waiting: WaitReason, block: Block, deadline: float | None, *, asks_again: bool) -> bool:
         """Wait once. If the space has become free, return False at once, because no notification would come.
 
         Raises:
@@ -293,7 +293,7 @@ class Leasing:
 
     # -- refusal -----------------------------------------------------------------------------------------------
 
-    def _check_can_succeed(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: Waiting) -> None:
+    def _check_can_succeed(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: WaitReason) -> None:
         """Raise an error if waiting cannot help, because the tier is too small or the caller's own lease blocks it."""
         if waiting.cause == "lease":
             own_threads = threads_of_caller()
@@ -310,7 +310,7 @@ class Leasing:
                 keys = ", ".join(b.spec.key for b, _, _ in targets)
                 raise self._capacity_error(waiting.tier, need, f"to acquire {keys}")
 
-    def _cancel_evictions(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: Waiting) -> bool:
+    def _cancel_evictions(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: WaitReason) -> bool:
         """Cancel evictions of targets that would wait for the caller's own leases. Return whether any was canceled."""
         if waiting.cause != "space" or waiting.need_bytes <= self._max_free_bytes(waiting.tier):
             return False
@@ -377,7 +377,7 @@ class Leasing:
                 raise LeaseError(f"block '{block.spec.key}' is leased: release it first")
             self.movement.changed.wait()
 
-    def wait_for_locked(self, waiting: Waiting, block: Block) -> None:
+    def wait_for_locked(self, waiting: WaitReason, block: Block) -> None:
         """Wait once for the reason why the newest bytes of ``block`` are not at home yet.
 
         Raises:

@@ -25,7 +25,7 @@ from tiered.schedule import NEVER
 from tiered.simulation import SimulatedClock
 from tiered.tiers.base import DescribingTier, PausingTier, ReadOnlyTier, Slot, StreamTier, Tier
 from tiered.tiers.snapshots import DurableTier
-from tiered.transfer import Transfer, Waiting
+from tiered.transfer import Transfer, WaitReason
 
 
 class Movement:
@@ -100,7 +100,7 @@ class Movement:
 
     # -- fetching ----------------------------------------------------------------------------------------------
 
-    def bring(self, block: Block, tier: str, *, for_use: int, demand: bool) -> Waiting | None:
+    def bring(self, block: Block, tier: str, *, for_use: int, demand: bool) -> WaitReason | None:
         """Take the next step toward a valid copy of ``block`` in ``tier``. Return the reason to wait, or None if valid.
 
         Args:
@@ -120,7 +120,7 @@ class Movement:
         if target.state.is_valid:
             return None
         if target.state is CopyState.FILLING:
-            return Waiting("fill", target.transfer)
+            return WaitReason("fill", target.transfer)
         if target.is_home:
             if newest is None:
                 raise UninitializedBlockError(block.spec.key)
@@ -128,7 +128,7 @@ class Movement:
         source = self._nearest_source(block, tier)
         if source is None:
             if block.home.state is CopyState.FILLING:
-                return Waiting("fill", block.home.transfer)
+                return WaitReason("fill", block.home.transfer)
             raise UninitializedBlockError(block.spec.key)
         hop = self.routes.between(source.tier, tier)[-1][0]
         if hop != source.tier:
@@ -142,11 +142,11 @@ class Movement:
         return self.waiting_for_transfer(target, "fill")
 
     @staticmethod
-    def waiting_for_transfer(copy: Copy, cause: str) -> Waiting | None:
+    def waiting_for_transfer(copy: Copy, cause: str) -> WaitReason | None:
         """Return a reason to wait for the transfer to or from ``copy``, or None if the transfer has ended."""
         assert copy.transfer is not None
         is_over = copy.state is CopyState.CLEAN or (copy.state is CopyState.ABSENT and copy.transfer.error is None)
-        return None if is_over else Waiting(cause, copy.transfer)
+        return None if is_over else WaitReason(cause, copy.transfer)
 
     def _nearest_source(self, block: Block, tier: str) -> Copy | None:
         def distance(copy: Copy) -> tuple[int, bool, int]:
@@ -191,13 +191,13 @@ class Movement:
 
     # -- writing back ------------------------------------------------------------------------------------------
 
-    def write_back(self, block: Block, copy: Copy) -> Waiting | None:
+    def write_back(self, block: Block, copy: Copy) -> WaitReason | None:
         """Start writing a DIRTY copy to its home. Return the reason to wait, or None if the write is in progress."""
         if copy.state is CopyState.DRAINING:
             return None
         assert copy.state is CopyState.DIRTY and copy.slot is not None and block.home.slot is not None
         if block.writer is not None:
-            return Waiting("lease")
+            return WaitReason("lease")
         hops = list(self.routes.between(copy.tier, block.spec.home))
         hop = hops[0][1]
         middle = None if hop == block.spec.home else block.copy_in(hop)
@@ -205,7 +205,7 @@ class Movement:
             hops.pop(0)
         elif middle is not None:
             if middle.state is CopyState.FILLING:  # Wait for a fetch of the same bytes, and write those.
-                return Waiting("fill", middle.transfer)
+                return WaitReason("fill", middle.transfer)
             slot = self.make_room(block, hop, for_use=self.prefetcher.now, demand=True, waits=False)
             if slot is None:
                 return self.no_room(block, hop)
@@ -340,12 +340,12 @@ class Movement:
             self.evict(*evictable[victim.key])
         return owner.has_buffer(nbytes)
 
-    def no_room(self, block: Block, tier: str) -> Waiting:
+    def no_room(self, block: Block, tier: str) -> WaitReason:
         """Return the reason to wait after ``make_room`` returned None."""
         leaving = self.occupancy.leaving(block, tier) if tier in self.occupancy.copy_buffers else None
         if leaving is not None:
-            return Waiting("drain", leaving.transfer)
-        return Waiting("space", tier=tier, need_bytes=self.tiers[tier].slot_bytes(block.spec.nbytes))
+            return WaitReason("drain", leaving.transfer)
+        return WaitReason("space", tier=tier, need_bytes=self.tiers[tier].slot_bytes(block.spec.nbytes))
 
     def evict(self, block: Block, copy: Copy) -> None:
         """Drop a copy. A DIRTY copy is first written back and then dropped."""

@@ -13,10 +13,10 @@ from tiered.schedule import Access, Schedule
 if TYPE_CHECKING:
     from tiered.occupancy import Occupancy
     from tiered.records import Block
-    from tiered.transfer import Waiting
+    from tiered.transfer import WaitReason
 
 
-class AwaySchedule:
+class FetchSchedule:
     """Scheduled accesses of the blocks that are used outside their home at least once. Other blocks need no fetch.
 
     Every change in the store walks the schedule. If most blocks stay at home, walking all accesses would dominate a
@@ -153,7 +153,7 @@ class Mover(Protocol):
     @property
     def has_held_up(self) -> bool: ...
 
-    def bring(self, block: Block, tier: str, *, for_use: int, demand: bool) -> Waiting | None: ...
+    def bring(self, block: Block, tier: str, *, for_use: int, demand: bool) -> WaitReason | None: ...
 
     def send_held_up(self) -> bool: ...
 
@@ -176,7 +176,7 @@ class Prefetcher:
         """
         self._mover, self._max_inflight_bytes = mover, max_inflight_bytes
         self.schedule: Schedule | None = None
-        self._away = AwaySchedule(None)
+        self._away = FetchSchedule(None)
         self._skipped: set[tuple[int, str]] = set()  # (tick, key) pairs of accesses that will not happen
         self.lookahead_bytes: int | None = 0
         self.now = 0
@@ -190,7 +190,7 @@ class Prefetcher:
     def follow(self, schedule: Schedule | None, lookahead_bytes: int | None) -> None:
         """Replace the schedule."""
         self._mover.occupancy.num_changes += 1
-        self.schedule, self.lookahead_bytes, self._away = schedule, lookahead_bytes, AwaySchedule(schedule)
+        self.schedule, self.lookahead_bytes, self._away = schedule, lookahead_bytes, FetchSchedule(schedule)
         self._skipped = set()
 
     def advance(self, tick: int) -> None:

@@ -102,7 +102,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitReason:
     """Reason why a copy is not available yet.
 
     Attributes:

@@ -25,7 +25,7 @@ _NUM_LOCKS = 64
 _ESCAPED = re.compile(r"[^A-Za-z0-9.\-]")
 
 
-class _Shared:
+class _ZarrState:
     """State that all ZarrStores over one TieredStore share, so that two of them never replace a value concurrently.
 
     Attributes:
@@ -40,16 +40,16 @@ class _Shared:
         return self._locks[hash(block_key) % _NUM_LOCKS]
 
 
-_shared_of: WeakKeyDictionary[TieredStore, _Shared] = WeakKeyDictionary()
+_shared_of: WeakKeyDictionary[TieredStore, _ZarrState] = WeakKeyDictionary()
 _living: WeakValueDictionary[str, TieredStore] = WeakValueDictionary()
 _registering = threading.Lock()
 
 
-def _shared(store: TieredStore) -> _Shared:
+def _shared(store: TieredStore) -> _ZarrState:
     with _registering:
         shared = _shared_of.get(store)
         if shared is None:
-            shared = _shared_of[store] = _Shared()
+            shared = _shared_of[store] = _ZarrState()
             _living[shared.token] = store
         return shared
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALIGNMENT_ELEMENTS",
     "MAX_PARTS",
-    "InPieces",
+    "SplitTensor",
     "PART_ALIGNMENT_ELEMENTS",
     "PART_ELEMENTS",
     "Piece",
@@ -266,7 +266,7 @@ def pieces(entry: TensorEntry, parts: Sequence[range]) -> Iterator[Piece]:
             at += size
 
 
-class InPieces:
+class SplitTensor:
     """A parameter's tensor that is split over several blocks.
 
     Args:
@@ -294,8 +294,8 @@ def pieces_of_parts(parts: Sequence[range], layout: UnitLayout) -> Sequence[Sequ
 
 def views_of_pieces(
     blocks: Sequence[Tensor], pieces_of: Sequence[Sequence[Piece]], layout: UnitLayout
-) -> dict[str, Tensor | InPieces]:
-    """Return each parameter by full name: a view of its block, or `InPieces` over several blocks.
+) -> dict[str, Tensor | SplitTensor]:
+    """Return each parameter by full name: a view of its block, or `SplitTensor` over several blocks.
 
     Args:
         blocks: 1-D tensors, one for each part.
@@ -303,16 +303,16 @@ def views_of_pieces(
     """
     if len(blocks) == 1:
         return dict(views(blocks[0], layout))
-    found: dict[str, Tensor | InPieces] = {}
+    found: dict[str, Tensor | SplitTensor] = {}
     for entry, own in zip(layout.entries, pieces_of, strict=True):
         places = [(piece, piece.view(blocks[piece.part])) for piece in own]
         is_whole = len(places) == 1 and places[0][1].shape == entry.shape
-        found[entry.name] = places[0][1] if is_whole else InPieces(places)
+        found[entry.name] = places[0][1] if is_whole else SplitTensor(places)
     return found
 
 
 def views_of_parts(
     blocks: Sequence[Tensor], parts: Sequence[range], layout: UnitLayout
-) -> dict[str, Tensor | InPieces]:
+) -> dict[str, Tensor | SplitTensor]:
     """Return each parameter by full name, like `views_of_pieces`."""
     return views_of_pieces(blocks, pieces_of_parts(parts, layout), layout)

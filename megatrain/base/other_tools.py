@@ -82,7 +82,7 @@ def _lost(why: str, ours: str = "", note: str | None = None, tool: str = "") -> 
     return Row("lost", ours, why, why if note is None else note, tool)
 
 
-def _unless(same: Any, why: str) -> Row:
+def _lost_unless(same: Any, why: str) -> Row:
     """Return a row for a lost key, with the single value that matches the behavior of this project."""
     return Row("lost", "", why, why, "", {same: None})
 
@@ -431,10 +431,10 @@ _OF_DEEPSPEED = _of(_DEEPSPEED, {
     "optimizer.params.eps": _same("optimizer.adam_epsilon"),
     "optimizer.params.momentum": _same("optimizer.sgd_momentum"),
     "optimizer.params.nesterov": _same("optimizer.sgd_nesterov"),
-    "optimizer.params.adam_w_mode": _unless(True, "weight decay is decoupled from the gradient here, as in AdamW"),
-    "optimizer.params.bias_correction": _unless(True, "bias correction of the moments is always on here"),
-    "optimizer.params.fp32_optimizer_states": _unless(True, "see optimizer.state_dtype"),
-    "optimizer.params.torch_adam": _unless(False, "the update rule is the same; only the kernel differs"),
+    "optimizer.params.adam_w_mode": _lost_unless(True, "weight decay is decoupled from the gradient here, as in AdamW"),
+    "optimizer.params.bias_correction": _lost_unless(True, "bias correction of the moments is always on here"),
+    "optimizer.params.fp32_optimizer_states": _lost_unless(True, "see optimizer.state_dtype"),
+    "optimizer.params.torch_adam": _lost_unless(False, "the update rule is the same; only the kernel differs"),
     "scheduler": _rule("optimizer.lr_scheduler_type"),
     **_each("wandb tensorboard", _rule("logging.report_to")),
     "zero_optimization": _unneeded(PLANNER, "tiers", "see also [placement]"),

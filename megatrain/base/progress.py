@@ -9,11 +9,11 @@ from typing import Protocol
 
 from megatrain.base.observer import StoredRecord
 
-__all__ = ["Activity", "Moment", "Saving"]
+__all__ = ["Activity", "ActivitySnapshot", "PendingSave"]
 
 
 @dataclass(frozen=True, slots=True)
-class Moment(StoredRecord):
+class ActivitySnapshot(StoredRecord):
     """The activity of a run at one moment.
 
     Attributes:
@@ -47,7 +47,7 @@ class Moment(StoredRecord):
     checkpoint_bytes: int = 0
 
 
-class Saving(Protocol):
+class PendingSave(Protocol):
     """The protocol for a checkpoint that is being written. ``Commit`` implements it."""
 
     @property
@@ -68,8 +68,8 @@ class Activity:
 
     Attributes:
         is_watched: whether a live view will soon show a new ``notice``.
-        notice: see ``Moment``. Set by ``RunSignals``.
-        micro_batch: see ``Moment``. Set by the engine.
+        notice: see ``ActivitySnapshot``. Set by ``RunSignals``.
+        micro_batch: see ``ActivitySnapshot``. Set by the engine.
         saving: checkpoint of the last write that began. Set by the saver.
         is_paused: returns whether the run waits for free space on a drive. Set when the run has a store.
     """
@@ -78,7 +78,7 @@ class Activity:
         self.is_watched = False
         self.notice = ""
         self.micro_batch = 0
-        self.saving: Saving | None = None
+        self.saving: PendingSave | None = None
         self.is_paused: Callable[[], bool] = lambda: False
         self._doing, self._phase, self._unit = "", "", ""
         self._done_bytes = self._num_bytes = 0
@@ -106,11 +106,11 @@ class Activity:
         """Set the bytes moved so far and the total bytes of the activity."""
         self._done_bytes, self._num_bytes = done_bytes, num_bytes
 
-    def snapshot(self) -> Moment:
+    def snapshot(self) -> ActivitySnapshot:
         """Return the current activity."""
         saving = self.saving
         is_saving = saving is not None and not saving.is_done
-        return Moment(
+        return ActivitySnapshot(
             self._doing,
             self._phase,
             self._unit,

@@ -100,7 +100,7 @@ def all_alter(alters: Alters) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Words:
+class _SchemaKeywords:
     """Type annotation that adds keywords to the JSON Schema."""
 
     words: Mapping[str, Any]
@@ -109,19 +109,19 @@ class _Words:
         return {**handler(schema), **self.words}
 
 
-def is_not(wrong: str, write: str) -> _Words:
+def is_not(wrong: str, write: str) -> _SchemaKeywords:
     """Return an annotation with the message for wrong values: ``KEY = VALUE <wrong>. <write>``."""
-    return _Words({"x-wrong": wrong, "x-write": write})
+    return _SchemaKeywords({"x-wrong": wrong, "x-write": write})
 
 
-def is_path(*words: str, name: str | None = None) -> _Words:
+def is_path(*words: str, name: str | None = None) -> _SchemaKeywords:
     """Return the annotation for a path. It is made absolute unless it is one of ``words`` or a name on the hub.
 
     Args:
         words: values that are not paths.
         name: pattern of hub names. A value that matches and is not an existing file is a name on the hub.
     """
-    return _Words({"x-path": {"words": words, "name": name}})
+    return _SchemaKeywords({"x-path": {"words": words, "name": name}})
 
 
 class Table(BaseModel):

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, RANKS_NAME
 from megatrain.base.owner import living_owner
 from megatrain.checkpoint.document import Checkpoint, folder_notices, forget_checkpoint, merge_by_save
-from megatrain.checkpoint.scan import is_listed, outside_notices, scan
+from megatrain.checkpoint.scan import is_listed, moved_run_notices, scan
 from megatrain.checkpoint.state import CheckpointError
 from tiered import BlockRecord, list_generations
 from tiered.errors import GenerationError, TieredError
@@ -65,7 +65,7 @@ def list_notices(run: Path | str, checkpoints: Sequence[Checkpoint] = ()) -> lis
     Raises:
         CheckpointError: No checkpoint was ever saved there.
     """
-    notices = outside_notices(checkpoints)
+    notices = moved_run_notices(checkpoints)
     for folder in _folders(run):
         notices += folder_notices(folder)
         if not list_generations(folder) and (problem := top_problem(folder)) is not None:

@@ -21,16 +21,16 @@ class Throttle:
     """Speed of one copy. The copy pauses half of the time, until a caller waits for it or cancels it. Thread-safe."""
 
     def __init__(self) -> None:
-        self._hurry, self._cancelled = threading.Event(), threading.Event()
+        self._disabled, self._cancelled = threading.Event(), threading.Event()
 
-    def hurry(self) -> None:
+    def disable(self) -> None:
         """Disable the pauses, because a caller waits for the copy."""
-        self._hurry.set()
+        self._disabled.set()
 
     def cancel(self) -> None:
         """End the copy at its next check."""
         self._cancelled.set()
-        self._hurry.set()
+        self._disabled.set()
 
     def check(self) -> None:
         """Raise ``CopyCancelledError`` if the copy was cancelled."""
@@ -39,12 +39,12 @@ class Throttle:
 
     def rest(self, since_s: float) -> float:
         """Pause for as long as the work since ``since_s`` took, then ``check``. Return the time after the pause."""
-        self._hurry.wait(time.perf_counter() - since_s)
+        self._disabled.wait(time.perf_counter() - since_s)
         self.check()
         return time.perf_counter()
 
     def delay(self, delay_s: float) -> None:
-        """Wait before another try, then ``check``. ``hurry`` does not shorten this wait."""
+        """Wait before another try, then ``check``. ``disable`` does not shorten this wait."""
         self._cancelled.wait(delay_s)
         self.check()
 

@@ -190,7 +190,7 @@ class LocalCopier:
 
     def _wait(self, job: _CopyJob) -> None:
         """Wait for the current copy, and start the next copy. A signal can interrupt the wait."""
-        job.throttle.hurry()
+        job.throttle.disable()
         wait([job.future])
         self.poll()
 

@@ -15,7 +15,7 @@ from megatrain.checkpoint.copy_thread import CopyCancelledError, Throttle, run_o
 from megatrain.checkpoint.copy_transfer import Upload, find_run_files
 from megatrain.checkpoint.document import Checkpoint, read_checkpoints
 from megatrain.checkpoint.object_folder import RemoteError
-from megatrain.checkpoint.remote_folder import RemoteCheckpoint, RemoteFolder, RemotePart, TakenError
+from megatrain.checkpoint.remote_folder import RemoteCheckpoint, RemoteFolder, RemotePart, UrlInUseError
 from megatrain.checkpoint.state import CheckpointError
 from tiered import GenerationReader, format_size
 from tiered.errors import CorruptBlockError, GenerationError
@@ -172,7 +172,7 @@ class RemoteCopier:
                     f"training waits: the checkpoint of step {step} would be removed now, and is not in '{self._url}' "
                     "yet. Save less often, or keep more: checkpoint.save_total_limit"
                 )
-            self._wait_a_little()
+            self._poll_at_full_speed()
 
     def finish(self) -> None:
         """Wait for all copies, without throttling.
@@ -192,7 +192,7 @@ class RemoteCopier:
                     f"the checkpoint of step {job.checkpoint.step} is not in '{self._url}', after {LAST_TRY} tries. "
                     f"It is whole in '{self._source}': repeat the same command to copy it"
                 )
-            self._wait_a_little()
+            self._poll_at_full_speed()
 
     def close(self) -> None:
         """Cancel the current copy. Idempotent."""
@@ -263,10 +263,10 @@ class RemoteCopier:
             wait([self._try.future])
         self._try = None
 
-    def _wait_a_little(self) -> None:
+    def _poll_at_full_speed(self) -> None:
         """Let the current copy run at full speed for a moment, then ``poll``."""
         if self._try is not None:
-            self._try.job.upload.throttle.hurry()
+            self._try.job.upload.throttle.disable()
             wait([self._try.future], _POLL_S)
         self.poll()
 
@@ -283,7 +283,7 @@ class RemoteCopier:
             return _UploadOutcome(_UploadVerdict.DONE, self._commit(job.copy) if self._rank == 0 else "")
         except CopyCancelledError:
             return _UploadOutcome(_UploadVerdict.DONE)
-        except TakenError as error:
+        except UrlInUseError as error:
             return _UploadOutcome(_UploadVerdict.TAKEN, str(error))
         except (CorruptBlockError, GenerationError) as error:
             return _UploadOutcome(_UploadVerdict.DAMAGED, str(error))

@@ -25,7 +25,7 @@ from typing import Any
 from megatrain.base.names import COPIES_NAME
 from megatrain.checkpoint.document import Checkpoint, RankGeneration
 from megatrain.checkpoint.object_folder import DamagedError, ObjectFolder, RemoteError
-from megatrain.checkpoint.state import KeptRules
+from megatrain.checkpoint.state import DecidedSettings
 from megatrain.ranks.world import rank_folder_name
 from tiered.ext import replace_file
 
@@ -33,7 +33,7 @@ __all__ = [
     "RemoteCheckpoint",
     "RemoteFolder",
     "RemotePart",
-    "TakenError",
+    "UrlInUseError",
     "list_at_url",
     "rules_at_url",
     "verify_at_url",
@@ -48,7 +48,7 @@ IDENTITY_NAME = "save_copy.json"
 _FOLDER = re.compile(r"([0-9]{8})-step-([0-9]+)")
 
 
-class TakenError(RemoteError):
+class UrlInUseError(RemoteError):
     """Another run, or another process of this run, uses the URL."""
 
 
@@ -125,7 +125,7 @@ class RemoteFolder:
                 folder.
 
         Raises:
-            TakenError: Another run owns the URL.
+            UrlInUseError: Another run owns the URL.
             RemoteError: The URL cannot be read or written.
         """
         path, own = output_dir / IDENTITY_NAME, None
@@ -138,7 +138,7 @@ class RemoteFolder:
             raise RemoteError(f"{self.objects.title} has a {RUN_NAME} that cannot be read: use another URL") from error
         run = (is_empty and there) or own or uuid.uuid4().hex
         if there not in (None, run) and self.checkpoints():
-            raise TakenError(
+            raise UrlInUseError(
                 f"{self.objects.title} holds the checkpoints of another run than '{output_dir}'. Name another URL; or, "
                 "to continue that run, an empty output_dir"
             )
@@ -199,14 +199,14 @@ class RemoteFolder:
         """Complete a copy by writing its document, after all objects.
 
         Raises:
-            TakenError: Another process has made a copy in the meantime.
+            UrlInUseError: Another process has made a copy in the meantime.
             RemoteError: The document cannot be written.
         """
         others = [each for each in self.checkpoints() if each.number >= made.number]
         if [(each.number, each.parts) for each in others] == [(made.number, made.parts)]:
             return  # an earlier try wrote the document, but the response was lost
         if others:
-            raise TakenError(
+            raise UrlInUseError(
                 f"{self.objects.title} received copy {others[0].number} from another process meanwhile: two runs share "
                 "it. End one of them, or name another URL in checkpoint.save_copy"
             )
@@ -288,9 +288,9 @@ def _body_sha256(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def rules_at_url(url: str) -> KeptRules | None:
+def rules_at_url(url: str) -> DecidedSettings | None:
     """Return the settings of the newest copy, or None if there is no copy. Raises ``RemoteError``."""
-    found = (KeptRules.of_meta(each.meta) for each in RemoteFolder(url).checkpoints())
+    found = (DecidedSettings.of_meta(each.meta) for each in RemoteFolder(url).checkpoints())
     return next((rules for rules in found if rules is not None), None)
 
 

@@ -13,8 +13,8 @@ from megatrain.checkpoint.copy_transfer import PART_NAME, fetch
 from megatrain.checkpoint.document import Checkpoint, folder_notices, merge_by_save, read_checkpoints
 from megatrain.checkpoint.object_folder import DamagedError, RemoteError
 from megatrain.checkpoint.remote_folder import RemoteCheckpoint, RemoteFolder
-from megatrain.checkpoint.scan import Lost, outside_notices, scan
-from megatrain.checkpoint.state import CheckpointError, KeptRules, RunState
+from megatrain.checkpoint.scan import LostPartsNotice, moved_run_notices, scan
+from megatrain.checkpoint.state import CheckpointError, DecidedSettings, RunState
 from megatrain.checkpoint.table import CheckpointSpec
 from megatrain.data.row_order import LoaderPosition
 from megatrain.models.export import RECORD_FILE
@@ -176,7 +176,7 @@ def is_not_after(checkpoint: Checkpoint, loaded: Checkpoint) -> bool:
     return checkpoint.order_key <= loaded.order_key
 
 
-def rules_of_newest(output_dir: Path, resume_from: str) -> KeptRules | None:
+def rules_of_newest(output_dir: Path, resume_from: str) -> DecidedSettings | None:
     """Return the settings of the checkpoint from which a run would resume, or None if there is none."""
     if resume_from == "no":
         return None
@@ -188,7 +188,7 @@ def rules_of_newest(output_dir: Path, resume_from: str) -> KeptRules | None:
             for folder in (run / CHECKPOINTS_NAME, run / COPIES_NAME, run)
         )
         newest = next((each for each in (*merge_by_save(own, copies), *given) if each.problem is None), None)
-        if newest is not None and (rules := KeptRules.of_meta(newest.meta)) is not None:
+        if newest is not None and (rules := DecidedSettings.of_meta(newest.meta)) is not None:
             return rules
     return None
 
@@ -220,7 +220,7 @@ def _with_all_parts(
         LostCheckpointsError: No checkpoint has all parts.
     """
     left = [each for each in found if not each.is_gone]
-    lost = Lost.among(found)
+    lost = LostPartsNotice.among(found)
     if lost is None:
         return left
     if not left:
@@ -265,7 +265,7 @@ def _readable(folder: Path, drives: Sequence[Path], on_notice: Callable[[str], N
         else:
             problems.append(each.problem)
             on_notice(f"a checkpoint is skipped: {each.problem}")
-    for notice in outside_notices(checkpoints):
+    for notice in moved_run_notices(checkpoints):
         on_notice(notice)
     if not checkpoints and not problems and (problem := top_problem(folder)) is not None:
         raise UnreadableCheckpointsError(

@@ -116,7 +116,7 @@ class Saver:
 
     def poll(self) -> None:
         """Report finished checkpoints and copies. Raises the same errors as ``finish``."""
-        if self._in_flight is not None and self._writer.are_whole(self._in_flight[0]):
+        if self._in_flight is not None and self._writer.all_ranks_done(self._in_flight[0]):
             self.finish()
         self._copier.poll()
 

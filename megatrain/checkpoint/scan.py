@@ -18,11 +18,11 @@ from megatrain.checkpoint.state import CheckpointError
 from tiered.errors import GenerationError
 from tiered.ext import DrivePlace
 
-__all__ = ["Lost", "is_listed", "outside_notices", "saved_checkpoints", "scan", "usable_checkpoint"]
+__all__ = ["LostPartsNotice", "is_listed", "moved_run_notices", "saved_checkpoints", "scan", "usable_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostPartsNotice:
     """Message about checkpoints that have lost parts on drives.
 
     Attributes:
@@ -35,7 +35,7 @@ class Lost:
     is_absent: bool
 
     @classmethod
-    def among(cls, checkpoints: Sequence[Checkpoint]) -> Lost | None:
+    def among(cls, checkpoints: Sequence[Checkpoint]) -> LostPartsNotice | None:
         """Return a message about the checkpoints that have lost parts, or None if all are complete."""
         gone = [each for each in checkpoints if each.is_gone]
         if not gone:
@@ -66,7 +66,7 @@ def _of_steps(steps: Sequence[int]) -> str:
     return f"{what} {', '.join(map(str, steps))}"
 
 
-def outside_notices(checkpoints: Sequence[Checkpoint]) -> list[str]:
+def moved_run_notices(checkpoints: Sequence[Checkpoint]) -> list[str]:
     """Return a notice for each drive outside of a copied or moved run that contains parts of its checkpoints."""
     found: dict[DrivePlace, set[int]] = {}
     for each in checkpoints:

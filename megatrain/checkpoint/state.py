@@ -18,7 +18,7 @@ __all__ = [
     "ARITHMETIC",
     "CHECKPOINT_FORMAT",
     "CheckpointError",
-    "KeptRules",
+    "DecidedSettings",
     "RunState",
     "installed_versions",
     "now_text",
@@ -45,7 +45,7 @@ _UNRECORDED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
 @dataclass(frozen=True, slots=True)
-class KeptRules:
+class DecidedSettings:
     """Settings that a config can leave open. The first start of a run decides them, and all later starts keep them.
 
     Attributes:
@@ -61,7 +61,7 @@ class KeptRules:
     flash: str = "FA2"
 
     @classmethod
-    def of_meta(cls, meta: Mapping[str, Any]) -> KeptRules | None:
+    def of_meta(cls, meta: Mapping[str, Any]) -> DecidedSettings | None:
         """Return the settings of the run that wrote a checkpoint's ``meta``, or None if its config is damaged."""
         try:
             config = tomllib.loads(str(meta.get("config_toml", "")))

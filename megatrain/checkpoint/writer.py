@@ -222,7 +222,7 @@ class CheckpointWriter:
         first, second, third = (sum(each) for each in zip(*self.folder.gather(sizes), strict=True))
         return first, second, third
 
-    def are_whole(self, commit: Commit) -> bool:
+    def all_ranks_done(self, commit: Commit) -> bool:
         """Return whether every rank's generation is complete or has failed. This does not wait for drives."""
         return all(self.folder.gather(commit.is_done))
 

@@ -100,13 +100,13 @@ def find_warnings(config: RunConfig) -> list[str]:
 def _find_idle_keys(config: RunConfig) -> Iterator[str]:
     """Yield a warning for each key that is set but has no effect with another key of its table."""
     for key, schema in KEYS.items():
-        for other, value in idle_with(key, config).items():
+        for other, value in disabling_keys(key, config).items():
             given = config.value(key)
             if (list(given) if isinstance(given, tuple) else given) != schema.get("default"):
                 yield f"{key} has no effect with {other.rpartition('.')[2]} = {format_value(value)}"
 
 
-def idle_with(key: str, config: RunConfig) -> dict[str, Any]:
+def disabling_keys(key: str, config: RunConfig) -> dict[str, Any]:
     """Return the keys whose values make a key ineffective, with these values. Return {} if the key has an effect."""
     found = {other: (config.value(other), values) for other, values in used_if(key).items()}
     return {other: value for other, (value, values) in found.items() if value not in values}

@@ -21,7 +21,7 @@ from megatrain.base.changes import Change, ConfigChanges
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.names import RESOLVED_NAME
 from megatrain.base.toml import format_value
-from megatrain.config.combinations import idle_with
+from megatrain.config.combinations import disabling_keys
 from megatrain.config.keys import (
     ARRAY_TABLES,
     FREE_TABLES,
@@ -266,7 +266,7 @@ def changes_from(config_toml: str, now: RunConfig) -> ConfigChanges:
 
 def _has_effect(key: str, config: RunConfig) -> bool:
     """Return whether a key has an effect, given the other values of a config."""
-    if idle_with(schema_key(key), config):
+    if disabling_keys(schema_key(key), config):
         return False
     if key == "training.num_train_epochs":
         return config.training.max_steps <= 0 and config.optimizer.depends_on_length
@@ -387,4 +387,4 @@ def with_commit(config: RunConfig, hub: HubModel | None) -> RunConfig:
 
 def _is_open(config: RunConfig, key: str) -> bool:
     """Return whether a run must decide the value of a key."""
-    return not idle_with(key, config) and bool(config.value(key) == "auto")
+    return not disabling_keys(key, config) and bool(config.value(key) == "auto")

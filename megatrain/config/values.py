@@ -52,7 +52,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Rejected:
+class _RejectedValue:
     """A value that the schema rejects.
 
     Attributes:
@@ -82,7 +82,7 @@ def explain_error(detail: ErrorDetails) -> Problem | None:
     """Return the problem for one validation error, or None if another error covers it."""
     path = _field_path(detail["loc"])
     kind, value, context = detail["type"], detail["input"], {"error": detail["msg"], **detail.get("ctx", {})}
-    rejected = _Rejected(dotted(path), plain(path), value, kind, context)
+    rejected = _RejectedValue(dotted(path), plain(path), value, kind, context)
     schema = KEYS.get(rejected.name, {})
     if kind == "default_factory_not_called":
         return None  # the default is the value of another key, whose problem is reported
@@ -119,7 +119,7 @@ def explain_error(detail: ErrorDetails) -> Problem | None:
     return Problem(rejected.key, f"{rejected.shown}: {detail['msg']}", remedy)
 
 
-def _explain_missing(rejected: _Rejected) -> Problem:
+def _explain_missing(rejected: _RejectedValue) -> Problem:
     """Return the problem of a missing key. For a missing table, return the problem of its first required key."""
     key = rejected.key
     if rejected.name in TABLES:
@@ -147,7 +147,7 @@ _ONLINE_TASKS = ("grpo", "ppo", "rloo", "online_dpo", "gspo", "dapo")
 _ALIASES = {("preference.loss_type", "dpo"): "sigmoid"}
 
 
-def _explain_choice(rejected: _Rejected) -> Problem:
+def _explain_choice(rejected: _RejectedValue) -> Problem:
     key, value, expected = rejected.key, rejected.value, str(rejected.context.get("expected", ""))
     retired = RETIRED_CHOICES.get((key.rpartition(".")[2], str(value)))
     if retired is not None:
@@ -164,7 +164,7 @@ def _explain_choice(rejected: _Rejected) -> Problem:
     return rejected.problem("is not allowed", f"{remedy}Write {'one of ' if len(choices) > 1 else ''}{listed}")
 
 
-def _explain_unit(rejected: _Rejected) -> Problem:
+def _explain_unit(rejected: _RejectedValue) -> Problem:
     """Return the problem of a size, rate or duration, with the parser's reason for text and positive numbers."""
     key, name, value = rejected.key, rejected.name, rejected.value
     schema, reason = KEYS[name], str(rejected.context["error"])
@@ -177,7 +177,7 @@ def _explain_unit(rejected: _Rejected) -> Problem:
     return rejected.problem("is not text with a unit", f'Write {" or ".join([*words, "text"])} such as "{example}"')
 
 
-def _explain_type(rejected: _Rejected) -> Problem:
+def _explain_type(rejected: _RejectedValue) -> Problem:
     name, value, wanted = rejected.name, rejected.value, _KINDS[rejected.kind]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(value, str) and wanted in ("a number", "a whole number") and _NUMBER.fullmatch(value.strip()):

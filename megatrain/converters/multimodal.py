@@ -44,7 +44,7 @@ class MultimodalModules(ModelConverter):
         images = settings.table.images
         return None if images == "off" and settings.table.train_from_scratch else cls(images)
 
-    def take_out(self, model: PreTrainedModel) -> None:
+    def remove_untrained(self, model: PreTrainedModel) -> None:
         """Remove or freeze the modules that are not trained.
 
         Raises:

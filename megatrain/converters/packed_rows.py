@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatrain.converters.spec import ModelSpec
     from megatrain.models.graph import ModelGraph
 
-__all__ = ["settle_packing", "settle_packing_of", "why_documents_mix"]
+__all__ = ["choose_packing", "choose_packing_of_model", "why_documents_mix"]
 
 PackingMode = bool | Literal["concat"]
 
@@ -42,7 +42,7 @@ _FEW_LAYERS, _MANY_LAYERS = 3, 16  # layers of the copy; 16 if 3 layers lack a c
 _found: dict[object, str | None] = {}  # cache, because all alternatives of a plan check the same model
 
 
-def settle_packing(
+def choose_packing(
     model: ModelSpec, graph: ModelGraph, packing: PackingMode, *, is_default: bool
 ) -> tuple[PackingMode, str]:
     """Return a packing that the model supports, and a warning if it is not the default.
@@ -77,12 +77,12 @@ def _off_warning(name: str, problem: str) -> str:
     )
 
 
-def settle_packing_of(model: ModelSpec, packing: PackingMode, *, is_default: bool) -> tuple[PackingMode, str]:
-    """Build the model and return the result of `settle_packing`. If the model cannot be used, return ``packing``."""
+def choose_packing_of_model(model: ModelSpec, packing: PackingMode, *, is_default: bool) -> tuple[PackingMode, str]:
+    """Build the model and return the result of `choose_packing`. If the model cannot be used, return ``packing``."""
     if not packing:
         return packing, ""
     try:
-        return settle_packing(model, model.build(torch.float32), packing, is_default=is_default)
+        return choose_packing(model, model.build(torch.float32), packing, is_default=is_default)
     except (UnsupportedModelError, ModelFolderError):
         return packing, ""
 

@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.data.formats import Conversation, Document, PlainRow, PromptCompletion, Tokenized
-from megatrain.data.images import ImageRef, Inserted
+from megatrain.data.images import ImageRef, ImageSpan
 from megatrain.data.masks import EMPTY, NO_PLACE, PART_LEFT_OUT, REMEDY, ChatRenderer, MessageSpan, texts_in
 from megatrain.data.messages import with_text_arguments
 from megatrain.data.rows_report import RowError
@@ -29,7 +29,7 @@ _PROBE = "qzsentinel"
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class TokenizedRow:
     """Tokens of one row.
 
     Attributes:
@@ -67,7 +67,7 @@ class _RowText:
         has_offsets: Whether ``finish`` needs each token's character offsets.
     """
 
-    finish: Callable[[list[int], Offsets], Encoded]
+    finish: Callable[[list[int], Offsets], TokenizedRow]
     text: str = ""
     has_special: bool = True
     has_offsets: bool = False
@@ -91,7 +91,7 @@ class _RenderedRow:
     row: Conversation
     plain: str
     text: str
-    inserted: Sequence[Inserted]
+    inserted: Sequence[ImageSpan]
     images: tuple[ImageRef, ...]
     left_out: tuple[str, ...]
 
@@ -142,7 +142,7 @@ class RowEncoder:
                 return tuple(whole[:count]), tuple(whole[count + len(bare) :])
         return (), ()
 
-    def encode_many(self, rows: Sequence[PlainRow | RowError]) -> Iterator[Encoded | RowError]:
+    def encode_many(self, rows: Sequence[PlainRow | RowError]) -> Iterator[TokenizedRow | RowError]:
         """Yield each row's tokens, or the error that makes the row unusable. Tokenize on all cores.
 
         Args:
@@ -214,7 +214,7 @@ class RowEncoder:
         """Return the special tokens that occur in a text, each one once."""
         return tuple(dict.fromkeys(self._special.findall(text)))
 
-    def _insert_images(self, row: Conversation, text: str) -> tuple[str, Sequence[Inserted], tuple[ImageRef, ...]]:
+    def _insert_images(self, row: Conversation, text: str) -> tuple[str, Sequence[ImageSpan], tuple[ImageRef, ...]]:
         if self._images is None:
             if row.images:
                 raise RowError(
@@ -236,15 +236,15 @@ class RowEncoder:
         end = self._tokenizer.eos_token_id
         return [*tokens, end] if isinstance(end, int) and tokens[-1:] != [end] else tokens
 
-    def _finish_document(self, row: Document, tokens: list[int], _: Offsets) -> Encoded:
+    def _finish_document(self, row: Document, tokens: list[int], _: Offsets) -> TokenizedRow:
         if not row.is_end:
             tokens = self._strip_end_tokens(tokens) if row.is_start else tokens
         elif tokens or not row.is_start:
             tokens = self._append_eos(tokens)
         trained = [not row.is_start, *([True] * len(tokens))][: len(tokens)]
-        return Encoded(tokens, trained, True, is_start=row.is_start, is_end=row.is_end)
+        return TokenizedRow(tokens, trained, True, is_start=row.is_start, is_end=row.is_end)
 
-    def _finish_completion(self, row: PromptCompletion, tokens: list[int], offsets: Offsets) -> Encoded:
+    def _finish_completion(self, row: PromptCompletion, tokens: list[int], offsets: Offsets) -> TokenizedRow:
         """Return the tokens of prompt and completion. Each token that contains completion text is in the loss."""
         if not tokens:
             return _make_encoded([], [])
@@ -280,7 +280,7 @@ class RowEncoder:
         end = self._added_tokens[1]
         return tokens[: -len(end)] if end and tuple(tokens[-len(end) :]) == end else tokens
 
-    def _finish_conversation(self, rendered: _RenderedRow, tokens: list[int], offsets: Offsets) -> Encoded:
+    def _finish_conversation(self, rendered: _RenderedRow, tokens: list[int], offsets: Offsets) -> TokenizedRow:
         coded = replace(self._mask_conversation(rendered, tokens, offsets), left_out=rendered.left_out)
         if not rendered.inserted:
             return coded
@@ -290,7 +290,7 @@ class RowEncoder:
             trained[image_range.start : image_range.stop] = [False] * len(image_range)
         return replace(coded, trained=trained, images=rendered.images, image_tokens=tuple(image_ranges))
 
-    def _mask_conversation(self, rendered: _RenderedRow, tokens: list[int], offsets: Offsets) -> Encoded:
+    def _mask_conversation(self, rendered: _RenderedRow, tokens: list[int], offsets: Offsets) -> TokenizedRow:
         row, text = rendered.row, rendered.text
         by_default = self._train_on == "all"
         turns = (
@@ -466,7 +466,7 @@ def _find_overlapping_tokens(span: MessageSpan, offsets: Offsets) -> list[int]:
     return [i for i in touching if offsets[i][0] < offsets[i][1] and offsets[i][1] > span.start]
 
 
-def _shift_span(span: MessageSpan | str, inserted: Sequence[Inserted]) -> MessageSpan | str:
+def _shift_span(span: MessageSpan | str, inserted: Sequence[ImageSpan]) -> MessageSpan | str:
     """Move a span to account for the image placeholders inserted into its text."""
     if isinstance(span, str):
         return span
@@ -485,18 +485,18 @@ def _find_touching_tokens(characters: range, offsets: Offsets) -> range:
     return range(first, bisect_left(offsets, characters.stop, lo=first, key=itemgetter(0)))
 
 
-def _finish_tokenized(row: Tokenized, *_: object) -> Encoded:
+def _finish_tokenized(row: Tokenized, *_: object) -> TokenizedRow:
     tokens = list(row.tokens)
     if row.trained is None:
-        return Encoded(tokens, [False, *([True] * len(tokens))][: len(tokens)], True)
+        return TokenizedRow(tokens, [False, *([True] * len(tokens))][: len(tokens)], True)
     return _make_encoded(tokens, list(row.trained))
 
 
 def _make_encoded(
     tokens: list[int], trained: list[bool], untrained_turns: tuple[str, ...] = (), num_turns: int = 0
-) -> Encoded:
+) -> TokenizedRow:
     assert len(tokens) == len(trained), (len(tokens), len(trained))
-    return Encoded(tokens, [False, *trained[1:]] if trained else [], False, untrained_turns, num_turns=num_turns)
+    return TokenizedRow(tokens, [False, *trained[1:]] if trained else [], False, untrained_turns, num_turns=num_turns)
 
 
 def _shorten(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 import numpy as np
 import xxhash
 
-from megatrain.data.chat import Encoded, RowEncoder
+from megatrain.data.chat import RowEncoder, TokenizedRow
 from megatrain.data.formats import DataRow, PlainRow
 from megatrain.data.images import refs_to_bytes
 from megatrain.data.masks import TEMPLATE_FILE
@@ -260,9 +260,9 @@ class Encoder:
             self._write_examples()
             self._on_rows(self.counts.total.num_rows)
 
-    def _add(self, row: DataRow | RowError, found: Sequence[Encoded | RowError]) -> None:
+    def _add(self, row: DataRow | RowError, found: Sequence[TokenizedRow | RowError]) -> None:
         """Count a row and queue its example. If one of the row's texts has an error, drop the row."""
-        whole = [each for each in found if isinstance(each, Encoded)]
+        whole = [each for each in found if isinstance(each, TokenizedRow)]
         self.counts.total.num_tokens += sum(len(each.tokens) for each in whole)
         error = next((each for each in found if isinstance(each, RowError)), None)
         if isinstance(row, RowError) or error is not None:
@@ -279,7 +279,7 @@ class Encoder:
         elif kept := self._fit_texts(row, whole):
             self._examples.append((row, kept))
 
-    def _fit_texts(self, row: DataRow, whole: Sequence[Encoded]) -> list[Encoded]:
+    def _fit_texts(self, row: DataRow, whole: Sequence[TokenizedRow]) -> list[TokenizedRow]:
         """Return a row's texts, truncated if necessary. Return an empty list if the row is dropped."""
         counts, options, max_length = self.counts.total, self._options, self._options.max_length
         longest = max(len(each.tokens) for each in whole)
@@ -318,7 +318,7 @@ class Encoder:
         self._count_untrained(row.where)
         return []
 
-    def _drop(self, error: RowError, whole: Sequence[Encoded]) -> None:
+    def _drop(self, error: RowError, whole: Sequence[TokenizedRow]) -> None:
         """Count a row as dropped, and its tokens as lost. Raise the error if ``bad_rows`` is "error"."""
         if self._options.bad_rows == "error":
             raise error
@@ -337,7 +337,7 @@ class Encoder:
             raise RowError(where, "no token of this row would be trained", "Fix or remove the row, or raise max_length")
         self.counts.count_untrained(where)
 
-    def _add_text(self, coded: Encoded, where: str) -> None:
+    def _add_text(self, coded: TokenizedRow, where: str) -> None:
         self._add_pieces(self._cutter.cut(coded))
         self._text_has_document |= self._options.joins_texts and bool(coded.tokens)
         if coded.is_end:
@@ -376,13 +376,13 @@ class Encoder:
         for piece in pieces:
             if any(piece.trained):
                 begins_row = self._options.joins_texts or not self._text_has_document
-                self._writer.add(CodedDocument(Encoded(piece.tokens, piece.trained, True), begins_row))
+                self._writer.add(CodedDocument(TokenizedRow(piece.tokens, piece.trained, True), begins_row))
                 self._text_has_document = True
             else:
                 self.counts.total.num_tokens_lost += len(piece.tokens) - piece.num_repeated
 
 
-def _truncate(coded: Encoded, max_length: int) -> Encoded:
+def _truncate(coded: TokenizedRow, max_length: int) -> TokenizedRow:
     """Return a row's first ``max_length`` tokens, and the images that lie completely within these tokens."""
     kept = [ref for ref, place in zip(coded.images, coded.image_tokens, strict=True) if place.stop <= max_length]
     tokens, trained = coded.tokens[:max_length], coded.trained[:max_length]

@@ -159,7 +159,7 @@ def refs_from_bytes(stored: bytes) -> list[ImageRef]:
 
 
 @dataclass(frozen=True, slots=True)
-class Inserted:
+class ImageSpan:
     """Character range of an image ``before`` and ``after`` its placeholder is expanded to image tokens."""
 
     before: range
@@ -200,7 +200,7 @@ class ImageProcessor:
         """Return the processor's class and settings. They determine its tokens and pixels."""
         return f"{type(self._processor).__name__} {self._processor.to_json_string()}"
 
-    def insert(self, text: str, refs: Sequence[ImageRef], where: str) -> tuple[str, list[Inserted]]:
+    def insert(self, text: str, refs: Sequence[ImageRef], where: str) -> tuple[str, list[ImageSpan]]:
         """Insert image tokens into a rendered conversation. Return the text and the images' positions.
 
         Raises:
@@ -231,13 +231,13 @@ class ImageProcessor:
                 "Raise data.max_length, or make the images smaller",
                 reason="its images have more pixels than the memory plan allows; raise data.max_length",
             )
-        inserted: list[Inserted] = []
+        inserted: list[ImageSpan] = []
         pieces: list[str] = []
         at = 0
         for each in made["text_replacement_offsets"][0]:
             start, end = each["span"]
             pieces += [text[at:start], each["replacement"]]
-            inserted.append(Inserted(range(start, end), range(*each["new_span"])))
+            inserted.append(ImageSpan(range(start, end), range(*each["new_span"])))
             at = end
         return "".join([*pieces, text[at:]]), inserted
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from megatrain.data.chat import Encoded
+    from megatrain.data.chat import TokenizedRow
     from megatrain.data.row_kind import Batch, Example
 
 # Functions import numpy and torch only when they need them, because configs use the row kinds without them.
@@ -49,7 +49,7 @@ class PairRows(RowKind):
         """Return the titles of the two answers."""
         return ("chosen", "rejected")
 
-    def rejection(self, texts: Sequence[Encoded], row: DataRow, max_length: int) -> RowError | None:
+    def rejection(self, texts: Sequence[TokenizedRow], row: DataRow, max_length: int) -> RowError | None:
         """Return an error if both answers have the same tokens."""
         first, *others = [text.tokens[:max_length] for text in texts]
         if first not in others:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.data.chat import Encoded, RowEncoder
+from megatrain.data.chat import RowEncoder, TokenizedRow
 from megatrain.data.dataset import DataSpec, OnMessage, load_dataset
 from megatrain.data.formats import DataRow, Document, PlainRow
 from megatrain.data.packing import pack_documents
@@ -38,7 +38,7 @@ class TextRun:
 
 @dataclass(frozen=True, slots=True)
 class RowPreview:
-    """One of a row's texts, as the model sees it. ``Encoded`` explains attributes that are not listed here.
+    """One of a row's texts, as the model sees it. ``TokenizedRow`` explains attributes that are not listed here.
 
     Attributes:
         number: Row number, counted from 1 across all sources.
@@ -104,7 +104,7 @@ def _rows(data: DataSpec) -> Iterator[DataRow | RowError]:
         if data.table.streaming:
             shards = Shards(source.path)
             for where, value in itertools.chain.from_iterable(shards.rows(index, 0) for index in range(len(shards))):
-                yield row_or_error(value, where, data.kind.reader or source.format, source.their_columns)
+                yield row_or_error(value, where, data.kind.reader or source.format, source.column_names)
             continue
         for row in rows_of(source, source_files(source.path, source.subset, source.split), data.kind):
             if not isinstance(row, EmptyFileError) and (not isinstance(row, Document) or row.is_start):
@@ -157,7 +157,7 @@ def _preview_text(
     )
 
 
-def _split_start(coded: Encoded, max_length: int, encoder: RowEncoder) -> list[CutDocument]:
+def _split_start(coded: TokenizedRow, max_length: int, encoder: RowEncoder) -> list[CutDocument]:
     """Split the start of a text into documents, as in training."""
     start = replace(
         coded, tokens=coded.tokens[:_LARGEST_PREVIEW], trained=coded.trained[:_LARGEST_PREVIEW], is_end=True
@@ -165,7 +165,7 @@ def _split_start(coded: Encoded, max_length: int, encoder: RowEncoder) -> list[C
     return list(TextCutter(max_length, encoder.start_tokens).cut(start))
 
 
-def _drop_reason(data: DataSpec, coded: Encoded, trained: list[bool]) -> str:
+def _drop_reason(data: DataSpec, coded: TokenizedRow, trained: list[bool]) -> str:
     if not coded.is_text and len(coded.tokens) > data.table.max_length and data.table.overlong != "truncate":
         return f"{len(coded.tokens)} tokens are more than data.max_length = {data.table.max_length}"
     if any(place.start < data.table.max_length < place.stop for place in coded.image_tokens):

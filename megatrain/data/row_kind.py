@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from megatrain.data.chat import Encoded
+    from megatrain.data.chat import TokenizedRow
     from megatrain.data.formats import DataRow, PlainRow, RowReader
 
     Batch = dict[str, Tensor]
     #: A row and its tokenized texts. Each text is truncated to ``max_length`` tokens.
-    Example = tuple[DataRow, Sequence[Encoded]]
+    Example = tuple[DataRow, Sequence[TokenizedRow]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class CodedDocument:
         value: Extra value to store after the tokens, and the value's flag in the loss mask. None for no extra value.
     """
 
-    coded: Encoded
+    coded: TokenizedRow
     begins_row: bool = True
     role: int = 0
     value: tuple[int, bool] | None = None
@@ -76,7 +76,7 @@ class RowKind:
         """Return the titles of a row's texts in previews."""
         return [cast("PlainRow", row).title]
 
-    def rejection(self, texts: Sequence[Encoded], row: DataRow, max_length: int) -> RowError | None:
+    def rejection(self, texts: Sequence[TokenizedRow], row: DataRow, max_length: int) -> RowError | None:
         """Return an error if the texts, truncated to ``max_length`` tokens, cannot be used together, else None."""
         return None
 

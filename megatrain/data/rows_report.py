@@ -45,7 +45,7 @@ WARN_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class DropCount:
     """Number of rows, conversation turns or files that share a reason.
 
     Attributes:
@@ -90,16 +90,16 @@ class SourceCounts:
     num_turns_lost: int = 0
 
     @property
-    def share_lost(self) -> float:
+    def lost_share(self) -> float:
         """The largest of three fractions, 0 to 1: lost rows, lost tokens and lost assistant turns."""
         return max(
             self.num_rows_lost / max(1, self.num_rows),
             self.num_tokens_lost / max(1, self.num_tokens),
-            self.share_of_turns_lost,
+            self.turns_lost_share,
         )
 
     @property
-    def share_of_turns_lost(self) -> float:
+    def turns_lost_share(self) -> float:
         """Fraction of the assistant turns that cannot be in the loss. Only rows that are kept are counted."""
         return self.num_turns_lost / max(1, self.num_turns)
 
@@ -121,7 +121,7 @@ class SourceCounts:
         of_rows = f"{self.num_rows_lost:,} of {pluralize(self.num_rows, 'row')} ({rows:.1%})"
         lost = f"{of_rows} and {tokens:.1%} of the tokens are dropped or truncated: {', '.join(parts)}"
         rows_lost = lost if self.num_rows_lost else ""
-        of_all = f"{self.num_turns_lost:,} of {pluralize(self.num_turns, 'turn')} ({self.share_of_turns_lost:.1%})"
+        of_all = f"{self.num_turns_lost:,} of {pluralize(self.num_turns, 'turn')} ({self.turns_lost_share:.1%})"
         turns_lost = f"{of_all} of the assistant are not trained" if self.num_turns_lost else ""
         return "; ".join(filter(None, (rows_lost, turns_lost)))
 
@@ -150,14 +150,14 @@ class DataReport:
     num_untrained: int
     num_tokens: int
     num_trained_tokens: int
-    dropped: tuple[Dropped, ...] = ()
-    untrained_turns: tuple[Dropped, ...] = ()
+    dropped: tuple[DropCount, ...] = ()
+    untrained_turns: tuple[DropCount, ...] = ()
     first_untrained: str = ""
     sources: tuple[SourceCounts, ...] = ()
-    empty_files: Dropped | None = None
-    left_out: tuple[Dropped, ...] = ()
-    special_tokens: tuple[Dropped, ...] = ()
-    unread: tuple[Dropped, ...] = ()
+    empty_files: DropCount | None = None
+    left_out: tuple[DropCount, ...] = ()
+    special_tokens: tuple[DropCount, ...] = ()
+    unread: tuple[DropCount, ...] = ()
 
     def remarks(self) -> Iterator[tuple[Literal["warning", "note"], str]]:
         """Yield (severity, message) for each remark about fields, columns and special tokens."""
@@ -221,10 +221,10 @@ class DataReport:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> DataReport:
         """Create a report from the output of :meth:`to_json`."""
-        lists = {name: tuple(Dropped(**each) for each in values.get(name, ())) for name in _LISTS}
+        lists = {name: tuple(DropCount(**each) for each in values.get(name, ())) for name in _LISTS}
         sources = tuple(SourceCounts(**each) for each in values["sources"])
         empty = values.get("empty_files")
-        empty_files = None if empty is None else Dropped(**empty)
+        empty_files = None if empty is None else DropCount(**empty)
         return cls(**{**values, **lists, "sources": sources, "empty_files": empty_files})
 
 
@@ -243,10 +243,10 @@ def check_losses(report: DataReport, names: Sequence[str], max_dropped: float) -
     """
     warnings = []
     for name, counts in zip(names, report.sources, strict=True):
-        share = counts.share_lost
+        share = counts.lost_share
         is_cut = counts.num_truncated + counts.num_too_long > 0
         remedy = "Raise data.max_length" if is_cut else "Fix the rows"
-        if share == counts.share_of_turns_lost:
+        if share == counts.turns_lost_share:
             remedy = "Set model.chat_template to a template that renders them completely"
         if share > max_dropped:
             raise DataError(
@@ -273,13 +273,13 @@ class RowCounts:
         self.sources: list[SourceCounts] = []
         self.first_untrained = ""
         self.first_error: RowError | None = None
-        self._empty_files: Dropped | None = None
-        self._reasons: dict[str, dict[str, Dropped]] = {name: {} for name in _LISTS}
+        self._empty_files: DropCount | None = None
+        self._reasons: dict[str, dict[str, DropCount]] = {name: {} for name in _LISTS}
 
     def drop(self, error: RowError) -> None:
         """Count a row that cannot be used for training, or an empty file."""
         if isinstance(error, EmptyFileError):
-            before = self._empty_files or Dropped("the file is empty", 0, error.where)
+            before = self._empty_files or DropCount("the file is empty", 0, error.where)
             self._empty_files = replace(before, count=before.count + 1)
             return
         self.total.num_rows += 1
@@ -303,7 +303,7 @@ class RowCounts:
         """Add one to the count of each reason in the report's list ``name``."""
         counts = self._reasons[name]
         for reason in reasons:
-            before = counts.get(reason) or Dropped(reason, 0, where)
+            before = counts.get(reason) or DropCount(reason, 0, where)
             counts[reason] = replace(before, count=before.count + 1)
 
     def end_source(self) -> None:

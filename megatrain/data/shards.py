@@ -186,7 +186,7 @@ class RowStream:
     ) -> None:
         self.at = at
         self._source, self._shards, self._seed, self._on_message = source, shards, seed, on_message
-        self._columns = source.their_columns
+        self._columns = source.column_names
         self._open: Generator[tuple[str, Any]] | None = None
         self._has_rows = at.row > 0
 

@@ -51,7 +51,7 @@ def rows_of(source: DatasetConfig, files: Sequence[Path], kind: RowKind) -> Iter
     """
     count = 0
     empty: list[Path] = []
-    seen = _ColumnCheck(source.their_columns)
+    seen = _ColumnCheck(source.column_names)
     for file in files:
         is_empty = True
         for row in _rows_of_file(file, kind.reader or source.format, seen, source.json_key):

@@ -11,14 +11,14 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from megatrain.base.table import Listed, PlainSize, Table, all_alter, as_names, is_not, is_path, key, without_secrets
 
 
-def _shown(path: object) -> object:
+def _redact(path: object) -> object:
     """Return a path without secrets, so that error messages do not reveal them."""
     return without_secrets(path) if isinstance(path, str) else path
 
 
 #: A hub name (owner/name) without a file suffix, or a URL.
 DatasetPath = Annotated[
-    str, BeforeValidator(_shown), is_path(name=r"\w[\w.-]*/(?!.*\.[A-Za-z]\w+$)[\w.-]+|[a-z][a-z0-9+.-]*://.*")
+    str, BeforeValidator(_redact), is_path(name=r"\w[\w.-]*/(?!.*\.[A-Za-z]\w+$)[\w.-]+|[a-z][a-z0-9+.-]*://.*")
 ]
 #: Weights of a source. Each weight is keyed by the first step that uses it.
 WeightSchedule = Annotated[
@@ -93,7 +93,7 @@ class DatasetConfig(Table, json_schema_extra=all_alter("by contents")):
     )
 
     @property
-    def their_columns(self) -> dict[str, str]:
+    def column_names(self) -> dict[str, str]:
         """Column name of each field in ``columns``."""
         return {str(ours): theirs for ours, theirs in self.columns.items()}
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from megatrain.data.chat import Encoded
+    from megatrain.data.chat import TokenizedRow
     from megatrain.data.row_kind import Example
 
 #: Role of a prompt with another example's answer. Good answers have the role CHOSEN, bad answers the role REJECTED.
@@ -36,7 +36,7 @@ class AnswerRows(PairRows):
 
     def titles_of(self, row: DataRow) -> Sequence[str]:
         """Return "a good answer" or "a bad answer" for each answer of the row."""
-        return ["a good answer" if is_good else "a bad answer" for is_good in _judgements(row)]
+        return ["a good answer" if is_good else "a bad answer" for is_good in _answer_labels(row)]
 
     def documents_of(self, examples: Sequence[Example], max_length: int, last: Any) -> tuple[list[CodedDocument], Any]:
         """Return two documents per answer: its prompt with the answer, and its prompt with the previous answer.
@@ -44,7 +44,7 @@ class AnswerRows(PairRows):
         The first prompt gets the last answer of these rows, because TRL also rotates the answers within a batch. If
         there is only one answer, its prompt gets ``last``, the last answer of the previous call.
         """
-        judged = [pair for row, texts in examples for pair in zip(texts, _judgements(row), strict=True)]
+        judged = [pair for row, texts in examples for pair in zip(texts, _answer_labels(row), strict=True)]
         if not judged:
             return [], last
         found = []
@@ -64,13 +64,13 @@ class AnswerRows(PairRows):
         return f"{good:,} good and {len(roles) // 2 - good:,} bad answers"
 
 
-def _judgements(row: DataRow) -> tuple[bool, ...]:
+def _answer_labels(row: DataRow) -> tuple[bool, ...]:
     """Return, for each of a row's answers, whether it is good."""
     assert isinstance(row, Preference), row
     return (row.is_good,) if row.rejected is None else (row.is_good, False)
 
 
-def _split(text: Encoded) -> tuple[list[int], _Answer]:
+def _split(text: TokenizedRow) -> tuple[list[int], _Answer]:
     """Return the prompt's tokens, and the answer's tokens and loss mask."""
     first = text.trained.index(True)
     return text.tokens[:first], (text.tokens[first:], text.trained[first:])

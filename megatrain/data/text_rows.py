@@ -11,7 +11,7 @@ from megatrain.data.row_kind import RowKind
 from megatrain.data.rows_report import DataError
 
 if TYPE_CHECKING:
-    from megatrain.data.chat import Encoded
+    from megatrain.data.chat import TokenizedRow
 
 
 class TextRows(RowKind):
@@ -65,7 +65,7 @@ class TextCutter:
         self._repeated: list[int] = []  # start tokens to repeat in this text's later pieces
         self._is_first = True
 
-    def cut(self, coded: Encoded) -> Iterator[CutDocument]:
+    def cut(self, coded: TokenizedRow) -> Iterator[CutDocument]:
         """Yield the pieces that this part of a text completes. At its end, also yield the last, shorter piece."""
         trained = coded.trained
         if coded.is_start:

@@ -97,7 +97,7 @@ class Elements:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StorageView:
     """A tensor, described as a view of its storage.
 
     Attributes:
@@ -114,7 +114,7 @@ class Place:
     elements: Elements
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Place:
+    def of(cls, tensor: Tensor) -> StorageView:
         """Return the place of a tensor. ``can_be_placed`` must be true for the tensor."""
         itemsize = tensor.dtype.itemsize
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
@@ -182,12 +182,12 @@ class SourceStorage:
         storage = self._reference()
         return storage if storage is not None and storage.nbytes() == self._nbytes else None
 
-    def to_store(self, place: Place) -> Elements:
+    def to_store(self, place: StorageView) -> Elements:
         """Return the elements to store for a tensor: its whole storage, or only its own elements."""
         is_large = place.elements.nbytes * _WHOLE_SHARE >= self._nbytes
         return self._whole if is_large else place.elements
 
-    def find(self, place: Place) -> StoredElements | None:
+    def find(self, place: StorageView) -> StoredElements | None:
         """Return a stored part that contains the elements of a tensor, or None."""
         whole = self.stored.get(self._whole) if place.elements.nbytes * _SHARED_SHARE >= self._nbytes else None
         return self.stored.get(place.elements) if whole is None else whole

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 
 from megatrain.embed.activation_blocks import (
     ActivationCache,
-    Place,
     SourceStorage,
+    StorageView,
     StoredElements,
     WeakStorage,
     can_be_placed,
 )
 from megatrain.embed.saved_tensors import (
-    Delegated,
     KeptInMemory,
     OuterHooks,
+    OuterSavedTensor,
     SavedTensor,
     Versioned,
     outer_hooks,
@@ -184,7 +184,7 @@ class offload_activations:
                 packed = self._move(tensor, may_keep=outer is None)
         if packed is not None:
             return packed
-        return _KeptWithSource(tensor) if outer is None else Delegated(outer, tensor)
+        return _TensorWithSource(tensor) if outer is None else OuterSavedTensor(outer, tensor)
 
     def _stays(self, tensor: Tensor) -> bool:
         base = tensor._base
@@ -200,7 +200,7 @@ class offload_activations:
 
     def _move(self, tensor: Tensor, *, may_keep: bool) -> SavedTensor | None:
         """Move a tensor into the store and return a placeholder, or return None if the tensor must stay in memory."""
-        place, storage = Place.of(tensor), tensor.untyped_storage()
+        place, storage = StorageView.of(tensor), tensor.untyped_storage()
         nbytes = place.elements.nbytes
         is_small = nbytes < self._min_bytes
         if is_small:
@@ -213,7 +213,7 @@ class offload_activations:
         if source.kept is not None and source.kept() is not None:
             return None  # another saved tensor keeps the storage in memory
         if is_small:
-            return _Copied(tensor, place, storage)  # a view would keep the whole storage in memory
+            return _CopiedTensor(tensor, place, storage)  # a view would keep the whole storage in memory
         stored = source.find(place)
         if stored is not None:
             self._deduplicated_bytes += nbytes
@@ -222,11 +222,11 @@ class offload_activations:
             if stored is None and nbytes < storage.nbytes():  # the whole storage does not fit, so try only the tensor
                 stored = self._cache.write(source, place.elements, storage)
         if stored is not None:
-            return _Stored(tensor, place, stored, self._cache)
+            return _StoredTensor(tensor, place, stored, self._cache)
         self._note_no_room(storage.nbytes())
         if not may_keep:
             return None
-        kept = _KeptWithSource(tensor, source)
+        kept = _TensorWithSource(tensor, source)
         source.kept = ref(kept)
         return kept
 
@@ -244,13 +244,13 @@ class offload_activations:
 # -- objects in the graph -----------------------------------------------------------------------------------------
 
 
-class _Offloaded(Versioned):
+class _OffloadedTensor(Versioned):
     """A saved tensor whose memory was freed. The version probe does not have the tensor's shape."""
 
     __slots__ = ("_place",)
     saved_inside = "offload_activations"
 
-    def __init__(self, tensor: Tensor, place: Place) -> None:
+    def __init__(self, tensor: Tensor, place: StorageView) -> None:
         super().__init__(tensor, version_probe(tensor))
         self._place = place
 
@@ -258,7 +258,7 @@ class _Offloaded(Versioned):
         return f"[{self._probe.type()} {list(self._place.shape)}]"
 
 
-class _KeptWithSource(KeptInMemory):
+class _TensorWithSource(KeptInMemory):
     """A tensor that stays in memory, with a reference to its ``SourceStorage``."""
 
     __slots__ = ("__weakref__", "_source")
@@ -269,12 +269,12 @@ class _KeptWithSource(KeptInMemory):
         self._source = source
 
 
-class _Copied(_Offloaded):
+class _CopiedTensor(_OffloadedTensor):
     """A copy of a small part of a large storage, so that the storage can be freed."""
 
     __slots__ = ("_memory",)
 
-    def __init__(self, tensor: Tensor, place: Place, storage: torch.UntypedStorage) -> None:
+    def __init__(self, tensor: Tensor, place: StorageView, storage: torch.UntypedStorage) -> None:
         super().__init__(tensor, place)
         contents = torch.empty(place.elements.nbytes, dtype=torch.uint8, device=storage.device)
         place.elements.read(storage, contents)
@@ -285,12 +285,12 @@ class _Copied(_Offloaded):
         return self._place.view(self._memory, self._place.elements.first_byte)
 
 
-class _Stored(_Offloaded):
+class _StoredTensor(_OffloadedTensor):
     """A saved tensor whose bytes are in a block."""
 
     __slots__ = ("_cache", "_stored")
 
-    def __init__(self, tensor: Tensor, place: Place, stored: StoredElements, cache: ActivationCache) -> None:
+    def __init__(self, tensor: Tensor, place: StorageView, stored: StoredElements, cache: ActivationCache) -> None:
         super().__init__(tensor, place)
         self._stored, self._cache = stored, cache
 

@@ -432,7 +432,7 @@ def _install_on_whole(model: nn.Module, offloaded: OffloadedModule) -> None:
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NoParallel()
     save_pretrained = getattr(model, "save_pretrained", None)
     if save_pretrained is not None:
-        model.__dict__["save_pretrained"] = _saving(save_pretrained)
+        model.__dict__["save_pretrained"] = _with_shard_limit(save_pretrained)
 
 
 class _MappedWeights:
@@ -573,7 +573,7 @@ def _applying(module: nn.Module) -> Callable[..., nn.Module]:
         for parameter in absent.values():
             _refuse_conversion(fn, parameter.dtype)
         if (block := next(map(block_of, absent.values()), None)) is not None:
-            _say_it_stays(fn, compute_device(block.store))
+            _log_if_moved(fn, compute_device(block.store))
         module._parameters = {leaf: None if leaf in absent else p for leaf, p in own.items()}
         try:
             apply(fn, recurse)
@@ -628,7 +628,7 @@ class _NoParallel:
         )
 
 
-def _saving(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
+def _with_shard_limit(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``save_pretrained``, wrapped to write files small enough to fit in memory."""
 
     def save(*args: Any, **options: Any) -> Any:
@@ -645,7 +645,7 @@ def _refuse(what: str, instead: str) -> Callable[..., Any]:
     return refuse
 
 
-def _say_it_stays(fn: Callable[[Tensor], Tensor], computes_on: torch.device) -> None:
+def _log_if_moved(fn: Callable[[Tensor], Tensor], computes_on: torch.device) -> None:
     """Log, once per device, that a move is ignored and that inputs must be on the store's compute device."""
     wanted = fn(torch.empty(0, device=computes_on)).device
     if wanted.type != computes_on.type:

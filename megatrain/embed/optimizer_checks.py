@@ -12,7 +12,7 @@ from megatrain.embed.groups import StateGroup
 from megatrain.embed.stores import check_store
 from megatrain.embed.weights import WeightBlock
 from megatrain.optim.base import StateKind
-from megatrain.ranks.dtensors import check_parameter, is_dtensor, is_whole
+from megatrain.ranks.dtensors import check_parameter, is_dtensor, is_unsharded
 from tiered import TieredStore
 
 #: Settings of torch's optimizers that change the update rule and are not supported by the kernels.
@@ -131,7 +131,7 @@ def check_sharded(
             )
         check_parameter(parameter)
         shape = tuple(parameter.shape)
-        if any(kind.needs_whole for kind in kinds) and not is_whole(parameter):
+        if any(kind.needs_whole for kind in kinds) and not is_unsharded(parameter):
             raise ValueError(
                 f"{optimizer} needs whole matrices, but a parameter of shape {shape} is sharded. Use "
                 "TieredAdamW, TieredLion or TieredSGD"

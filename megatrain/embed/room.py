@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatrain.base.layout import UnitLayout
 from megatrain.embed.gradient_block import GradientBlock
 from megatrain.embed.partition import OffloadError, Part, UnitPart, parts_around, parts_of
-from megatrain.embed.stores import Wanted, compute_tier, room_for_homes, shared_state
+from megatrain.embed.stores import HomeRequest, compute_tier, room_for_homes, shared_state
 from tiered import Mode, TieredStore
 from tiered.errors import CapacityError
 
@@ -150,11 +150,11 @@ def check_room(
     """
     store, parts = access.store, parts_of(units)
     wanted = [
-        Wanted(part.weight_key, access.num_elements(part.layout) * part.dtype.itemsize, tuple(weights), True)
+        HomeRequest(part.weight_key, access.num_elements(part.layout) * part.dtype.itemsize, tuple(weights), True)
         for part in parts
     ]
     wanted += [
-        Wanted(key, nbytes, tuple(gradients), False)
+        HomeRequest(key, nbytes, tuple(gradients), False)
         for part in parts
         if part.layout.trainable
         for key, nbytes in access.gradient_bytes(part).items()

@@ -20,7 +20,7 @@ from megatrain.embed.shared import SharedGroup
 from megatrain.embed.stores import mapped_copy, num_ranks, shared_state, this_rank
 from megatrain.optim.average import EMA, begin_average
 from megatrain.optim.moments import decode_moments, encode_moments, is_signed
-from megatrain.ranks.dtensors import is_dtensor, is_whole, like_parameter, local_of
+from megatrain.ranks.dtensors import is_dtensor, is_unsharded, like_parameter, local_of
 from tiered import GenerationReader, TieredStore, list_generations, read_manifest
 from tiered.errors import GenerationError
 
@@ -142,7 +142,7 @@ class SavedState:
         if shared is not None:
             return [shared.rank, shared.size]
         is_sharded = any(
-            is_dtensor(parameter) and not is_whole(parameter) for parameter in self._optimizer.parameters()
+            is_dtensor(parameter) and not is_unsharded(parameter) for parameter in self._optimizer.parameters()
         )
         return [this_rank(), num_ranks()] if is_sharded else None
 
@@ -182,7 +182,7 @@ class SavedState:
                 if found is not None and (not isinstance(found, Tensor) or tuple(found.shape) != shape):
                     raise ValueError(f"{torch_name} of parameter {number} does not have the shape {shape}")
                 if found is not None:
-                    _check_alike(f"{torch_name} of parameter {number}", found, parameters[number])
+                    _check_same_sharding(f"{torch_name} of parameter {number}", found, parameters[number])
         for number, parameter in enumerate(parameters):
             values = state.get(number, {})
             if not values and parameter not in self._optimizer.steps:
@@ -280,7 +280,7 @@ def _check_not_shared(group: StateGroup) -> None:
         )
 
 
-def _check_alike(what: str, values: Tensor, parameter: nn.Parameter) -> None:
+def _check_same_sharding(what: str, values: Tensor, parameter: nn.Parameter) -> None:
     """Raise an error if loaded state and its parameter are sharded differently.
 
     Raises:

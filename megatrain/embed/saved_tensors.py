@@ -35,7 +35,7 @@ def outer_hooks() -> OuterHooks | None:
     return hooks
 
 
-class Delegated(SavedTensor):
+class OuterSavedTensor(SavedTensor):
     """A saved tensor that was packed by the outer hooks."""
 
     __slots__ = ("_packed", "_unpack")

@@ -198,7 +198,7 @@ def compute_device(store: TieredStore) -> torch.device:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class HomeRequest:
     """A block that needs a home. ``homes`` lists the allowed tiers, preferred first."""
 
     key: str
@@ -249,7 +249,7 @@ class SharedState:
             ValueError: A block with this key exists.
         """
         store = self._store
-        wanted = Wanted(key, num_elements * dtype.itemsize, tuple(homes), durable)
+        wanted = HomeRequest(key, num_elements * dtype.itemsize, tuple(homes), durable)
         (name,) = self.placed([wanted])
         store.register(key, (num_elements,), dtype, home=name, durable=durable)
         kept = _kept_bytes(store, name, wanted)
@@ -259,7 +259,7 @@ class SharedState:
             self._undo.append(key)
         return name
 
-    def placed(self, blocks: Sequence[Wanted]) -> list[str]:
+    def placed(self, blocks: Sequence[HomeRequest]) -> list[str]:
         """Return the homes that the blocks would get if they were registered in this order.
 
         Raises:
@@ -338,7 +338,7 @@ def room_for_homes(store: TieredStore, name: str) -> int:
     return tier.capacity_bytes - store.stats().tiers[name].home_bytes
 
 
-def _kept_bytes(store: TieredStore, name: str, block: Wanted) -> int:
+def _kept_bytes(store: TieredStore, name: str, block: HomeRequest) -> int:
     """Return the bytes that generations of a block use on a drive in addition to its home."""
     tier = store.tier(name)
     return tier.slot_bytes(block.nbytes) * store.keep_generations if block.durable and tier.durable else 0

@@ -23,7 +23,7 @@ from megatrain.embed.absent_parameters import attach, holder_of, make_absent, ma
 from megatrain.embed.gradient_block import BlockUpdater, GradientBlock
 from megatrain.embed.modes import past_modes
 from megatrain.embed.room import WeightLease, WholeBlocks
-from megatrain.embed.saved_tensors import Delegated, KeptInMemory, SavedTensor, outer_hooks, saving
+from megatrain.embed.saved_tensors import KeptInMemory, OuterSavedTensor, SavedTensor, outer_hooks, saving
 from megatrain.embed.stores import compute_device, shared_state
 from megatrain.embed.use_order import UseOrder
 from tiered import Mode, TieredStore, checksum
@@ -430,6 +430,6 @@ def weight_hooks(window: BackwardWindow) -> torch.autograd.graph.saved_tensors_h
         if block is not None and block.held is not None:
             offset = int(tensor.storage_offset()) - int(block.held.storage_offset())
             return _SavedWeight(window, block, block.version, tensor.size(), tensor.stride(), offset)
-        return KeptInMemory(tensor) if outer is None else Delegated(outer, tensor)
+        return KeptInMemory(tensor) if outer is None else OuterSavedTensor(outer, tensor)
 
     return saving(pack)

@@ -20,7 +20,7 @@ from megatrain.engine.pieces import PassingGradient, UseSiteGradients
 from megatrain.engine.program import activation_key, cache_key, layouts_of_unit, results_key
 from megatrain.engine.ranked import Ranks
 from megatrain.engine.updates import PendingUpdate, UpdateOps
-from megatrain.ranks.collectives import Alone
+from megatrain.ranks.collectives import SingleRank
 
 if TYPE_CHECKING:
     from megatrain.base.layout import UnitLayout
@@ -58,7 +58,7 @@ class StoreAccess:
         store: TieredStore,
         model: StreamedModel,
         threads: KernelThreads,
-        collectives: Collectives | Alone,
+        collectives: Collectives | SingleRank,
         updater: Updater | None = None,
         timeline: Timeline | None = None,
         activity: Activity | None = None,
@@ -67,12 +67,12 @@ class StoreAccess:
         self._execution = TapeExecution(store, model, timeline, activity)
         self._gradients = StepGradients(model, threads)
         self._sharding: ShardingHooks
-        if isinstance(collectives, Alone):
+        if isinstance(collectives, SingleRank):
             self._sharding = OneProcess(self._execution, self._gradients)
         else:
             self._sharding = Ranks(collectives, self._execution, self._gradients)
         self._updates = None if updater is None else UpdateOps(self._execution, updater)
-        is_alone = isinstance(collectives, Alone)
+        is_alone = isinstance(collectives, SingleRank)
         self.updates_ahead = is_alone and self._updates is not None and self._updates.are_all_on_device()
         self._has_updated_ahead = False
         self._pending: PendingUpdate | None = None  # update to apply in the update ops of the tape

@@ -20,7 +20,7 @@ from megatrain.base.errors import UnsupportedModelError
 from megatrain.engine.absent_weights import AbsentWeight, WeightRead, absent_weight
 from megatrain.engine.arguments import CapturedArguments, CapturedResult
 from megatrain.engine.compiled_layers import naming_failures
-from megatrain.engine.passing import PartedWeight, RowLookUps
+from megatrain.engine.passing import RowLookUps, SplitWeight
 from megatrain.engine.state import without_saved_tensors
 from megatrain.engine.suspend import UnitCall, suspend
 from megatrain.engine.weight_gradients import GradientReceiver, GradientTarget, intercepting, weight_leaf
@@ -116,7 +116,7 @@ class BoundUnit:
         """Return the graph leaf for a weight. Compiled layers get plain tensors, which torch can compile."""
         if not isinstance(weight, Tensor):
             target = GradientTarget(self.receiver, owner) if self._trainable[owner] else None
-            return PartedWeight.in_place_of(self._absent[owner], weight, target, self.rows)
+            return SplitWeight.in_place_of(self._absent[owner], weight, target, self.rows)
         values = weight.detach().to(self._declared_dtype[owner])
         if self._trainable[owner] and values.dim() == 2 and not self._is_compiled:
             return weight_leaf(values, GradientTarget(self.receiver, owner))
@@ -138,7 +138,7 @@ class BoundUnit:
         """Return the names of bound weights by id, without weights in parts; empty for compiled layers."""
         if self._is_compiled:
             return {}
-        return {id(leaf): owner for owner, leaf in self.leaves() if not isinstance(leaf, PartedWeight)}
+        return {id(leaf): owner for owner, leaf in self.leaves() if not isinstance(leaf, SplitWeight)}
 
     def has(self, owner: str) -> bool:
         """Return whether the unit uses the parameter with this name."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatrain.base.progress import Activity
 from megatrain.engine.background import BackgroundUpdates
 from megatrain.engine.freed_memory import give_back_beyond_limit
-from megatrain.engine.tape import Op, Pinned, Tape, TapeStore, Use, compile_step
+from megatrain.engine.tape import Op, PinnedCopy, Tape, TapeStore, Use, compile_step
 from megatrain.engine.workspace import computing_bytes
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ class TapeExecution:
             for tick in model.program.ticks
         }
         self._op_bytes = computing_bytes(model.trace, model.program)  # by tick
-        self._tapes: dict[tuple[bool, bool, frozenset[tuple[str, Pinned]]], Tape] = {}  # a run has two or three tapes
-        self._pinned: Mapping[str, Pinned] = {}  # copies that the previous tape kept pinned
+        self._tapes: dict[tuple[bool, bool, frozenset[tuple[str, PinnedCopy]]], Tape] = {}  # two or three per run
+        self._pinned: Mapping[str, PinnedCopy] = {}  # copies that the previous tape kept pinned
         self._first_tick = 0
         self._is_ahead = False  # whether the ops are updates that the schedule places in the next step
         self._ops: Iterator[Op] = iter(())
@@ -91,7 +91,7 @@ class TapeExecution:
         self._is_ahead = True
         self._ops = iter(self._tape(True, False, {}).ops)
 
-    def _tape(self, updates: bool, passes: bool, pinned: Mapping[str, Pinned]) -> Tape:
+    def _tape(self, updates: bool, passes: bool, pinned: Mapping[str, PinnedCopy]) -> Tape:
         kind = (updates, passes, frozenset(pinned.items()))
         if kind not in self._tapes:
             self._tapes[kind] = compile_step(

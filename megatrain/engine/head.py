@@ -29,7 +29,7 @@ from megatrain.base.progress import Activity
 from megatrain.engine.arguments import has_differentiable
 from megatrain.engine.cross_entropy import RunningSoftmax
 from megatrain.engine.head_model import HeadModel, HeadRows, TrunkOutput
-from megatrain.engine.head_weights import HeadWeights, Leaves
+from megatrain.engine.head_weights import HeadGradients, HeadWeights
 from megatrain.engine.state import without_saved_tensors
 from megatrain.engine.token_scores import RunningTopK, TokenScores, joined_scores
 
@@ -149,7 +149,7 @@ class ChunkedHead:
         self._activity.micro_batch = item.micro_batch + 1
         self._random.set(item.random_state)
 
-    def _run_one(self, item: TrunkOutput, num_items: int, leaves: Leaves) -> HeadResult:
+    def _run_one(self, item: TrunkOutput, num_items: int, leaves: HeadGradients) -> HeadResult:
         """Run all pieces of one micro-batch in order. The caller has leased all weights."""
         losses: list[Tensor] = []
         leaves.at(item)
@@ -163,7 +163,9 @@ class ChunkedHead:
                 piece.store_gradient(hidden_grad)
         return self._result(item, num_items, losses, hidden_grad)
 
-    def _run_compared(self, item: TrunkOutput, num_items: int, leaves: Leaves, hidden_grad: Tensor | None) -> Tensor:
+    def _run_compared(
+        self, item: TrunkOutput, num_items: int, leaves: HeadGradients, hidden_grad: Tensor | None
+    ) -> Tensor:
         """Return a micro-batch's loss, and accumulate its gradients, for losses that compare rows.
 
         All rows are added to the loss before any gradient is computed, because the loss compares rows across pieces.
@@ -307,7 +309,7 @@ class ChunkedHead:
             losses.append(self._model.auxiliary(item, num_items, crossing, grads))
         return losses, crossing, grads
 
-    def _run_piece(self, piece: HeadRows, num_items: int, leaves: Leaves) -> Tensor:
+    def _run_piece(self, piece: HeadRows, num_items: int, leaves: HeadGradients) -> Tensor:
         """Return the loss of a piece, and accumulate the gradients of weights and hidden states."""
         if piece.loss is None:
             loss = self._model.loss(piece.item, piece.output, piece.labels, num_items)
@@ -331,7 +333,7 @@ class ChunkedHead:
         if is_kept and torch.is_grad_enabled():
             piece.kept.append(logits)
 
-    def _add_gradients(self, piece: HeadRows, part: VocabularyPart | None, leaves: Leaves) -> None:
+    def _add_gradients(self, piece: HeadRows, part: VocabularyPart | None, leaves: HeadGradients) -> None:
         """Accumulate the gradients that a part contributes. Recompute the part's logits if they were not kept."""
         assert piece.loss is not None
         logits = piece.kept.pop() if piece.kept else self._model.logits(piece.item, piece.output, part)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatrain.engine.bound_unit import BoundUnit
 from megatrain.engine.head_model import HeadRows, TrunkOutput
-from megatrain.engine.passing import PartedWeight
+from megatrain.engine.passing import SplitWeight
 from megatrain.engine.unit_run import optional_gradients
 from megatrain.engine.vocabulary import PartWeight, VocabularyPart
 from megatrain.engine.weight_gradients import GradientTarget, target_of, weight_leaf
@@ -20,14 +20,14 @@ from megatrain.engine.weight_gradients import GradientTarget, target_of, weight_
 if TYPE_CHECKING:
     from megatrain.engine.program import BlockAccess, GradientSink
 
-__all__ = ["HeadWeights", "Leaves"]
+__all__ = ["HeadWeights", "HeadGradients"]
 
 #: For each unit of the head: the unit, the number of the visit, and the trainable weights by name.
 BoundWeights = list[tuple[BoundUnit, int, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Leaves:
+class HeadGradients:
     """Trained weights of a head, by visit and name, and the sinks for their gradients, by visit."""
 
     weights: dict[tuple[int, str], Tensor]
@@ -82,7 +82,7 @@ class HeadWeights:
         self._bounds, self._access = bounds, access
         self._cut, self._part_weight, self._ranges = cut_weight, part_weight, ranges
         self.parts: list[VocabularyPart] = []
-        self._passing: PartedWeight | None = None  # set if its blocks are leased one at a time
+        self._passing: SplitWeight | None = None  # set if its blocks are leased one at a time
 
     @property
     def passes(self) -> bool:
@@ -104,9 +104,9 @@ class HeadWeights:
             units.append((bound, visit, own))
         return units
 
-    def leaves(self, stack: ExitStack, units: BoundWeights) -> Leaves:
+    def leaves(self, stack: ExitStack, units: BoundWeights) -> HeadGradients:
         """Lease the gradient accumulators of bound weights until the stack closes."""
-        leaves = Leaves({}, {})
+        leaves = HeadGradients({}, {})
         for bound, visit, own in units:
             leaves.weights.update(((visit, name), leaf) for name, leaf in own.items())
             if own:
@@ -125,7 +125,7 @@ class HeadWeights:
             return
         yield from (self._block(weight, number) for number in range(len(weight.parts.rows)))
 
-    def places(self, leaves: Leaves) -> Iterator[AbstractContextManager[list[VocabularyPart]]]:
+    def places(self, leaves: HeadGradients) -> Iterator[AbstractContextManager[list[VocabularyPart]]]:
         """Yield contexts like ``blocks``, but in reverse order. The contexts also lease blocks of the gradient.
 
         If neither weight nor gradient passes, all parts count as one block.
@@ -139,7 +139,7 @@ class HeadWeights:
         if not rows:
             yield nullcontext(self.parts)
 
-    def rows_of(self, part: VocabularyPart, leaves: Leaves) -> AbstractContextManager[None]:
+    def rows_of(self, part: VocabularyPart, leaves: HeadGradients) -> AbstractContextManager[None]:
         """Return a context in which the gradients of one vocabulary part are accumulated."""
         for sink in leaves.sinks.values():
             if sink.rows_of_parts(self._cut):
@@ -149,7 +149,7 @@ class HeadWeights:
     def _parts_of(self, weight: Tensor, stack: ExitStack) -> list[VocabularyPart]:
         """Return the vocabulary parts, leased until the stack closes, or no parts if the weight passes."""
         self._passing = None
-        if not isinstance(weight, PartedWeight):
+        if not isinstance(weight, SplitWeight):
             return _vocabulary_parts(weight.detach(), 0, self._ranges, target_of(weight))
         if weight.parts.passes:
             self._passing = weight
@@ -160,7 +160,7 @@ class HeadWeights:
         return parts
 
     @contextmanager
-    def _block(self, weight: PartedWeight, number: int) -> Iterator[list[VocabularyPart]]:
+    def _block(self, weight: SplitWeight, number: int) -> Iterator[list[VocabularyPart]]:
         """Lease a block of the weight, and yield the vocabulary parts in the block."""
         rows = weight.parts.rows[number]
         inside = [(start, stop) for start, stop in self._ranges if start in rows]

@@ -22,7 +22,7 @@ from tiered.ext import HostSlab
 from tiered.units import MiB, round_up
 
 __all__ = [
-    "ArrivingNumbers",
+    "PendingScalars",
     "HostMirror",
     "MicroBatches",
     "Staging",
@@ -155,7 +155,7 @@ def sent_to_host(tensor: Tensor) -> tuple[Tensor, Any]:
     return host, arrived
 
 
-class ArrivingNumbers:
+class PendingScalars:
     """Scalars that are being transferred to the host in double precision. All device scalars share one copy.
 
     Args:
@@ -187,7 +187,7 @@ def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
     Args:
         values: Numbers, and tensors of one element of any float dtype; all tensors are on one device.
     """
-    return ArrivingNumbers(values).read()
+    return PendingScalars(values).read()
 
 
 #: Operations that the mirror repeats on the host. They depend only on their arguments and are exact for integers.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from megatrain.base.layout import InPieces, Piece, UnitLayout, pieces_of_parts, views, views_of_pieces
-from megatrain.engine.host_io import ArrivingNumbers
+from megatrain.base.layout import Piece, SplitTensor, UnitLayout, pieces_of_parts, views, views_of_pieces
+from megatrain.engine.host_io import PendingScalars
 from megatrain.engine.pieces import DecodedWeights, LeasedParts, fp32_like, fp32_sum, zero_gaps
 from megatrain.engine.program import decoded_bytes, layouts_of_unit
 from megatrain.engine.weight_gradients import GradientAccumulator, LaneAccumulator
@@ -118,7 +118,7 @@ class OneProcess(ShardingHooks):
         """Queue the transfer of a step's results to the host, which needs one host sync; see ``ShardingHooks``."""
         squared_norms = self._step_gradients.squared_norms
         squares = [squared_norms[layout.name] for layout in layouts]
-        arriving = ArrivingNumbers([*terms, *(total for _, total, _ in figures), *squares])
+        arriving = PendingScalars([*terms, *(total for _, total, _ in figures), *squares])
 
         def read() -> tuple[list[float], list[tuple[str, float, int]]]:
             numbers = iter(arriving.read())
@@ -289,9 +289,9 @@ class LeasedGradients:
                 keys = own[layout.name]
                 self._close(layout, visit, sums.pop(layout.name), [tensors[key] for key in keys], keys, added)
 
-    def _targets(self, sums: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor | InPieces]:
+    def _targets(self, sums: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor | SplitTensor]:
         """Return views of gradient memory by parameter, given the memory by layout and part."""
-        targets: dict[str, torch.Tensor | InPieces] = {}
+        targets: dict[str, torch.Tensor | SplitTensor] = {}
         for name, parts in sums.items():
             layout = self._graph.layouts[name]
             if name not in self._pieces:  # does not change between steps

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatrain.engine.program import MatrixParts
     from megatrain.engine.suspend import UnitCall
 
-__all__ = ["PartedWeight", "RowLookUps", "lease_passing_parts"]
+__all__ = ["SplitWeight", "RowLookUps", "lease_passing_parts"]
 
 
 class RowLookUps:
@@ -33,13 +33,13 @@ class RowLookUps:
     """
 
     def __init__(self) -> None:
-        self._weights: list[PartedWeight] = []
+        self._weights: list[SplitWeight] = []
         self.call_index = 0
 
     @contextmanager
     def bound(self, leaves: Iterable[Tensor]) -> Iterator[None]:
         """Look up rows in those bound weights whose parts pass, within the context."""
-        self._weights = [leaf for leaf in leaves if isinstance(leaf, PartedWeight) and leaf.parts.passes]
+        self._weights = [leaf for leaf in leaves if isinstance(leaf, SplitWeight) and leaf.parts.passes]
         try:
             yield
         finally:
@@ -60,7 +60,7 @@ class RowLookUps:
             for call in calls:
                 try:
                     begin(call)
-                except _RowsWanted as asked:
+                except _RowsNeeded as asked:
                     wanted[-1].append(asked.indexes)
             assert len(wanted[-1]) == len(calls), "a unit does not look up rows of a weight whose parts pass"
             weight.look_up(wanted[-1])
@@ -85,7 +85,7 @@ def lease_passing_parts(weights: Mapping[str, Tensor | MatrixParts]) -> None:
                     pass
 
 
-class PartedWeight(AbsentWeight):
+class SplitWeight(AbsentWeight):
     """Placeholder for a matrix whose rows are stored in several blocks. Can be used only in `F.embedding`.
 
     If all blocks are leased together, `F.embedding` looks up the rows. If blocks are leased one at a time,
@@ -103,11 +103,11 @@ class PartedWeight(AbsentWeight):
     @classmethod
     def in_place_of(
         cls, absent: AbsentWeight, parts: MatrixParts, target: GradientTarget | None, look_ups: RowLookUps
-    ) -> PartedWeight:
+    ) -> SplitWeight:
         """Return a placeholder for ``absent``. If there is a target, the placeholder requires a gradient."""
         weight: Any = Tensor._make_subclass(cls, absent, target is not None)
         weight.parts, weight.target, weight._look_ups, weight._found = parts, target, look_ups, []
-        assert isinstance(weight, PartedWeight)
+        assert isinstance(weight, SplitWeight)
         return weight
 
     def look_up(self, wanted: Sequence[Tensor]) -> None:
@@ -124,20 +124,20 @@ class PartedWeight(AbsentWeight):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-class _RowsWanted(BaseException):
+class _RowsNeeded(BaseException):
     """Signal that aborts a unit's forward at its look-up. Not an `Exception`, so model code does not catch it."""
 
-    def __init__(self, weight: PartedWeight, indexes: Tensor) -> None:
+    def __init__(self, weight: SplitWeight, indexes: Tensor) -> None:
         self.weight, self.indexes = weight, indexes
         super().__init__()
 
 
-def _embedding_of_parts(indexes: Tensor, weight: PartedWeight, padding_idx: int | None = None, **_: Any) -> Tensor:
+def _embedding_of_parts(indexes: Tensor, weight: SplitWeight, padding_idx: int | None = None, **_: Any) -> Tensor:
     """Compute `F.embedding`. The trace has ruled out options that change the weight or scale its gradient."""
     rows: Tensor | None
     if weight.parts.passes:
         if not weight._found:
-            raise _RowsWanted(weight, indexes)
+            raise _RowsNeeded(weight, indexes)
         call_index = weight._look_ups.call_index
         rows, weight._found[call_index] = weight._found[call_index], None  # the model can change the rows in place
         assert rows is not None and rows.shape[:-1] == indexes.shape, "a second look-up of rows in one run"
@@ -152,7 +152,7 @@ def _embedding_of_parts(indexes: Tensor, weight: PartedWeight, padding_idx: int 
 _LOOK_UP_NBYTES = 16 << 20
 
 
-def _rows_in_parts(weight: PartedWeight, wanted: Sequence[Tensor]) -> list[Tensor]:
+def _rows_in_parts(weight: SplitWeight, wanted: Sequence[Tensor]) -> list[Tensor]:
     """Return the rows of a matrix for several index tensors, leasing each part once."""
     width, parts = weight.parts.shape[1], weight.parts
     made = [torch.full((*each.shape, width), torch.nan, dtype=weight.dtype, device=each.device) for each in wanted]

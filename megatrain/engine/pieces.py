@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from megatrain.base.layout import InPieces, Piece, UnitLayout
+from megatrain.base.layout import Piece, SplitTensor, UnitLayout
 from megatrain.engine.weight_gradients import GradientAccumulator, LaneAccumulator
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class PassingGradient:
         name, left = self._entry.name, iter(places[1:])
 
         def sums(memory: torch.Tensor, added: set[str]) -> GradientAccumulator:
-            target = InPieces([(Piece(0, 0, range(start, stop), None, tuple(memory.shape)), memory)])
+            target = SplitTensor([(Piece(0, 0, range(start, stop), None, tuple(memory.shape)), memory)])
             return GradientAccumulator({name: target}, added, begins_with_zero=True)
 
         with self._place.open_sums() as make:

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.encoding import AveragedWeight, Encoding
-from megatrain.engine.saved_results import NOT_SAVABLE, Savable
-from megatrain.engine.unneeded import NOTHING_UNNEEDED, Unneeded
+from megatrain.engine.saved_results import NOT_SAVABLE, SavableResults
+from megatrain.engine.unneeded import NOTHING_UNNEEDED, SkippedProducts
 from megatrain.engine.work import NO_WORK, Work
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.matrices import DIRECTION_BYTES, matrix_elements
@@ -49,7 +49,7 @@ __all__ = [
     "KINDS",
     "BlockAccess",
     "BlockPlan",
-    "Cuts",
+    "LayoutSplits",
     "FrozenWeights",
     "GradientSink",
     "Group",
@@ -138,11 +138,11 @@ class TracedVisit:
     forward: Work = NO_WORK
     backward: Work = NO_WORK
     by_part: frozenset[str] = frozenset()
-    attention: Savable = NOT_SAVABLE
-    results: Savable = NOT_SAVABLE
+    attention: SavableResults = NOT_SAVABLE
+    results: SavableResults = NOT_SAVABLE
     reused: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     chance_of_no_token: float = 0.0
-    unneeded: Unneeded = NOTHING_UNNEEDED
+    unneeded: SkippedProducts = NOTHING_UNNEEDED
 
     @property
     def is_recomputed(self) -> bool:
@@ -282,7 +282,7 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class LayoutSplits:
     """Division of layouts into blocks.
 
     Attributes:
@@ -315,7 +315,7 @@ class Recompute:
     saved_results: frozenset[int] = frozenset()
     kept_parts: int = 1
 
-    def savable(self, number: int, visit: TracedVisit) -> Savable:
+    def savable(self, number: int, visit: TracedVisit) -> SavableResults:
         """Return the results that visit ``number`` saves for its recompute."""
         if number in self.saved_results:
             return visit.results
@@ -386,7 +386,7 @@ class StepProgram:
     blocks: Mapping[str, BlockPlan]
     ticks: tuple[Tick, ...]
     compute_tier: str
-    cuts: Cuts = field(default_factory=Cuts)
+    cuts: LayoutSplits = field(default_factory=LayoutSplits)
     updates: GroupUpdates = field(default_factory=GroupUpdates)
     recompute: Recompute = field(default_factory=Recompute)
     sharding: Sharding = field(default_factory=Sharding)
@@ -872,7 +872,7 @@ class ProgramBuilder:
             blocks,
             tuple(self._ticks()),
             self._compute_tier,
-            cuts=Cuts(self._parts, self._cut_weights, self._passing),
+            cuts=LayoutSplits(self._parts, self._cut_weights, self._passing),
             updates=self._updates,
             sharding=self._sharding,
             encodings=self._frozen.encodings,

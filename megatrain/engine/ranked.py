@@ -7,7 +7,7 @@ updated and moved like whole blocks. Full copies and sums are workspace, planned
 
 The program's ticks determine all collectives, because the model's requests depend on the data. Passing parts of the
 vocabulary are gathered, and their gradients exchanged, within the visit's own tick. Each part has a turn in the tick,
-even if the model does not request the part (`PartTurns`).
+even if the model does not request the part (`PartOrder`).
 
 If the program gathers ahead (`Sharding.gathers_ahead`), collectives run concurrently with the layers. On a GPU they use
 a separate stream. The two streams wait for each other on the device, without blocking the host. Memory is freed only
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatrain.base.layout import InPieces, views, views_of_parts
+from megatrain.base.layout import SplitTensor, views, views_of_parts
 from megatrain.engine.host_io import sent_to_host
 from megatrain.engine.leased import ShardingHooks
 from megatrain.engine.pieces import LeasedParts, zero_gaps
@@ -60,7 +60,7 @@ class Ranks(ShardingHooks):
         self._collectives, self._program = collectives, program
         self._execution, self._step_gradients = execution, gradients
         self.window = RankWindow(program)
-        self._turns = PartTurns(self._pass_unused)
+        self._turns = PartOrder(self._pass_unused)
         self.weights: FullCopies = FullCopies(collectives, execution, self.window, self._turns)
         self.gradients: ExchangedGradients = ExchangedGradients(
             collectives, execution, gradients, self.window, self._turns
@@ -245,7 +245,7 @@ class RankWindow:
         return event
 
 
-class PartTurns:
+class PartOrder:
     """Order in which passing parts are gathered, and their gradients exchanged, within a tick.
 
     The order does not depend on data: a part has a turn even if a rank has no rows or no gradient for the part.
@@ -314,7 +314,7 @@ class _CopiesOfTick:
 
 
 @dataclass(frozen=True, slots=True)
-class _SentSums:
+class _ExchangedSums:
     """Gradient sums that an exchange is sending, and the event that marks the end of the exchange."""
 
     sums: list[Tensor]
@@ -325,7 +325,7 @@ class FullCopies:
     """``WeightPlace`` that provides full copies of weights, gathered from the shards of all ranks."""
 
     def __init__(
-        self, collectives: Collectives, execution: TapeExecution, window: RankWindow, turns: PartTurns
+        self, collectives: Collectives, execution: TapeExecution, window: RankWindow, turns: PartOrder
     ) -> None:
         self._collectives, self._execution, self._window, self._turns = collectives, execution, window, turns
         self._graph, self._program = execution.model.graph, execution.model.program
@@ -454,7 +454,7 @@ class ExchangedGradients:
         execution: TapeExecution,
         gradients: StepGradients,
         window: RankWindow,
-        turns: PartTurns,
+        turns: PartOrder,
     ) -> None:
         self._collectives, self._execution, self._gradients = collectives, execution, gradients
         self._window, self._turns = window, turns
@@ -464,7 +464,7 @@ class ExchangedGradients:
             for use in range(len(gradients.uses[layout.name])):
                 for part, key in enumerate(self._program.gradient_keys(layout, use)):
                     self._places[key] = layout.name, use, part
-        self._sending: list[_SentSums] = []  # sums that an exchange is sending
+        self._sending: list[_ExchangedSums] = []  # sums that an exchange is sending
         self._sums: dict[tuple[str, int], list[Tensor]] = {}  # layout, use site -> one sum per range of lanes
         self._partials: dict[tuple[str, int], Tensor] = {}  # layout, part -> partial sums of squares
 
@@ -503,7 +503,7 @@ class ExchangedGradients:
             }
             self._window.count(sum(each.nbytes for each in memory.values()))
             made.append(memory)
-            targets: dict[str, Tensor | InPieces] = {}
+            targets: dict[str, Tensor | SplitTensor] = {}
             for layout in layouts:
                 # Use the same pieces as a single process, because matmuls of different shapes can round differently.
                 parts = self._program.parts_of(layout)
@@ -544,7 +544,7 @@ class ExchangedGradients:
                         self._window.count(-sum(each.nbytes for each in sent))
                         sent.clear()
             if self._window.side is not None:
-                self._sending.append(_SentSums(sent, self._window.event()))
+                self._sending.append(_ExchangedSums(sent, self._window.event()))
 
     def _exchange_part(self, keys: Sequence[str], tensors: Mapping[str, Tensor], sums: Sequence[Tensor]) -> None:
         """Sum a part's gradient at one use site over all ranks, and store this rank's shard.

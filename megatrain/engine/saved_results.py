@@ -29,7 +29,7 @@ from megatrain.engine.unneeded import Answer, WeightProducts
 from megatrain.engine.work import NO_WORK, Work
 from tiered.units import round_up
 
-__all__ = ["NOT_SAVABLE", "ResultSizes", "Savable", "SavedResults"]
+__all__ = ["NOT_SAVABLE", "ResultSizes", "SavableResults", "SavedResults"]
 
 #: Results have the same alignment as new tensors, because alignment affects which code a kernel uses.
 _ALIGNMENT_BYTES = 512
@@ -38,7 +38,7 @@ _RANDOM_STATE_BYTES = 2 * _ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Savable:
+class SavableResults:
     """Size of a visit's savable results, and the work that the recompute avoids if they are saved.
 
     Attributes:
@@ -54,7 +54,7 @@ class Savable:
         return Work(moved_nbytes=2 * self.nbytes)
 
 
-NOT_SAVABLE = Savable()
+NOT_SAVABLE = SavableResults()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class ResultSizes:
     ) -> None:
         self._owners, self._flops_of = owners, flops_of
         self.attention = NOT_SAVABLE
-        self._products: dict[str, Savable] = {}  # weight's owner -> its products
+        self._products: dict[str, SavableResults] = {}  # weight's owner -> its products
 
     def measuring(self) -> AbstractContextManager[Any]:
         """Return a context that measures the results of the run within it."""
@@ -184,20 +184,20 @@ class ResultSizes:
             if all(_is_dense(item) for item in held):
                 nbytes = sum(_stored_nbytes(item) for item in held)
                 nbytes += _RANDOM_STATE_BYTES * (device.type == "cuda")
-                self.attention = _sum(self.attention, Savable(nbytes, attention.work))
+                self.attention = _sum(self.attention, SavableResults(nbytes, attention.work))
             return results
 
         def product(owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             result = func(*args, **kwargs)
             if _is_stored(result, result.device) and _is_dense(result):
                 work = Work(product_flops=self._flops_of(func, args, kwargs, result), launches=1)
-                found = Savable(_stored_nbytes(result), work)
+                found = SavableResults(_stored_nbytes(result), work)
                 self._products[owner] = _sum(self._products.get(owner, NOT_SAVABLE), found)
             return result
 
         return _calls(call, self._owners, product)
 
-    def results(self, unneeded: Container[str]) -> Savable:
+    def results(self, unneeded: Container[str]) -> SavableResults:
         """Return the total of attention results and matmul results, except matmuls with weights in ``unneeded``."""
         found = self.attention
         for owner, product in self._products.items():
@@ -206,8 +206,8 @@ class ResultSizes:
         return found
 
 
-def _sum(one: Savable, other: Savable) -> Savable:
-    return Savable(one.nbytes + other.nbytes, one.work + other.work)
+def _sum(one: SavableResults, other: SavableResults) -> SavableResults:
+    return SavableResults(one.nbytes + other.nbytes, one.work + other.work)
 
 
 def _stored_nbytes(item: Tensor) -> int:

@@ -28,7 +28,7 @@ from megatrain.optim.base import Update
 from megatrain.optim.clip import NonFiniteGradientError, decide_on_device, global_norm, gradient_scale
 from megatrain.optim.matrices import DeviceMatrices
 from megatrain.optim.threads import KernelThreads
-from megatrain.ranks.collectives import Alone
+from megatrain.ranks.collectives import SingleRank
 
 if TYPE_CHECKING:
     from megatrain.base.timeline import Timeline
@@ -84,14 +84,14 @@ class StepEngine:
         model: StreamedModel,
         recipe: StepRecipe,
         *,
-        collectives: Collectives | Alone | None = None,
+        collectives: Collectives | SingleRank | None = None,
         threads: KernelThreads | None = None,
         timeline: Timeline | None = None,
         activity: Activity | None = None,
     ) -> None:
         program = model.program
         self._recipe, self._program = recipe, program
-        self._collectives = collectives or Alone()
+        self._collectives = collectives or SingleRank()
         self._updater = Updater(model, recipe)
         self._access = StoreAccess(
             store, model, threads or KernelThreads(), self._collectives, self._updater, timeline, activity
@@ -277,13 +277,13 @@ class EvaluationEngine:
         store: TieredStore,
         model: StreamedModel,
         *,
-        collectives: Collectives | Alone | None = None,
+        collectives: Collectives | SingleRank | None = None,
         timeline: Timeline | None = None,
         activity: Activity | None = None,
     ) -> None:
         self.program = model.program
         self._access = StoreAccess(
-            store, model, KernelThreads(1), collectives or Alone(), timeline=timeline, activity=activity
+            store, model, KernelThreads(1), collectives or SingleRank(), timeline=timeline, activity=activity
         )
         self._runner = LayerRunner(
             model.graph,

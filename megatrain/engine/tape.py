@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatrain.engine.program import ModelPhase, Phase, Stays, StepProgram
     from tiered import Mode, TieredStore
 
-__all__ = ["BlockUse", "Op", "Pinned", "Release", "Tape", "TapeStore", "Use", "compile_step", "follow"]
+__all__ = ["BlockUse", "Op", "PinnedCopy", "Release", "Tape", "TapeStore", "Use", "compile_step", "follow"]
 
 
 class Release(enum.Enum):
@@ -46,7 +46,7 @@ class BlockUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Pinned:
+class PinnedCopy:
     """Copy that is pinned in a tier other than its home, until its next use.
 
     Attributes:
@@ -77,8 +77,8 @@ class Use:
 
 
 def follow(
-    key: str, accesses: Sequence[BlockUse], home: str, pinned: Pinned | None = None
-) -> tuple[list[Use], Pinned | None]:
+    key: str, accesses: Sequence[BlockUse], home: str, pinned: PinnedCopy | None = None
+) -> tuple[list[Use], PinnedCopy | None]:
     """Determine the transfers of one block in a step. Only this function decides which bytes move.
 
     Args:
@@ -102,7 +102,7 @@ def follow(
         release = Release.DISCARD if access.is_last else Release.PIN if access.is_pinned else Release.EVICT
         fetches = access.mode != "w" and not was_pinned
         uses.append(Use(key, access.mode, was_pinned, fetches, release, is_newer and release is Release.EVICT))
-        pinned = Pinned(access.tier, is_newer) if release is Release.PIN else None
+        pinned = PinnedCopy(access.tier, is_newer) if release is Release.PIN else None
     return uses, pinned
 
 
@@ -141,7 +141,7 @@ class Tape:
     """
 
     ops: tuple[Op, ...]
-    pinned: Mapping[str, Pinned] = field(default_factory=dict)
+    pinned: Mapping[str, PinnedCopy] = field(default_factory=dict)
 
     def transfers(self, homes: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
         """Yield (key, source tier, destination tier) for all transfers, in order."""
@@ -160,7 +160,7 @@ def compile_step(
     *,
     updates: bool = True,
     passes: bool = True,
-    pinned: Mapping[str, Pinned] | None = None,
+    pinned: Mapping[str, PinnedCopy] | None = None,
 ) -> Tape:
     """Return the tape of one step.
 

@@ -35,7 +35,7 @@ __all__ = [
     "NOTHING_UNNEEDED",
     "Answer",
     "ProductUses",
-    "Unneeded",
+    "SkippedProducts",
     "WeightProducts",
     "changed_arguments",
     "without_values",
@@ -62,7 +62,7 @@ _SHAPE_ALONE = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Unneeded:
+class SkippedProducts:
     """Matmuls that a visit's recompute skips.
 
     Attributes:
@@ -74,7 +74,7 @@ class Unneeded:
     work: Work = NO_WORK
 
 
-NOTHING_UNNEEDED = Unneeded()
+NOTHING_UNNEEDED = SkippedProducts()
 
 #: Function that returns the result of a call, given the weight's name, the operator and the operator's arguments.
 Answer = Callable[[str, Any, tuple[Any, ...], Mapping[str, Any]], Any]
@@ -118,7 +118,7 @@ class ProductUses:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Track all code that runs within the context."""
-        with _Following(self._follow), WeightProducts(self._owners, self._product):
+        with _OperatorHook(self._follow), WeightProducts(self._owners, self._product):
             yield
 
     def record_saved(self, tensor: Tensor) -> None:
@@ -132,7 +132,7 @@ class ProductUses:
         for key in keys if owners else ():
             self._depends.setdefault(key, set()).update(owners)
 
-    def unneeded(self, results: Iterable[Tensor]) -> Unneeded:
+    def unneeded(self, results: Iterable[Tensor]) -> SkippedProducts:
         """Return the matmuls whose results are needed neither by a gradient nor by code after the run.
 
         Args:
@@ -141,7 +141,7 @@ class ProductUses:
         returned = {_storage(tensor) for tensor in results} - self._saved
         needed = self._needed.union(*(owners for key, owners in self._depends.items() if key not in returned))
         weights = frozenset(self._work.keys() - needed)
-        return Unneeded(weights, sum((self._work[name] for name in sorted(weights)), NO_WORK))
+        return SkippedProducts(weights, sum((self._work[name] for name in sorted(weights)), NO_WORK))
 
     def _product(self, owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         result: Tensor = func(*args, **kwargs)
@@ -220,7 +220,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._answer(func, args, kwargs or {})
 
 
-class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OperatorHook(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode that routes all operators to ``follow``."""
 
     def __init__(self, follow: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from megatrain.engine.host_io import ArrivingNumbers
+from megatrain.engine.host_io import PendingScalars
 from megatrain.engine.program import uses_of_layouts
 from megatrain.optim.base import MatrixOptimizer, Segment, Update
 from megatrain.optim.by_tier import optimizers_by_tier
@@ -49,14 +49,14 @@ class LayerScales:
     def __init__(self, max_grad_norm: float, nonfinite: Literal["stop", "skip", "ignore"]) -> None:
         self._max_grad_norm, self._nonfinite = max_grad_norm, nonfinite
         self._checks_norm = max_grad_norm > 0 or nonfinite != "ignore"
-        self._arriving: dict[str, ArrivingNumbers] = {}
+        self._arriving: dict[str, PendingScalars] = {}
         self.num_used = 0
         self.left_out: list[str] = []
 
     def record_norm(self, layout: str, squared: float | torch.Tensor) -> None:
         """Record a complete gradient's squared norm. If it is a device scalar, queue its transfer to the host."""
         if self._checks_norm:
-            self._arriving[layout] = ArrivingNumbers([squared])
+            self._arriving[layout] = PendingScalars([squared])
 
     def scale(self, layout: str) -> float | None:
         """Wait for a layer's norm. Return the factor by which to scale the gradient, or None to skip the update."""

@@ -64,7 +64,7 @@ class UnitVisit:
         self._keeping, self._absent = keeping, absent
         self._anchor, self._plans_backward = anchor, plans_backward
         self._kept: list[KeptRun] = []
-        self._wanted: list[list[Tensor]] = []  # row indexes to look up, by passing weight and call
+        self._row_indexes: list[list[Tensor]] = []  # row indexes to look up, by passing weight and call
         self.pending_outputs: list[Tensor] = []
 
     # -- forward -----------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ class UnitVisit:
         runs: list[_FirstRun] = []
         # Lease the weights ...
         with self._weights.leased() as weights, self.bound.bound(weights) as leaves:
-            self._wanted = self.bound.look_up(calls)
+            self._row_indexes = self.bound.look_up(calls)
             # ... run the unit for each micro-batch, and save the tensors that its backward needs ...
             for call_index, forward in enumerate(forwards):
                 self._activity.micro_batch = forward.micro_batch + 1
@@ -127,9 +127,9 @@ class UnitVisit:
                 sink = stack.enter_context(self._access.gradients(self.bound.unit, self.number))
                 stack.enter_context(self.bound.receiver.into(sink))
             if self._keeping.recomputes:
-                self.bound.rows.look_up_again(self._wanted)
+                self.bound.rows.look_up_again(self._row_indexes)
             # ... recompute, run the backward and reduce, one micro-batch at a time ...
-            waiting, self._kept, self._wanted = self._kept[::-1], [], []
+            waiting, self._kept, self._row_indexes = self._kept[::-1], [], []
             while waiting:
                 kept = waiting.pop()  # frees each graph before the next one is built or used
                 self._activity.micro_batch = kept.micro_batch + 1
@@ -164,7 +164,7 @@ class UnitVisit:
         """Return the input gradients that `instead()` computes. This visit's backward does not run."""
         self.visits.begin_backward(self.number)
         grad_inputs = instead()  # runs while graphs and inputs still exist
-        self._kept, self._wanted = [], []
+        self._kept, self._row_indexes = [], []
         return grad_inputs
 
     def skip_backward(self) -> None:
@@ -178,7 +178,7 @@ class UnitVisit:
             self._absent.take(before=kept.micro_batch)
             kept.skip()
         self._absent.take()
-        self._kept, self._wanted = [], []
+        self._kept, self._row_indexes = [], []
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from megatrain.base.layout import InPieces
+from megatrain.base.layout import SplitTensor
 from megatrain.engine import device_kernels
 from megatrain.engine.device_kernels import reads_sync_host
 from megatrain.engine.program import GradientSink
@@ -55,7 +55,7 @@ class GradientAccumulator(GradientSink):
     """
 
     def __init__(
-        self, targets: Mapping[str, Tensor | InPieces], added: set[str], *, begins_with_zero: bool = False
+        self, targets: Mapping[str, Tensor | SplitTensor], added: set[str], *, begins_with_zero: bool = False
     ) -> None:
         self._targets = targets
         self._added = added
@@ -212,11 +212,11 @@ class LaneAccumulator:
         self._current.add_rows(name, indexes, rows, ignored)
 
 
-def _num_rows(target: Tensor | InPieces) -> int:
+def _num_rows(target: Tensor | SplitTensor) -> int:
     return len(target) if isinstance(target, Tensor) else target.places[-1][0].rows.stop
 
 
-def _places(target: Tensor | InPieces, some: range | None = None) -> Iterator[tuple[Tensor, range, slice]]:
+def _places(target: Tensor | SplitTensor, some: range | None = None) -> Iterator[tuple[Tensor, range, slice]]:
     """Yield each piece of a matrix as memory [rows, columns], row range and column slice.
 
     Args:

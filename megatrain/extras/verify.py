@@ -80,7 +80,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VerifyResult:
     """Results of all comparisons, and notes on parts of the config that the comparisons leave out."""
 
     headline: str
@@ -100,7 +100,7 @@ class Verdict:
 
 
 @dataclass
-class _Trained(RunObserver):
+class _TrainingResult(RunObserver):
     """Results of a training run. ``state`` contains the checksums of all saved blocks, by block key."""
 
     losses: list[float] = field(default_factory=list)
@@ -119,7 +119,7 @@ def verify(
     tiers: Sequence[str] = ("ram", "nvme"),
     scratch: Path,
     on_progress: Callable[[str], None] = lambda text: None,
-) -> Verdict:
+) -> VerifyResult:
     """Compare plain AdamW with tiered training on this machine, and tiered training in RAM with training on drives.
 
     All runs train a scaled-down copy of the model on random text. Their files are written to new folders, which are
@@ -147,7 +147,7 @@ def verify(
         on_progress("creating a small model")
         comparison = _Comparison(config, folder, on_progress)
         checks = tuple(comparison.run(drives))
-        return Verdict(comparison.headline, checks, comparison.notes, time.perf_counter() - start_s)
+        return VerifyResult(comparison.headline, checks, comparison.notes, time.perf_counter() - start_s)
 
 
 class _Comparison:
@@ -208,7 +208,7 @@ class _Comparison:
             base = _train(self._config("base", adamw, precision=self._precision))
         what = f"all on {len(drives)} drive{'s' * (len(drives) > 1)}, stopped after step {STOP_AFTER}, resumed"
         self._say(what)
-        resumed = _Trained()
+        resumed = _TrainingResult()
         for num_steps in (STOP_AFTER, NUM_STEPS):
             config = self._config("drives", adamw, num_steps=num_steps, precision=self._precision, drives=drives)
             _train(config, resumed)
@@ -327,7 +327,7 @@ def _decays(name: str, parameter: Tensor, table: OptimizerConfig) -> bool:
     return not excluded or (parameter.dim() >= 2 and not any(fnmatchcase(name, pattern) for pattern in excluded))
 
 
-def _train_plainly(run: RunSpec, steps: Iterable[StepBatch]) -> _Trained:
+def _train_plainly(run: RunSpec, steps: Iterable[StepBatch]) -> _TrainingResult:
     """Train the model with transformers and torch alone, in fp32, on the given batches.
 
     Losses of micro-batches are weighted by their trained tokens, and gradients are clipped by their global norm.
@@ -341,7 +341,7 @@ def _train_plainly(run: RunSpec, steps: Iterable[StepBatch]) -> _Trained:
     )
     model.to(run.device).train()
     optimizer = make_plain_optimizer(model.named_parameters(), run.optimizer)
-    trained = _Trained()
+    trained = _TrainingResult()
     for step in steps:
         batches = [{name: tensor.to(run.device) for name, tensor in batch.items()} for batch in step.micro_batches]
         counts = [int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) for batch in batches]
@@ -362,9 +362,9 @@ def _train_plainly(run: RunSpec, steps: Iterable[StepBatch]) -> _Trained:
     return trained
 
 
-def _train(config: RunConfig, trained: _Trained | None = None) -> _Trained:
+def _train(config: RunConfig, trained: _TrainingResult | None = None) -> _TrainingResult:
     """Run the trainer to its end, after its checkpoint if there is one, and add the results to ``trained``."""
-    trained = trained or _Trained()
+    trained = trained or _TrainingResult()
     trainer = Trainer(config)
     trainer.observer = trained
     summary = trainer.train()
@@ -432,7 +432,7 @@ def _compare_tensors(
     return Check(f"{what} {len(apart)} tensors", f"{allowed:.0e}", f"{found:.1e}", (*wrong[:8], *more))
 
 
-def _compare_bits(what: str, ours: _Trained, theirs: _Trained) -> Check:
+def _compare_bits(what: str, ours: _TrainingResult, theirs: _TrainingResult) -> Check:
     problems = []
     pairs = {"loss": (ours.losses, theirs.losses), "gradient norm": (ours.grad_norms, theirs.grad_norms)}
     for name, (mine, other) in pairs.items():

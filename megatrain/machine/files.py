@@ -97,13 +97,13 @@ class Flops(Figure):
     value: Annotated[float, _per_second("FLOP", "794TFLOP/s"), Field(alias="is", gt=0)]
 
 
-class Updates(Figure):
+class UpdateRate(Figure):
     """Parameters that AdamW updates per second."""
 
     value: Annotated[float, _per_second("param", "6.5Gparam/s"), Field(alias="is", gt=0)]
 
 
-class Launches(Figure):
+class LaunchRate(Figure):
     """Number of operators that one thread calls per second, including a step's Python code."""
 
     value: Annotated[float, _per_second("launch", "28klaunch/s"), Field(alias="is", gt=0)]
@@ -145,9 +145,9 @@ class CpuTable(_MachineTable):
     attention_float32: Flops | None = None
     elementwise_bfloat16: Bandwidth | None = None
     elementwise_float32: Bandwidth | None = None
-    launches: Launches | None = None
-    adamw_bfloat16: Updates
-    adamw_float32: Updates
+    launches: LaunchRate | None = None
+    adamw_bfloat16: UpdateRate
+    adamw_float32: UpdateRate
 
 
 class RamTable(_MachineTable):

@@ -60,7 +60,7 @@ class ModelConverter:
         """Return the skeleton's transformers class, or None for the default class. Can change ``config``."""
         return None
 
-    def take_out(self, model: PreTrainedModel) -> None:
+    def remove_untrained(self, model: PreTrainedModel) -> None:
         """Remove tensors from a skeleton, or freeze parameters. Called before the buffers are created."""
 
     def convert(self, model: PreTrainedModel) -> None:

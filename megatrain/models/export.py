@@ -33,7 +33,7 @@ from megatrain.models.folder import (
     SINGLE_FILE,
     ModelFolder,
     ModelFolderError,
-    Tensors,
+    TensorReader,
     dtype_name,
     join_names,
     read_config_json,
@@ -211,7 +211,7 @@ class ShardWriter:
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that `verify` reads from the drive
 
-    def verify(self, folder: Tensors | None = None) -> None:
+    def verify(self, folder: TensorReader | None = None) -> None:
         """Read all headers and tensors back, and compare checksums.
 
         Args:

@@ -179,7 +179,7 @@ def _read_json_object(path: Path, advice: str) -> dict[str, Any]:
     return values
 
 
-class Tensors:
+class TensorReader:
     """Reads the tensors in safetensors files.
 
     Attributes:
@@ -287,7 +287,7 @@ class Tensors:
             raise ModelFolderError(record.file, f"cannot be read: {error}") from error
 
 
-class TensorFile(Tensors):
+class TensorFile(TensorReader):
     """Reads a single safetensors file.
 
     Raises:
@@ -298,7 +298,7 @@ class TensorFile(Tensors):
         super().__init__(_read_header(Path(path)))
 
 
-class ModelFolder(Tensors):
+class ModelFolder(TensorReader):
     """Reads a folder's safetensors files.
 
     Args:

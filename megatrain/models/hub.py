@@ -232,11 +232,11 @@ def _progress_bar(*, is_shown: bool) -> type[Any] | None:
         return None
     from tqdm import tqdm
 
-    class Silent(tqdm):
+    class SilentProgress(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "disable": True})
 
-    return Silent
+    return SilentProgress
 
 
 @contextmanager

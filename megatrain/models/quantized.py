@@ -261,7 +261,7 @@ def _find_mxfp4(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, 
 
 
 @dataclass(frozen=True)
-class _Nested:
+class _QuantizedScales:
     """Block scales that are themselves quantized to 8 bits: ``table[code] * coarse + offset``."""
 
     block: int
@@ -274,7 +274,7 @@ class _Nf4:
     packed: tuple[str, ...]  # names of: numbers, scales, table; if nested, also the coarse scales and their table
     shape: tuple[int, ...]
     block: int
-    nested: _Nested | None
+    nested: _QuantizedScales | None
     is_transposed: bool = False
 
     def _blocks(self, first: int, count: int) -> range:
@@ -336,7 +336,7 @@ def _find_nf4(shapes: Mapping[str, tuple[tuple[int, ...], str]], read: ReadBytes
         nested = None
         if f"{name}.nested_absmax" in shapes:
             packed = (*packed, f"{name}.nested_absmax", f"{name}.nested_quant_map")
-            nested = _Nested(int(state["nested_blocksize"]), float(state["nested_offset"]))
+            nested = _QuantizedScales(int(state["nested_blocksize"]), float(state["nested_offset"]))
             if not math.isfinite(nested.offset):
                 raise QuantizationError(f"{state_name} has an offset of {nested.offset}")
             check(packed[1], num_blocks, "U8")

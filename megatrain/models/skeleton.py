@@ -27,7 +27,7 @@ __all__ = [
     "multimodal_class",
     "is_multimodal",
     "resolve_config",
-    "rows_are_documents",
+    "single_document_rows",
 ]
 
 
@@ -136,7 +136,7 @@ def build_skeleton(
     with torch.device("meta"):
         model.tie_weights()
     for converter in converters:
-        converter.take_out(model)
+        converter.remove_untrained(model)
     _keep_fp32(model, dtype)
     _create_buffers(model)
     model.train()
@@ -272,7 +272,7 @@ def _has_nan(buffer: torch.Tensor) -> bool:
 
 
 @contextmanager
-def rows_are_documents() -> Iterator[None]:
+def single_document_rows() -> Iterator[None]:
     """Make transformers assume that every row is a single document, so that causal attention needs no mask.
 
     Otherwise transformers searches for position restarts and padding. This search is impossible with fake tensors, so

@@ -62,7 +62,7 @@ Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 Master = NDArray[np.float32] | NDArray[np.uint16]
 Low = NDArray[np.int16] | None
-Moment = NDArray[np.float32] | NDArray[np.uint16] | None
+ActivitySnapshot = NDArray[np.float32] | NDArray[np.uint16] | None
 Key = tuple[np.uint32, np.uint32, np.int64] | None
 Codes = NDArray[np.uint8]
 Scalars = tuple[np.float32, ...]
@@ -210,7 +210,7 @@ def _moment_from_float32(value: Any, bits: Any, like: Any) -> Any:
 
 
 @njit(fastmath=False, error_model="numpy")
-def load_moment(moment: Moment, i: int) -> Any:
+def load_moment(moment: ActivitySnapshot, i: int) -> Any:
     """Return moment `i` in fp32, or None if the optimizer does not have this moment."""
     if moment is None:
         return None
@@ -218,7 +218,7 @@ def load_moment(moment: Moment, i: int) -> Any:
 
 
 @njit(fastmath=False, error_model="numpy")
-def store_moment(moment: Moment, i: int, value: Any, bits: Any) -> None:
+def store_moment(moment: ActivitySnapshot, i: int, value: Any, bits: Any) -> None:
     """Write moment `i`, given in fp32. The lowest 16 random bits determine the rounding."""
     if moment is not None:
         moment[i] = moment_from_float32(value, np.uint32(bits & np.uint32(0xFFFF)), moment[i])
@@ -276,8 +276,8 @@ def update_range(
     rule: Any,
     weight: Master,
     low: Low,
-    m: Moment,
-    v: Moment,
+    m: ActivitySnapshot,
+    v: ActivitySnapshot,
     grad: Gradient,
     key: Key,
     grad_scale: np.float32,
@@ -393,8 +393,8 @@ def _kernels_of(rule: Any) -> UpdateKernels:
     def update(
         weight: Master,
         low: Low,
-        m: Moment,
-        v: Moment,
+        m: ActivitySnapshot,
+        v: ActivitySnapshot,
         grad: Gradient,
         key: Key,
         grad_scale: np.float32,

@@ -135,7 +135,7 @@ class DeviceMatrices:
         names: Sequence[str],
     ) -> None:
         """See `Matrices.make_each`."""
-        under_way: deque[tuple[int, Tensor, Sequence[_Mark]]] = deque()
+        under_way: deque[tuple[int, Tensor, Sequence[_Timestamp]]] = deque()
 
         def use_first() -> None:
             number, own, (begun, sent, made, is_back) = under_way.popleft()
@@ -154,7 +154,7 @@ class DeviceMatrices:
             while under_way:
                 use_first()
 
-    def _queue(self, optimizer: MatrixOptimizer, own: Tensor, shape: Shape, name: str) -> Sequence[_Mark]:
+    def _queue(self, optimizer: MatrixOptimizer, own: Tensor, shape: Shape, name: str) -> Sequence[_Timestamp]:
         """Queue the copy to the device, the orthogonalization, and the copy back. Return marks around the copies."""
         with self._on_stream():
             matrix = self._matrix[: own.numel()]
@@ -167,14 +167,14 @@ class DeviceMatrices:
             self.moved_bytes += DIRECTION_BYTES * own.numel()
             return begun, sent, made, self._mark()
 
-    def _mark(self) -> _Mark:
-        return _Mark(is_on_gpu=self._stream is not None)
+    def _mark(self) -> _Timestamp:
+        return _Timestamp(is_on_gpu=self._stream is not None)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
-class _Mark:
+class _Timestamp:
     """A timestamp on the current stream of a GPU, or on the host."""
 
     def __init__(self, *, is_on_gpu: bool) -> None:
@@ -191,7 +191,7 @@ class _Mark:
         if self._event is not None:
             self._event.synchronize()
 
-    def seconds_to(self, later: _Mark) -> float:
+    def seconds_to(self, later: _Timestamp) -> float:
         """Return the seconds from this mark to a later mark. Call `later.wait` first."""
         if self._event is None:
             return later._at_s - self._at_s

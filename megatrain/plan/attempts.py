@@ -52,7 +52,7 @@ class Attempts:
     most_ahead: int = MOST_GATHERS_AHEAD
     passes_parts: bool | None = None
 
-    def first_that_fits(self) -> KeptGraphs | Shortfall:
+    def first_fit(self) -> KeptGraphs | Shortfall:
         """Return the first program that fits, placed. If none fits, return a shortfall of the tier that failed last."""
         found: list[Shortfall] = []
         for program in self.programs():

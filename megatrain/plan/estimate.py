@@ -18,7 +18,7 @@ from megatrain.models.folder import weight_file_bytes
 from megatrain.optim.factory import is_timed_optimizer
 from megatrain.plan.budgets import FOLDER
 from megatrain.plan.costs import StepCosts, gpu_updates_s, step_costs
-from megatrain.plan.plan import Estimate, Occasion, Plan, StepShape
+from megatrain.plan.plan import Estimate, OutsideTraffic, Plan, StepShape
 from megatrain.plan.traffic import Traffic
 from megatrain.ranks.shards import NETWORK, PEER
 
@@ -100,7 +100,7 @@ def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estima
     return replace(result, step_s=step_s, bound_by=bound_by, crossing_tokens=step.crossing_tokens())
 
 
-def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> Iterator[Occasion]:
+def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> Iterator[OutsideTraffic]:
     """Yield the drive traffic of a run at its start, at its first checkpoint and at its end."""
     run, homes = plan.run, plan.placement.homes
     durable = [block for block in plan.program.blocks.values() if block.kind in DURABLE_KINDS]
@@ -128,14 +128,14 @@ def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> 
     to_drives = {path: on_drives * part for path, part in share.items()}
     from_drives = {path: masters_on_drives * part for path, part in share.items()}
     folder = {Path(run.model.folder): float(folder_bytes)}
-    yield Occasion("start", folder_bytes, on_drives, seconds=seconds(folder, to_drives))
+    yield OutsideTraffic("start", folder_bytes, on_drives, seconds=seconds(folder, to_drives))
     if run.checkpoint.table.is_on:
         written = plan.checkpoint_bytes_in_output_dir
         cost = seconds({}, {run.output_dir: float(written)})
-        yield Occasion("checkpoint", sum(plan.checkpoint_traffic.values()), written, on_drives, cost)
+        yield OutsideTraffic("checkpoint", sum(plan.checkpoint_traffic.values()), written, on_drives, cost)
     from_drives[run.output_dir] = from_drives.get(run.output_dir, 0.0) + exported
     cost = seconds(from_drives, {run.output_dir: float(exported)})
-    yield Occasion("export", masters_on_drives + exported, exported, seconds=cost)
+    yield OutsideTraffic("export", masters_on_drives + exported, exported, seconds=cost)
 
 
 class _LinkTimes:

@@ -37,7 +37,7 @@ from megatrain.plan.plan import Plan, RunSpec, TracedModel
 from megatrain.plan.planner import STAY_SHARE, fastest, objections_to, with_open_room
 from megatrain.plan.run_tiers import tier_budgets
 from megatrain.plan.shortfall import DoesNotFitError, Shortfall, require_fit
-from megatrain.plan.traced import find_frozen, make_graph, settle_rows, trace_run
+from megatrain.plan.traced import find_frozen, make_graph, trace_run, with_supported_packing
 from megatrain.plan.traffic import Traffic
 from megatrain.trace.trace import trace_generation
 from tiered.units import PAGE_BYTES, round_up
@@ -132,7 +132,7 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
     """
     assert not run.model.is_trained, run.model
     graph = make_graph(run)
-    run, warning = settle_rows(run, graph)
+    run, warning = with_supported_packing(run, graph)
     padded = bool(run.data.table.packing) or run.batch.micro_batch_rows > 1
     trace = trace_run(run, graph, padded=padded, top_k=top_k)
     model = _traced_forward(run, graph, trace, padded=padded, packing_warning=warning)

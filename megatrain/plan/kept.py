@@ -24,7 +24,7 @@ from megatrain.engine.program import (
     saving_results,
     uses_of_layouts,
 )
-from megatrain.engine.saved_results import Savable
+from megatrain.engine.saved_results import SavableResults
 from megatrain.engine.workspace import kept_graphs, peak_bytes, visit_transients
 from megatrain.models.graph import ModelGraph
 from megatrain.plan.placement import Homes, Placement, PlacementSolver, TierBudget
@@ -201,10 +201,10 @@ class _FreeMemory:
             visits -= self._kept["results"]
         for visit in sorted(visits - self._kept[what], reverse=True):
             others = {kind: kept - {visit} for kind, kept in self._kept.items()}
-            if not self._try_to_keep({**others, what: self._kept[what] | {visit}}):
+            if not self._keep_if_it_fits({**others, what: self._kept[what] | {visit}}):
                 return
 
-    def _try_to_keep(self, kept: Mapping[What, frozenset[int]]) -> bool:
+    def _keep_if_it_fits(self, kept: Mapping[What, frozenset[int]]) -> bool:
         budget = self._found.budgets[self._tier]
         grown = self._keeper.nbytes(kept["graphs"]) - self._found.nbytes
         used = self._found.placement.peak_bytes(self._tier) + grown + self._added_bytes(kept)
@@ -274,7 +274,7 @@ def operations_per_byte(trace: VisitTrace) -> dict[What, float]:
     return {what: operations / nbytes for what, (operations, nbytes) in found.items() if nbytes}
 
 
-def _flops_and_bytes(results: Iterable[Savable]) -> tuple[int, int]:
+def _flops_and_bytes(results: Iterable[SavableResults]) -> tuple[int, int]:
     """Return the total operations and total bytes of results."""
     found = list(results)
     return sum(each.work.computed_flops for each in found), sum(each.nbytes for each in found)

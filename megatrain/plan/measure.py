@@ -221,7 +221,7 @@ def measure_ticks(
                 store.register(block.key, (block.num_elements,), block.dtype, home="ram", durable=False)
                 with store.acquire(block.key, "ram", "w"):
                     pass
-            steps = _Steps(plan, store, threads)
+            steps = _StepRunner(plan, store, threads)
             return _time_steps(plan, steps, budget_s, tier.memory_bytes + workspace)
     finally:
         threads.close()
@@ -240,7 +240,7 @@ def _kind_bytes(plan: Plan, workspace: int, kind_bytes: int) -> int:
         kind_bytes = kind_bytes // 2 if kind_bytes > MiB else 0
 
 
-def _time_steps(plan: Plan, steps: _Steps, budget_s: float, memory_bytes: int) -> MeasuredTicks:
+def _time_steps(plan: Plan, steps: _StepRunner, budget_s: float, memory_bytes: int) -> MeasuredTicks:
     """Time steps with the largest affordable number of micro-batches, and extrapolate linearly to the rest."""
     most = plan.num_micro_batches
     num_few, num_many = 1, most
@@ -314,7 +314,7 @@ class _TickTimer(Timeline):
         return found
 
 
-class _Steps:
+class _StepRunner:
     """Runs consecutive steps on a plan's engine. Each step includes the previous step's update."""
 
     def __init__(self, plan: Plan, store: TieredStore, threads: KernelThreads) -> None:

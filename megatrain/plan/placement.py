@@ -188,7 +188,7 @@ class PlacementSolver:
         settled = self.settle()
         return settled if isinstance(settled, Shortfall) else self.describe(settled)
 
-    def settle(self, open_bytes: Mapping[str, int] | None = None) -> Settled | Shortfall:
+    def settle(self, open_bytes: Mapping[str, int] | None = None) -> HomeAssignment | Shortfall:
         """Return a home for every block, or the tier that is too small for any placement.
 
         Args:
@@ -202,7 +202,7 @@ class PlacementSolver:
             return self._shortfall(full, state)
         # Without a GPU, reallocating buffers costs page faults. Those matter less than the memory of fixed buffers.
         kept = [name for name in ("gpu", "ram") if self.program.compute_tier == "gpu"]
-        return Settled(
+        return HomeAssignment(
             state,
             ahead,
             {name: BufferBudget(state.copies_by_tick(name), state.room_for_copies(name)) for name in kept},
@@ -329,7 +329,7 @@ class PlacementSolver:
         solver = PlacementSolver(self.program, tiers, self._allowed, self._open_bytes, self._stay_share, self._given)
         return solver._best_fill()[0].peak(tier, ahead=False)
 
-    def describe(self, settled: Settled) -> Placement:
+    def describe(self, settled: HomeAssignment) -> Placement:
         """Return the placement that results from settled homes."""
         state = settled.state
         home_bytes: dict[str, dict[Kind, int]] = {name: dict.fromkeys(KINDS, 0) for name in self.order}
@@ -362,7 +362,7 @@ class PlacementSolver:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class HomeAssignment:
     """A home for every block.
 
     Attributes:

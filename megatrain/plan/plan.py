@@ -39,7 +39,7 @@ from megatrain.optim.table import OptimizerConfig
 from megatrain.plan.limits import Objection
 from megatrain.plan.placement import Placement, PlacementSpec, TierBudget
 from megatrain.plan.table import AdvancedConfig
-from megatrain.ranks.collectives import Alone, Collectives, collectives_of
+from megatrain.ranks.collectives import Collectives, SingleRank, collectives_of
 from megatrain.ranks.lanes import Lanes
 from megatrain.ranks.shards import RankLanes, RankShards, Sharding
 from megatrain.ranks.world import World
@@ -294,7 +294,7 @@ class StepShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Occasion:
+class OutsideTraffic:
     """Drive traffic of a run outside its steps.
 
     Attributes:
@@ -347,7 +347,7 @@ class Estimate:
     seconds_per_nvme_copy: float = 0.0
     is_timed: bool = False
     notes: tuple[str, ...] = ()
-    occasions: tuple[Occasion, ...] = ()
+    occasions: tuple[OutsideTraffic, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the estimate as JSON values, in bytes and seconds."""
@@ -471,7 +471,7 @@ class Plan:
             compiler=LayerCompiler.from_backend(run.model.table.compiler),
         )
 
-    def collectives(self) -> Collectives | Alone:
+    def collectives(self) -> Collectives | SingleRank:
         """Return the collectives of the run's ranks. All ranks call this together, after their rendezvous."""
         return collectives_of(self.run.world, self.program.compute_tier)
 

@@ -21,7 +21,7 @@ from megatrain.plan.fill import with_results
 from megatrain.plan.flops import flops_per_token
 from megatrain.plan.kept import KeptGraphs, weights_stay
 from megatrain.plan.limits import Objection, find_objections
-from megatrain.plan.placement import PlacementSolver, Settled
+from megatrain.plan.placement import HomeAssignment, PlacementSolver
 from megatrain.plan.plan import Plan, RunSpec
 from megatrain.plan.remedies import add_remedies
 from megatrain.plan.shortfall import DoesNotFitError, Shortfall
@@ -88,7 +88,7 @@ def plan_run(
 
 def _plan_first_fit(attempts: Attempts) -> Plan | Shortfall:
     """Return the shortest step found for the first program that fits, or the smallest shortfall if none fits."""
-    placed, profile = attempts.first_that_fits(), attempts.profile
+    placed, profile = attempts.first_fit(), attempts.profile
     if isinstance(placed, Shortfall):
         return placed
     plan = _with_streams_of_config(_plan_of(attempts, placed), profile)
@@ -310,7 +310,7 @@ def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
 
     def placed(other: Plan) -> Plan | None:
         found = next(_with_new_placement(other), None)
-        return estimated(found, profile) if found is not None and _adds_little_wear(found, plan) else None
+        return estimated(found, profile) if found is not None and _has_similar_wear(found, plan) else None
 
     seconds = _step_s if is_elsewhere else _replayed_s
     found = with_results(
@@ -321,11 +321,11 @@ def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
     if found is plan:
         return plan
     # ``found`` already uses the first of ``OPEN_SHARES``, so try only the other shares.
-    others = (other for other in islice(_with_new_placement(found), 1, None) if _adds_little_wear(other, plan))
+    others = (other for other in islice(_with_new_placement(found), 1, None) if _has_similar_wear(other, plan))
     return fastest(chain((plan, found), (estimated(other, profile) for other in others)))
 
 
-def _adds_little_wear(plan: Plan, other: Plan) -> bool:
+def _has_similar_wear(plan: Plan, other: Plan) -> bool:
     """Return whether ``plan`` writes hardly more to drives than ``other``. The user must consent to more wear.
 
     The results of layers are many times larger than gradients and state, so only the config can move them to drives.
@@ -405,7 +405,7 @@ def _least_bytes(attempts: Attempts, run: RunSpec, tier: str) -> int | None:
     capacity = 0
     while True:
         # Try again with the reported capacity, because greedy placement may choose different homes with more memory.
-        placed = Attempts(run, model, attempts.profile, {tier: capacity}).first_that_fits()
+        placed = Attempts(run, model, attempts.profile, {tier: capacity}).first_fit()
         if not isinstance(placed, Shortfall):
             return capacity
         if placed.tier != tier:
@@ -434,7 +434,7 @@ def with_open_room(plan: Plan) -> Iterator[Plan]:
         yield plan
 
 
-def _with_buffers(solver: PlacementSolver, room: Mapping[str, int]) -> Settled | Shortfall:
+def _with_buffers(solver: PlacementSolver, room: Mapping[str, int]) -> HomeAssignment | Shortfall:
     """Return homes that leave at least ``room`` bytes free, or more if the buffers for each block size need more."""
     first = settled = solver.settle(room)
     for _ in range(_NUM_TRIES):  # each try moves blocks, which may then need buffers of other sizes

@@ -56,7 +56,7 @@ class _GpuMemory(RunTier):
     def budget(self, run: RunSpec, workspace: int) -> TierBudget:
         alignment = PAGE_BYTES if run.tiers.moves_past_ram(run.device) else _GPU_ALIGNMENT_BYTES
         capacity = run.tiers.gpu_capacity_bytes(run.device)
-        return TierBudget("gpu", capacity, lambda n: round_up(n, alignment), workspace, links=both_ways("gpu", "ram"))
+        return TierBudget("gpu", capacity, lambda n: round_up(n, alignment), workspace, links=link_pair("gpu", "ram"))
 
     def make(self, plan: Plan, budget: TierBudget, on_notice: Callable[[str], None] | None) -> Tier:
         return GpuTier(budget.capacity_bytes, device=str(plan.device), alignment_bytes=budget.slot_bytes(1))
@@ -103,7 +103,7 @@ class _Drives(RunTier):
             tiers.nvme_capacity_bytes(run.output_dir) // run.world.local_size,
             functools.cache(lambda n: plan_chunks(n, shares, tiers.file_bytes).slot_bytes),  # most sizes repeat
             generations=run.checkpoint.table.num_generations,
-            links=(*both_ways("ram", "nvme"), *(both_ways("gpu", "nvme") if is_direct else ())),
+            links=(*link_pair("ram", "nvme"), *(link_pair("gpu", "nvme") if is_direct else ())),
             is_addressable=False,
             is_durable=True,
             num_processes=run.world.local_size,
@@ -112,7 +112,7 @@ class _Drives(RunTier):
     def make(self, plan: Plan, budget: TierBudget, on_notice: Callable[[str], None] | None) -> Tier:
         specs = plan.run.tiers
         return NvmeTier(
-            [str(plan.run.world.folder_in(drive.path)) for drive in specs.table.nvme],
+            [str(plan.run.world.folder_of_rank(drive.path)) for drive in specs.table.nvme],
             budget.capacity_bytes,
             rates=specs.rates,
             chunk_bytes=specs.file_bytes,
@@ -148,6 +148,6 @@ def make_tier(plan: Plan, budget: TierBudget, on_notice: Callable[[str], None] |
     return next(tier for tier in RUN_TIERS if tier.name == budget.name).make(plan, budget, on_notice)
 
 
-def both_ways(fast: str, slow: str) -> tuple[tuple[str, str], ...]:
+def link_pair(fast: str, slow: str) -> tuple[tuple[str, str], ...]:
     """Return the links in both directions between two tiers."""
     return (fast, slow), (slow, fast)

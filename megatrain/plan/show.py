@@ -9,7 +9,7 @@ from megatrain.engine.program import KINDS, Kind, Recompute
 from megatrain.machine.planned_machine import PlannedMachine
 from megatrain.plan.flops import flops_per_token
 from megatrain.plan.kept import num_layers_kept, num_layers_of, visits_with_results
-from megatrain.plan.plan import Estimate, Occasion, Plan
+from megatrain.plan.plan import Estimate, OutsideTraffic, Plan
 from megatrain.plan.process import ProcessMemory
 from megatrain.trace.counting import is_counted
 from tiered.units import format_decimal_size, format_duration, format_size
@@ -232,7 +232,7 @@ def estimate_lines(estimate: Estimate) -> Sequence[str]:
     return (*lines, *estimate.notes)
 
 
-def _occasion_line(occasion: Occasion) -> str:
+def _occasion_line(occasion: OutsideTraffic) -> str:
     """Return a line about an operation outside of steps, or "" if it moves nothing."""
     read, written = format_size(occasion.read_bytes), format_size(occasion.written_bytes)
     parts = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from megatrain.engine.tape import Op, Pinned, TapeStore, compile_step
+from megatrain.engine.tape import Op, PinnedCopy, TapeStore, compile_step
 from megatrain.plan.flops import flops_per_token, matrix_flops, tick_flops
 from megatrain.plan.plan import Plan
 from megatrain.ranks.shards import NETWORK, PEER
@@ -216,7 +216,7 @@ class _Replay:
                 self.store.evict(key, tier)
         self.store.wait_idle()
         self._copies = TapeStore(self.store, homes)
-        self._pinned: Mapping[str, Pinned] = {}  # copies that the previous tape left pinned
+        self._pinned: Mapping[str, PinnedCopy] = {}  # copies that the previous tape left pinned
         for tier, nbytes in plan.placement.workspace_bytes.items():
             self.store.reserve(tier, nbytes)
         for tier, counts in plan.placement.buffers.items():

@@ -11,7 +11,7 @@ from megatrain.plan.copy_windows import CopyWindows, TickCopies
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class RetainedCopy:
     """A copy of ``key`` that stays in ``tier`` from one use to the next.
 
     Attributes:
@@ -75,7 +75,7 @@ def choose_stays(
 
 def _possible_stays(
     program: StepProgram, homes: Mapping[str, str], slot_bytes: Mapping[str, Callable[[int], int]]
-) -> Iterator[Stay]:
+) -> Iterator[RetainedCopy]:
     length = len(program.ticks)
     for key, uses in _uses(program).items():
         for (start, _), (stop, mode) in zip(uses, uses[1:] + uses[:1], strict=True):
@@ -89,7 +89,7 @@ def _possible_stays(
             # A tick's working set includes only the largest passing group, but every copy that stays.
             ends = [end for end in (start, stop) if key not in dict(program.ticks[end].held)]
             nbytes = slot_bytes[tier](program.blocks[key].nbytes)
-            yield Stay(key, tier, start, stop, tuple(each for each in between if each), tuple(ends), nbytes)
+            yield RetainedCopy(key, tier, start, stop, tuple(each for each in between if each), tuple(ends), nbytes)
 
 
 def _uses(program: StepProgram) -> dict[str, list[tuple[int, str]]]:
@@ -119,7 +119,7 @@ class BufferBudget:
         """Bytes by which the buffers exceed the available memory; 0 if they fit."""
         return max(0, -self._left_bytes)
 
-    def add(self, stay: Stay, num_ticks: int) -> bool:
+    def add(self, stay: RetainedCopy, num_ticks: int) -> bool:
         """Add a copy that stays, if its buffer fits. Return whether it was added."""
         used = {stay.start, stay.stop} - {*stay.held}  # these ticks' counts already include the copy
         windows = _pairs_with(stay.held, num_ticks) - _pairs_with(used, num_ticks)

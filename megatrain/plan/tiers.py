@@ -64,7 +64,7 @@ def open_store(
         UnusableDirectoryError: An NVMe path contains other files.
     """
     run = plan.run
-    checkpoints = run.world.folder_in(run.output_dir / CHECKPOINTS_NAME)
+    checkpoints = run.world.folder_of_rank(run.output_dir / CHECKPOINTS_NAME)
     tiers = make_tiers(plan, on_notice, loader)
     try:
         store = TieredStore(
@@ -82,7 +82,7 @@ def open_store(
             tier.close()
         raise
     for drive in run.tiers.table.nvme:
-        write_readme(run.world.folder_in(drive.path), checkpoints)
+        write_readme(run.world.folder_of_rank(drive.path), checkpoints)
     return store
 
 
@@ -104,7 +104,7 @@ def claim_folders(plan: Plan) -> None:
         for folder in folders:
             claim_directory(folder)
     first = run.world.host_number * run.world.local_size
-    own = {replace(run.world, rank=first + rank).folder_in(Path()).name for rank in range(run.world.local_size)}
+    own = {replace(run.world, rank=first + rank).folder_of_rank(Path()).name for rank in range(run.world.local_size)}
     for drive in run.tiers.table.nvme:
         for folder in Path(drive.path).glob(RANK_FOLDERS):
             if folder.name not in own:
@@ -250,7 +250,7 @@ def _owned_bytes(spec: CheckpointSpec, world: World) -> dict[Path, int]:
     checkpoints = spec.output_dir / CHECKPOINTS_NAME
     neighbours = [replace(world, rank=world.host_number * world.local_size + rank) for rank in range(world.local_size)]
     owned = {
-        path: sum(own_drive_bytes(rank.folder_in(path), rank.folder_in(checkpoints)) for rank in neighbours)
+        path: sum(own_drive_bytes(rank.folder_of_rank(path), rank.folder_of_rank(checkpoints)) for rank in neighbours)
         for path in spec.drives
     }
     own_files = chain(statuses_below(checkpoints), statuses_below(spec.output_dir / COPIES_NAME))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatrain.base.errors import ConfigError, Problem, UnsupportedModelError
 from megatrain.converters.fused import find_fused
 from megatrain.converters.liger import apply_liger_kernels, check_liger_kernels, has_liger_kernels
-from megatrain.converters.packed_rows import settle_packing
+from megatrain.converters.packed_rows import choose_packing
 from megatrain.converters.spec import ModelSpec
 from megatrain.converters.tiled import tile_mlps
 from megatrain.data.encoding import load_tokenizer
@@ -39,8 +39,8 @@ def trace_model(run: RunSpec, padded: bool | None, like: TracedModel | None) -> 
         padded: Whether rows may have padding or hold several documents. None derives this from the data.
         like: Model of another plan. Its graph is reused. Its trace is reused if micro-batches have the same shape.
     """
-    run, graph = _settle_kernels(run, like)
-    run, packing_warning = settle_rows(run, graph)
+    run, graph = _choose_kernels(run, like)
+    run, packing_warning = with_supported_packing(run, graph)
     packing = run.data.table.packing
     check_groups(run.optimizer, (e for layout in graph.layouts.values() if layout.trainable for e in layout.entries))
     if padded is None:
@@ -68,7 +68,7 @@ def trace_model(run: RunSpec, padded: bool | None, like: TracedModel | None) -> 
     )
 
 
-def _settle_kernels(run: RunSpec, like: TracedModel | None) -> tuple[RunSpec, ModelGraph]:
+def _choose_kernels(run: RunSpec, like: TracedModel | None) -> tuple[RunSpec, ModelGraph]:
     """Decide whether the run uses liger's kernels. Return the run and its model, which can be reused from ``like``."""
     if run.model.table.use_liger_kernel == "auto":
         if like is not None and like.run.device.type == run.device.type:
@@ -159,9 +159,9 @@ def _traced_on(run: RunSpec) -> tuple[str, int, int, str]:
     return run.device.type, run.batch.micro_batch_rows, run.batch.max_length, run.flash
 
 
-def settle_rows(run: RunSpec, graph: ModelGraph) -> tuple[RunSpec, str]:
+def with_supported_packing(run: RunSpec, graph: ModelGraph) -> tuple[RunSpec, str]:
     """Return the run with a packing that the model supports, and the reason if it is not the default, or ""."""
-    packing, warning = settle_packing(run.model, graph, run.data.table.packing, is_default=run.data.has_default_packing)
+    packing, warning = choose_packing(run.model, graph, run.data.table.packing, is_default=run.data.has_default_packing)
     return run.with_packing(packing), warning
 
 

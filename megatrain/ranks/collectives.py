@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from megatrain.ranks.world import World
 
-__all__ = ["Alone", "Collectives", "RanksDifferError", "check_same", "collectives_of"]
+__all__ = ["SingleRank", "Collectives", "RanksDifferError", "check_same", "collectives_of"]
 
 _Result = TypeVar("_Result")
 
@@ -195,7 +195,7 @@ class Collectives:
         self.moved_bytes[f"{self._place}->{self._tier}"] += received
 
 
-class Alone:
+class SingleRank:
     """Collectives of a single process. They transfer nothing."""
 
     rank, size = 0, 1
@@ -208,13 +208,13 @@ class Alone:
         return [item]
 
 
-def collectives_of(world: World, tier: str) -> Collectives | Alone:
+def collectives_of(world: World, tier: str) -> Collectives | SingleRank:
     """Return a world's collectives. If there are several ranks, all of them must call this after they have joined.
 
     Args:
         tier: Name of the tier in which layers run.
     """
-    return Alone() if world.is_single else Collectives(tier=tier, num_hosts=world.num_hosts)
+    return SingleRank() if world.is_single else Collectives(tier=tier, num_hosts=world.num_hosts)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

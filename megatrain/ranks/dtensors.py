@@ -24,7 +24,7 @@ __all__ = [
     "check_parameter",
     "first_element",
     "is_dtensor",
-    "is_whole",
+    "is_unsharded",
     "like_parameter",
     "local_of",
     "version_of",
@@ -50,7 +50,7 @@ def version_of(tensor: Tensor) -> object:
     return (tensor._version, local_of(tensor)._version) if is_dtensor(tensor) else tensor._version
 
 
-def is_whole(parameter: DTensor) -> bool:
+def is_unsharded(parameter: DTensor) -> bool:
     """Return whether this rank has all elements of a parameter."""
     return not _sharded_dims(parameter)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 from megatrain.ranks.affinity import bus_of_gpu, cores_near, cores_of_rank
 from megatrain.ranks.table import DistributedConfig
 from megatrain.ranks.watch import Failure, LauncherLine, Watcher
-from megatrain.ranks.world import CONNECT_TIMEOUT_S, LOOPBACK, World, WorldError, connect, init, meeting_point
+from megatrain.ranks.world import CONNECT_TIMEOUT_S, LOOPBACK, World, WorldError, connect, init, rendezvous_address
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class RankGroup:
             world.take_gpu()
         return cls(world, line)
 
-    def meet(self) -> None:
+    def rendezvous(self) -> None:
         """Meet the other ranks and start to watch them. From then on, a failure of any rank ends all ranks.
 
         Raises:
@@ -71,7 +71,7 @@ class RankGroup:
         attempt = f"megatrain-tier/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         try:
             if self._line is None:
-                host, port = meeting_point()
+                host, port = rendezvous_address()
                 if self.world.num_hosts == 1 and not is_agents:
                     host = LOOPBACK
                 served = connect(self.world, host, port, serves=serves)
@@ -131,9 +131,9 @@ class RankGroup:
         init(self.world, kind, self._store, bus)
         THIS_MACHINE.resolve_device(device)
         if pins and kind.type == "cuda":
-            self._settle_near(bus)
+            self._pin_near_gpu(bus)
 
-    def _settle_near(self, bus_id: str) -> None:
+    def _pin_near_gpu(self, bus_id: str) -> None:
         """Pin this rank to its share of the cores near its GPU. Ranks with GPUs on one NUMA node share the cores."""
         near = sorted(set(cores_near(bus_id)) & os.sched_getaffinity(0))
         all_near = self.gather((self.world.host_number, near))

@@ -319,9 +319,9 @@ class Watcher:
     def _find(self, now_s: float) -> Failure | None:
         """Return another rank's failure, or None."""
         if self._store_error is not None:
-            return self._without_store("has ended without a message")
+            return self._store_lost_failure("has ended without a message")
         if now_s - self._answered_s > self._limit_s:
-            return self._without_store(f"has not answered for {now_s - self._answered_s:.0f} s")
+            return self._store_lost_failure(f"has not answered for {now_s - self._answered_s:.0f} s")
         for rank, seen_s in dict(self._seen_s).items():  # a copy, because the beat thread adds ranks
             if rank not in self._gone and now_s - seen_s > self._limit_s:
                 silent = Failure(rank, self._host_of(rank), 1, self._silence(now_s - seen_s))
@@ -347,7 +347,7 @@ class Watcher:
             return "has ended without a message"
         return f"has sent no heartbeat for {seconds:.0f} s (distributed.timeout): its process is stopped or has ended"
 
-    def _without_store(self, what: str) -> Failure:
+    def _store_lost_failure(self, what: str) -> Failure:
         if self._world.is_first:
             return Failure(
                 -1, "", 1, "the store at which the ranks meet is gone, because the program that started them has ended"
@@ -388,10 +388,10 @@ class Watcher:
                 with contextlib.suppress(OSError):
                     os.write(2, f"error: {failure}\n".encode(errors="replace"))
             if self._line is None:
-                self._ask(partial(self._see_off, failure), _LEAVE_S)
+                self._ask(partial(self._announce_exit, failure), _LEAVE_S)
             os._exit(failure.exit_code)
 
-    def _see_off(self, failure: Failure) -> bytes:
+    def _announce_exit(self, failure: Failure) -> bytes:
         """Mark this rank as gone. Rank 0 can serve the store, so it waits until all others have read the failure."""
         self._store.set(f"gone/{self._world.rank}", "1")
         others = set(range(self._world.size)) - {self._world.rank, failure.rank}

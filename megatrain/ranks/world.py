@@ -26,7 +26,7 @@ __all__ = [
     "WorldError",
     "connect",
     "init",
-    "meeting_point",
+    "rendezvous_address",
     "rank_folder_name",
     "store_paths",
 ]
@@ -154,7 +154,7 @@ class World:
         if len(names) > 1:
             environment[_VISIBLE] = names[self.local_rank] if self.local_rank < len(names) else ""
 
-    def folder_in(self, folder: Path) -> Path:
+    def folder_of_rank(self, folder: Path) -> Path:
         """Return this rank's subfolder of a run's folder. For a single process, return the folder itself."""
         return folder if self.is_single else folder / rank_folder_name(self.rank)
 
@@ -189,7 +189,7 @@ def _first_host(nodes: str) -> str:
     return match[1] + (match[2] or "")
 
 
-def meeting_point(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
+def rendezvous_address(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Return the host and port of the meeting point that torchrun or srun has set.
 
     Raises:

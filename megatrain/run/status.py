@@ -60,7 +60,7 @@ class RunStatus(StoredRecord):
         checkpoint_at: Time at which this checkpoint was finished.
         evaluations: Set -> JSON values of its last evaluation: ``step``, ``loss``, ``perplexity``, and for preferences
             also ``preferences``.
-        activity: Activity of the run at the time of writing; see ``Moment``.
+        activity: Activity of the run at the time of writing; see ``ActivitySnapshot``.
         exit_code: Exit code of the process. None while the process runs.
         message: Last message for the user. For a failed run, the reason.
     """
@@ -213,14 +213,14 @@ class StatusWriter(RunObserver):
         self._write(True, state=state, message=text)
 
     def on_evaluation(self, metrics: EvaluationMetrics) -> None:
-        self._write(True, evaluations={**self._status.evaluations, metrics.name: _shown(metrics)})
+        self._write(True, evaluations={**self._status.evaluations, metrics.name: _evaluation_json(metrics)})
 
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
         self._write(True, checkpoint_step=metrics.step, checkpoint_at=now_text())
 
     def on_end(self, summary: RunSummary) -> None:
         self._over.set()  # set before writing the final state, so that the thread does not overwrite it
-        last = {name: _shown(metrics) for name, metrics in summary.evaluations.items()}
+        last = {name: _evaluation_json(metrics) for name, metrics in summary.evaluations.items()}
         self._write(
             True,
             state="stopped" if summary.interrupted else "done",
@@ -272,6 +272,6 @@ def _exit_code_of(ending: BaseException | RunSummary) -> int:
     return int(isinstance(ending, BaseException) or ending.interrupted)
 
 
-def _shown(metrics: EvaluationMetrics) -> dict[str, Any]:
+def _evaluation_json(metrics: EvaluationMetrics) -> dict[str, Any]:
     values = metrics.to_json()
     return {name: values[name] for name in ("step", "loss", "perplexity", "preferences") if values[name] != {}}

@@ -17,7 +17,7 @@ from megatrain.engine.access import StoreAccess
 from megatrain.engine.generate import GenerationRunner
 from megatrain.optim.threads import KernelThreads
 from megatrain.plan.tiers import set_schedule
-from megatrain.ranks.collectives import Alone
+from megatrain.ranks.collectives import SingleRank
 from megatrain.tasks.prompts import GenerationSettings, generation_options
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ class Continuation:
         activity: Activity | None = None,
         is_exact: bool = False,
         should_stop: Callable[[], bool] = lambda: False,
-        collectives: Collectives | Alone | None = None,
+        collectives: Collectives | SingleRank | None = None,
     ) -> None:
-        self._collectives = collectives or Alone()
+        self._collectives = collectives or SingleRank()
         self._generation, self._plan, self._store = plan, plan.plan, store
         self._tokenizer, self._settings = tokenizer, settings
         self._activity, self._is_exact, self._should_stop = activity or Activity(), is_exact, should_stop

@@ -80,7 +80,7 @@ class Distillation(Loss):
 
     def for_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
         """Return the loss for a micro-batch. A micro-batch without scores has plain cross entropy."""
-        return TaughtRows(self, TeacherRows(*(placed[key] for key in TEACHER_KEYS))) if placed else PLAIN
+        return DistillationRows(self, TeacherRows(*(placed[key] for key in TEACHER_KEYS))) if placed else PLAIN
 
     def targets(self, teacher: TeacherRows) -> tuple[Tensor, Tensor]:
         """Return the teacher's log-probabilities of the k tokens and of the rest. The student is compared with them."""
@@ -91,7 +91,7 @@ class Distillation(Loss):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TaughtRows(MicroBatchLoss):
+class DistillationRows(MicroBatchLoss):
     """Distillation loss for one micro-batch.
 
     Attributes:

@@ -49,9 +49,9 @@ class PreferenceTask:
             found.append(RowFinding("note", text))
         return found
 
-    def accumulator(self) -> JudgedExamples:
+    def accumulator(self) -> PreferenceMetrics:
         """Return an accumulator for a set's examples."""
-        return JudgedExamples(self._loss)
+        return PreferenceMetrics(self._loss)
 
     def prepare(self, context: PrepareContext) -> Mapping[str, Any]:
         """Give the loaders the reference model's log-probabilities, if the loss needs them."""
@@ -70,7 +70,7 @@ class PreferenceTask:
         return {RECORD: reference.record}
 
 
-class JudgedExamples:
+class PreferenceMetrics:
     """``MetricAccumulator`` for a set's examples. It computes the loss and TRL's metrics."""
 
     def __init__(self, loss: PreferenceLoss) -> None:
@@ -86,7 +86,7 @@ class JudgedExamples:
             self._collected.add(batch, shifted_labels(batch["labels"]), logps, part=self._num_passes)
         self._num_passes += 1
 
-    def judge(self, gather: Gather[CollectedExamples]) -> SetFigures:
+    def compute(self, gather: Gather[CollectedExamples]) -> SetFigures:
         """Return the loss and metrics over the examples of all ranks."""
-        loss, num_tokens, figures = CollectedExamples.join(gather(self._collected)).judge(self._loss)
+        loss, num_tokens, figures = CollectedExamples.join(gather(self._collected)).compute(self._loss)
         return SetFigures(loss, num_tokens, figures)

@@ -24,7 +24,7 @@ from megatrain.models.graph import num_learned_positions
 from megatrain.plan.forward import plan_averages, plan_samples
 from megatrain.plan.tiers import step_memory_lent
 from megatrain.plan.traffic import Traffic
-from megatrain.ranks.collectives import Alone
+from megatrain.ranks.collectives import SingleRank
 from megatrain.tasks.continuation import Continuation, StoppedError
 from megatrain.tasks.passes import Passes
 from megatrain.tasks.prompts import GenerationSettings
@@ -280,7 +280,7 @@ class Evaluator:
         self.latest = dict(before)
         self._passes: dict[EvaluatedWeights, Passes] = {}
         # The first evaluation creates the collectives, because it runs after the ranks have met.
-        self._collectives: Collectives | Alone | None = None
+        self._collectives: Collectives | SingleRank | None = None
 
     def is_due(self, step: int) -> bool:
         """Return whether an evaluation is due after ``step`` steps and not all sets have been evaluated yet."""
@@ -318,7 +318,7 @@ class Evaluator:
         return {} if self._collectives is None else dict(self._collectives.moved_bytes)
 
     @property
-    def _ranks(self) -> Collectives | Alone:
+    def _ranks(self) -> Collectives | SingleRank:
         assert self._collectives is not None, "no evaluation has begun"
         return self._collectives
 
@@ -342,7 +342,7 @@ class Evaluator:
     def _evaluate(self, step: int, each: EvaluationSet, weights: EvaluatedWeights) -> bool:
         """Evaluate a set and report the result. Return False if a stop interrupted the evaluation."""
         start_s, name = time.perf_counter(), self._spec.name_of(each.name, weights)
-        figures = self._judge(each, weights, f"evaluating {name}")
+        figures = self._evaluate_set(each, weights, f"evaluating {name}")
         samples: Sequence[Sample] = ()
         if weights in self.samplers and not self._should_stop():
             sampler = self.samplers[weights]
@@ -359,7 +359,7 @@ class Evaluator:
         self._observer.on_evaluation(metrics)
         return True
 
-    def _judge(self, each: EvaluationSet, weights: EvaluatedWeights, doing: str) -> SetFigures:
+    def _evaluate_set(self, each: EvaluationSet, weights: EvaluatedWeights, doing: str) -> SetFigures:
         """Run a set's passes and return the task's metrics."""
         if weights not in self._passes:
             self._passes[weights] = Passes(
@@ -375,7 +375,7 @@ class Evaluator:
             each.passes(), accumulator.head, num_passes=each.num_passes, should_stop=self._should_stop
         ):
             accumulator.add(found)
-        return accumulator.judge(self._ranks.gather_objects)
+        return accumulator.compute(self._ranks.gather_objects)
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,7 +494,7 @@ class Sampler:
         store: TieredStore,
         activity: Activity,
         should_stop: Callable[[], bool],
-        collectives: Collectives | Alone | None = None,
+        collectives: Collectives | SingleRank | None = None,
     ) -> list[Sample]:
         """Generate a set's samples. Return no samples if a stop was requested.
 
@@ -504,7 +504,7 @@ class Sampler:
             should_stop: Called before each pass. All ranks must get the same result.
             collectives: Collectives of the ranks, or None for a single process.
         """
-        rows, own, ranks = self._rows[name], self._generation.plan, collectives or Alone()
+        rows, own, ranks = self._rows[name], self._generation.plan, collectives or SingleRank()
         if not rows:
             return []
         passes = Continuation(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatrain.engine.forward import LayerRunner
     from megatrain.engine.program import Stays
     from megatrain.plan.plan import Plan
-    from megatrain.ranks.collectives import Alone, Collectives
+    from megatrain.ranks.collectives import Collectives, SingleRank
     from tiered import TieredStore
 
 __all__ = ["Passes"]
@@ -46,7 +46,7 @@ class Passes:
         *,
         timeline: Timeline | None = None,
         activity: Activity | None = None,
-        collectives: Collectives | Alone | None = None,
+        collectives: Collectives | SingleRank | None = None,
         stays: Stays | None = None,
     ) -> None:
         self._plan, self._store = plan, store

@@ -323,7 +323,7 @@ class CollectedExamples:
             found._batches.append(batch)
         return found
 
-    def judge(self, preference: PreferenceLoss) -> tuple[float, int, dict[str, float]]:
+    def compute(self, preference: PreferenceLoss) -> tuple[float, int, dict[str, float]]:
         """Return the mean loss over all examples, the number of tokens in their answers, and the metrics."""
         logps, lengths, reference = (
             torch.cat(parts, dim=1)

@@ -35,10 +35,10 @@ class RewardTask(TextTask):
 
     def accumulator(self) -> MetricAccumulator:
         """Return an accumulator for pair metrics."""
-        return JudgedPairs()
+        return RewardMetrics()
 
 
-class JudgedPairs:
+class RewardMetrics:
     """``MetricAccumulator`` for the rewards of a set's pairs."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class JudgedPairs:
         """Add the result of ``head`` for one pass."""
         self._found += found
 
-    def judge(self, gather: Gather[list[npt.NDArray[np.float64]]]) -> SetFigures:
+    def compute(self, gather: Gather[list[npt.NDArray[np.float64]]]) -> SetFigures:
         """Return the loss over the pairs of all ranks, without the centering term, and TRL's metrics."""
         found = np.concatenate([piece for of_rank in gather(self._found) for piece in of_rank], axis=1)
         chosen, rejected, margins = found

@@ -55,7 +55,7 @@ class MetricAccumulator(Protocol):
     def add(self, found: Any) -> None:
         """Add the result of ``head`` for one pass."""
 
-    def judge(self, gather: Gather[Any]) -> SetFigures:
+    def compute(self, gather: Gather[Any]) -> SetFigures:
         """Return the metrics over all ranks' rows. It is the same on all ranks and for any division of the rows."""
 
 

@@ -59,7 +59,7 @@ class MeanLoss:
         self._terms += found.terms
         self._num_tokens += found.num_tokens
 
-    def judge(self, gather: Gather[tuple[list[float], int]]) -> SetFigures:
+    def compute(self, gather: Gather[tuple[list[float], int]]) -> SetFigures:
         """Return the mean loss over the tokens of all ranks."""
         found = gather((self._terms, self._num_tokens))
         terms = [term for of_rank, _ in found for term in of_rank]

@@ -158,7 +158,7 @@ def _autograd_graph(result: Any) -> Hashable:
     return tuple(edges)
 
 
-class _Opaque(Exception):
+class _NotComparableError(Exception):
     """Signal that an object cannot be compared."""
 
 
@@ -196,7 +196,7 @@ class _CallRecord:
         with torch._C.DisableTorchFunction():
             try:
                 self.entries.append((what, self._described(args), self._described(kwargs), self._described(result)))
-            except _Opaque:
+            except _NotComparableError:
                 self.is_complete = False
 
     def _described(self, value: Any) -> Hashable:
@@ -213,7 +213,7 @@ class _CallRecord:
             return (type(value), *((key, self._described(item)) for key, item in value.items()))
         if isinstance(value, Work):
             return value
-        raise _Opaque
+        raise _NotComparableError
 
     def _place_of(self, tensor: Tensor, key: int) -> Hashable:
         if (names := self._names.get(key)) is not None:
@@ -223,5 +223,5 @@ class _CallRecord:
             return number - self._num_before
         # A tensor from outside of the record may be freed before the trace ends, so only its number identifies it.
         if number is None:
-            raise _Opaque
+            raise _NotComparableError
         return ("number", number)

@@ -22,7 +22,7 @@ from megatrain.engine.generate import GenerationRunner
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import VisitMemory, VisitTrace
 from megatrain.engine.work import Work
-from megatrain.models.skeleton import is_multimodal, rows_are_documents
+from megatrain.models.skeleton import is_multimodal, single_document_rows
 from megatrain.trace.kernel_work import kernels_counted
 from megatrain.trace.tracer import Tracer
 
@@ -174,7 +174,7 @@ def _counted_run(
     with (
         _lists_are_read(),
         kernels_counted(tracer.counts.add_launch),
-        nullcontext() if padded else rows_are_documents(),
+        nullcontext() if padded else single_document_rows(),
         _failures_explained(model, inputs),
     ):
         yield

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain.engine.program import TracedVisit, VisitMemory
-from megatrain.engine.saved_results import NOT_SAVABLE, ResultSizes, Savable
-from megatrain.engine.unneeded import NOTHING_UNNEEDED, ProductUses, Unneeded
+from megatrain.engine.saved_results import NOT_SAVABLE, ResultSizes, SavableResults
+from megatrain.engine.unneeded import NOTHING_UNNEEDED, ProductUses, SkippedProducts
 from megatrain.engine.work import NO_WORK, Work
 from megatrain.trace.counting import CountingMode, count_flops, tensors_in
 from tiered.units import round_up
@@ -54,9 +54,9 @@ class RecomputeCounts:
     """
 
     graph_nbytes: int = 0
-    attention: Savable = NOT_SAVABLE
-    results: Savable = NOT_SAVABLE
-    unneeded: Unneeded = NOTHING_UNNEEDED
+    attention: SavableResults = NOT_SAVABLE
+    results: SavableResults = NOT_SAVABLE
+    unneeded: SkippedProducts = NOTHING_UNNEEDED
 
     def renamed(self, names: Mapping[str, str]) -> RecomputeCounts:
         """Return a copy for a layer whose parameters have other names."""

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from megatrain.base.observer import EvaluationMetrics, RunInfo, RunSummary, StepMetrics
-from megatrain.base.progress import Activity, Moment
+from megatrain.base.progress import Activity, ActivitySnapshot
 from tiered import GiB
 
 CliModule = Callable[[str], ModuleType]
@@ -106,7 +106,7 @@ def test_the_live_view_uses_the_width_that_there_is(cli_module: CliModule, width
         warmup_steps=2000,
     )  # fmt: skip
     evaluation = EvaluationMetrics(1200, 123456, "held_out", 1.25, 10, 0.1)
-    moment = Moment("step", "backward", "model.language_model.layers.127", 70, 100, 12, 16, 345.6)
+    moment = ActivitySnapshot("step", "backward", "model.language_model.layers.127", 70, 100, 12, 16, 345.6)
     lines = drawn(cli_module, width, many, moment, {"held_out": evaluation})
     assert all(len(line) <= width for line in lines), lines
     assert width < 80 or not any("\u2026" in line for line in lines), lines
@@ -130,7 +130,7 @@ def test_bytes_of_loading_and_of_a_checkpoint_have_bars(cli_module: CliModule) -
     assert lines[0].split()[0] == "now" and "loading weights, 1.00 GiB of 4.00 GiB" in lines[0]
     assert lines[1].split()[0] == "save" and lines[1].endswith("checkpoint, 3.00 GiB of 4.00 GiB")
     now, save = (line.count("\u2501") for line in lines[:2])
-    assert now == save and Moment.from_json(dataclasses.asdict(activity.snapshot())).saved_bytes == 3 * GiB
+    assert now == save and ActivitySnapshot.from_json(dataclasses.asdict(activity.snapshot())).saved_bytes == 3 * GiB
     activity.saving.is_done = True
     assert not activity.snapshot().checkpoint_bytes
 

@@ -30,7 +30,7 @@ class ObjectsTier(run_tiers.RunTier):
 
     def budget(self, run: Any, workspace: int) -> TierBudget:
         size = self._capacity_bytes // run.world.local_size
-        return TierBudget(NAME, size, lambda n: n, links=run_tiers.both_ways("ram", NAME), is_addressable=False)
+        return TierBudget(NAME, size, lambda n: n, links=run_tiers.link_pair("ram", NAME), is_addressable=False)
 
     def make(self, plan: Any, budget: TierBudget, on_notice: Any) -> Any:
         return module.ObjectStoreTier(self._url, budget.capacity_bytes, name=NAME, part_bytes=48 * KiB)

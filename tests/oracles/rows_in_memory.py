@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain.data.chat import Encoded, RowEncoder
+from megatrain.data.chat import RowEncoder, TokenizedRow
 from megatrain.data.collate import Collator
 from megatrain.data.dataset import InMemoryWriter
 from megatrain.data.encoding import Encoder, EncodingOptions, Overlong
@@ -62,7 +62,7 @@ def loader_of(dataset: TokenDataset, shape: BatchShape, *, data_seed: int, **opt
     return BatchLoader(EpochOrder(dataset, shape, data_seed), Collator(shape, **options))
 
 
-def encode_row(encoder: RowEncoder, row: PlainRow) -> Encoded:
+def encode_row(encoder: RowEncoder, row: PlainRow) -> TokenizedRow:
     """Return the tokens of a row; raises its RowError."""
     (found,) = encoder.encode_many([row])
     if isinstance(found, RowError):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatrain.checkpoint.resume import rules_of_newest
-from megatrain.checkpoint.state import KeptRules
+from megatrain.checkpoint.state import DecidedSettings
 from megatrain.config import load_config
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, Plan
 from megatrain.ranks.world import World
@@ -94,5 +94,5 @@ def test_tokens_of_a_micro_batch_in_a_checkpoint() -> None:
     )
     for model, tokens in cases:
         meta = {"config_toml": "[training]\ngradient_lanes = 4\n", "model": model}
-        assert KeptRules.of_meta(meta) == KeptRules(4, tokens), model
-        assert KeptRules.of_meta({"config_toml": "=", "model": model}) is None
+        assert DecidedSettings.of_meta(meta) == DecidedSettings(4, tokens), model
+        assert DecidedSettings.of_meta({"config_toml": "=", "model": model}) is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatrain.checkpoint.state import KeptRules
+from megatrain.checkpoint.state import DecidedSettings
 from megatrain.config import load_config
 from megatrain.config.resolved import changes_from, to_toml, with_values
 from megatrain.training.resolve import resolve
@@ -97,7 +97,7 @@ def test_a_resumed_run_keeps_its_rule(fused_model: Path, tmp_path: Path, monkeyp
     assert [
         str(each.key) for each in changes_from(before, with_values(config, {"optimizer.muon_fused": "parts"})).altering
     ] == ["optimizer.muon_fused"]
-    older = KeptRules.of_meta({"config_toml": '[optimizer]\noptim = "muon"'})
+    older = DecidedSettings.of_meta({"config_toml": '[optimizer]\noptim = "muon"'})
     monkeypatch.setattr("megatrain.training.start.rules_of_newest", lambda *_: older)
     assert with_kept_rules(resolve(config)).optimizer.muon_fused == "whole"
     monkeypatch.setattr("megatrain.training.start.rules_of_newest", lambda *_: None)

@@ -18,7 +18,7 @@ def main() -> None:
 
     path, cut, stop_after, folder = sys.argv[1:]
     group = RankGroup.of_environment()
-    group.meet()
+    group.rendezvous()
     try:
         config = load_config(Path(path)).config
         group.join(config.device, config.distributed)

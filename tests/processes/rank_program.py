@@ -30,7 +30,7 @@ def main() -> None:
         sys.exit(7)
     group = RankGroup.of_environment()
     try:
-        group.meet()
+        group.rendezvous()
         group.join("cpu", DistributedConfig(timeout="60s" if "patient" in ways else "2s"))
         if "differs" in "".join(sys.argv[2:]):
             check_same(group.gather, "config", {"lr": "2" if "differs" in ways else "1"}, "Give all the same files")

@@ -80,9 +80,9 @@ class FaultWhile(Fault):
             super().__init__("flip", "read", bit=77)
         self._file = file
 
-    def strikes(self, on: str, file: Any) -> bool:
+    def affects(self, on: str, file: Any) -> bool:
         """Return whether a call fails."""
-        return super().strikes(on, file) and self._file.exists()
+        return super().affects(on, file) and self._file.exists()
 
 
 def spoil_drives(what: str, file: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiered import GiB, KiB, MiB
-from tiered.tiers.stripe import check_rates, deal, plan_chunks
+from tiered.tiers.stripe import assign_chunks, check_rates, plan_chunks
 
 RATES = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6).map(tuple)
 
@@ -17,7 +17,7 @@ RATES = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6).map(tuple)
 def test_every_prefix_is_within_one_chunk_of_proportional(rates: tuple[float, ...], num_chunks: int) -> None:
     total = sum(Fraction(rate) for rate in rates)
     counts = [0] * len(rates)
-    for position, path in enumerate(deal(num_chunks, rates), start=1):
+    for position, path in enumerate(assign_chunks(num_chunks, rates), start=1):
         counts[path] += 1
         for rate, count in zip(rates, counts, strict=True):
             assert abs(count - position * Fraction(rate) / total) < 1

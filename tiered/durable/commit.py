@@ -33,7 +33,7 @@ from tiered.tiers.directory import write_document
 from tiered.tiers.health import FullDrives
 from tiered.tiers.layout import dtype_name, files_of, group_document
 from tiered.tiers.snapshots import DurableTier
-from tiered.transfer import Waiting
+from tiered.transfer import WaitReason
 from tiered.units import PAGE_BYTES
 
 
@@ -130,7 +130,7 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class _Frozen:
+class _FrozenCopy:
     """One block of a commit. A lease protects it, or its files are linked into ``folder``.
 
     Attributes:
@@ -174,7 +174,7 @@ class FrozenBlocks:
         self._name = generation_name(generation)
         self._full = full
         self._counted = counted
-        self._frozen: list[_Frozen] = []
+        self._frozen: list[_FrozenCopy] = []
         self._start_s = self._frozen_s = time.perf_counter()
 
     # -- in the caller's thread --------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class FrozenBlocks:
             blocks = [block for block in self._movement.blocks.values() if block.spec.durable]
             _check_keys(blocks)
             for block in blocks:
-                self._settle_home(block)  # Start all write-backs first, so that the drive has a queue.
+                self._advance_home(block)  # Start all write-backs first, so that the drive has a queue.
                 # Write the notes of ownership before any link. If this process crashes, the notes show that this store
                 # owns the files.
         for tier in self._movement.durable_tiers.values():
@@ -226,16 +226,16 @@ class FrozenBlocks:
         write_document(self.folder.parent, group_document())
         write_document(self.folder, group_document())
 
-    def _settle_home(self, block: Block) -> Waiting | None:
+    def _advance_home(self, block: Block) -> WaitReason | None:
         """Take the next step to write the newest bytes home. Return the reason to wait, or None if they are home."""
         if block.writer is not None:
-            return Waiting("lease")
+            return WaitReason("lease")
         newest = block.newest()
         if newest is not None:
             return self._movement.write_back(block, newest) or self._movement.waiting_for_transfer(newest, "drain")
-        return Waiting("drain", block.home.transfer) if block.home.state is CopyState.FILLING else None
+        return WaitReason("drain", block.home.transfer) if block.home.state is CopyState.FILLING else None
 
-    def _freeze_block(self, block: Block) -> _Frozen | None:
+    def _freeze_block(self, block: Block) -> _FrozenCopy | None:
         tier = self._movement.durable_tiers.get(block.spec.home)
         if tier is not None:
             return tier.full.retry(tier.paths[0], PAGE_BYTES, partial(self._link, block, tier))
@@ -247,9 +247,9 @@ class FrozenBlocks:
             is_fetched = block.copy_in(where).slot is None
             lease = self._leasing.acquire(spec.key, where, "r")
             lease.thread_id = NO_THREAD
-            return _Frozen(block, self.folder / spec.key, block.version, None, False, lease, is_fetched=is_fetched)
+            return _FrozenCopy(block, self.folder / spec.key, block.version, None, False, lease, is_fetched=is_fetched)
 
-    def _link(self, block: Block, tier: DurableTier) -> _Frozen | None:
+    def _link(self, block: Block, tier: DurableTier) -> _FrozenCopy | None:
         with self._movement.changed:  # Hold the lock, so that no write happens between the wait and the link.
             if not self._is_at_home_locked(block):
                 return None
@@ -257,11 +257,11 @@ class FrozenBlocks:
             tier.snapshots.take(block.home.slot, self._name)
             folder = Path(tier.paths[0], SNAPSHOT_FOLDER, self._name, block.spec.key)
             home = files_of(block.home.slot)
-            return _Frozen(block, folder, block.version, home.checksums, home.is_flushed, None, home.nbytes)
+            return _FrozenCopy(block, folder, block.version, home.checksums, home.is_flushed, None, home.nbytes)
 
     def _is_at_home_locked(self, block: Block) -> bool:
         """Wait until the newest bytes of a block are home. Return False if the block is empty or unregistered."""
-        while (waiting := self._settle_home(block)) is not None:
+        while (waiting := self._advance_home(block)) is not None:
             self._leasing.wait_for_locked(waiting, block)
         return self._movement.blocks.get(block.spec.key) is block and block.home.state is CopyState.CLEAN
 
@@ -322,7 +322,7 @@ class FrozenBlocks:
                     Event("commit", "", "", self.num_bytes, self._frozen_s, time.perf_counter(), self._name)
                 )
 
-    def _write(self, frozen: _Frozen, need_bytes: int) -> tuple[str, ...]:
+    def _write(self, frozen: _FrozenCopy, need_bytes: int) -> tuple[str, ...]:
         """Write a leased block. If the drive is full, wait until ``need_bytes`` (all leased blocks) fit."""
         spec, path, counted = frozen.block.spec, str(self._identity.path), self._counted
         if counted is not None:
@@ -344,7 +344,7 @@ class FrozenBlocks:
                     return self._write_once(spec, tensor)
             raise
 
-    def _tensor_of(self, frozen: _Frozen) -> torch.Tensor:
+    def _tensor_of(self, frozen: _FrozenCopy) -> torch.Tensor:
         """Return a leased block's tensor. The calling thread's stream waits for the streams that wrote the tensor."""
         spec, lease = frozen.block.spec, frozen.lease
         assert lease is not None, spec
@@ -354,7 +354,7 @@ class FrozenBlocks:
             tier.order_before(slot, tier.current_stream())
         return self._movement.tiers[lease.tier].tensor(slot, spec.shape, spec.dtype)
 
-    def _checksums_of_linked(self, frozen: _Frozen) -> tuple[str, ...]:
+    def _checksums_of_linked(self, frozen: _FrozenCopy) -> tuple[str, ...]:
         """Return the checksums of linked, flushed files. If writes have not computed them, read the files."""
         spec, checksums = frozen.block.spec, frozen.checksums
         if checksums is None:
@@ -368,7 +368,7 @@ class FrozenBlocks:
                 files.checksums, files.is_flushed = checksums, True
         return checksums
 
-    def _record(self, frozen: _Frozen, checksums: tuple[str, ...]) -> BlockRecord:
+    def _record(self, frozen: _FrozenCopy, checksums: tuple[str, ...]) -> BlockRecord:
         spec = frozen.block.spec
         location = os.path.relpath(frozen.folder, self._identity.path)
         return BlockRecord(spec.key, spec.shape, dtype_name(spec.dtype), spec.home, spec.nbytes, checksums, location)

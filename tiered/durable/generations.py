@@ -651,7 +651,7 @@ def remove_generation(
                 reader = GenerationReader(directory, number, search)
                 paths += reader.paths()
                 identity = StoreIdentity(identity.id or reader.manifest.store, directory)
-        _flip_away(directory, generation)
+        _make_other_current(directory, generation)
         forget_generation(directory, generation)
         # Remove the generation's folder last. After a crash, it identifies the remaining files on other drives.
         for number, folder in snapshot_folders([*dict.fromkeys(paths), directory]):
@@ -661,7 +661,7 @@ def remove_generation(
         lock.release()
 
 
-def _flip_away(directory: Path, generation: int) -> None:
+def _make_other_current(directory: Path, generation: int) -> None:
     """Make the newest other generation current if the top file names this generation."""
     others = [number for number in newest_first(directory) if number != generation]
     try:

@@ -132,7 +132,7 @@ class GenerationReader:
         except ValueError as error:
             raise GenerationError(f"block '{key}' of generation {self.generation}: {error}") from error
         expected = (SNAPSHOT_FOLDER, self._name, *key.split("/"))
-        if not self._is_here(record) and Path(record.location).parts[-len(expected) :] != expected:
+        if not self._is_local(record) and Path(record.location).parts[-len(expected) :] != expected:
             raise GenerationError(
                 f"block '{key}' of generation {self.generation} has the location '{record.location}', which is not "
                 "a folder of that block"
@@ -168,14 +168,14 @@ class GenerationReader:
         The array's document with the file sizes is not read, because the checksum is sufficient.
         """
         record = self.blocks[spec.key]
-        if not 0 < spec.nbytes <= SMALL_BYTES or not self._is_here(record) or self._owner(self._folder) == "foreign":
+        if not 0 < spec.nbytes <= SMALL_BYTES or not self._is_local(record) or self._owner(self._folder) == "foreign":
             return False
         file = f"{self._folder}/{spec.key}/c/0"
         if self._moved and os.path.islink(file):  # The link may lead to a drive of the original directory.
             return False
         return (read_small(file, into),) == record.xxh3_64
 
-    def _is_here(self, record: BlockRecord) -> bool:
+    def _is_local(self, record: BlockRecord) -> bool:
         """Return whether an array is in the generation's folder, next to the manifest."""
         return record.location == f"{SNAPSHOT_FOLDER}/{self._name}/{record.key}"
 

@@ -95,10 +95,10 @@ class UnifiedTier(GpuTier):
             return None
         # Create the links for an empty RamTier of the same name.
         as_ram = RamTier(0, name=self.name, pin_memory=False)
-        return [LinkBehindDevice(link, self) for link in links_between(as_ram, neighbour)] or None
+        return [DeviceOrderedLink(link, self) for link in links_between(as_ram, neighbour)] or None
 
 
-class LinkBehindDevice:
+class DeviceOrderedLink:
     """Wraps a RamTier's link for the slots of a UnifiedTier. Bytes move after the device has finished using them.
 
     Streams do not order file I/O. If the device still uses a slot, a thread of the link waits for the device; other

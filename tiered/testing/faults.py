@@ -38,7 +38,7 @@ class Fault:
     latency_s: float = 0.0
     num_calls: int = 0
 
-    def strikes(self, on: str, file: ChunkFile) -> bool:
+    def affects(self, on: str, file: ChunkFile) -> bool:
         """Count a call, and return whether the fault affects this call."""
         if on != self.on or self.path not in str(file.path):
             return False
@@ -93,7 +93,7 @@ class FaultyMover:
 
     def _begin(self, on: str, file: ChunkFile) -> Sequence[Fault]:
         with self._lock:
-            faults = [fault for fault in self.faults if fault.strikes(on, file)]
+            faults = [fault for fault in self.faults if fault.affects(on, file)]
         for fault in faults:
             if fault.kind == "late":
                 self._sleep(fault.latency_s)

@@ -40,12 +40,12 @@ def find_directories(root: Path) -> Iterator[Path]:
     """Yield all directories of file tiers at or below ``root``. Does not follow symbolic links."""
     for folder, names, files in os.walk(root):
         names.sort()
-        if LOCK_NAME in files and _is_ours(Path(folder)):
+        if LOCK_NAME in files and _is_tier_directory(Path(folder)):
             names.clear()
             yield Path(folder)
 
 
-def _is_ours(folder: Path) -> bool:
+def _is_tier_directory(folder: Path) -> bool:
     own = read_own_attributes(folder)
     return own is not None and "page_bytes" in own  # Only the document of a tier's directory has this attribute.
 

@@ -34,7 +34,7 @@ def check_claimable(path: Path) -> None:
     refuse_links(path)
     own = read_own_attributes(path)
     if own is None:
-        if _holds_more_than(path, LOCK_NAME, _UNFINISHED_DOCUMENT) and not _has_our_notes(path):
+        if _holds_more_than(path, LOCK_NAME, _UNFINISHED_DOCUMENT) and not _has_tier_files(path):
             raise UnusableDirectoryError(
                 f"'{path}' is not empty and was not made by tiered, so nothing in it was changed. "
                 "Name an empty or a new directory"
@@ -405,7 +405,7 @@ def remove_array(root: Path, key: str) -> None:
         parent.rmdir()
 
 
-def _has_our_notes(path: Path) -> bool:
+def _has_tier_files(path: Path) -> bool:
     """Return whether a directory without a readable document has other files that only a tier creates."""
     for name, field, kind in ((STORE_NAME, "id", str), (WEAR_NAME, "written_bytes", int)):
         try:

@@ -41,16 +41,16 @@ class DeviceBuffer:
         """Add the event of recorded work, and remove events that the device has already reached."""
         with self.lock:
             self.pending_events.pop(stream, None)  # Usually this was the only event, so no query is needed.
-            self._forget_what_is_done()
+            self._drop_finished_events()
             self.pending_events[stream] = event
 
     def is_idle(self) -> bool:
         """Return whether the device has finished all recorded work. Does not wait."""
         with self.lock:
-            self._forget_what_is_done()
+            self._drop_finished_events()
             return not self.pending_events
 
-    def _forget_what_is_done(self) -> None:
+    def _drop_finished_events(self) -> None:
         if self.pending_events:
             self.pending_events = {s: pending for s, pending in self.pending_events.items() if not pending.query()}
 

@@ -133,7 +133,7 @@ class PathRates:
     usual_bytes_per_s: float
 
 
-class _Busy:
+class _BusyMeter:
     """Bytes moved, and the time with at least one part in progress."""
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class PathMeter:
         self._window_bytes = window_bytes
         self._clock_s = clock_s
         self._lock = threading.Lock()
-        self._reads, self._writes, self._both = _Busy(), _Busy(), _Busy()
+        self._reads, self._writes, self._both = _BusyMeter(), _BusyMeter(), _BusyMeter()
         self._window_start = (0, 0.0)  # (bytes, busy seconds) at the start of the window
         self._usual: deque[float] = deque(maxlen=_NUM_REMEMBERED)
         self._recent = 0.0

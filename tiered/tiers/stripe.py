@@ -64,10 +64,10 @@ def plan_chunks(nbytes: int, rates: tuple[float, ...], max_chunk_bytes: int | No
     num_shares = 1 if len(rates) == 1 else min(_MAX_PARTS_OF_SMALL_BLOCK, round(sum(rates) / min(rates)))
     num_chunks = max(math.ceil(nbytes / max_chunk_bytes), min(num_shares, math.ceil(nbytes / PAGE_BYTES)))
     chunk_bytes = round_up(math.ceil(nbytes / num_chunks), PAGE_BYTES)
-    return ChunkPlan(chunk_bytes, deal(math.ceil(nbytes / chunk_bytes), rates))
+    return ChunkPlan(chunk_bytes, assign_chunks(math.ceil(nbytes / chunk_bytes), rates))
 
 
-def deal(num_chunks: int, rates: tuple[float, ...]) -> tuple[int, ...]:
+def assign_chunks(num_chunks: int, rates: tuple[float, ...]) -> tuple[int, ...]:
     """Assign chunks to paths so that in every prefix, each path is within one chunk of its proportional share.
 
     This is Tijdeman's rule for the chairman assignment problem: of the paths that are behind their share, the next
@@ -79,11 +79,11 @@ def deal(num_chunks: int, rates: tuple[float, ...]) -> tuple[int, ...]:
     shares = [Fraction(rate) / total for rate in rates]
     slack = 1 - Fraction(1, 2 * len(shares) - 2)
     counts = [0] * len(shares)
-    dealt: list[int] = []
+    assigned: list[int] = []
     for position in range(1, num_chunks + 1):
         due = [share * position - count for share, count in zip(shares, counts, strict=True)]
         behind = [path for path, chunks in enumerate(due) if chunks >= 1 - slack]
         path = min(behind, key=lambda index: (slack - due[index]) / shares[index])
         counts[path] += 1
-        dealt.append(path)
-    return tuple(dealt)
+        assigned.append(path)
+    return tuple(assigned)

@@ -353,7 +353,7 @@ def measure_drive(path: Path, effort: DriveEffort) -> DriveResult:
                 reads.append(tier.read())
                 writes.append(tier.write())
             mixed = tier.mixed(effort.mixed_s)
-            lost = computing_lost(tier, effort.computing_s) if effort.computing_s else None
+            lost = compute_slowdown(tier, effort.computing_s) if effort.computing_s else None
             sustained = tier.sustained_write(effort.sustained_s, effort.sustained_bytes) if effort.sustained_s else None
             is_direct = tier.is_direct
         with TierProbe(folder / "small", _NUM_SMALL * _SMALL_BYTES, _SMALL_BYTES) as small:
@@ -381,7 +381,7 @@ def _span_bytes(folder: Path, most_bytes: int) -> int:
     return max(_LEAST_SPAN_BYTES, min(most_bytes, half_a_second))
 
 
-def computing_lost(tier: TierProbe, seconds: float) -> float:
+def compute_slowdown(tier: TierProbe, seconds: float) -> float:
     """Return the seconds that computing loses per byte that a tier reads or writes concurrently.
 
     Checksums, system calls and the drive's driver use CPU time and memory bandwidth. The function times matrix products
@@ -401,8 +401,8 @@ def computing_lost(tier: TierProbe, seconds: float) -> float:
             elapsed_s = time.perf_counter() - start_s
             times.append(elapsed_s / max(1, count))
     assert rate is not None
-    share_lost = max(0.0, 1 - times[0] / times[1])
-    return share_lost / rate.result()
+    lost_share = max(0.0, 1 - times[0] / times[1])
+    return lost_share / rate.result()
 
 
 def is_rotational(device: str, root: Path = Path("/sys/dev/block")) -> bool | None:

@@ -36,7 +36,7 @@ _FULL_PROCESSOR = (2048 * MiB, 1.5)
 
 
 @dataclass(frozen=True, slots=True)
-class Examination:
+class DoctorResults:
     """All results of one `doctor` command."""
 
     measured_at: datetime
@@ -133,7 +133,7 @@ def examine(
     *,
     quick: bool,
     on_progress: Callable[[str], None] = lambda text: None,
-) -> Examination:
+) -> DoctorResults:
     """Measure this machine and the drives of some folders.
 
     With one path, it takes about 30 s if ``quick`` and 90 s otherwise. It uses up to 512 MiB of space on each drive.
@@ -157,7 +157,7 @@ def examine(
     for path in paths:
         on_progress(str(path))
         drives.append(measure_drive(path, QUICK if quick else FULL))
-    return Examination(
+    return DoctorResults(
         measured_at=datetime.now(UTC).replace(microsecond=0),
         is_quick=quick,
         system=system,

@@ -66,7 +66,7 @@ class Chart:
     format_value: Callable[[float], str] = "{:.4g}".format
 
 
-class Frame(NamedTuple):
+class PlotFrame(NamedTuple):
     """Size of a chart's view box, and position of the plot in it."""
 
     width: int = 560
@@ -77,7 +77,7 @@ class Frame(NamedTuple):
     bottom: int = 190
 
 
-FRAME = Frame()
+FRAME = PlotFrame()
 
 
 @dataclass(frozen=True, slots=True)

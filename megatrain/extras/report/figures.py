@@ -34,7 +34,7 @@ _RUN_KEYS = frozenset({"config_version", "output_dir", "run_name", "data_seed"})
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class PlanComparison:
     """A planned and a measured figure. Unknown figures are None."""
 
     planned: float | None
@@ -59,7 +59,7 @@ class PathWrites:
     """
 
     nbytes: int
-    bytes_per_step: Compared
+    bytes_per_step: PlanComparison
     limit_bytes: int | None = None
     lifetime_bytes: int | None = None
 
@@ -159,15 +159,15 @@ class Figures:
     num_real_tokens: int
     num_trained_tokens: int
     padding_share: float | None
-    step_s: Compared
+    step_s: PlanComparison
     time_s: Mapping[str, float]
     tokens_per_s: float | None
     trained_tokens_per_s: float | None
     model_flops_per_s: float | None
     hardware_flops_per_s: float | None
-    tiers: Mapping[str, Compared]
+    tiers: Mapping[str, PlanComparison]
     capacity_bytes: Mapping[str, int]
-    links: Mapping[str, Compared]
+    links: Mapping[str, PlanComparison]
     drives: Mapping[str, PathWrites]
     rss_first_bytes: int | None
     rss_last_bytes: int | None
@@ -223,7 +223,7 @@ def compute_figures(history: RunHistory) -> Figures:
         num_real_tokens=real,
         num_trained_tokens=trained,
         padding_share=_padding_share(history, real),
-        step_s=Compared(_planned_step_s(plan), median(step["step_s"] for step in warm) if warm else None),
+        step_s=PlanComparison(_planned_step_s(plan), median(step["step_s"] for step in warm) if warm else None),
         time_s=_time_s(warm),
         tokens_per_s=_rate(warm, "num_real_tokens", warm_s),
         trained_tokens_per_s=_rate(warm, "num_trained_tokens", warm_s),
@@ -361,14 +361,16 @@ def _rate(steps: Sequence[Mapping[str, Any]], key: str, seconds: float) -> float
     return total / seconds if seconds > 0 and total else None
 
 
-def _tiers(history: RunHistory) -> dict[str, Compared]:
+def _tiers(history: RunHistory) -> dict[str, PlanComparison]:
     planned = history.plan.get("peak_bytes", {})
     measured: dict[str, float] = {}
     used = [step.get("tier_used_bytes", {}) for step in history.steps]
     for tiers in (*used, *(end.get("tier_peak_bytes", {}) for end in history.ends)):
         for tier, nbytes in tiers.items():
             measured[tier] = max(measured.get(tier, 0), nbytes)
-    return {tier: Compared(planned.get(tier), measured.get(tier)) for tier in dict.fromkeys([*planned, *measured])}
+    return {
+        tier: PlanComparison(planned.get(tier), measured.get(tier)) for tier in dict.fromkeys([*planned, *measured])
+    }
 
 
 def _capacities(history: RunHistory) -> dict[str, int]:
@@ -376,7 +378,7 @@ def _capacities(history: RunHistory) -> dict[str, int]:
     return dict(last or history.plan.get("budget_bytes", {}))
 
 
-def _links(history: RunHistory, warm: Sequence[Mapping[str, Any]]) -> dict[str, Compared]:
+def _links(history: RunHistory, warm: Sequence[Mapping[str, Any]]) -> dict[str, PlanComparison]:
     """Return bytes per step of each link: the median of the steps, or else the mean of the last finished start."""
     planned = history.plan.get("link_bytes_per_step", {})
     measured: dict[str, float] = {}
@@ -388,7 +390,9 @@ def _links(history: RunHistory, warm: Sequence[Mapping[str, Any]]) -> dict[str, 
         number = end.get("num_steps", 0) - first
         if number > 0:
             measured = {link: nbytes / number for link, nbytes in end.get("link_bytes", {}).items()}
-    return {link: Compared(planned.get(link), measured.get(link)) for link in dict.fromkeys([*planned, *measured])}
+    return {
+        link: PlanComparison(planned.get(link), measured.get(link)) for link in dict.fromkeys([*planned, *measured])
+    }
 
 
 def _drives(history: RunHistory, warm: Sequence[Mapping[str, Any]]) -> dict[str, PathWrites]:
@@ -402,7 +406,7 @@ def _drives(history: RunHistory, warm: Sequence[Mapping[str, Any]]) -> dict[str,
     for path in paths:
         each = [step.get("written_bytes", {}).get(path, 0) for step in warm]
         nbytes = sum(step.get("written_bytes", {}).get(path, 0) for step in history.steps)
-        per_step = Compared(planned.get(path), median(each) if each else None)
+        per_step = PlanComparison(planned.get(path), median(each) if each else None)
         drives[path] = PathWrites(nbytes, per_step, limits.get(path), _lifetime_bytes(Path(path)))
     return drives
 

@@ -28,12 +28,12 @@ from megatrain.base.owner import living_owner
 from megatrain.base.timeline import TIMELINE_NAME
 from megatrain.config.schema import RunConfig
 
-__all__ = ["NotARunError", "RunHistory", "read_history"]
+__all__ = ["NoRunRecordsError", "RunHistory", "read_history"]
 
 _NO_NUMBERS = {"nan", "inf", "-inf"}
 
 
-class NotARunError(Exception):
+class NoRunRecordsError(Exception):
     """A folder contains no records of a run."""
 
 
@@ -75,7 +75,7 @@ def read_history(folder: Path | str) -> RunHistory:
     """Read the records of a finished or unfinished run in its ``output_dir``.
 
     Raises:
-        NotARunError: The folder contains no records of a run.
+        NoRunRecordsError: The folder contains no records of a run.
     """
     path = Path(folder).resolve()
     status, owner = read_status(path), living_owner(path)
@@ -83,7 +83,7 @@ def read_history(folder: Path | str) -> RunHistory:
     lines = _read_lines(path / METRICS_NAME)
     timeline = path / TIMELINE_NAME
     if status is None and not plan and not lines and owner is None:
-        raise NotARunError(f"'{folder}' is not the folder of a run. Pass the output_dir of a run")
+        raise NoRunRecordsError(f"'{folder}' is not the folder of a run. Pass the output_dir of a run")
     state: str = status.state if status is not None else "not known"
     if owner is None and state not in FINAL_STATES:
         state = "died" if status is not None else "not known"

@@ -97,7 +97,7 @@ def draw(bars: Sequence[Bar], title: str, note: str) -> str:
         own = [bar for bar in bars if bar.row == row]
         tracks = 1 + max((bar.track for bar in own), default=0)
         height = TRACK_HEIGHT if row in links else BAR_HEIGHT
-        parts.append(_label(LEFT - 10, y + tracks * height / 2 + 4, _shown(row), anchor="end"))
+        parts.append(_label(LEFT - 10, y + tracks * height / 2 + 4, _row_label(row), anchor="end"))
         parts.append(_box(LEFT, y, WIDTH - LEFT - RIGHT, tracks * height, "#f4f4f4"))
         reached = [0.0] * tracks
         for bar in own:
@@ -118,7 +118,7 @@ def draw(bars: Sequence[Bar], title: str, note: str) -> str:
     return f'<svg {size} font-family="sans-serif" font-size="12">\n{body}\n</svg>\n'
 
 
-def _shown(row: str) -> str:
+def _row_label(row: str) -> str:
     """Return the displayed label of a row, without the row's data path."""
     name = row.partition(" (")[0]
     if name.startswith(WRITES):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from megatrain.base.observer import Sample, format_preferences, format_rank, format_samples
-from megatrain.extras.report.figures import CAUSES, COMPUTING, Compared, Figures, PathWrites
+from megatrain.extras.report.figures import CAUSES, COMPUTING, Figures, PathWrites, PlanComparison
 from tiered.units import GiB, MiB, format_decimal_size, format_duration, format_size
 
 __all__ = ["binary_unit", "report_lines"]
@@ -78,7 +78,7 @@ def _comparison(figures: Figures) -> Iterator[str]:
         yield _row(f"{link} {name}", moved, unit, note)
 
 
-def _row(name: str, pair: Compared, unit: float, note: str = "", *, digits: int = 1) -> str:
+def _row(name: str, pair: PlanComparison, unit: float, note: str = "", *, digits: int = 1) -> str:
     numbers = ("-" if value is None else f"{value / unit:,.{digits}f}" for value in (pair.planned, pair.measured))
     cells = "".join(f"{number:>{_NUMBER_WIDTH}}" for number in numbers)
     return f"{name:<{_NAME_WIDTH}}{cells}   {note}".rstrip()

@@ -68,7 +68,7 @@ def translate_keys(draft: Translation, values: Mapping[str, Any], prefix: str = 
             translate_keys(draft, value, f"{theirs}.")
         elif row is None and not prefix:
             draft.answered.add(theirs)
-            draft.lose_if_on(theirs, NOTHING_LIKE_IT, value)
+            draft.omit_if_on(theirs, NOTHING_LIKE_IT, value)
 
 
 def _copy(draft: Translation, theirs: str, value: Any, row: Row) -> None:
@@ -87,7 +87,7 @@ def _lost(draft: Translation, theirs: str, value: Any, row: Row) -> None:
     if row.choices:
         _choice(draft, theirs, value, row)
     else:
-        draft.lose_if_on(theirs, row.why, value)
+        draft.omit_if_on(theirs, row.why, value)
 
 
 def _choice(draft: Translation, theirs: str, value: Any, row: Row) -> None:
@@ -140,7 +140,7 @@ def _half_precision(draft: Translation, theirs: str, value: Any, row: Row) -> No
     if value in (True, "true") or (not is_float16 and value in ("auto", "full")):
         draft.put(row.ours, "bfloat16", theirs, "instead of float16, which needs loss scaling" if is_float16 else "")
     else:
-        draft.lose_if_on(theirs, NOTHING_LIKE_IT, value)
+        draft.omit_if_on(theirs, NOTHING_LIKE_IT, value)
 
 
 def _loaded_dtype(draft: Translation, theirs: str, value: Any, row: Row) -> None:
@@ -158,7 +158,7 @@ def _reports(draft: Translation, theirs: str, value: Any, row: Row) -> None:
     elif value is True:
         report_to(draft, theirs, [theirs.removeprefix("use_")])
     else:
-        draft.lose_if_on(theirs, "see logging.report_to", value)
+        draft.omit_if_on(theirs, "see logging.report_to", value)
 
 
 def report_to(draft: Translation, theirs: str, targets: list[Any]) -> None:
@@ -317,7 +317,7 @@ def put_preference(draft: Translation, loss: Any, theirs: str) -> None:
     for ours, why in _SFT_ONLY.items():
         entry = draft.entries.pop(ours, None)
         if entry is not None and entry.theirs:
-            draft.lose_if_on(entry.theirs, why, entry.value)
+            draft.omit_if_on(entry.theirs, why, entry.value)
     draft.default({"preference.beta": 0.1})
 
 

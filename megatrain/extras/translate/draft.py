@@ -37,7 +37,7 @@ class TranslatedValue:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class OmittedKey:
     """A key of the tool that the translation omits, with the reason."""
 
     theirs: str
@@ -66,8 +66,8 @@ class Translation:
     source: Source
     base: Path
     entries: dict[str, TranslatedValue] = field(default_factory=dict)
-    lost: list[Left] = field(default_factory=list)
-    unneeded: list[Left] = field(default_factory=list)
+    lost: list[OmittedKey] = field(default_factory=list)
+    unneeded: list[OmittedKey] = field(default_factory=list)
     answered: set[str] = field(default_factory=set)
     toml: str = ""
 
@@ -153,21 +153,21 @@ class Translation:
 
     def lose(self, theirs: str, why: str, value: Any = None) -> None:
         """List a key of the tool as lost, because it has no equivalent."""
-        self.lost.append(Left(theirs, value, why))
+        self.lost.append(OmittedKey(theirs, value, why))
 
-    def lose_if_on(self, theirs: str, why: str, value: Any) -> None:
+    def omit_if_on(self, theirs: str, why: str, value: Any) -> None:
         """List a key as lost, unless its value disables it."""
         if value not in _OFF:
             self.lose(theirs, why, value)
 
-    def lose_unanswered(self) -> None:
+    def omit_unanswered(self) -> None:
         """List every unanswered value as lost. Reading a key does not answer the other keys of its table."""
         done = self.answered | {left.theirs for left in (*self.lost, *self.unneeded)}
         for path, value in list(_leaves(self.source.values, "", done)):
             if value is not None and value != "auto":
                 self.lose(path, NOTHING_LIKE_IT, value)
 
-    def lose_auto(self, why: str) -> None:
+    def omit_auto(self, why: str) -> None:
         """List every value that is "auto", except in tables that are not needed."""
         for path, value in list(_leaves(self.source.values, "", self.rows("unneeded"))):
             if value == "auto":
@@ -175,7 +175,7 @@ class Translation:
 
     def drop(self, theirs: str, why: str, value: Any = None) -> None:
         """List a key of the tool as not needed here."""
-        self.unneeded.append(Left(theirs, value, why))
+        self.unneeded.append(OmittedKey(theirs, value, why))
 
     def refuse(self, problem: str, remedy: str = "") -> TranslationError:
         """Return an error which says that the described training is not supported."""

@@ -178,7 +178,7 @@ def _row_limit(draft: Translation) -> int | None:
     value = draft.get("max_samples")
     limit = count(as_number(value, "data.train.0.max_samples"))
     if limit is None:
-        draft.lose_if_on("max_samples", "write a whole number above 0", value)
+        draft.omit_if_on("max_samples", "write a whole number above 0", value)
     return limit
 
 
@@ -326,7 +326,7 @@ def _axolotl_sources(draft: Translation, name: str) -> list[Section]:
     for path, source in _members(draft.get(name), name):
         fields = {"path": source} if is_plain and isinstance(source, str) and source else source
         if not isinstance(fields, Mapping):
-            draft.lose_if_on(path, "a data set has a path and a type", source)
+            draft.omit_if_on(path, "a data set has a path and a type", source)
         elif fields:
             sources.append(Section(draft, path, {"type": "pretrain", **fields} if is_plain else fields))
     return sources
@@ -523,7 +523,7 @@ def _trl_datasets(draft: Translation) -> None:
         if isinstance(source, Mapping):
             sources.append(Section(draft, place, source))
         else:
-            draft.lose_if_on(place, "a data set has an id or a path", source)
+            draft.omit_if_on(place, "a data set has an id or a path", source)
     if isinstance(mixture, Mapping) and (size := draft.get(f"{theirs}.test_split_size")):
         draft.put("data.val_size", size, f"{theirs}.test_split_size")
     if not sources and isinstance(mixer, Mapping):
@@ -575,7 +575,7 @@ def _deepspeed(draft: Translation) -> None:
     draft.fill_in("output_dir", "outputs/first", "folder of the run")
     draft.fill_in_model()
     draft.fill_in_data()
-    draft.lose_auto("the arguments of Hugging Face's Trainer set it, but this file does not contain them")
+    draft.omit_auto("the arguments of Hugging Face's Trainer set it, but this file does not contain them")
     translate_keys(draft, draft.source.values)
     if draft.get("gradient_clipping") is None:
         note = "DeepSpeed's default since 0.19.3; write 0 for older versions, which do not clip"
@@ -589,7 +589,7 @@ def _deepspeed(draft: Translation) -> None:
     for name in ("wandb", "tensorboard"):
         is_on = draft.get(f"{name}.enabled")
         if is_on is not True:
-            draft.lose_if_on(f"{name}.enabled", "see logging.report_to", is_on)
+            draft.omit_if_on(f"{name}.enabled", "see logging.report_to", is_on)
         else:
             report_to(draft, name, [name])
             if name == "wandb" and (project := draft.get("wandb.project")):

@@ -15,7 +15,7 @@ from megatrain.config.combinations import find_bad_combinations
 from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, NAMES, schema_key
 from megatrain.config.load import validated
 from megatrain.extras.translate.command_lines import is_world_size_option
-from megatrain.extras.translate.draft import Left, TranslatedValue, Translation, plain_key
+from megatrain.extras.translate.draft import OmittedKey, TranslatedValue, Translation, plain_key
 from megatrain.extras.translate.read import Source, can_be_path, read_command_line, read_source
 from megatrain.extras.translate.tools import DEEPSPEED_VERSION, TOOLS, put_processes
 
@@ -59,7 +59,7 @@ def translate_command_line(
 def _translate(source: Source, folder: Path | None, base: Path | None) -> Translation:
     draft = Translation(source, (base or Path.cwd()).resolve())
     TOOLS[source.tool](draft)
-    draft.lose_unanswered()
+    draft.omit_unanswered()
     _drop_evaluation_without_rows(draft)
     _gather_processes(draft)
     if "output_dir" not in draft.entries:
@@ -127,10 +127,10 @@ def _settle(draft: Translation) -> None:
         TranslationError: A required key has no usable value.
     """
     for key in [key for key in draft.entries if schema_key(key) not in KEYS]:
-        _take_out(draft, key, f"this release has no {plain_key(key)}")
+        _omit_entry(draft, key, f"this release has no {plain_key(key)}")
     model = draft.entries.get("model.model_name_or_path")
     if "model.revision" in draft.entries and (model is None or model.is_path or str(model.value).count("/") != 1):
-        _take_out(draft, "model.revision", "it requires a model on the hub, OWNER/NAME")
+        _omit_entry(draft, "model.revision", "it requires a model on the hub, OWNER/NAME")
     while True:
         problems = _problems(draft)
         if not problems:
@@ -139,7 +139,7 @@ def _settle(draft: Translation) -> None:
         for key, why in problems:
             for entry in _entries_behind(draft, key):
                 found = True
-                _take_out(draft, entry, why)
+                _omit_entry(draft, entry, why)
         if not found:
             raise draft.refuse("the result is not a valid config: " + "; ".join(why for _, why in problems))
 
@@ -167,7 +167,7 @@ def _entries_behind(draft: Translation, key: str) -> list[str]:
     return []
 
 
-def _take_out(draft: Translation, key: str, why: str) -> None:
+def _omit_entry(draft: Translation, key: str, why: str) -> None:
     entry = draft.entries.pop(key)
     if entry.theirs:
         draft.lose(entry.theirs, why, entry.value)
@@ -251,7 +251,7 @@ def _in_order(entries: Mapping[str, TranslatedValue]) -> list[str]:
     return sorted(entries, key=place)
 
 
-def one_line(left: Left) -> str:
+def one_line(left: OmittedKey) -> str:
     """Return a line of text for an omitted key, with its value if the value is short."""
     value = left.value
     shown = "" if value is None else json.dumps(value, default=str, ensure_ascii=True)

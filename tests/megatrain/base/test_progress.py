@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatrain.base.observer import RunInfo, StepMetrics
-from megatrain.base.progress import Activity, Moment
+from megatrain.base.progress import Activity, ActivitySnapshot
 from megatrain.checkpoint.state import NUM_LOSSES, RunState
 from megatrain.config import load_config
 from megatrain.plan.planner import plan_run
@@ -29,7 +29,7 @@ class Recorded(Activity):
     """Notes every change."""
 
     def __init__(self) -> None:
-        self.seen: list[Moment] = []
+        self.seen: list[ActivitySnapshot] = []
         super().__init__()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -102,8 +102,8 @@ def test_the_status_moves_while_no_step_ends(tmp_path: Path) -> None:
 
 
 def test_moments_and_metrics_survive_the_status_file() -> None:
-    moment = Moment("step", "forward", "model.layers.1", 3, 10, 2, 4, 1.5, "stopping")
-    assert Moment.from_json(json.loads(json.dumps({**asdict(moment), "newer": 1}))) == moment
+    moment = ActivitySnapshot("step", "forward", "model.layers.1", 3, 10, 2, 4, 1.5, "stopping")
+    assert ActivitySnapshot.from_json(json.loads(json.dumps({**asdict(moment), "newer": 1}))) == moment
     metrics = StepMetrics(
         step=1, max_steps=9, epoch=0.5, loss=float("inf"), grad_norm=0.5, lr=1e-5, num_real_tokens=100,
         num_trained_tokens=50, step_s=0.5, eta_s=4.0, tier_used_bytes={"ram": 10}, warmup_steps=3,

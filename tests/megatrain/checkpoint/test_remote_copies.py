@@ -317,7 +317,7 @@ def test_two_processes_that_share_a_url(url: str) -> None:
     other = remote_folder.RemoteCheckpoint(
         1, 2, (remote_folder.RemotePart("", 1, 0, 0, "b"),), {"saved_at": "2"}, 1, {}
     )
-    with pytest.raises(remote_folder.TakenError, match="two runs share it"):
+    with pytest.raises(remote_folder.UrlInUseError, match="two runs share it"):
         folder.commit(other)
 
 

@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 from fakes.liger_packages import stand_in_liger
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.checkpoint.resume import ConfigChangedError
-from megatrain.checkpoint.state import KeptRules
+from megatrain.checkpoint.state import DecidedSettings
 from megatrain.config import combinations
 from megatrain.config.resolved import changes_from, config_from_toml, to_toml
 from megatrain.converters import liger as liger_kernels
@@ -188,11 +188,11 @@ def test_a_config_without_the_key_had_no_such_kernels(tmp_path: Path) -> None:
     assert written.count(line) == 1
     before = written.replace(line, "")
     assert not changes_from(before, config).altering
-    kept = KeptRules.of_meta({"config_toml": before})
+    kept = DecidedSettings.of_meta({"config_toml": before})
     assert kept is not None and not kept.uses_liger
     recorded = written.replace('use_liger_kernel = "auto"', "use_liger_kernel = true")
     assert not changes_from(recorded, config).altering
-    kept = KeptRules.of_meta({"config_toml": recorded})
+    kept = DecidedSettings.of_meta({"config_toml": recorded})
     assert kept is not None and kept.uses_liger
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from megatrain.data.chat import Encoded, RowEncoder
+from megatrain.data.chat import RowEncoder, TokenizedRow
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.formats import Document, PromptCompletion
 from megatrain.data.rows_report import RowError
@@ -31,7 +31,7 @@ def words(word_tokenizer_file: Path) -> Any:
     return made
 
 
-def trained_text(tokenizer: Any, coded: Encoded) -> str:
+def trained_text(tokenizer: Any, coded: TokenizedRow) -> str:
     shown = [token for token, is_trained in zip(coded.tokens, coded.trained, strict=True) if is_trained]
     return "".join(tokenizer.convert_ids_to_tokens(shown)).replace("\u2581", " ")
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatrain.data.chat import Encoded, RowEncoder
+from megatrain.data.chat import RowEncoder, TokenizedRow
 from megatrain.data.formats import Conversation, Document, PromptCompletion, Tokenized
 from megatrain.data.rows_report import DataError, RowError
 from oracles.rows_in_memory import encode_row
@@ -75,7 +75,7 @@ def conversation(*turns: tuple[str, str], trained_from: int = 0) -> Conversation
     )
 
 
-def trained_runs(tokenizer: Any, coded: Encoded) -> list[str]:
+def trained_runs(tokenizer: Any, coded: TokenizedRow) -> list[str]:
     """Return the text of each unbroken run of trained tokens."""
     runs: list[list[int]] = [[]]
     for token, wanted in zip(coded.tokens, coded.trained, strict=True):

@@ -139,7 +139,7 @@ def test_turns_without_a_place_are_counted_and_warned_of(tmp_path: Path, tokeniz
     data, report = load(tmp_path, template(tokenizer, "smollm2"), [calls] * 4, [calls, *[plain] * 12], max_length=512)
     assert [(each.reason, each.count) for each in report.left_out] == [("tool_calls", 5), ("tools", 5)]
     assert [(each.num_turns, each.num_turns_lost) for each in report.sources] == [(8, 4), (14, 1)]
-    assert [each.share_lost for each in report.sources] == [4 / 8, 1 / 14]
+    assert [each.lost_share for each in report.sources] == [4 / 8, 1 / 14]
     (remark,) = report.remarks()
     assert remark == (
         "warning",

@@ -38,12 +38,12 @@ def test_each_source_is_counted_alone(tmp_path: Path, tokenizer: Any) -> None:
     sources = [SHORT, SHORT, SHORT], [SHORT, BAD, UNTRAINED, LONG]
     data, report = load(tmp_path, tokenizer, *sources)
     good, bad = report.sources
-    assert good.num_rows == 3 and good.num_rows_lost == good.num_tokens_lost == 0 and good.share_lost == 0
+    assert good.num_rows == 3 and good.num_rows_lost == good.num_tokens_lost == 0 and good.lost_share == 0
     assert (bad.num_rows, bad.num_rows_lost) == (4, 3)
     assert (bad.num_bad, bad.num_untrained, bad.num_truncated, bad.num_too_long) == (1, 1, 1, 0)
     assert bad.num_tokens_lost == 3 + NUM_TOKENS - 64
     assert good.num_tokens + bad.num_tokens - bad.num_tokens_lost == report.num_tokens
-    assert bad.share_lost == 3 / 4
+    assert bad.lost_share == 3 / 4
     again = load(tmp_path, tokenizer, *sources)[1]
     assert again == report  # from the cache
     assert data.source_names == [f"data.train.{n} ({tmp_path / f'{n}.jsonl'})" for n in (0, 1)]

@@ -183,7 +183,7 @@ def test_empty_files_are_skipped_and_counted(tmp_path: Path, tokenizer: Any) -> 
     write(tmp_path, "3.txt", "\n")
     config = make_config(str(tmp_path), max_dropped=0.0)
     report = load_dataset(resolve_data(config), tokenizer).report
-    assert report.num_rows == 2 and report.num_dropped == 0 and report.sources[0].share_lost == 0
+    assert report.num_rows == 2 and report.num_dropped == 0 and report.sources[0].lost_share == 0
     assert f"2 empty files skipped (first: {tmp_path / '0.txt'})" in str(report)
     assert type(report).from_json(json.loads(json.dumps(report.to_json()))) == report
     with pytest.raises(RowError, match=r"0.txt: the file is empty"):

@@ -16,7 +16,7 @@ import pytest
 from megatrain.base import limited
 from megatrain.base.limited import LimitError, run_limited
 from megatrain.data import masks
-from megatrain.data.chat import Encoded, RowEncoder
+from megatrain.data.chat import RowEncoder, TokenizedRow
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.formats import Conversation
 from megatrain.data.rows_report import DataError, RowError
@@ -83,7 +83,7 @@ def conversation(*messages: Any, tools: Any = None) -> Conversation:
     return Conversation(made, "rows line 1", tools=tools)
 
 
-def trained_runs(tokenizer: Any, coded: Encoded) -> list[str]:
+def trained_runs(tokenizer: Any, coded: TokenizedRow) -> list[str]:
     """Return the text of each unbroken run of trained tokens."""
     runs: list[list[int]] = [[]]
     for token, wanted in zip(coded.tokens, coded.trained, strict=True):
@@ -102,7 +102,7 @@ def expected_runs(family: str, texts: list[str]) -> list[tuple[str, str]]:
     return [*runs[:-1], (lead + texts[-1], known.get("last_end", end))]
 
 
-def check(tokenizer: Any, family: str, coded: Encoded, texts: list[str]) -> None:
+def check(tokenizer: Any, family: str, coded: TokenizedRow, texts: list[str]) -> None:
     """Compare the trained runs with the texts; white space next to a special token may belong to either."""
     runs, expected = trained_runs(tokenizer, coded), expected_runs(family, texts)
     assert len(runs) == len(expected), runs

@@ -73,7 +73,7 @@ def multiply() -> None:
 
 
 def test_cublas_setting_exists_after_the_import() -> None:
-    megatrain._ask_for_repeatable_products()
+    megatrain._set_deterministic_matmul()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     with virtual_gpu():
         multiply()
@@ -93,7 +93,7 @@ def cleared(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
 def test_cublas_setting_is_read_before_removal_and_restored(cleared: list[str | None]) -> None:
     """Later products need not parse it again; nested contexts for deterministic kernels know that it was read."""
-    megatrain._ask_for_repeatable_products()
+    megatrain._set_deterministic_matmul()
     with virtual_gpu(), deterministic_kernels(CUDA, "Model"):
         with cublas_setting_read(CUDA):
             assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
@@ -110,7 +110,7 @@ def test_cublas_setting_is_read_before_removal_and_restored(cleared: list[str | 
 def test_cublas_setting_stays_if_products_do_not_parse_it(
     device: torch.device, enabled: bool, cleared: list[str | None]
 ) -> None:
-    megatrain._ask_for_repeatable_products()
+    megatrain._set_deterministic_matmul()
     with deterministic_kernels(device, "Model", enabled=enabled), cublas_setting_read(device):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert not cleared
@@ -121,7 +121,7 @@ def test_cublas_setting_stays_if_torch_keeps_the_size(
 ) -> None:
     """torch versions with a function to change the size parse it once."""
     monkeypatch.setattr(torch.backends.cuda, "cublas_workspace_size", lambda: 1 << 25, raising=False)
-    megatrain._ask_for_repeatable_products()
+    megatrain._set_deterministic_matmul()
     with virtual_gpu(), deterministic_kernels(CUDA, "Model"), cublas_setting_read(CUDA):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         multiply()
@@ -138,7 +138,7 @@ def test_smaller_workspace_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("in_use")
 def test_too_late_cublas_setting_is_reported() -> None:
-    megatrain._ask_for_repeatable_products()
+    megatrain._set_deterministic_matmul()
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     with pytest.raises(
         DeterminismError, match=r"not set before .* import megatrain before .* full_determinism = false"
@@ -184,10 +184,10 @@ def test_a_product_has_the_same_bits_with_any_number_of_threads() -> None:
 
 def test_mkl_is_set_unless_a_user_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MKL_CBWR", raising=False)
-    megatrain._ask_for_repeatable_products()
+    megatrain._set_deterministic_matmul()
     assert os.environ["MKL_CBWR"] == "AUTO,STRICT"
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
-    megatrain._ask_for_repeatable_products()
+    megatrain._set_deterministic_matmul()
     assert os.environ["MKL_CBWR"] == "COMPATIBLE"
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.checkpoint.resume import ConfigChangedError
-from megatrain.checkpoint.state import KeptRules
+from megatrain.checkpoint.state import DecidedSettings
 from megatrain.config.combinations import find_bad_combinations
 from megatrain.config.resolved import changes_from, config_from_toml, to_toml
 from megatrain.engine import flash
@@ -226,7 +226,7 @@ def test_a_config_without_the_key_had_torchs_kernels(tmp_path: Path) -> None:
         (before, "FA2"),
         (written.replace('flash_attention = "FA2"', 'flash_attention = "FA3"'), "FA3"),
     ):
-        kept = KeptRules.of_meta({"config_toml": text})
+        kept = DecidedSettings.of_meta({"config_toml": text})
         assert kept is not None and kept.flash == kernels
 
 

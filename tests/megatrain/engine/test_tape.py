@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.engine.program import BlockPlan, StepProgram, Tick
-from megatrain.engine.tape import BlockUse, Pinned, Release, TapeStore, Use, compile_step, follow
+from megatrain.engine.tape import BlockUse, PinnedCopy, Release, TapeStore, Use, compile_step, follow
 
 UPDATE, FORWARD, BACKWARD = range(3)
 BLOCKS = {
@@ -50,7 +50,7 @@ def test_a_copy_that_stays_crosses_once_and_goes_home_when_its_last_use_ends() -
     first = compile_step(PROGRAM, HOMES, stays, updates=False)
     # w is only read in a first step, so it is not written back; a saved block that is used again never leaves.
     assert list(first.transfers(HOMES)) == [("w", *TO)]
-    assert first.pinned == {"g": Pinned("ram", is_newer=True)}
+    assert first.pinned == {"g": PinnedCopy("ram", is_newer=True)}
     step = compile_step(PROGRAM, HOMES, stays, pinned=first.pinned)
     assert list(step.transfers(HOMES)) == [("w", *TO), ("m", *TO), ("m", *BACK), ("w", *BACK)]
     assert step.pinned == first.pinned
@@ -126,7 +126,7 @@ def test_followed_copies_match_moved_contents(uses: list[tuple[str, str, bool, b
 
 def test_copy_pinned_away_from_its_next_use_is_an_error() -> None:
     with pytest.raises(AssertionError):
-        follow("k", [BlockUse(0, "r", "ram", False, False)], "nvme", Pinned("gpu", is_newer=False))
+        follow("k", [BlockUse(0, "r", "ram", False, False)], "nvme", PinnedCopy("gpu", is_newer=False))
 
 
 def test_discards_between_blocks_at_home_are_one_call_in_the_order_of_the_tape() -> None:

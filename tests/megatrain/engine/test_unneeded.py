@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from megatrain.converters.spec import build_graph
 from megatrain.engine.program import VisitTrace
-from megatrain.engine.unneeded import ProductUses, Unneeded, without_values
+from megatrain.engine.unneeded import ProductUses, SkippedProducts, without_values
 from megatrain.models.graph import ModelGraph
 from megatrain.trace.counting import count_flops
 from megatrain.trace.trace import trace_visits
@@ -103,7 +103,7 @@ def test_skipped_products_change_no_result(family: str) -> None:
 def test_skipping_a_needed_product_changes_gradients() -> None:
     config, graph, trace = traced("llama")
     wrong = tuple(
-        replace(visit, unneeded=Unneeded(frozenset({name})))
+        replace(visit, unneeded=SkippedProducts(frozenset({name})))
         if (name := "model.layers.1.mlp.up_proj.weight") in {owner for _, owner, _ in graph.units[visit.unit].params}
         else visit
         for visit in trace.visits

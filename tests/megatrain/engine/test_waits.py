@@ -111,13 +111,13 @@ def test_a_whole_step_reads_once_at_its_end(
         engine.step(next(loader).micro_batches, number=0, lr=1e-3)
         before_read = Counter[str]()
 
-        class Arriving(host_io.ArrivingNumbers):
+        class Arriving(host_io.PendingScalars):
             def read(self) -> list[float]:
                 before_read.update(waits)
                 reads.append(Counter[str]())
                 return super().read()
 
-        monkeypatch.setattr(leased, "ArrivingNumbers", Arriving)
+        monkeypatch.setattr(leased, "PendingScalars", Arriving)
         micro_batches = next(loader).micro_batches
         with counted_waits() as waits:
             result = engine.step(micro_batches, number=1, lr=1e-3)

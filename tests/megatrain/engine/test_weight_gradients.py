@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fakes.gpu_run import virtual_gpu
-from megatrain.base.layout import InPieces, Piece, build_layout, views_of_parts
+from megatrain.base.layout import Piece, SplitTensor, build_layout, views_of_parts
 from megatrain.engine import weight_gradients
 from megatrain.engine.weight_gradients import GradientAccumulator, GradientReceiver, GradientTarget, weight_leaf
 
@@ -53,7 +53,7 @@ def test_a_product_of_rows_of_one_block_looks_at_that_block_alone(monkeypatch: p
     looked_at: list[int] = []
     view = Tensor.view
     monkeypatch.setattr(Tensor, "view", lambda place, *shape: looked_at.append(place.data_ptr()) or view(place, *shape))
-    GradientAccumulator({"w": InPieces(pieces)}, {"w"}).add_product("w", left, right, 2)
+    GradientAccumulator({"w": SplitTensor(pieces)}, {"w"}).add_product("w", left, right, 2)
     monkeypatch.undo()
     assert looked_at == [blocks[1].data_ptr()]
     torch.testing.assert_close(blocks[1].view(2, N), left @ right)

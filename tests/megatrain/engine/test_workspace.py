@@ -9,7 +9,7 @@ import torch
 
 from megatrain.converters import experts
 from megatrain.converters.spec import build_graph
-from megatrain.engine.program import BlockPlan, Cuts, ProgramBuilder, StepProgram, Tick, keeping_graphs
+from megatrain.engine.program import BlockPlan, LayoutSplits, ProgramBuilder, StepProgram, Tick, keeping_graphs
 from megatrain.engine.workspace import (
     Transient,
     collective_transients,
@@ -141,7 +141,7 @@ def test_gathered_copies_and_sums_are_counted_for_their_lifetime() -> None:
         Tick("exchange", 0, (), summed, serves="backward"),  # type: ignore[arg-type]
     )
     sharding = Sharding(RankShards(0, 2), RankLanes(2, 2), Lanes.of_rank(0, 2, 2, 2))
-    program = StepProgram(blocks, ticks, "ram", cuts=Cuts(), sharding=sharding)
+    program = StepProgram(blocks, ticks, "ram", cuts=LayoutSplits(), sharding=sharding)
     found = list(collective_transients(graph, program))
     full = 4 * 2 * length
     copies = [each for each in found if each.name == "full copy"]

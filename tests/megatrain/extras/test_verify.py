@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING
 
 from megatrain.config import load_config
 from megatrain.extras import verify as module
-from megatrain.extras.verify import Verdict, verify
+from megatrain.extras.verify import VerifyResult, verify
 from megatrain.optim.base import Update
 from megatrain.optim.elementwise import SGD, AdamW
 from processes.saved_run import command_group
@@ -31,7 +31,7 @@ def config_of(tmp_path: Path, family: str, *overrides: str, drives: int = 0) -> 
     return load_config(tmp_path / "run.toml", (), overrides).config
 
 
-def failed(verdict: Verdict) -> set[str]:
+def failed(verdict: VerifyResult) -> set[str]:
     """Return the first word of every failed check."""
     assert not verdict.holds
     return {check.what.split()[0] for check in verdict.checks if not check.holds}

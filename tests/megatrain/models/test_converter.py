@@ -54,8 +54,8 @@ class Gains(ModelConverter):
         self.calls: list[str] = []
         self._gains: list[tuple[nn.Module, Gain]] = []
 
-    def take_out(self, model: PreTrainedModel) -> None:
-        self.calls.append("take_out")
+    def remove_untrained(self, model: PreTrainedModel) -> None:
+        self.calls.append("remove_untrained")
         model.requires_grad_(False)
 
     def convert(self, model: PreTrainedModel) -> None:
@@ -111,7 +111,7 @@ def converted() -> tuple[Gains, ModelGraph]:
 
 def test_names_and_units_come_from_the_converter(converted: tuple[Gains, ModelGraph]) -> None:
     gains, graph = converted
-    assert gains.calls == ["take_out", "convert"] and graph.converters == (gains,)
+    assert gains.calls == ["remove_untrained", "convert"] and graph.converters == (gains,)
     num_layers = graph.config.num_hidden_layers
     assert graph.trainable_parameters == tuple(f"model.layers.{n}.mlp.gain" for n in range(num_layers))
     frozen = {entry.name for layout in graph.layouts.values() if not layout.trainable for entry in layout.entries}

@@ -8,7 +8,7 @@ import torch
 from megatrain.base import layout as layouts
 from megatrain.base.layout import (
     PART_ALIGNMENT_ELEMENTS,
-    InPieces,
+    SplitTensor,
     UnitLayout,
     build_layout,
     in_parts,
@@ -68,7 +68,7 @@ def test_parameters_in_pieces_are_the_parameters(
     whole = torch.zeros(layout.num_elements)
     blocks = [torch.zeros(len(part)) for part in layout.parts]
     scattered = views_of_parts(blocks, layout.parts, layout)
-    assert any(isinstance(place, InPieces) for place in scattered.values())
+    assert any(isinstance(place, SplitTensor) for place in scattered.values())
     for name, view in views(whole, layout).items():
         # This includes a non-contiguous gradient, as autograd gives it.
         gradient = torch.randn(view.shape[::-1]).permute(*range(view.dim())[::-1]) if view.dim() else torch.randn(())

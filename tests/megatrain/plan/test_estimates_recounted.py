@@ -20,7 +20,7 @@ from megatrain.machine import file_systems
 from megatrain.machine.file_systems import FileSystem
 from megatrain.machine.profiles import DriveProfile, LoadedProfile, MachineProfile
 from megatrain.plan.estimate import estimate_step
-from megatrain.plan.plan import Occasion, Plan, StepShape
+from megatrain.plan.plan import OutsideTraffic, Plan, StepShape
 from megatrain.plan.planner import plan_run
 from megatrain.ranks.world import World
 from megatrain.training.resolve import resolve
@@ -144,7 +144,9 @@ def test_all_ranks_together_update_each_number_once(plans: Mapping[str, Plan]) -
         assert alone <= size * updated_by(plans[world]) < alone + padding, world
 
 
-def occasions_of(plan: Plan, here: Machine, names: Sequence[str]) -> Iterator[tuple[Occasion, dict[str, list[float]]]]:
+def occasions_of(
+    plan: Plan, here: Machine, names: Sequence[str]
+) -> Iterator[tuple[OutsideTraffic, dict[str, list[float]]]]:
     """Yield each occasion with its reads and writes per drive, counted from homes and formats."""
     homes = plan.placement.homes
     saved = [block for block in plan.program.blocks.values() if block.is_saved]

@@ -15,7 +15,7 @@ from megatrain.plan.placement import PlacementSolver
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.residents import Residency, ResidentChooser
-from megatrain.plan.run_tiers import both_ways
+from megatrain.plan.run_tiers import link_pair
 from megatrain.plan.show import messages
 from megatrain.plan.stays import choose_stays
 from megatrain.plan.traffic import Traffic
@@ -47,7 +47,7 @@ def bus_bytes(program: StepProgram, homes: Mapping[str, str]) -> int:
     sizes = {tier: (lambda nbytes: nbytes) for tier in ("gpu", "ram")}
     stays = choose_stays(program, homes, sizes, {tier: [0] * len(program.ticks) for tier in sizes})
     within_a_step = {(start, key): stop for (start, key), stop in stays.items() if stop > start}
-    return sum(Traffic(program, Routes(both_ways("gpu", "ram")), homes, within_a_step).of_step().values())
+    return sum(Traffic(program, Routes(link_pair("gpu", "ram")), homes, within_a_step).of_step().values())
 
 
 def homes_after(program: StepProgram, room: int, residency: Residency) -> dict[str, str]:

@@ -16,7 +16,7 @@ from megatrain.engine.program import BlockPlan, GroupUpdates, Kind, StepProgram,
 from megatrain.plan.budgets import filling_bytes
 from megatrain.plan.placement import Placement, PlacementSolver, TierBudget
 from megatrain.plan.residents import Residency
-from megatrain.plan.run_tiers import both_ways
+from megatrain.plan.run_tiers import link_pair
 from megatrain.plan.shortfall import DoesNotFitError, Shortfall, require_fit
 from megatrain.plan.traffic import Traffic
 from megatrain.ranks.shards import RankShards
@@ -30,7 +30,7 @@ from tiered.units import PAGE_BYTES
 SIZES = {"a": 100, "b": 10, "c": 100, "x": 30, "y": 50}
 DRIVE: Mapping[Kind, Sequence[str]] = dict.fromkeys(("weights", "gradients", "optimizer", "activations"), ("nvme",))
 EITHER: Mapping[Kind, Sequence[str]] = dict.fromkeys(DRIVE, ("ram", "nvme"))
-LINKS = both_ways("ram", "nvme")
+LINKS = link_pair("ram", "nvme")
 
 
 def program(*ticks: Tick, kind: Kind = "weights") -> StepProgram:
@@ -189,7 +189,7 @@ def test_blocks_refused_by_the_bound_would_not_fit(data: st.DataObject) -> None:
     )
     gpu, ram, drive = (data.draw(st.integers(80, 500)) for _ in range(3))
     residency = Residency(frozenset(("weights", "optimizer", "gradients")))
-    bus = both_ways("gpu", "ram")
+    bus = link_pair("gpu", "ram")
     tiers = [TierBudget("gpu", gpu, int, 7, residency=residency, links=bus)] if has_gpu else []
     tiers.append(TierBudget("ram", ram, int, 5, filling_bytes=60))
     tiers.append(TierBudget("nvme", drive, int, generations=2, links=LINKS, is_addressable=False))

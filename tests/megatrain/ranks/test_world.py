@@ -10,7 +10,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from megatrain.ranks import world as world_module
-from megatrain.ranks.world import World, WorldError, meeting_point
+from megatrain.ranks.world import World, WorldError, rendezvous_address
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SRUN = {
@@ -32,10 +32,10 @@ def test_ranks_of_torchrun_and_srun() -> None:
     assert numbers(World.of_environment(TORCHRUN)) == (5, 8, 1, 4, 2, 1)
     assert numbers(World.of_environment(SRUN)) == (5, 6, 1, 2, 3, 2)
     assert numbers(World.of_environment({**SRUN, **TORCHRUN})) == (5, 8, 1, 4, 2, 1), "srun torchrun ..."
-    host, port = meeting_point(SRUN)
+    host, port = rendezvous_address(SRUN)
     assert host == "gpu007"
-    assert meeting_point({**SRUN, "SLURM_STEP_ID": "1"}) == (host, port + 1)
-    assert meeting_point({**SRUN, "MASTER_ADDR": "h", "MASTER_PORT": "77"}) == ("h", 77)
+    assert rendezvous_address({**SRUN, "SLURM_STEP_ID": "1"}) == (host, port + 1)
+    assert rendezvous_address({**SRUN, "MASTER_ADDR": "h", "MASTER_PORT": "77"}) == ("h", 77)
 
 
 def test_without_ranks() -> None:
@@ -64,7 +64,7 @@ def test_an_environment_that_cannot_be(environment: dict[str, str], says: str) -
 
 def test_missing_master_port_is_an_error() -> None:
     with pytest.raises(WorldError, match="MASTER_PORT"):
-        meeting_point({**TORCHRUN, "MASTER_ADDR": "h"})
+        rendezvous_address({**TORCHRUN, "MASTER_ADDR": "h"})
 
 
 @pytest.mark.parametrize(

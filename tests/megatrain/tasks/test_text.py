@@ -19,15 +19,15 @@ def accumulator_of(*passes: SummedLoss) -> MeanLoss:
 
 
 def test_mean_is_independent_of_rank_assignment() -> None:
-    alone = accumulator_of(*PASSES).judge(lambda own: [own])
+    alone = accumulator_of(*PASSES).compute(lambda own: [own])
     shown: list[Any] = []
     ranks = [accumulator_of(PASSES[2]), accumulator_of(*PASSES[:2])]
     for each in ranks:
-        each.judge(lambda own: [shown.append(own) or own])
-    assert [each.judge(lambda own: shown) for each in ranks] == [alone, alone]
+        each.compute(lambda own: [shown.append(own) or own])
+    assert [each.compute(lambda own: shown) for each in ranks] == [alone, alone]
     assert alone.loss == math.fsum([0.1, 0.2, 0.3]) / 7 and alone.num_tokens == 7 and not alone.figures
 
 
 def test_rows_without_a_label_have_no_loss() -> None:
-    found = accumulator_of(PASSES[1]).judge(lambda own: [own])
+    found = accumulator_of(PASSES[1]).compute(lambda own: [own])
     assert math.isnan(found.loss) and found.num_tokens == 0

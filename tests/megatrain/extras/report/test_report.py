@@ -18,7 +18,7 @@ import pytest
 from megatrain.base.observer import CheckpointMetrics, EvaluationMetrics, RunObserver, RunSummary, StepMetrics
 from megatrain.config import load_config
 from megatrain.extras.report.figures import ChangedKey, compute_figures
-from megatrain.extras.report.history import NotARunError, read_history
+from megatrain.extras.report.history import NoRunRecordsError, read_history
 from megatrain.extras.report.page import render_page
 from megatrain.extras.report.step_picture import draw, read_bars
 from megatrain.extras.report.text import report_lines
@@ -251,7 +251,7 @@ def test_lines_that_a_crash_cut_off_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_another_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NotARunError, match="Pass the output_dir"):
+    with pytest.raises(NoRunRecordsError, match="Pass the output_dir"):
         read_history(tmp_path)
 
 
