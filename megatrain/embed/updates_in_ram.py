@@ -45,14 +45,14 @@ class _KernelTable:
     Attributes:
         places: All values on which the rows depend.
         rows: Kernel arguments. Each step fills in the addresses of gradients.
-        of: Index of each row's parameter.
+        parameter_index: Index of each row's parameter.
         offsets: Index of each row's first element in its parameter.
         calls: Rows (first, stop) of each kernel call.
     """
 
     places: tuple[object, ...]
     rows: npt.NDArray[np.int64]
-    of: npt.NDArray[np.int64]
+    parameter_index: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
     calls: list[tuple[int, int]]
 
@@ -101,7 +101,7 @@ class UpdatesInRam:
             if table is None or table.places != places:
                 table = self._tables[number] = _make_table(places, each, arithmetic, addresses, num_threads)
             starts = np.array([gradient.data_ptr() for gradient in each.gradients], np.int64)
-            table.rows[:, -2] = starts[table.of] + table.offsets * each.gradient_dtype.itemsize
+            table.rows[:, -2] = starts[table.parameter_index] + table.offsets * each.gradient_dtype.itemsize
             update = Update(settings.step, settings.lr, grad_scale)
             segment = Segment(0, 0, settings.weight_decay)
             call = arithmetic.rows_call(each.split_master, each.gradient_dtype, segment, update)

@@ -147,7 +147,7 @@ class _Operation:
         position: Index of the next element to draw, or -1 before the first draw.
         state: Generator state before ``position``, or None before the first draw.
         end: Generator state after the last element, or None until the last element has been drawn.
-        left: Last elements of the parameter (less than a group) that have been drawn but not yet returned.
+        surplus: Last elements of the parameter, less than a group. They are drawn but not yet returned.
     """
 
     name: str
@@ -160,7 +160,7 @@ class _Operation:
     position: int = -1
     state: Tensor | None = None
     end: Tensor | None = None
-    left: Tensor | None = None
+    surplus: Tensor | None = None
 
     def apply(self, start: int, out: Tensor) -> None:
         """Apply the operation to ``out``: a contiguous fp32 range of the parameter that starts at element ``start``."""
@@ -186,7 +186,7 @@ class _Operation:
         generator.manual_seed(self.seed)
         if self.before is not None:
             generator.set_state(self.before.state_at_end())
-        self.position, self.state, self.left = 0, generator.get_state(), None
+        self.position, self.state, self.surplus = 0, generator.get_state(), None
 
     def state_at_end(self) -> Tensor:
         """Draw the remaining elements. Return the generator's state after the last element."""
@@ -202,9 +202,9 @@ class _Operation:
         """Draw the next elements into ``out``. The size of each range except the last must be a multiple of a group."""
         stop = self.position + out.numel()
         rest = self.num_elements - stop
-        if self.left is not None:
-            out.copy_(self.left[: out.numel()])
-            self.left = self.left[out.numel() :]
+        if self.surplus is not None:
+            out.copy_(self.surplus[: out.numel()])
+            self.surplus = self.surplus[out.numel() :]
         else:
             assert self.state is not None and (rest == 0 or out.numel() % _GROUP_SIZE == 0), (self.name, out.numel())
             generator = torch.Generator()
@@ -213,13 +213,13 @@ class _Operation:
                 whole = torch.empty(out.numel() + rest)
                 self.function(whole, *self.arguments, generator=generator)
                 out.copy_(whole[: out.numel()])
-                self.left = whole[out.numel() :]
+                self.surplus = whole[out.numel() :]
             else:
                 self.function(out, *self.arguments, generator=generator)
             self.state = generator.get_state()
         self.position = stop
         if rest == 0:
-            self.end, self.left = self.state, None
+            self.end, self.surplus = self.state, None
 
 
 @dataclass

@@ -95,7 +95,7 @@ def _choice(draft: Translation, theirs: str, value: Any, row: Row) -> None:
     is_choice = isinstance(value, str | bool | int | float) and value in row.choices
     ours = row.choices[value] if is_choice else value
     if not is_choice and row.why:
-        draft.lose(theirs, row.why, value)
+        draft.omit(theirs, row.why, value)
     elif ours is not None:
         draft.put(row.ours, ours, theirs)
 
@@ -105,7 +105,7 @@ def _optimizer(draft: Translation, theirs: str, value: Any, row: Row) -> None:
     exact = next((ours for ours, names in _OPTIMIZERS.items() if name in names), None)
     quantized = next((ours for ours, names in _QUANTIZED_OPTIMIZERS.items() if name in names), None)
     if exact is None and quantized is None:
-        draft.lose(theirs, f"optimizers here: {', '.join(leaf_schema('optimizer.optim')['enum'])}", value)
+        draft.omit(theirs, f"optimizers here: {', '.join(leaf_schema('optimizer.optim')['enum'])}", value)
         return
     draft.put("optimizer.optim", exact or quantized, theirs)
     if quantized is not None:
@@ -115,7 +115,7 @@ def _optimizer(draft: Translation, theirs: str, value: Any, row: Row) -> None:
 
 def _betas(draft: Translation, theirs: str, value: Any, row: Row) -> None:
     if not isinstance(value, list) or len(value) != 2 or "auto" in value:
-        draft.lose(theirs, "write two numbers: optimizer.adam_beta1 and optimizer.adam_beta2", value)
+        draft.omit(theirs, "write two numbers: optimizer.adam_beta1 and optimizer.adam_beta2", value)
         return
     draft.put("optimizer.adam_beta1", value[0], theirs)
     draft.put("optimizer.adam_beta2", value[1], theirs)
@@ -125,7 +125,7 @@ def _warmup(draft: Translation, theirs: str, value: Any, row: Row) -> None:
     """Translate a number or a fraction of warm-up steps. A number above 0 takes precedence, as in transformers."""
     number = as_number(value, row.ours)
     if isinstance(number, bool) or not isinstance(number, int | float):
-        draft.lose(theirs, "write a number of steps, or a fraction of all steps", value)
+        draft.omit(theirs, "write a number of steps, or a fraction of all steps", value)
         return
     before = draft.entries.get(row.ours)
     if before is None or not before.value or (theirs == "warmup_steps" and number):
@@ -172,12 +172,12 @@ def report_to(draft: Translation, theirs: str, targets: list[Any]) -> None:
         draft.put("logging.report_to", list(names), theirs)
     for name in targets:
         if name not in (*allowed, "none", "all"):
-            draft.lose(theirs, "metrics are written to output_dir/metrics.jsonl", name)
+            draft.omit(theirs, "metrics are written to output_dir/metrics.jsonl", name)
 
 
 def _resume(draft: Translation, theirs: str, value: Any, row: Row) -> None:
     if isinstance(value, str):
-        draft.lose(theirs, "checkpoints of other tools cannot be read; use the exported model as the model", value)
+        draft.omit(theirs, "checkpoints of other tools cannot be read; use the exported model as the model", value)
     else:
         draft.drop(theirs, "a run resumes automatically if output_dir contains checkpoints", value)
 
@@ -189,7 +189,7 @@ def chat_template(draft: Translation, theirs: str, value: Any, row: Row | None =
         draft.put("model.chat_template", text, theirs, is_path=True)
     elif "{%" in text or "{{" in text:
         short = text.strip().splitlines()[0][:40]
-        draft.lose(theirs, "write it into a file, and set model.chat_template to that file", f"{short} ...")
+        draft.omit(theirs, "write it into a file, and set model.chat_template to that file", f"{short} ...")
     elif text not in ("tokenizer_default", "default"):
         draft.drop(theirs, "the model's template is used; check it with `megatrain-tier data preview`", value)
 
@@ -268,7 +268,7 @@ def put_lora(draft: Translation, defaults: Mapping[str, Any], *quantization: str
         paths = [part.strip() for part in str(paths).split(",")] if not isinstance(paths, list) else paths
         draft.put_path("lora.adapter_name_or_path", paths[-1], folder)
         if len(paths) > 1:
-            draft.lose(folder, "adapters cannot be stacked; first merge these adapters into the model", paths[:-1])
+            draft.omit(folder, "adapters cannot be stacked; first merge these adapters into the model", paths[:-1])
         # The adapter's config file contains all other settings.
         rows, defaults = {"lora_dropout": "lora.lora_dropout"}, {}
     for theirs, ours in rows.items():
@@ -285,7 +285,7 @@ def put_lora(draft: Translation, defaults: Mapping[str, Any], *quantization: str
     for theirs in quantization:
         if value := draft.get(theirs):
             why = "the base model is streamed in the precision of its folder; for QLoRA"
-            draft.lose(theirs, f"{why} {QUANTIZED}", value)
+            draft.omit(theirs, f"{why} {QUANTIZED}", value)
 
 
 def refuse_quantized(draft: Translation, *names: str) -> None:
@@ -309,7 +309,7 @@ def put_preference(draft: Translation, loss: Any, theirs: str) -> None:
         if (value := draft.get(name)) is None:
             continue
         if row.ours in draft.entries:
-            draft.lose(name, f"{draft.entries[row.ours].theirs} sets the same key", value)
+            draft.omit(name, f"{draft.entries[row.ours].theirs} sets the same key", value)
         elif loss in _LOSSES_WITH.get(row.ours, LOSSES):
             draft.put(row.ours, value, name)
         else:
@@ -324,7 +324,7 @@ def put_preference(draft: Translation, loss: Any, theirs: str) -> None:
 def put_images(draft: Translation, images: str, theirs: str) -> None:
     """Set ``model.images``. With LoRA, images are "frozen", because only the language model has adapters."""
     if images == "trained" and any(key.startswith("lora.") for key in draft.entries):
-        draft.lose(theirs, "the vision tower has no adapters; model.images freezes or fully trains it")
+        draft.omit(theirs, "the vision tower has no adapters; model.images freezes or fully trains it")
         images = "frozen"
     draft.put("model.images", images, theirs if draft.get(theirs) is not None else "", "the data has images")
 
@@ -340,9 +340,9 @@ def put_source(draft: Translation, key: str, fields: Section) -> None:
     if files and where in _BUILDERS:
         where, theirs = files[0], f"{theirs}.data_files"
         if len(files) > 1:
-            draft.lose(theirs, "write a glob, or one [[data.train]] per file", files[1:])
+            draft.omit(theirs, "write a glob, or one [[data.train]] per file", files[1:])
     elif files:
-        draft.lose(f"{theirs}.data_files", "write the path of the files", files)
+        draft.omit(f"{theirs}.data_files", "write the path of the files", files)
     if where:
         draft.put_path(f"{key}.path", where, theirs)
     else:
@@ -354,7 +354,7 @@ def put_source(draft: Translation, key: str, fields: Section) -> None:
         name, bracket, part = str(split).partition("[")
         draft.put(f"{key}.split", name, fields.path_of("split"))
         if bracket:
-            draft.lose(fields.path_of("split"), "for a part of a split, see data.train.N.max_samples", f"[{part}")
+            draft.omit(fields.path_of("split"), "for a part of a split, see data.train.N.max_samples", f"[{part}")
 
 
 def put_columns(draft: Translation, key: str, columns: Mapping[str, tuple[Any, str, str]]) -> None:

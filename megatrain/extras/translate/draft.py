@@ -151,27 +151,27 @@ class Translation:
 
     # Keys that are left out
 
-    def lose(self, theirs: str, why: str, value: Any = None) -> None:
+    def omit(self, theirs: str, why: str, value: Any = None) -> None:
         """List a key of the tool as lost, because it has no equivalent."""
         self.lost.append(OmittedKey(theirs, value, why))
 
     def omit_if_on(self, theirs: str, why: str, value: Any) -> None:
         """List a key as lost, unless its value disables it."""
         if value not in _OFF:
-            self.lose(theirs, why, value)
+            self.omit(theirs, why, value)
 
     def omit_unanswered(self) -> None:
         """List every unanswered value as lost. Reading a key does not answer the other keys of its table."""
         done = self.answered | {left.theirs for left in (*self.lost, *self.unneeded)}
         for path, value in list(_leaves(self.source.values, "", done)):
             if value is not None and value != "auto":
-                self.lose(path, NOTHING_LIKE_IT, value)
+                self.omit(path, NOTHING_LIKE_IT, value)
 
     def omit_auto(self, why: str) -> None:
         """List every value that is "auto", except in tables that are not needed."""
         for path, value in list(_leaves(self.source.values, "", self.rows("unneeded"))):
             if value == "auto":
-                self.lose(path, why, value)
+                self.omit(path, why, value)
 
     def drop(self, theirs: str, why: str, value: Any = None) -> None:
         """List a key of the tool as not needed here."""

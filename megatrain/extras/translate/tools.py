@@ -106,7 +106,7 @@ def _llama_factory(draft: Translation) -> None:
         defaults = {"lora.r": 8, "lora.lora_alpha": alpha, "lora.target_modules": "all-linear"}
         put_lora(draft, defaults, "quantization_bit")
         if draft.get("create_new_adapter"):
-            draft.lose("create_new_adapter", "merge the adapter first: megatrain-tier export --merge")
+            draft.omit("create_new_adapter", "merge the adapter first: megatrain-tier export --merge")
     draft.fill_in_model()
     if stage == "kto":
         put_preference(draft, "kto", "stage")
@@ -130,7 +130,7 @@ def _named_template(draft: Translation, name: Any, *, has_template: bool) -> Non
         draft.drop("template", "plain text has no chat template", name)
         return
     why, is_same = compared(str(name), draft.base / str(draft.get("model_name_or_path", "")))
-    (draft.drop if is_same else draft.lose)("template", why, name)
+    (draft.drop if is_same else draft.omit)("template", why, name)
 
 
 def _packing(draft: Translation, *, is_pretraining: bool) -> None:
@@ -157,7 +157,7 @@ def _dataset_info(draft: Translation) -> tuple[Mapping[str, Any], Path]:
     """Return ``dataset_info.json`` and its folder, found from the start folder or the config's folder upward."""
     name = draft.get("dataset_dir", "data")
     if not isinstance(name, str):
-        draft.lose("dataset_dir", "write the path of a folder", name)
+        draft.omit("dataset_dir", "write the path of a folder", name)
         return {}, draft.base / "data"
     for parent in (draft.base, *draft.source.path.resolve().parents[:4]):
         try:
@@ -229,7 +229,7 @@ def _dataset_of_info(
     usual = usual if is_chat else _ALPACA_COLUMNS
     for field, column in columns.items():
         if field not in usual:
-            draft.lose(f"{theirs}: columns.{field}", NOTHING_LIKE_IT, column)
+            draft.omit(f"{theirs}: columns.{field}", NOTHING_LIKE_IT, column)
     named = {ours: (columns.get(field), ours, f"{theirs}: columns.{field}") for field, ours in usual.items()}
     if is_chat:
         named["role"] = (role, "role" if is_messages else "from", f"{theirs}: tags.role_tag")
@@ -249,11 +249,11 @@ def _llama_factory_images(draft: Translation, info: Mapping[str, Any]) -> None:
     trained = [name for name, value in towers.items() if value is False]
     put_images(draft, "trained" if trained else "frozen", trained[0] if trained else "freeze_vision_tower")
     if len(trained) == 1:
-        draft.lose(trained[0], "tower and projector are both trained; freeze the other one with model.freeze", False)
+        draft.omit(trained[0], "tower and projector are both trained; freeze the other one with model.freeze", False)
     if draft.get("freeze_language_model"):
-        draft.lose("freeze_language_model", "list its parameters in model.freeze", True)
+        draft.omit("freeze_language_model", "list its parameters in model.freeze", True)
     if folder := draft.get("media_dir"):
-        draft.lose("media_dir", "image paths are relative to the file with the rows", folder)
+        draft.omit("media_dir", "image paths are relative to the file with the rows", folder)
 
 
 # Axolotl, which has a list of data sets.
@@ -342,18 +342,18 @@ def _axolotl_combinations(draft: Translation) -> None:
     if rate := draft.get("cosine_min_lr_ratio"):
         draft.put("optimizer.lr_scheduler_type", "cosine_with_min_lr", "cosine_min_lr_ratio")
         if before := draft.entries.pop("optimizer.lr_scheduler_kwargs", None):
-            draft.lose(before.theirs, "cosine_min_lr_ratio takes precedence", before.value)
+            draft.omit(before.theirs, "cosine_min_lr_ratio takes precedence", before.value)
         draft.put("optimizer.lr_scheduler_kwargs.min_lr_rate", rate, "cosine_min_lr_ratio")
     if project := draft.get("wandb_project"):
         report_to(draft, "wandb_project", ["wandb"])
         if before := draft.entries.get("logging.project"):
-            draft.lose(before.theirs, "wandb_project sets the same key", before.value)
+            draft.omit(before.theirs, "wandb_project sets the same key", before.value)
         draft.put("logging.project", project, "wandb_project")
     if name := draft.get("wandb_name"):
         draft.put("run_name", str(name), "wandb_name")
     roles = listed(draft.get("roles_to_train"))
     if roles and roles not in (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]):
-        draft.lose("roles_to_train", "see data.train_on", roles)
+        draft.omit("roles_to_train", "see data.train_on", roles)
 
 
 def _axolotl_format(fields: Section) -> str | None:
@@ -383,7 +383,7 @@ def _axolotl_dataset(draft: Translation, key: str, fields: Section) -> None:
     else:
         format_ = _axolotl_format(fields)
         if format_ is None:
-            draft.lose(theirs, "the format is detected from the rows; see data.train.N.format and columns", kind)
+            draft.omit(theirs, "the format is detected from the rows; see data.train.N.format and columns", kind)
             return
         draft.put(f"{key}.format", format_, theirs)
         columns = _axolotl_columns(fields, format_)
@@ -391,7 +391,7 @@ def _axolotl_dataset(draft: Translation, key: str, fields: Section) -> None:
         templates = ["format", "no_input_format", "system_format", "system_prompt"]
     for name in templates:
         if value := inner.get(name):
-            draft.lose(f"{theirs}.{name}", _OWN_TEMPLATE, value)
+            draft.omit(f"{theirs}.{name}", _OWN_TEMPLATE, value)
 
 
 def _axolotl_columns(fields: Section, format_: str) -> dict[str, tuple[Any, str]]:
@@ -475,7 +475,7 @@ def _refuse_trl(draft: Translation, task: str) -> None:
 
 def _trl_sft(draft: Translation) -> None:
     if (loss := draft.get("loss_type")) is not None:
-        draft.lose("loss_type", "the loss is the cross-entropy of the trained tokens", loss)
+        draft.omit("loss_type", "the loss is the cross-entropy of the trained tokens", loss)
     if draft.get("assistant_only_loss"):
         draft.put("data.train_on", "assistant", "assistant_only_loss")
     elif on_completion := draft.get("completion_only_loss"):
@@ -507,7 +507,7 @@ def _trl_preference(draft: Translation, kind: str) -> None:
     if "sft" in by_name:
         draft.put("preference.rpo_alpha", by_name["sft"] / by_name[loss], "loss_weights")
     elif numbers != [1.0]:
-        draft.lose("loss_weights", "a single loss has the weight 1", weights)
+        draft.omit("loss_weights", "a single loss has the weight 1", weights)
     if kind == "cpo" and draft.get("cpo_alpha") is None:
         draft.put("preference.rpo_alpha", 1.0, note="TRL's default of cpo_alpha")
 
@@ -558,7 +558,7 @@ def _trl_dataset(draft: Translation, key: str, fields: Section) -> None:
         draft.put(f"{key}.weight", weight, f"{fields.path}.weight")
     others = [name for name in columns if name not in _COLUMNS] if isinstance(columns, list) else []
     if others:
-        draft.lose(f"{fields.path}.columns", "the format does not use these columns", others)
+        draft.omit(f"{fields.path}.columns", "the format does not use these columns", others)
 
 
 # DeepSpeed, whose JSON config does not contain model and data.
@@ -606,12 +606,12 @@ def put_processes(draft: Translation, number: int, num_hosts: int = 1) -> None:
     key = "distributed.processes"
     optim, task = draft.entries.get("optimizer.optim"), draft.entries.get("task")
     if task is not None and task.value == "dpo":
-        draft.lose(key, "preference training uses one process here", number)
+        draft.omit(key, "preference training uses one process here", number)
     elif optim is not None and optim.value in ("adafactor", "muon"):  # these need whole matrices in one process
-        draft.lose(key, f"{optim.value} uses one process here", number)
+        draft.omit(key, f"{optim.value} uses one process here", number)
     elif num_hosts > 1:
         start = f"torchrun --nnodes {num_hosts} --nproc-per-node 1 ... -m megatrain run CONFIG"
-        draft.lose(key, f"start one process on each machine: {start}; or all processes on one machine", number)
+        draft.omit(key, f"start one process on each machine: {start}; or all processes on one machine", number)
     else:
         draft.put(key, number, note="one for each GPU of this machine; with 1, one process trains the same rows")
 
@@ -627,7 +627,7 @@ def _deepspeed_batch(draft: Translation) -> None:
         if accumulation != number:
             draft.put("training.gradient_accumulation_steps", number, "train_batch_size", f"{rows} rows on all devices")
         if accumulation is not None and number % accumulation:
-            draft.lose("gradient_accumulation_steps", "train_batch_size is not a multiple of it", accumulation)
+            draft.omit("gradient_accumulation_steps", "train_batch_size is not a multiple of it", accumulation)
         elif accumulation is not None and (processes := number // accumulation) > 1:
             put_processes(draft, processes)
     elif accumulation is not None:
@@ -644,7 +644,7 @@ def _deepspeed_count(draft: Translation, theirs: str) -> int | None:
         number = int(number)
     if value not in (None, "auto") and count(number) is None:
         draft.entries = {ours: entry for ours, entry in draft.entries.items() if entry.theirs != theirs}
-        draft.lose(theirs, "write a whole number above 0", value)
+        draft.omit(theirs, "write a whole number above 0", value)
     return count(number)
 
 
@@ -656,7 +656,7 @@ def _deepspeed_optimizer(draft: Translation) -> None:
         if "lr" not in mapping(table.get("params")) and "adam" in str(table["type"]).lower():
             draft.default({"optimizer.learning_rate": 1e-3})
     elif "optimizer" not in draft.source.values:
-        draft.lose("optimizer", "the training program creates the optimizer; configure it in [optimizer]")
+        draft.omit("optimizer", "the training program creates the optimizer; configure it in [optimizer]")
 
 
 def _deepspeed_schedule(draft: Translation) -> None:
@@ -666,7 +666,7 @@ def _deepspeed_schedule(draft: Translation) -> None:
         draft.put("optimizer.lr_scheduler_type", "constant", note=note)
         return
     if not isinstance(kind, str) or kind not in _SCHEDULES:
-        draft.lose("scheduler.type", f"use {', '.join(_SCHEDULES.values())} or other schedules of transformers", kind)
+        draft.omit("scheduler.type", f"use {', '.join(_SCHEDULES.values())} or other schedules of transformers", kind)
         return
 
     def given(name: str, default: Any) -> Any:
@@ -699,7 +699,7 @@ def _deepspeed_schedule(draft: Translation) -> None:
         value = given(name, default)
         if value is not None and value != same:
             origin = "" if name in parameters.values else f" (the default of {kind})"
-            draft.lose(f"scheduler.params.{name}", f"{why} here{origin}", value)
+            draft.omit(f"scheduler.params.{name}", f"{why} here{origin}", value)
 
 
 # MegaTrain, whose YAML config has sections.

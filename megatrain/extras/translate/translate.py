@@ -81,7 +81,7 @@ def _drop_evaluation_without_rows(draft: Translation) -> None:
     for key in [key for key in draft.entries if key.startswith("evaluation.")]:
         entry = draft.entries.pop(key)
         if entry.theirs and entry.value not in ("no", False):
-            draft.lose(entry.theirs, "there are no rows to evaluate on; set them in [[data.eval]]", entry.value)
+            draft.omit(entry.theirs, "there are no rows to evaluate on; set them in [[data.eval]]", entry.value)
 
 
 def _refuse_impossible_paths(draft: Translation) -> None:
@@ -101,14 +101,14 @@ def _gather_processes(draft: Translation) -> None:
     """
     line, key = draft.source.line, "training.gradient_accumulation_steps"
     for name in line.unknown:
-        draft.lose(f"${{...}} in --{name}", "only a shell can compute its value")
+        draft.omit(f"${{...}} in --{name}", "only a shell can compute its value")
     for other in draft.source.others:
-        draft.lose(other, "another training in the same script; import it separately")
+        draft.omit(other, "another training in the same script; import it separately")
     for name, value in line.launch_options.items():
         if not is_world_size_option(line, name):
             draft.drop(f"{line.launcher or 'trl'} --{name}", RANKS, value)
     if line.num_processes is None:
-        draft.lose(
+        draft.omit(
             "launcher",
             f"the number of processes is unknown; for the same rows per step, multiply {key} by this number",
         )
@@ -170,7 +170,7 @@ def _entries_behind(draft: Translation, key: str) -> list[str]:
 def _omit_entry(draft: Translation, key: str, why: str) -> None:
     entry = draft.entries.pop(key)
     if entry.theirs:
-        draft.lose(entry.theirs, why, entry.value)
+        draft.omit(entry.theirs, why, entry.value)
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
