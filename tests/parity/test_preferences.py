@@ -228,7 +228,7 @@ def test_losses_and_gradients_match_whole_logits(name: str) -> None:
     for batch, logps in zip(setup.batches, runner.log_probs(setup.batches), strict=True):
         collected.add(batch, shifted_labels(batch["labels"]), logps)
     if setup.loss.is_paired:  # KTO's estimate there covers all examples together
-        evaluated, _, means = collected.judge(setup.loss)
+        evaluated, _, means = collected.compute(setup.loss)
         assert evaluated == pytest.approx(loss, rel=1e-5)
         assert means == pytest.approx(figures, rel=1e-4, abs=1e-6)
 

@@ -124,7 +124,7 @@ def test_save_never_removes_a_checkpoint_being_copied(run: SavedRun, monkeypatch
     rest = Throttle.rest
 
     def rest_longer(self: Throttle, since_s: float) -> float:
-        if not self._hurry.is_set():
+        if not self._disabled.is_set():
             time.sleep(0.02)
         return rest(self, since_s)
 
@@ -173,7 +173,7 @@ def test_a_second_stop_gives_up_the_copy_and_the_next_start_makes_it(
         train_step(self, *arguments)
 
     def stop_again(self: Throttle, since_s: float) -> float:
-        if not copying.is_set() and self._hurry.is_set():  # a caller waits for it: all is saved
+        if not copying.is_set() and self._disabled.is_set():  # a caller waits for it: all is saved
             copying.set()
             os.kill(os.getpid(), signal.SIGTERM)
             assert self._cancelled.wait(30)

@@ -150,7 +150,7 @@ def test_fewer_micro_batches_are_extrapolated(write: Write, monkeypatch: pytest.
         asked.append(num_micro_batches)
         return measure._TimedStep(tuple(1.0 + 2 * num_micro_batches for _ in plan.program.ticks), 1e4)
 
-    monkeypatch.setattr(measure._Steps, "run", run)
+    monkeypatch.setattr(measure._StepRunner, "run", run)
     ticks = measure_ticks(plan, budget_s=0.0)
     assert max(asked) == ticks.num_micro_batches == 2 and ticks.is_extrapolated
     assert set(ticks.seconds) == {25.0}
