@@ -76,6 +76,10 @@ def test_tokenizer_with_a_template_from_a_file(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(MODEL), chat_template=str(path))
     assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "[user]\nx\n"
     assert pad_token_id(tokenizer) == 0
+    tokenizer.pad_token_id, tokenizer.eos_token_id = None, 7
+    assert pad_token_id(tokenizer) == 7
+    tokenizer.eos_token_id = None
+    assert pad_token_id(tokenizer) == 0
 
 
 def test_missing_tokenizer_folder(tmp_path: Path) -> None:
