@@ -147,9 +147,7 @@ def test_pieces_of_a_text_stay_together(tmp_path: Path, tokenizer: Any) -> None:
 def test_too_large_val_size_is_refused_with_a_remedy(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"data.val_size = 20 leaves nothing to train on: the data has 20 rows\. Lower"):
         load_dataset(resolve_data(make_config(tmp_path, 20, "none")), tokenizer)
-    with pytest.raises(
-        DataError, match=r"data.val_size = 0.99 leaves nothing to train on: the data has 20 rows"
-    ):
+    with pytest.raises(DataError, match=r"data.val_size = 0.99 leaves nothing to train on: the data has 20 rows"):
         load_dataset(resolve_data(make_config(tmp_path, 0.99, "none")), tokenizer)
     with pytest.raises(DataError, match=r"the data has 1 row\. A text file is one row: use another text file"):
         load_dataset(resolve_data(make_config(tmp_path, 0.1, "none", text="call me " * 99)), tokenizer)
