@@ -187,7 +187,7 @@ def _chosen(run: Path, step: int | None, generation: int | None) -> list[Checkpo
 
 
 def _check_one_remains(run: Path, chosen: list[Checkpoint]) -> None:
-    """Raise an error if all usable checkpoints are chosen, before the first one is removed."""
+    """Raise an error if the removal would leave no usable checkpoint. Called before anything is removed."""
     from megatrain.checkpoint.catalog import list_checkpoints
 
     usable = [info for info in list_checkpoints(run) if info.problem is None]

@@ -434,8 +434,8 @@ published measurements of other systems.
 - Each row uses one GPU, even on a machine with several GPUs; `plan --processes` plans for all of them.
 - If a layer of a mixture of experts is too large for GPU memory or RAM, the row uses [experts in parts](config.md#model)
   (`model.split_experts = true`).
-@OLDER@- **T\\*** is the number of tokens per step above which compute limits the step. If `nvme`, `ram->gpu` or `optimizer` limits a
-  row, a step with more tokens trains more tokens per second and wears drives less.
+@OLDER@- **T\\*** is the number of tokens per step above which compute limits the step. If a row names `nvme`, `ram->gpu` or
+  `optimizer` as its limit, a step with more tokens trains more tokens per second and wears drives less.
 
 """
 

@@ -50,7 +50,7 @@ class Throttle:
 
 
 def run_on_thread(act: Callable[[], Result], name: str, *, is_daemon: bool = False) -> Future[Result]:
-    """Start a function on a new thread, and return its future result.
+    """Run a function on a new thread, and return a future for its result.
 
     Args:
         is_daemon: Whether the process may end before the function returns.

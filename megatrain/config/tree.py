@@ -103,7 +103,7 @@ class Tree:
         return values is not None
 
     def remove(self, key: str) -> bool:
-        """Remove a dotted key, or a value in the place of a table around it. Return whether one of them was set."""
+        """Remove a dotted key, or the value that replaces one of its tables. Return whether one of them was set."""
         *tables, leaf = key.split(".")
         values: Any = self.values
         for part in tables:

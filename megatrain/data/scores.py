@@ -379,7 +379,7 @@ class TeacherScores:
     """Reads teacher scores for distillation.
 
     Args:
-        top_k: Number of most likely tokens to use. The probabilities of all other tokens are added to the rest.
+        top_k: Number of most likely tokens to use. The probabilities of all other tokens form one sum.
         vocab_size: The student's vocabulary size.
 
     Raises:

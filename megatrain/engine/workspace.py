@@ -39,7 +39,7 @@ StepPoint = tuple[int, int]
 _END = sys.maxsize
 
 _FP32_BYTES = 4
-#: Number of values per row, including the label, that the loss keeps while parts of the vocabulary pass.
+#: Number of values per row, including the label, that the loss keeps while it computes parts of the vocabulary.
 _SOFTMAX_NUMBERS = 16
 
 
@@ -192,7 +192,7 @@ def collective_transients(graph: ModelGraph, program: StepProgram) -> Iterator[T
     """Yield full copies of weights, gradient sums and received sums. A single process has none of these.
 
     A full copy lives from its gather to the end of the visit's tick. A gradient sum lives from the visit's tick to the
-    exchange of the last part. The memory of a passing part lives only within its tick.
+    exchange of the last part. If parts are leased one at a time, the memory of a part lives only within the tick.
     """
     if not program.sharding.shards.are_whole:
         yield from _CollectiveMemory(graph, program).transients()

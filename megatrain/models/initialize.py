@@ -31,7 +31,7 @@ _aten = torch.ops.aten
 _DRAWS = (_aten.normal_.default, _aten.uniform_.default)
 #: Operations that overwrite every element.
 _FILLS = (_aten.zero_.default, _aten.fill_.Scalar)
-#: Operations that change each element separately.
+#: Element-wise operations in place.
 _CHANGES = (
     _aten.mul_.Scalar, _aten.mul_.Tensor, _aten.add_.Scalar, _aten.add_.Tensor, _aten.div_.Scalar, _aten.div_.Tensor,
     _aten.clamp_.default, _aten.erfinv_.default, _aten.neg_.default, _aten.exp_.default, _aten.sub_.Tensor,

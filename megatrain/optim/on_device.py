@@ -225,7 +225,7 @@ class TritonOptimizer:
                 )
 
     def _arrays(self, blocks: Mapping[str, Tensor], gradient: Tensor) -> tuple[dict[str, Tensor], list[Tensor | None]]:
-        """Return the blocks in the kernel's format: by kind, and in argument order followed by the gradient."""
+        """Return the kernel's arrays twice: by kind, and as a list in argument order with the gradient last."""
         known = {
             kind.name: _flat(kind.name, blocks[kind.name], kind.dtype, gradient, kind.granularity)
             for kind in self.state_kinds("low" in blocks)
@@ -410,7 +410,7 @@ def device_partials(gradient: Tensor) -> Tensor:
 
 
 def _partials_in_triton(kernels: ModuleType, gradient: Tensor, table: Tensor | None, num_programs: int) -> Tensor:
-    """Return the partial sums of `gradient`, or of all gradients in `table`, which have its dtype and device."""
+    """Return the partial sums of `gradient`, or of all gradients in `table` with its dtype and on its device."""
     from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS, NORM_LANES
 
     flat = _flat("gradient", gradient, gradient.dtype, gradient)

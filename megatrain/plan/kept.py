@@ -192,7 +192,7 @@ class _FreeMemory:
         }
 
     def spend(self, what: What) -> None:
-        """Keep ``what`` for all last visits that fit. It replaces kinds that save less of a visit's recompute."""
+        """Keep ``what`` for as many visits as fit, from the last one on. It replaces kinds that save less recompute."""
         if what == "graphs":
             visits = frozenset(self._keeper.candidates())
         else:
@@ -252,7 +252,7 @@ class _FreeMemory:
 
 
 def visits_with_results(trace: VisitTrace, *, attention_alone: bool = False) -> frozenset[int]:
-    """Return the recomputed visits that have results to save, of matmuls and attention or of attention alone."""
+    """Return the recomputed visits that have results to save: of matmuls and attention, or only of attention."""
     return frozenset(
         number
         for number, visit in enumerate(trace.visits)

@@ -117,7 +117,7 @@ def estimated(plan: Plan, profile: LoadedProfile) -> Plan:
 
 
 def _with_streams_of_config(plan: Plan, profile: LoadedProfile) -> Plan:
-    """Return the plan with the configured number of groups in RAM updated by the GPU, if a number is configured."""
+    """Return the plan in which the GPU updates the number of groups in RAM that the config sets, if any."""
     count = plan.run.advanced.stream_updates
     if count == "auto":
         return plan
@@ -390,7 +390,7 @@ def _with_new_placement(plan: Plan) -> Iterator[Plan]:
 
 
 def _add_remedies(found: Shortfall, attempts: Attempts) -> Shortfall:
-    """Return a shortfall with the config changes that reduce the run's need."""
+    """Return a shortfall that also lists the config changes that reduce the needed memory."""
     graph = attempts.model.graph
     layers = (unit.module for unit in graph.units if unit.is_layer)
     can_cut_experts = has_experts_to_cut(layers, graph.num_parameters)

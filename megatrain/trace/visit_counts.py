@@ -166,7 +166,7 @@ class VisitCounts:
         backward = ran.phases.get("backward") or PhaseCounts("backward", forward.visit)  # no backward ran
         peaks = forward.peak_nbytes, backward.peak_nbytes
         held_nbytes, recompute = self.phases["forward"].held_nbytes, ran.recompute
-        # Parts are counted as if they got all tokens. Memory keeps this upper bound, but work is scaled by the share.
+        # Parts are counted as if they got all tokens. Memory keeps this bound; work is scaled by the expected share.
         memory = VisitMemory(held_nbytes, min(held_nbytes, self.stays_nbytes), *peaks, recompute.graph_nbytes)
         saved = self.saved_shapes
         # Looking up rows would run the unit again, but saved inputs can be read only once.

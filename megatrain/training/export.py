@@ -36,7 +36,7 @@ from tiered.ext import dtype_from_name
 
 __all__ = ["OnProgress", "export_checkpoint"]
 
-#: Called with the current activity, the finished bytes and the total bytes. Every byte is written and then read back.
+#: Called with the current activity, the finished bytes and the total bytes. A byte counts as written and as read back.
 OnProgress = Callable[[str, int, int], None]
 
 

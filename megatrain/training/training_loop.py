@@ -169,7 +169,7 @@ class TrainingLoop:
     # -- evaluate, save, export ----------------------------------------------------------------------------------
 
     def evaluate(self) -> None:
-        """Evaluate if an evaluation is due, after applying the pending update. The next step starts without one."""
+        """If an evaluation is due, apply the pending update and evaluate. The next step then has no pending update."""
         if self._evaluator.is_due(self.state.step) and not self._consensus.stops:
             self._opened.finish_updates()
             self._evaluator.run(self.state.step)
@@ -203,7 +203,7 @@ class TrainingLoop:
             self._signals.save_requested = False
             self._activity.begin("saving")
             self._saver.save(self.state.saved_now(), self._checkpoint)
-            # If a stop was requested while the ranks waited for space, run no further step, like a single process.
+            # If a stop was requested while the ranks waited for space, no further step runs, as in a single process.
             self._consensus.agree_to_stop()
 
     def save_last(self) -> None:

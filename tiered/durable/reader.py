@@ -185,7 +185,7 @@ class GenerationReader:
         Reads only the pieces that contain these bytes, because every piece of 16 MiB has its own checksum.
 
         Raises:
-            ValueError: the range is invalid. ``read`` can raise other errors.
+            ValueError: the range is invalid. Also the errors of ``read``.
         """
         spec = self.spec(key)
         if not 0 <= start <= stop <= spec.nbytes:

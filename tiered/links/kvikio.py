@@ -85,7 +85,7 @@ class KvikioMover:
         self._with_fallback(file, offset, view, is_write=True)
 
     def close(self) -> None:
-        """Close all files and stop counting. Idempotent."""
+        """Close all files, and stop counting their bytes. Idempotent."""
         with self._lock:
             handles = list(self._handles.values())
             self._handles.clear()

@@ -68,7 +68,7 @@ def zarr_data_type(dtype: torch.dtype) -> str:
 
 
 def array_document(key: str, shape: Sequence[int], dtype: torch.dtype, chunk_bytes: int) -> dict[str, Any]:
-    """Return the document of a block's array.
+    """Return the metadata document of a block's array.
 
     Args:
         shape: shape of the block, stored in the attributes. The array itself is 1-D.

@@ -26,7 +26,7 @@ from tiered.units import PAGE_BYTES, GiB, KiB, MiB, format_size
 
 SCRATCH_PREFIX = ".megatrain-tier-doctor-"
 
-#: Minimum free space for a measurement, which writes files of a quarter of the free space at most.
+#: Minimum free space for a measurement. Its files take at most a quarter of the free space.
 MIN_FREE_BYTES = 256 * MiB
 _LEAST_SPAN_BYTES = MIN_FREE_BYTES // 4
 

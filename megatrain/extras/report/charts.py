@@ -128,7 +128,7 @@ def make_charts(history: RunHistory, figures: Figures) -> Iterator[Chart]:
 
 
 def lay_out(chart: Chart) -> Drawing | None:
-    """Return the geometry of a chart, or None if it has no values, or starts at zero and has only zeros."""
+    """Return the geometry of a chart, or None without values, or if its axis starts at zero and all are zero."""
     scale = _Scale.of(chart)
     if scale is None or (chart.starts_at_zero and not any(_values(chart))):
         return None

@@ -256,7 +256,7 @@ def _llama_factory_images(draft: Translation, info: Mapping[str, Any]) -> None:
         draft.omit("media_dir", "image paths are relative to the file with the rows", folder)
 
 
-# Axolotl, which has a list of data sets.
+# Axolotl: its config has a list of data sets.
 
 _AXOLOTL_RL = (None, "dpo", "ipo", "kto", "orpo", "simpo")
 #: Row format by the first part of a data set's type.
