@@ -595,7 +595,7 @@ class BlockAccess(WeightAccess, Protocol):
         """Copy an activation into its block. The block keeps no reference to the caller's tensor."""
 
     def reuse_activation(self, visit: int, micro_batch: int, index: int, place: tuple[int, int]) -> None:
-        """Record that an activation is the same tensor as that of ``place`` (visit, index), so they share a block."""
+        """Record that an activation and the (visit, index) in ``place`` are one tensor, which has one block."""
 
     def get_activation(self, visit: int, micro_batch: int, index: int) -> AbstractContextManager[Tensor]:
         """Lease an activation, bit-identical to the tensor that was put. Its own visit is the last to read it."""

@@ -23,7 +23,7 @@ _SUM, _MAX = tl.standard._sum_combine, tl.standard._elementwise_max
 
 @triton.jit
 def _row(start: tl.tensor, row: tl.tensor, row_stride: tl.tensor, unit: tl.constexpr) -> tl.tensor:
-    """Return the address of a row. If `unit` is not 1, tell the compiler that the address is 16-byte aligned."""
+    """Return the address of a row. If `unit` is not 1, promise the compiler that the address is 16-byte aligned."""
     begin = start + row.to(tl.int64) * row_stride
     return begin if unit == 1 else tl.multiple_of(begin, 16)
 

@@ -192,7 +192,7 @@ class _FreeMemory:
         }
 
     def spend(self, what: What) -> None:
-        """Keep ``what`` for as many visits as fit, from the last one on. It replaces kinds that save less recompute."""
+        """Keep ``what`` for the last visits, while memory is left. It replaces kinds that save less recompute."""
         if what == "graphs":
             visits = frozenset(self._keeper.candidates())
         else:
