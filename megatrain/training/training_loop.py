@@ -252,17 +252,8 @@ class TrainingLoop:
         export_dir: Path | None = None,
         interrupted: bool = False,
     ) -> RunSummary:
-        state = self.state
-        means = state.mean_losses
-        return RunSummary(
-            num_steps=state.step,
-            first_loss=state.first_loss,
-            last_loss=state.last_loss,
-            mean_losses=None if means is None else means[:2],
-            num_averaged=0 if means is None else means[2],
-            seconds=state.seconds,
-            num_real_tokens=state.num_real_tokens,
-            num_trained_tokens=state.num_trained_tokens,
+        return replace(
+            self.state.summary(),
             tier_peak_bytes={name: tier.high_water_bytes for name, tier in moved.tiers.items()},
             tier_capacity_bytes=dict(self._plan.budgets),
             link_bytes=link_bytes,
