@@ -298,7 +298,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the lines of the table of one machine."""
     yield (
         "| model | GPU | RAM | drives | tokens/s, predicted | bound by | T* | days per 10^9 tokens | "
-        "written per 10^9 tokens | of the drives' life |"
+        "written per 10^9 tokens | share of the drives' endurance |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for row in rows:
@@ -351,7 +351,7 @@ class Published:
 
 
 _MEGATRAIN = (
-    "it computes 10 FLOPs per parameter and token (two forwards more than needed at 6), loads weights three times, and "
+    "it computes 10 FLOPs per parameter and token instead of 6 (two additional forwards), loads weights three times, and "
     "updates in bf16 without a master, after the step. The prediction overlaps all transfers that can be hidden"
 )
 _HBM = (
@@ -408,17 +408,17 @@ def published_row(published: Published, rows: Rows) -> str:
 
 HEAD = f"""# What fits where
 
-The planner calculated every row. **Nothing on this page was measured.** Bytes are exact plans, speeds are predictions from the rates of each machine, and
-no GPU has run the code. To plan for your own machine, run `megatrain-tier plan run.toml`. To plan for another machine, add its name:
+The planner calculated every row. **Nothing on this page was measured.** A run uses exactly these bytes, the speeds are predictions from the rates of each machine,
+and no GPU has run the code. To plan for your own machine, run `megatrain-tier plan run.toml`. To plan for another machine, add its name:
 `megatrain-tier plan run.toml --machine rtx4090-128gb`.
 
 ## The largest model of each machine
 
-All rows train all parameters with AdamW in bf16. Masters and moments are in fp32 (12 bytes per parameter), gradients in bf16, and clipping is exact. A
-step has {TOKENS:,} tokens in rows of {LENGTH:,}.
+All rows train all parameters with AdamW in bf16. Masters and moments are in fp32 (12 bytes per parameter), gradients in bf16. Clipping
+uses the exact norm of all gradients. A step has {TOKENS:,} tokens in rows of {LENGTH:,}.
 
-*Largest in memory* is the largest model whose state fits without drives. Training with state on drives wears them out; the
-[selector](#your-model-and-machine) shows how fast.
+*Largest in memory* is the largest model whose state fits without drives. The last three columns show the memory that the
+largest model with drives needs. Training with such a model wears the drives out; the [selector](#your-model-and-machine) shows how fast.
 
 """
 
@@ -442,19 +442,19 @@ published measurements of other systems.
 TABLES_HEAD = f"""# All planned rows
 
 `python docs/what_fits.py` writes this page. [What fits where](what_fits.md) has the largest model of each machine, and a selector. **This project measured
-nothing on this page**: bytes are exact plans, speeds are predictions from rates.
+nothing on this page**: a run uses exactly the planned bytes, but its speed may differ from the prediction.
 
 The work of a step is [counted](sizing.md#accuracy-of-the-prediction) as matrix products, attention, bytes of all other operators, and kernel
 launches by the host, which run concurrently with a GPU. **Assumed for every machine**: attention at half the rate of products, other operators
 at the rate of updates in memory, and 40 us of host time per launch, 42 us with a GPU. If `host` limits a row, its
-micro-batches are too short for the GPU. The assumed rates of each machine are listed below its heading. They are estimates from data sheets or
-similar machines, because no measurement was published. The prediction assumes that everything overlaps that can overlap. The speeds are predictions, not upper bounds:
+micro-batches have too few tokens to keep the GPU busy. The assumed rates of each machine are listed below its heading. They are estimates from data sheets or
+similar machines, because no measurement was published. The prediction assumes that compute, transfers and updates overlap wherever possible. The speeds are not upper bounds:
 on some of these machines, other systems measured higher speeds (last table).
 
 The rows train all parameters with AdamW in bf16, with fp32 masters and moments (12 bytes per parameter), bf16 gradients and
 exact clipping. A step has {TOKENS:,} tokens in rows of {LENGTH:,}. The rows use all drives of the machine and keep two checkpoints. The planner
 chooses the sizes of the tiers. **T\\*** is the number of tokens per step above which compute limits the step. Each row uses one GPU, even on a machine with several
-GPUs; `plan --processes` plans for all of them. If a layer of a mixture is too large for a GPU or for RAM, the
+GPUs; `plan --processes` plans for all of them. If a layer of a mixture of experts is too large for a GPU or for RAM, the
 next row has [experts in parts](config.md#model), `model.split_experts = true`.
 
 Below {TOKENS:,} tokens per step, transfers limit most rows; above T\\* they limit no row. If `nvme`, `ram->gpu` or `optimizer` limits a row, more tokens
@@ -464,16 +464,16 @@ per step are the cheapest way to speed it up; they also wear drives less.
 BESIDE = """## Predicted and published
 
 The table compares published figures of other systems with the planner's prediction for the same machine and tokens per step. The
-ratio shows the distance between a prediction for this project and a measurement of another system. It does not show which system is faster.
-If lengths or batches were not published, the number of tokens is an assumption. Predictions use
+ratio divides a prediction for this project by a measurement of another system. It does not show which system is faster.
+If row lengths or batch sizes were not published, the number of tokens is an assumption. Predictions use
 `model.use_liger_kernel = true`, because the other systems have custom kernels for norms and MLPs. **Products** is the share of the
 predicted step that matrix products alone take at the assumed rate. The rest is attention and the memory traffic of other
 operators: rotary embeddings, residual sums, copies, bias sums. **FLOPs** is the ratio of computed FLOPs to the FLOPs that a forward
 and a backward need. Above 1.00, some results are recomputed because there is no memory to keep them.
 
-On an H100, LLMQ measured the predicted speed; on an RTX PRO 6000 and an RTX 4090, it measured up to a tenth more. On these two cards, two things limit the prediction:
-products at the assumed rate, and operators that only LLMQ's CUDA kernels fuse. LLMQ keeps gradient sums in bf16 on the
-card. This project keeps them in fp32, so less memory is left to keep results for the backward, and FLOPs rise above 1.00. A step with fewer
+On an H100, the speed that LLMQ published equals the prediction; on an RTX PRO 6000 and an RTX 4090, it is up to a tenth higher. On these two cards, two things limit
+the prediction: the assumed rate of products, and operators that only LLMQ's CUDA kernels fuse. LLMQ keeps gradient sums in bf16 on the
+card. This project keeps them in fp32, so less memory is left for saved results, and the column FLOPs rises above 1.00. A step with fewer
 tokens leaves more memory for results.
 
 | system | model | machine | tokens per step | published tokens/s | predicted tokens/s | ratio | predicted limit | products | FLOPs | what explains it |
@@ -626,8 +626,8 @@ def tables_page(
 def older() -> str:
     """Return the sentence about older rows."""
     return (
-        "The rows that train all parameters of these models come from an earlier planner, which did not yet count the "
-        f"bytes of gradient sums and kept logits: {', '.join(OLDER)}."
+        "An earlier planner, which did not count the bytes of gradient sums and of stored logits, made the rows that train "
+        f"all parameters of these models: {', '.join(OLDER)}."
     )
 
 

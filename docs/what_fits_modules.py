@@ -44,7 +44,7 @@ def modules() -> dict[str, Callable[[], nn.Module]]:
         "Flux.1-dev": lambda: diffusers.FluxTransformer2DModel(guidance_embeds=True),
         "Flux.2-dev": diffusers.Flux2Transformer2DModel,
         "Qwen-Image": diffusers.QwenImageTransformer2DModel,
-        "Wan2.2-T2V-A14B, one of its two": diffusers.WanTransformer3DModel,
+        "Wan2.2-T2V-A14B, one of its two transformers": diffusers.WanTransformer3DModel,
     }
 
 
@@ -175,10 +175,10 @@ modules were not run.
 
 | column | meaning |
 |---|---|
-| in the store | 2 bytes per frozen parameter (bf16 weights), 16 per trained parameter (also fp32 gradients, AdamW's state and the low halves of the fp32 masters) |
+| in the store | 2 bytes per frozen parameter (bf16 weights), 16 per trained parameter (bf16 weights, fp32 gradients, AdamW's moments and the low halves of the fp32 masters) |
 | a GPU needs | memory for the largest layer, its gradients and the modules around that layer |
 | RAM needs | memory for the update of the largest layer, or the minimum GPU memory if that is larger |
-| a machine | where the blocks are stored with `open_store(ram="auto", ...)`; drives include two checkpoints |
+| a machine | RAM and drive space that the module takes there with `open_store(ram="auto", ...)`; the drive space includes two checkpoints |
 
 LoRA rows have adapters of rank {RANK} on the attention projections. The table does not count:
 

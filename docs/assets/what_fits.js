@@ -71,7 +71,7 @@
     line("bound by", row.bound_by);
     line("T*, tokens per step", row.crossing_tokens);
     line("days per 10^9 tokens", row.days);
-    const life = row.life ? `${row.written}, ${row.life} of the drives' life` : row.written;
+    const life = row.life ? `${row.written}, ${row.life} of the drives' endurance` : row.written;
     line("written per 10^9 tokens", life);
     const text = config(row);
     const head = element("p", "Config: ", answer);
