@@ -31,7 +31,7 @@ def command(paths: tuple[Path, ...], yes: bool, generations: str | None, as_json
     """Remove block files left on drives by runs that have ended.
 
     Searches each PATH and the folders below it for folders of [[tiers.nvme]]. Default: the current folder. Never
-    removes other files, files that a run uses, or, without --generations, data of checkpoints.
+    removes other files or files that a run uses. Removes data of checkpoints only with --generations.
     """
     from tiered.ext import find_directories, find_orphans, measure_leftovers
     from tiered.units import format_size

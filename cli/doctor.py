@@ -49,8 +49,8 @@ def command(
     """Measure processors, GPU and drives for plans, and propose fixes.
 
     Stores the rates in the user's cache folder, where `plan` finds them. PATHS defaults to the drives of --config, or
-    else to the current folder. Uses up to 512 MiB on each drive, and leaves no files there. Without --quick, overwrites
-    these bytes for half a minute (at most 32 GiB) to find out whether the drive slows down.
+    else to the current folder. Uses up to 512 MiB on each drive, and leaves no files there. Without --quick, rewrites
+    this data for half a minute (at most 32 GiB in total) to find out whether the drive slows down.
     """
     from megatrain.extras.doctor.drives import terminated_as_interrupted
     from megatrain.extras.doctor.examine import examine

@@ -65,7 +65,7 @@ def command(
 ) -> int:
     """Write a checkpoint as a Hugging Face folder.
 
-    CKPT is the output_dir of a run, its folder final, or the folder snap/<number> of one checkpoint. OUT is a new
+    CKPT is the output_dir of a run, its folder `final`, or the folder snap/<number> of one checkpoint. OUT is a new
     folder, or with --overwrite an earlier export. Needs little RAM and no GPU, and works during a run. The token for
     the hub comes from HF_TOKEN or `hf auth login`.
     """

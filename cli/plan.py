@@ -82,7 +82,7 @@ def command(
 ) -> int:
     """Show the placement of all bytes and the bytes that move per step.
 
-    Also predicts the seconds of a step and the length of the run. Trains nothing. The last line is the verdict.
+    Also predicts the time of a step and of the run. Trains nothing. The last line states whether the run fits.
     """
     if measure and machine_name is not None:
         raise click.UsageError("--measure times this machine, and --machine plans for another one: use only one option")

@@ -102,7 +102,7 @@ def _of(tool: str, rows: Mapping[str, Row]) -> dict[str, Row]:
 
 PLANNER = "the planner decides from [tiers] where bytes are stored and when they move: see `megatrain-tier plan`"
 RANKS = "with several processes, each process holds a shard of every layer"
-RECOMPUTED = "every layer is recomputed once in the backward"
+RECOMPUTED = "training.recompute determines what the backward recomputes"
 SPEED = "changes the speed, not the results"
 _CACHED = "the token cache is keyed by content, so it is never stale"
 _ALL_CORES = "rows are tokenized on all cores"
@@ -232,7 +232,7 @@ _SHARED = _of(_TRANSFORMERS, {
 
 _OF_LLAMA_FACTORY = _of(_LLAMA_FACTORY, {
     "model_name_or_path": _as("path", "model.model_name_or_path"),
-    "stage": _rule("task", '"sft", "pretrain" or "dpo"; "pt" becomes "pretrain", "kto" is "dpo" with a loss_type'),
+    "stage": _rule("task", '"sft", "pretrain" or "dpo"; "pt" becomes "pretrain", "kto" becomes "dpo" with a loss_type'),
     "pref_loss": _rule("preference.loss_type"),
     "pref_beta": _as("preference", "preference.beta"),
     "pref_ftx": _as("preference", "preference.rpo_alpha"),
@@ -249,7 +249,7 @@ _OF_LLAMA_FACTORY = _of(_LLAMA_FACTORY, {
     "lora_parameters": _as("lora", "lora.target_parameters"),
     "additional_target": _as("lora", "lora.modules_to_save"),
     "create_new_adapter": _rule(),
-    **_each("pissa_init pissa_iter pissa_convert", _lost("adapters are initialized as by peft's default", "", None)),
+    **_each("pissa_init pissa_iter pissa_convert", _lost("adapters get peft's default initialization", "", None)),
     **_each("loraplus_lr_ratio loraplus_lr_embedding", _lost(_GROUPS)),
     **_each("flash_attn attn", _ATTENTION),
     "pure_bf16": _as("half_precision", "precision.compute_dtype", _BFLOAT16),
@@ -425,7 +425,7 @@ _OF_DEEPSPEED = _of(_DEEPSPEED, {
         fp16.consecutive_hysteresis fp16.min_loss_scale fp16.fp16_master_weights_and_grads""",
             _unneeded("bfloat16 needs no loss scaling")),
     "optimizer.type": _as("optimizer", "optimizer.optim"),
-    "optimizer.params.betas": _as("betas", "optimizer.adam_beta1", "the second is optimizer.adam_beta2"),
+    "optimizer.params.betas": _as("betas", "optimizer.adam_beta1", "the second value sets optimizer.adam_beta2"),
     "optimizer.params.lr": _same("optimizer.learning_rate"),
     "optimizer.params.weight_decay": _same("optimizer.weight_decay"),
     "optimizer.params.eps": _same("optimizer.adam_epsilon"),
@@ -548,7 +548,7 @@ ACCEPTED: dict[str, str] = {key: name.ours for key, name in _SHARED.items() if n
 #: Switches of transformers 4 that are always on here; accepted with a warning when true.
 ALWAYS_ON: dict[str, str] = {
     "gradient_checkpointing": "training.recompute determines what the backward pass recomputes",
-    "activation_checkpointing": "every layer is recomputed once in the backward pass",
+    "activation_checkpointing": "training.recompute determines what the backward pass recomputes",
 }
 
 #: Last parts of keys that get no advice: too general, or equal or similar to config keys.

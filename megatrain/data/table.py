@@ -57,7 +57,7 @@ ColumnName = Literal[
 ]  # fmt: skip
 _SOURCE_PATH = (
     "File, glob or folder of .jsonl, .json, .csv, .tsv, .txt, .parquet or .arrow files (text files also with .gz), or "
-    "the hub name of a dataset (the last three need the data extra). With data.streaming also a URL of fsspec."
+    "the hub name of a dataset. .parquet, .arrow and the hub need the extra data. With data.streaming also fsspec URLs."
 )
 
 
@@ -88,7 +88,7 @@ class DatasetConfig(Table, json_schema_extra=all_alter("by contents")):
         gt=0,
     )
     weight_from_step: WeightSchedule = key(
-        "data.streaming: weights that replace weight from the given steps on, e.g. { 1000 = 0.5, 2000 = 0.0 }.",
+        "With data.streaming: new values of weight from the given steps on, e.g. { 1000 = 0.5, 2000 = 0.0 }.",
         {},
     )
 
@@ -137,7 +137,7 @@ class DataConfig(Table):
     packing: Packing = key(
         "true: documents share a row without attending to each other. false: each row has one padded document. "
         '"concat" (pretrain): texts are joined with end-of-text tokens and split into full rows, and attend to the '
-        "texts before them. Default: true; false for preferences and models that mix the documents of a row.",
+        "texts before them. Default: true; false for preferences, image models and models that mix documents of a row.",
         True,
         alters="yes",
         same_name="TRL, LLaMA-Factory",

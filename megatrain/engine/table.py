@@ -64,8 +64,8 @@ class TrainingConfig(Table):
     """``[training]``: size of a step and length of the run."""
 
     train_batch_tokens: int | None = key(
-        "Tokens per optimizer step, a multiple of data.max_length. Replaces the next two keys. A micro-batch then"
-        " has at most 8,192 tokens on a GPU and 2,048 on a CPU, in rows that divide the step, with one "
+        "Tokens per optimizer step, a multiple of data.max_length. Replaces the next two keys. The step is "
+        "split evenly into micro-batches of at most 8,192 tokens on a GPU and 2,048 on a CPU, and into at least one "
         "micro-batch per gradient lane if there are enough rows. Checkpoints record this split, and a resumed run "
         "keeps it.",
         None,
@@ -84,7 +84,7 @@ class TrainingConfig(Table):
         alters="yes",
     )
     recompute: RecomputeText = key(
-        "Recompute in the backward. full: every layer, with the least memory. selective: all operations except "
+        "Work recomputed in the backward. full: every layer, with the least memory. selective: all operations except "
         "matrix products and attention, whose results are saved with the activations. none: nothing in layers "
         "whose weights stay in the compute tier, because their graphs are kept; selective in other layers. auto: "
         'the plan\'s choice. "selective:4" and "none:4" apply only to the last 4 layers. Compiled layers save no '

@@ -27,7 +27,7 @@ class ParameterGroupConfig(Table):
     )
     learning_rate: float | None = key("Peak learning rate. Not set: optimizer.learning_rate.", None, gt=0)
     lr_mult: float | None = key("Factor on optimizer.learning_rate; not together with learning_rate.", None, gt=0)
-    weight_decay: float | None = key("Their weight decay. Not set: optimizer.weight_decay.", None, ge=0)
+    weight_decay: float | None = key("Weight decay of the group. Not set: optimizer.weight_decay.", None, ge=0)
 
     def matches(self, name: str) -> bool:
         """Return whether a parameter is in the group. Globs are case-sensitive."""

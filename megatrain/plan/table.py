@@ -65,7 +65,7 @@ class AdvancedConfig(Table, json_schema_extra=all_alter("no")):
     prefetch: PrefetchSize = key('Maximum number of prefetched bytes: "auto", "0", "2GiB" or "unlimited".', "auto")
     eviction_policy: Literal["schedule", "lru"] = key("Order of eviction from a full tier.", "schedule")
     file_size: PlainSize | None = key(
-        'Maximum size of a file of a block: "16MiB". Not set: 512 MiB, striped 16 MiB.', None, ge=4096, multiple_of=4096
+        'Maximum size of a file of a block: "16MiB". Not set: 512 MiB; stripes 16 MiB.', None, ge=4096, multiple_of=4096
     )
     micro_batch_order: Literal["auto", "layer", "micro_batch"] = key(
         "layer: each layer runs all micro-batches before the next layer. micro_batch: a step runs one micro-batch at "
@@ -80,7 +80,7 @@ class AdvancedConfig(Table, json_schema_extra=all_alter("no")):
         "auto",
     )
     emulate_gpu: bool = key(
-        'With device = "cpu": use a second part of RAM, of tiers.gpu.size, instead of GPU memory. The CPU computes. '
+        'With device = "cpu": replace GPU memory by a second part of RAM of size tiers.gpu.size. The CPU computes. '
         "For tests and for trying a setup.",
         False,
     )

@@ -334,7 +334,7 @@ class EvaluationConfig(Table, json_schema_extra=all_alter("no")):
     eval_on_start: bool = key("Also evaluate before the first step.", False, same_name=HF)
     eval_max_samples: int | None = key("Maximum number of rows of each set to use, from the start.", None, ge=1)
     per_device_eval_batch_size: int | None = key(
-        "Rows per micro-batch, limited to the number in training, because of memory. Default: the number in training.",
+        "Rows per micro-batch. Default and maximum: the number in training, for which the memory is planned.",
         None,
         ge=1,
         same_name=HF,
