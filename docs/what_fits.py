@@ -408,8 +408,8 @@ def published_row(published: Published, rows: Rows) -> str:
 
 HEAD = f"""# What fits where
 
-The planner calculated every row. **Nothing on this page was measured.** A run uses exactly these bytes, the speeds are predictions from the rates of each machine,
-and no GPU has run the code. To plan for your own machine, run `megatrain-tier plan run.toml`. To plan for another machine, add its name:
+The planner calculated every row. **Nothing on this page was measured.** A run uses exactly these bytes. The speeds are predictions from the rates of each machine;
+no GPU has run the code. To plan for your own machine, run `megatrain-tier plan run.toml`. To plan for another machine, add its name:
 `megatrain-tier plan run.toml --machine rtx4090-128gb`.
 
 ## The largest model of each machine
