@@ -96,8 +96,8 @@ def command(
 ) -> int:
     """Continue prompts with a model that need not fit in memory.
 
-    Generates the same tokens as transformers. Reads each weight once for one new token of all prompts in a batch, from
-    the model's folder if the weight does not fit in RAM. Stores the KV cache in the tiers.
+    Generates the same tokens as transformers. For each new token, reads each weight once for all prompts of a batch,
+    from the model's folder if the weight does not fit in RAM. Stores the KV cache in the tiers.
 
     With CONFIG, uses the model before training, and reads only the tables for model, tiers and precision. With FOLDER,
     uses the trained model in the output_dir of a run or in an exported folder. An adapter runs with its base model.

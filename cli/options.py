@@ -122,7 +122,7 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
             "overrides",
             multiple=True,
             metavar="KEY=VALUE",
-            help="Change one key. A unique last name is enough: --set learning_rate=2e-5. May be repeated.",
+            help="Change one key. Its last part is enough if unique: --set learning_rate=2e-5. May be repeated.",
         ),
         click.option(
             "-c",

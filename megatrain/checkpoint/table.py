@@ -77,9 +77,9 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
         same_name=HF,
     )
     save_copy: CopyRule = key(
-        "Complete copies in output_dir/copies, made during training, from which a run continues after the loss of"
-        ' a [[tiers.nvme]] drive. true: of every checkpoint; 5: of every fifth and the last; "last": only of the '
-        "last, at the end or at a stop. save_total_limit copies are kept. A URL for fsspec, such as "
+        "Checkpoints to copy completely to output_dir/copies during training. If a [[tiers.nvme]] drive is lost, the "
+        'run continues from a copy. true: every checkpoint; 5: every fifth and the last; "last": only the last, at '
+        "the end or at a stop. save_total_limit copies are kept. A URL for fsspec, such as "
         '"s3://bucket/run": every checkpoint is copied there before it is removed here, and a run with an empty '
         "output_dir continues from there.",
         False,

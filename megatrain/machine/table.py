@@ -52,7 +52,7 @@ class TiersConfig(Table, json_schema_extra=all_alter("no")):
     """``[tiers]``: the resources that this run may use."""
 
     safety_margin: Size = key(
-        'Memory that a size of "auto" leaves free; for GPU memory at least 1 GiB, or a tenth, for libraries.',
+        'Memory that a size of "auto" leaves free. On a GPU at least 1 GiB (below 10 GiB: a tenth), for libraries.',
         Size("5%", fraction=0.05),
     )
     engine: Literal["posix", "auto", "kvikio"] = key(

@@ -143,7 +143,7 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
     lr_scheduler_kwargs: dict[str, int | float | str] = key(
         "Extra arguments of the schedule, e.g. { min_lr_rate = 0.1 }.", {}, same_name=HF
     )
-    warmup_steps: float = key(">= 1: steps. < 1: fraction of all steps.", 0.03, ge=0, same_name=HF_AXOLOTL)
+    warmup_steps: float = key("Warm-up. >= 1: steps. < 1: share of all steps.", 0.03, ge=0, same_name=HF_AXOLOTL)
     layer_decay: float = key(
         "Layer-wise decay of the learning rate, as in timm. Parameters after the last layer use the full rate. The rate"
         " of the last layer is multiplied by this factor, the rate of the previous layer by the square of the factor,"

@@ -366,8 +366,8 @@ class EvaluationConfig(Table, json_schema_extra=all_alter("no")):
         used_if={"predict_with_generate": [True]},
     )
     metric_for_best_model: str = key(
-        'Metric for the comparison of evaluations: "loss", or "NAME_loss" with several sets. Preferences also have '
-        '"rewards/accuracies" and other metrics, rewards "accuracy" and others.',
+        'Metric for the comparison of evaluations: "loss", or "NAME_loss" with several sets. Other metrics: for '
+        'task = "dpo", for example "rewards/accuracies"; for task = "reward", for example "accuracy".',
         "loss",
         same_name=HF,
     )
