@@ -215,7 +215,7 @@ _SHARED = _of(_TRANSFORMERS, {
     "save_safetensors": _unneeded(_WHOLE_AND_SAFETENSORS,
                                   note="the [export] is safetensors, and checkpoints are plain zarr arrays"),
     "save_only_model": _unneeded(_WHOLE_AND_SAFETENSORS, note=f"{_WHOLE}; [export] writes only the model"),
-    "ignore_data_skip": _unneeded("the data resumes where it stopped, without reading it again"),
+    "ignore_data_skip": _unneeded("a run resumes at its position in the data, without reading earlier rows"),
     "enable_jit_checkpoint": _same("checkpoint.save_on_signal"),
     **_each("""disable_tqdm log_level log_level_replica logging_strategy logging_first_step
         include_num_input_tokens_seen include_tokens_per_second skip_memory_metrics log_on_each_node

@@ -57,7 +57,7 @@ ColumnName = Literal[
 ]  # fmt: skip
 _SOURCE_PATH = (
     "File, glob or folder of .jsonl, .json, .csv, .tsv, .txt, .parquet or .arrow files (text files also with .gz), or "
-    "the hub name of a dataset. .parquet, .arrow and the hub need the extra data. With data.streaming also fsspec URLs."
+    "the hub name of a dataset. .parquet, .arrow and the hub need the extra `data`. With streaming also fsspec URLs."
 )
 
 

@@ -39,7 +39,7 @@ class NvmeTierConfig(Table):
         None,
     )
     rate: Rate | None = key(
-        'Rate that sets its share of a stripe, e.g. "2.0GB/s". Default: as measured by doctor, or equal shares.', None
+        'Rate that weights the drive in stripes, e.g. "2.0GB/s". Default: the rate from doctor, or equal weights.', None
     )
     max_written: PlainSize | None = key(
         'Stop before all runs together have written more than this to the folder, e.g. "200TB". Default: no limit.',

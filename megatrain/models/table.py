@@ -151,7 +151,7 @@ class LoraConfig(Table, json_schema_extra=all_alter("yes")):
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = key("lora_alpha by module name.", {})
     use_rslora: bool = key("Scale by lora_alpha / sqrt(r).", False)
     use_dora: bool = key("DoRA: also train the magnitude of each row of a weight.", False)
-    init_lora_weights: Literal["gaussian"] | bool = key("As in peft; true: Kaiming initialization of A, B is 0.", True)
+    init_lora_weights: Literal["gaussian"] | bool = key("As in peft. true: Kaiming for A, zeros for B.", True)
     adapter_name_or_path: AdapterPath | None = key(
         "Folder of an adapter to start from, created by peft or by an earlier run. Its settings apply, except "
         "lora_dropout. Default: a new adapter.",

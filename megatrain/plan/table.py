@@ -51,7 +51,7 @@ class PlacementConfig(Table, json_schema_extra=all_alter("no")):
 
     weights: Preference = key(
         'Parameters in the compute dtype. "folder": frozen parameters are read from the model\'s folder at each '
-        "use; with auto this applies to those that do not fit in RAM.",
+        "use; with auto, this applies to frozen parameters that do not fit in RAM.",
         "auto",
     )
     gradients: Preference = key("Gradient sums.", "auto")
