@@ -28,7 +28,7 @@ from megatrain.base.observer import RunObserver
 from megatrain.checkpoint.resume import find_candidates
 from megatrain.config import load_config
 from megatrain.data.row_order import LoaderPosition
-from megatrain.engine.head_model import HeadModel
+from megatrain.engine.head.head_model import HeadModel
 from megatrain.training.resolve import resolve_checkpoint
 from megatrain.training.trainer import Trainer
 

@@ -47,7 +47,7 @@ from bench.common import QUICKSTART, Report, step_shape
 from bench.models import write_llama
 from bench.sides import Ours, Plain, StepTimes, batches, run_config, with_tight_ram
 from megatrain.config.schema import RunConfig
-from megatrain.engine.unneeded import NOTHING_UNNEEDED
+from megatrain.engine.device.work import NOTHING_UNNEEDED
 from megatrain.optim.threads import default_num_threads
 from megatrain.plan.kept import num_layers_kept, num_layers_of
 from megatrain.plan.plan import Plan

@@ -21,8 +21,8 @@ from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import BatchLoader
 from megatrain.data.row_order import EpochOrder
-from megatrain.engine.labels import shifted_labels
-from megatrain.engine.program import DURABLE_KINDS
+from megatrain.engine.micro_batches import shifted_labels
+from megatrain.engine.program.block_plan import DURABLE_KINDS
 from megatrain.optim.base import FORMATS, Format, Optimizer, Segment, StateKind, Update, decays
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run

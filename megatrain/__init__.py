@@ -46,7 +46,7 @@ def _set_deterministic_matmul() -> None:
     This must happen at import, because each library reads its variable at its first product. By default, MKL's sums
     depend on the number of threads, and ranks of one host have fewer threads than a single process. On Intel CPUs,
     MKL's strict mode also makes the result of a row independent of all other rows. The cuBLAS variable stays unset if
-    CUDA is already in use, so that ``megatrain.engine.environment`` can detect this.
+    CUDA is already in use, so that ``megatrain.engine.device.environment`` can detect this.
     """
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     torch = sys.modules.get("torch")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatrain.config.resolved import config_from_toml as config_from_toml
     from megatrain.config.resolved import resolved_values as resolved_values
     from megatrain.data.loader import StepBatch as StepBatch
-    from megatrain.engine.weight_gradients import GradientAccumulator as GradientAccumulator
+    from megatrain.engine.unit.weight_gradients import GradientAccumulator as GradientAccumulator
     from megatrain.machine.cgroups import available_ram_bytes as available_ram_bytes
     from megatrain.machine.cgroups import total_ram_bytes as total_ram_bytes
     from megatrain.machine.file_systems import FileSystem as FileSystem

@@ -45,7 +45,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "sharding": ("megatrain.ranks",),
     "core": ("megatrain.engine",),
     "embedding": ("megatrain.embed",),
-    # `engine.attention` is not one of them: like `engine.work`, it knows the sizes of torch's kernels and no model.
+    # `device.attention` is not one of them: like `device.work`, it knows the sizes of torch's kernels and no model.
     # Nor are `models.passthrough`, which accounts for each tensor of a folder (loaded, copied or refused), and
     # `models.quantized`, which decodes a folder's bytes: formats of tensors in files, as dtypes are.
     "converters": (
@@ -75,8 +75,8 @@ _ROOM_OF = {prefix: room for room, prefixes in ROOMS.items() for prefix in prefi
 READING_ORDER = (
     "tiered/block.py",
     "tiered/store.py",
-    "megatrain/engine/program.py",
-    "megatrain/engine/access.py",
+    "megatrain/engine/program/step_program.py",
+    "megatrain/engine/tape/access.py",
     "megatrain/engine/forward.py",
     "megatrain/training/training_loop.py",
 )

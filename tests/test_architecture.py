@@ -75,7 +75,7 @@ RESTRICTED = {
     "greenlet": ("megatrain/engine/",),
     "triton": (
         "megatrain/trace/kernel_work.py",
-        "megatrain/engine/triton_kernels.py",
+        "megatrain/engine/device/triton_kernels.py",
         "megatrain/optim/triton_kernels.py",
     ),
     "safetensors": (),  # models/folder and models/export read headers and write shards, part by part
@@ -223,13 +223,13 @@ def test_tools_import_only_public_names() -> None:
 
 #: Names of the engine for embedded modules: stand-ins for weights, sums of gradients, keys of blocks.
 EMBEDDING_USES = {
-    "megatrain.engine.absent_weights.METADATA_QUERIES",
-    "megatrain.engine.absent_weights.placeholder",
-    "megatrain.engine.graph_keeping.version_probe",
-    "megatrain.engine.program.gradient_key",
-    "megatrain.engine.program.state_key",
-    "megatrain.engine.program.weight_key",
-    "megatrain.engine.weight_gradients.GradientAccumulator",
+    "megatrain.engine.unit.absent_weights.METADATA_QUERIES",
+    "megatrain.engine.unit.absent_weights.placeholder",
+    "megatrain.engine.unit.graph_keeping.version_probe",
+    "megatrain.engine.program.block_keys.gradient_key",
+    "megatrain.engine.program.block_keys.state_key",
+    "megatrain.engine.program.block_keys.weight_key",
+    "megatrain.engine.unit.weight_gradients.GradientAccumulator",
 }
 
 

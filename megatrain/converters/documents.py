@@ -25,9 +25,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from megatrain.engine.absent_weights import METADATA_QUERIES
-from megatrain.engine.attention import FLASH_ROWS
-from megatrain.engine.device_kernels import stands_for_gpu
+from megatrain.engine.device.attention import FLASH_ROWS
+from megatrain.engine.device.device_kernels import stands_for_gpu
+from megatrain.engine.unit.absent_weights import METADATA_QUERIES
 from megatrain.models.converter import ModelConverter
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatrain.base.errors import UnsupportedModelError
-from megatrain.engine.state import RandomStates, ThreadModes, without_saved_tensors
-from megatrain.engine.unit_run import optional_gradients
-from megatrain.engine.weight_gradients import intercepting, new_leaf
+from megatrain.engine.unit.state import RandomStates, ThreadModes, without_saved_tensors
+from megatrain.engine.unit.unit_run import optional_gradients
+from megatrain.engine.unit.weight_gradients import intercepting, new_leaf
 from megatrain.models.graph import find_layers
 from megatrain.models.small import small_model
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from megatrain.engine.absent_weights import METADATA_QUERIES, placeholder
+from megatrain.engine.unit.absent_weights import METADATA_QUERIES, placeholder
 
 _GRADIENT_REMEDY = (
     "the gradient of {} moved to the tiered store after autograd had computed it. TieredAdamW etc. use it in the "

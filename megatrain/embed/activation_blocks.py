@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatrain.embed.stores import shared_state
-from megatrain.engine.graph_keeping import version_probe
+from megatrain.engine.unit.graph_keeping import version_probe
 from tiered import Lease, Mode, TieredStore, Transfer
 from tiered.errors import CapacityError
 from tiered.units import PAGE_BYTES, GiB, round_up

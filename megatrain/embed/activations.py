@@ -35,7 +35,7 @@ from megatrain.embed.saved_tensors import (
     outer_hooks,
     saving,
 )
-from megatrain.engine.graph_keeping import version_probe
+from megatrain.engine.unit.graph_keeping import version_probe
 from tiered import TieredStore
 from tiered.units import MiB, format_size
 

@@ -20,7 +20,7 @@ from megatrain.base.layout import TensorEntry, UnitLayout
 from megatrain.embed.gradient_block import GradientBlock
 from megatrain.embed.stores import shared_state
 from megatrain.embed.weights import WeightBlock, WeightInUseError
-from megatrain.engine.program import state_key, weight_key
+from megatrain.engine.program.block_keys import state_key, weight_key
 from megatrain.optim.average import EMA, begin_average, swap_average
 from megatrain.optim.base import Optimizer, Segment, StateKind, Update
 from megatrain.optim.threads import KernelThreads

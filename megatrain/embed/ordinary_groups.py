@@ -14,7 +14,7 @@ from megatrain.base.layout import TensorEntry, UnitLayout, build_layout
 from megatrain.embed.gradient_block import GradientBlock
 from megatrain.embed.groups import DueUpdate, StateGroup
 from megatrain.embed.stores import num_ranks, room_for_homes, shared_state
-from megatrain.engine.program import gradient_key
+from megatrain.engine.program.block_keys import gradient_key
 from megatrain.optim.average import EMA, begin_average, swap_average
 from megatrain.optim.base import GRADIENT_DTYPES, StateKind, Update
 from megatrain.optim.clip import squared_norm

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatrain.base.layout import UnitLayout, build_layouts
 from megatrain.embed.absent_parameters import holder_of
-from megatrain.engine.program import gradient_key, weight_key
+from megatrain.engine.program.block_keys import gradient_key, weight_key
 from megatrain.ranks.dtensors import is_dtensor
 
 #: Name of the part that contains the outermost module's direct parameters. No submodule can have this name.

@@ -26,7 +26,7 @@ from megatrain.embed.partition import OffloadError, Part, UnitPart, parts_around
 from megatrain.embed.room import UPDATE_BYTES, WeightLease, WholeBlocks
 from megatrain.embed.stores import compute_device, room_for_homes, shared_state
 from megatrain.embed.weights import WeightBlock, WeightInUseError
-from megatrain.engine.weight_gradients import GradientAccumulator
+from megatrain.engine.unit.weight_gradients import GradientAccumulator
 from megatrain.optim.base import Segment, StateKind
 from megatrain.optim.clip import add_in_order, partial_squares
 from megatrain.optim.threads import KernelThreads

@@ -1,9 +1,9 @@
 """A layer's weights in one block of a store. Forward and backward lease the block while they use the weights.
 
 The engine runs each unit's forward, so it can bind leased weights to the module for one visit
-(``megatrain.engine.bound_unit.BoundUnit``). For an offloaded module, the user's code runs the forward and the user's
-optimizer refers to the parameters. The parameters must therefore stay the same objects, and the autograd graph saves a
-reference to the block instead of the weights.
+(``megatrain.engine.unit.bound_unit.BoundUnit``). For an offloaded module, the user's code runs the forward and the
+user's optimizer refers to the parameters. The parameters must therefore stay the same objects, and the autograd graph
+saves a reference to the block instead of the weights.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ One pass over the model takes these steps:
 3. When all micro-batches wait at the same unit, `UnitVisit.forward` leases and binds the weights, runs the unit for
   each micro-batch and releases the weights. `Trunk.run` resumes the forwards with the results.
 4. The forwards end at the cut before the head. `ChunkedHead` computes a few rows of logits at a time, and returns the
-   gradients of the trunk's outputs (`head.py`).
+   gradients of the trunk's outputs (`head/`).
 5. One `torch.autograd.backward` over the model's own graph reaches the visits in reverse. `UnitVisit.backward` leases
    the weights again, recomputes the unit and accumulates the gradients of its parameters.
 
@@ -31,40 +31,38 @@ from torch import Tensor
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.base.progress import Activity
-from megatrain.engine.bound_unit import BoundUnit, installed_stubs, units_stubbed
-from megatrain.engine.cross_entropy import PLAIN
-from megatrain.engine.graph_keeping import GraphKeeping
-from megatrain.engine.head import ChunkedHead, HeadTiling
-from megatrain.engine.head_model import HeadModel, TrunkOutput, accepts_use_cache, without_auxiliary_loss
-from megatrain.engine.head_plan import HeadPlan, plan_head
-from megatrain.engine.head_weights import HeadWeights
-from megatrain.engine.host_io import MicroBatches, read_numbers
-from megatrain.engine.input_saving import AbsentMicroBatches, InputSaving
-from megatrain.engine.labels import LabelledRows, count_labels, labelled_rows, shifted_labels, without_labels
-from megatrain.engine.loss import MicroBatchLoss, PartialMean
-from megatrain.engine.objective import Objective
-from megatrain.engine.program import KEEP_NOTHING, Recompute
-from megatrain.engine.saved_results import SavedResults
-from megatrain.engine.state import RandomStates, micro_batch_seed
-from megatrain.engine.suspend import SuspendedForward, UnitCall, suspend
-from megatrain.engine.token_scores import RunningTopK, TokenScores, joined_scores
-from megatrain.engine.visit import UnitVisit, VisitSequence
-from megatrain.engine.vocabulary import PartWeight
+from megatrain.engine.device.host_io import read_numbers
+from megatrain.engine.head.chunked_head import ChunkedHead, HeadTiling
+from megatrain.engine.head.cross_entropy import PLAIN
+from megatrain.engine.head.head_model import HeadModel, TrunkOutput, accepts_use_cache, without_auxiliary_loss
+from megatrain.engine.head.head_plan import HeadPlan, plan_head
+from megatrain.engine.head.head_weights import HeadWeights
+from megatrain.engine.head.loss import MicroBatchLoss, PartialMean
+from megatrain.engine.head.objective import Objective
+from megatrain.engine.head.token_scores import RunningTopK, TokenScores, joined_scores
+from megatrain.engine.head.vocabulary import PartWeight
+from megatrain.engine.micro_batches import (
+    LabelledRows,
+    MicroBatches,
+    count_labels,
+    labelled_rows,
+    shifted_labels,
+    without_labels,
+)
+from megatrain.engine.program.visit_trace import KEEP_NOTHING, Recompute
+from megatrain.engine.unit.bound_unit import BoundUnit, installed_stubs, units_stubbed
+from megatrain.engine.unit.graph_keeping import GraphKeeping
+from megatrain.engine.unit.input_saving import AbsentMicroBatches, InputSaving
+from megatrain.engine.unit.saved_results import SavedResults
+from megatrain.engine.unit.state import RandomStates, micro_batch_seed
+from megatrain.engine.unit.suspend import SuspendedForward, UnitCall, suspend
+from megatrain.engine.unit.visit import UnitVisit, VisitSequence
 
 if TYPE_CHECKING:
-    from megatrain.engine.compiled_layers import LayerCompiler
-    from megatrain.engine.program import BlockAccess, TracedVisit, VisitTrace
+    from megatrain.engine.program.block_access import BlockAccess
+    from megatrain.engine.program.visit_trace import TracedVisit, VisitTrace
+    from megatrain.engine.unit.compiled_layers import LayerCompiler
     from megatrain.models.graph import ModelGraph
-
-__all__ = [
-    "LayerRunner",
-    "NoTrainedTokensError",
-    "PassOrder",
-    "QueuedLoss",
-    "SummedLoss",
-    "VisitOrderError",
-    "move_buffers",
-]
 
 
 class NoTrainedTokensError(Exception):
@@ -710,7 +708,7 @@ class Trunk:
         planned = None if self._trace is None else self._trace.visits[number]
         keeping: GraphKeeping | InputSaving = GraphKeeping(random)
         saved: list[int | None] = []
-        if number not in self._recompute.kept_graphs:
+        if not self._recompute.keeps_graph(number):
             unneeded = frozenset[str]() if planned is None else planned.unneeded.weights
             keeping = InputSaving(number, access, random, self._saved_results(number, planned), unneeded)
             saved += [] if planned is None else range(len(planned.saved))

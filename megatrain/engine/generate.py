@@ -10,40 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatrain.base.errors import UnsupportedModelError
-from megatrain.engine.absent_weights import placeholder
-from megatrain.engine.bound_unit import BoundUnit, units_stubbed
 from megatrain.engine.forward import VisitOrderError, move_buffers
-from megatrain.engine.idle import RoutedWeights
-from megatrain.engine.program import (
-    DURABLE_KINDS,
-    BlockPlan,
-    FrozenWeights,
-    GroupUpdates,
-    MatrixParts,
-    Recompute,
-    StepProgram,
-    Tick,
-    VisitTrace,
-    WeightAccess,
-    cache_key,
-    gathers_before,
-    layouts_of_unit,
-    weight_block,
-)
-from megatrain.engine.state import RandomStates
-from megatrain.engine.suspend import SuspendedForward, UnitCall, suspend
+from megatrain.engine.program.block_access import MatrixParts, WeightAccess
+from megatrain.engine.program.visit_trace import VisitTrace
+from megatrain.engine.unit.absent_weights import placeholder
+from megatrain.engine.unit.bound_unit import BoundUnit, units_stubbed
+from megatrain.engine.unit.idle import RoutedWeights
+from megatrain.engine.unit.state import RandomStates
+from megatrain.engine.unit.suspend import SuspendedForward, UnitCall, suspend
 
 if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph, Unit
 
-__all__ = ["GenerationAccess", "GenerationRunner", "frozen_program", "generation_program", "whole_head_bytes"]
 
 _ALIGNMENT_BYTES = 64
 
@@ -321,82 +306,3 @@ def _places_in(holder: Any) -> Iterator[tuple[Any, Any]]:
                 yield holder, key
         elif isinstance(value, dict | list):
             yield from _places_in(value)
-
-
-def frozen_program(
-    graph: ModelGraph,
-    *,
-    compute_tier: str,
-    frozen: FrozenWeights,
-) -> StepProgram:
-    """Return a program for a model that is not trained. It has one block per layout's weight, and no ticks."""
-    blocks: dict[str, BlockPlan] = {}
-    for layout in graph.layouts.values():
-        encoding, stays = frozen.encodings.get(layout.name), layout.name in frozen.in_place
-        # Adapters come from a separate folder, so the model folder does not have them.
-        has_it = frozen.in_folder and not layout.trainable
-        block = weight_block(layout, layout.num_elements, graph.dtype, encoding, in_folder=has_it, in_place=stays)
-        blocks[block.key] = block
-    return StepProgram(blocks, (), compute_tier, updates=GroupUpdates(are_deferred=False), encodings=frozen.encodings)
-
-
-def generation_program(
-    program: StepProgram,
-    graph: ModelGraph,
-    trace: VisitTrace,
-    cache_nbytes: Mapping[int, int],
-    *,
-    num_micro_batches: int,
-    is_first: bool,
-) -> StepProgram:
-    """Return the program of one pass. The first pass processes all prompt tokens, later passes one token per prompt.
-
-    With several ranks, each rank has some of the prompts and a shard of each weight. Weights are gathered before each
-    visit.
-
-    Args:
-        program: Program that contains the blocks of weights.
-        trace: Visits of a forward without a separate head.
-        cache_nbytes: Maximum size of one micro-batch's cache in bytes, by visit.
-        is_first: Whether this is the first pass, so that the cache is still empty.
-    """
-    blocks = {key: block for key, block in program.blocks.items() if block.kind in DURABLE_KINDS}
-    ticks: list[Tick] = []
-    by_part: set[tuple[int, str]] = set()
-    for visit, traced in enumerate(trace.visits):
-        layouts = [graph.layouts[name] for name in layouts_of_unit(graph, traced.unit)]
-        cut = [
-            layout for layout in layouts if layout.name in program.cuts.weights and program.sharding.shards.are_whole
-        ]
-        by_part.update((visit, layout.name) for layout in cut)
-        held = tuple((key, "r") for layout in layouts if layout not in cut for key in program.weight_keys(layout))
-        passing = [((key, "r"),) for layout in cut for key in program.weight_keys(layout)]
-        for micro_batch in range(num_micro_batches if cache_nbytes.get(visit) else 0):
-            key = cache_key(visit, micro_batch)
-            blocks[key] = BlockPlan(key, "activations", cache_nbytes[visit], torch.uint8)
-            passing.append(((key, "w" if is_first else "rw"),))
-        ticks.append(Tick("forward", visit, held, tuple(passing)))  # type: ignore[arg-type]
-    if not program.sharding.shards.are_whole:
-        gathers = gathers_before(ticks, [tick.held for tick in ticks], program.sharding.gathers_ahead)
-        ticks = [each for due, tick in zip(gathers, ticks, strict=True) for each in (*due, replace(tick, held=()))]
-    return replace(
-        program,
-        blocks=blocks,
-        ticks=tuple(ticks),
-        updates=replace(program.updates, are_deferred=False, streamed=frozenset()),
-        recompute=Recompute(kept_parts=program.recompute.kept_parts),
-        cuts=replace(program.cuts, passing=frozenset(by_part)),
-        occupants={},
-    )
-
-
-def whole_head_bytes(program: StepProgram, graph: ModelGraph) -> int:
-    """Return the size of the buffer for the head's whole weight; 0 if the weight has one block.
-
-    With several ranks the result is also 0, because the gather already creates the whole weight.
-    """
-    if not program.sharding.shards.are_whole:
-        return 0
-    head = graph.model.get_output_embeddings()
-    names = {name for unit in graph.units if unit.module is head for _, _, name in unit.params}
-    return sum(graph.layouts[name].num_elements for name in names & program.cuts.weights) * graph.dtype.itemsize

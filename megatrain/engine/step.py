@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from megatrain.base.progress import Activity
-from megatrain.engine.access import StoreAccess
 from megatrain.engine.forward import LayerRunner, PassOrder, QueuedLoss
-from megatrain.engine.labels import count_labels, shifted_labels
-from megatrain.engine.loss import PartialMean, mean_figures
-from megatrain.engine.updates import LayerScales, PendingUpdate, Updater
+from megatrain.engine.head.loss import PartialMean, mean_figures
+from megatrain.engine.micro_batches import count_labels, shifted_labels
+from megatrain.engine.tape.access import StoreAccess
+from megatrain.engine.tape.updates import LayerScales, PendingUpdate, Updater
 from megatrain.optim.base import Update
 from megatrain.optim.clip import NonFiniteGradientError, decide_on_device, global_norm, gradient_scale
 from megatrain.optim.matrices import DeviceMatrices
@@ -32,11 +32,9 @@ from megatrain.ranks.collectives import SingleRank
 
 if TYPE_CHECKING:
     from megatrain.base.timeline import Timeline
-    from megatrain.engine.streamed import StepRecipe, StreamedModel
+    from megatrain.engine.tape.streamed import StepRecipe, StreamedModel
     from megatrain.ranks.collectives import Collectives
     from tiered import TieredStore
-
-__all__ = ["EvaluationEngine", "StepEngine", "StepResult"]
 
 
 _Result = TypeVar("_Result")

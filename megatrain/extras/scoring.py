@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from megatrain.data.table import ScoreConfig
     from megatrain.data.token_dataset import TokenDataset
     from megatrain.engine.forward import LayerRunner
-    from megatrain.engine.token_scores import TokenScores
+    from megatrain.engine.head.token_scores import TokenScores
     from megatrain.plan.plan import Plan
     from megatrain.tasks.task import MicroBatches
 

@@ -11,9 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megatrain.base.layout import UnitLayout
-from megatrain.engine.program import FrozenWeights, GroupUpdates, ProgramBuilder, StepProgram, VisitTrace
-from megatrain.engine.sharing import sharing_gradients
-from megatrain.engine.workspace import peak_bytes, step_workspace_bytes, waiting_rows
+from megatrain.engine.program.block_plan import FrozenWeights
+from megatrain.engine.program.builder import ProgramBuilder
+from megatrain.engine.program.sharing import sharing_gradients
+from megatrain.engine.program.step_program import GroupUpdates, StepProgram
+from megatrain.engine.program.visit_trace import VisitTrace
+from megatrain.engine.program.workspace import peak_bytes, step_workspace_bytes, waiting_rows
 from megatrain.machine.profiles import LoadedProfile
 from megatrain.models.graph import ModelGraph
 from megatrain.models.in_place import buffer_bytes

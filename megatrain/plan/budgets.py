@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megatrain.base.precision import MASTER_ELEMENTS
-from megatrain.engine.program import StepProgram, state_key, stored_keys
+from megatrain.engine.program.block_keys import state_key, stored_keys
+from megatrain.engine.program.step_program import StepProgram
 from megatrain.machine.profiles import MachineProfile
 from megatrain.optim.average import EMA
 from megatrain.plan.placement import TierBudget

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megatrain.engine.program import Phase, Tick
-from megatrain.engine.work import NO_WORK, Work
+from megatrain.engine.device.work import NO_WORK, Work
+from megatrain.engine.program.step_program import Phase, Tick
 from megatrain.machine.profiles import MachineProfile
 from megatrain.optim.factory import is_bound_by_ram, is_timed_optimizer
 from megatrain.plan.flops import flops_per_token, matrix_flops, sums_of_phases, tick_flops, work_of_phases

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.converters.adapters import adapters_of
-from megatrain.engine.program import DURABLE_KINDS, Phase
-from megatrain.engine.updates import weight_is_split
+from megatrain.engine.program.block_plan import DURABLE_KINDS
+from megatrain.engine.program.step_program import Phase
+from megatrain.engine.tape.updates import weight_is_split
 from megatrain.machine.file_systems import file_system_of
 from megatrain.machine.profiles import STALE_DAYS, DriveProfile, LoadedProfile, MachineProfile, age_days
 from megatrain.models.export import export_dtype

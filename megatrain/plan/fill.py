@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from megatrain.engine.program import saving_results
+from megatrain.engine.program.keeping import saving_results
 from megatrain.plan.kept import operations_per_byte, visits_with_results
 from megatrain.plan.plan import Plan
 

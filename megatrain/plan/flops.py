@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from megatrain.engine.program import Phase, layouts_of_unit
-from megatrain.engine.work import NO_WORK, Work
+from megatrain.engine.device.work import NO_WORK, Work
+from megatrain.engine.program.step_program import Phase
+from megatrain.engine.program.visit_trace import layouts_of_unit
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.plan.kept import num_parameters_run_once
 from megatrain.plan.plan import Plan

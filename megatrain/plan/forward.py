@@ -12,19 +12,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatrain.base.errors import ConfigError, Problem
-from megatrain.engine.device_kernels import fakes_standing_for_gpu
-from megatrain.engine.environment import deterministic_kernels
-from megatrain.engine.generate import frozen_program, generation_program, whole_head_bytes
-from megatrain.engine.program import (
-    FrozenWeights,
-    ProgramBuilder,
-    StepProgram,
-    VisitTrace,
-    decoded_bytes,
+from megatrain.engine.device.device_kernels import fakes_standing_for_gpu
+from megatrain.engine.device.environment import deterministic_kernels
+from megatrain.engine.program.block_plan import FrozenWeights
+from megatrain.engine.program.builder import ProgramBuilder
+from megatrain.engine.program.forward_programs import (
     evaluation_program,
+    frozen_program,
+    generation_program,
     reading_averages,
+    whole_head_bytes,
 )
-from megatrain.engine.workspace import step_workspace_bytes
+from megatrain.engine.program.step_program import StepProgram
+from megatrain.engine.program.visit_trace import VisitTrace
+from megatrain.engine.program.workspace import decoded_bytes, step_workspace_bytes
 from megatrain.machine.resources import describe_library_memory
 from megatrain.models.graph import ModelGraph
 from megatrain.models.in_place import buffer_bytes
@@ -41,18 +42,6 @@ from megatrain.plan.traced import find_frozen, make_graph, trace_run, with_suppo
 from megatrain.plan.traffic import Traffic
 from megatrain.trace.trace import trace_generation
 from tiered.units import PAGE_BYTES, round_up
-
-__all__ = [
-    "GenerationPlan",
-    "check_weights",
-    "forward_run",
-    "plan_averages",
-    "plan_forward",
-    "plan_generation",
-    "plan_samples",
-    "score_bytes",
-    "with_prompts",
-]
 
 #: Number of fp32 copies of a micro-batch's logits that sampling a token needs (warped, sorted, softmax and so on).
 _COPIES_OF_LOGITS = 8

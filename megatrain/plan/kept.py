@@ -15,17 +15,11 @@ from typing import Literal
 
 import torch
 
-from megatrain.engine.program import (
-    StepProgram,
-    VisitTrace,
-    activations_of,
-    keeping_graphs,
-    layouts_of_unit,
-    saving_results,
-    uses_of_layouts,
-)
-from megatrain.engine.saved_results import SavableResults
-from megatrain.engine.workspace import kept_graphs, peak_bytes, visit_transients
+from megatrain.engine.device.work import SavableResults
+from megatrain.engine.program.keeping import activations_of, keeping_graphs, saving_results
+from megatrain.engine.program.step_program import StepProgram
+from megatrain.engine.program.visit_trace import VisitTrace, layouts_of_unit, uses_of_layouts
+from megatrain.engine.program.workspace import kept_graphs, peak_bytes, visit_transients
 from megatrain.models.graph import ModelGraph
 from megatrain.plan.placement import Homes, Placement, PlacementSolver, TierBudget
 from megatrain.plan.shortfall import Shortfall

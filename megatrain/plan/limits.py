@@ -23,8 +23,6 @@ from megatrain.machine.resources import TierSpecs
 from megatrain.machine.table import NvmeTierConfig
 from tiered.units import GiB, MiB, format_size
 
-__all__ = ["BeyondMachineError", "DrivePath", "Objection", "drive_paths", "find_objections", "refuse"]
-
 
 class BeyondMachineError(Exception):
     """The config requests more than this machine has. Raised before anything is allocated."""

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from megatrain.base.timeline import TimedOp, Timeline
-from megatrain.engine.freed_memory import freed_memory_kept
-from megatrain.engine.program import BlockPlan, StepProgram
+from megatrain.engine.device.freed_memory import freed_memory_kept
+from megatrain.engine.program.block_plan import BlockPlan
+from megatrain.engine.program.step_program import StepProgram
+from megatrain.engine.program.workspace import computing_bytes, step_workspace_bytes
 from megatrain.engine.step import StepEngine
-from megatrain.engine.workspace import computing_bytes, step_workspace_bytes
 from megatrain.machine.cgroups import available_ram_bytes
 from megatrain.machine.profiles import load_profile
 from megatrain.optim import clip

@@ -12,7 +12,8 @@ from statistics import median_low
 from typing import Literal
 
 from megatrain.checkpoint.table import MIN_GENERATIONS
-from megatrain.engine.program import DURABLE_KINDS, KINDS, BlockPlan, Kind, Stays, StepProgram
+from megatrain.engine.program.block_plan import DURABLE_KINDS, KINDS, BlockPlan, Kind
+from megatrain.engine.program.step_program import Stays, StepProgram
 from megatrain.plan.copy_windows import CopyWindows, TickCopies
 from megatrain.plan.residents import Residency, ResidentChooser
 from megatrain.plan.shortfall import Shortfall

@@ -13,20 +13,17 @@ import torch
 from megatrain.checkpoint.table import CheckpointSpec
 from megatrain.converters.spec import ModelSpec
 from megatrain.data.dataset import DataSpec
-from megatrain.engine import device_kernels
-from megatrain.engine.compiled_layers import LayerCompiler
-from megatrain.engine.encoding import Encoding
-from megatrain.engine.flash import FlashKernels
-from megatrain.engine.objective import Objective
-from megatrain.engine.program import (
-    StepProgram,
-    Tick,
-    VisitTrace,
-    evaluation_program,
-)
-from megatrain.engine.streamed import StepRecipe, StreamedModel
+from megatrain.engine.device import device_kernels
+from megatrain.engine.device.flash import FlashKernels
+from megatrain.engine.head.objective import Objective
+from megatrain.engine.program.encoding import Encoding
+from megatrain.engine.program.forward_programs import evaluation_program
+from megatrain.engine.program.step_program import StepProgram, Tick
+from megatrain.engine.program.visit_trace import VisitTrace
 from megatrain.engine.table import RecomputeChoice
-from megatrain.engine.updates import weight_is_split
+from megatrain.engine.tape.streamed import StepRecipe, StreamedModel
+from megatrain.engine.tape.updates import weight_is_split
+from megatrain.engine.unit.compiled_layers import LayerCompiler
 from megatrain.machine.resources import TierSpecs
 from megatrain.models.graph import ModelGraph
 from megatrain.models.in_place import FrozenBlock

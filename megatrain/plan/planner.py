@@ -10,7 +10,9 @@ from itertools import chain, islice
 
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.converters.experts import has_experts_to_cut
-from megatrain.engine.program import DURABLE_KINDS, Recompute, StepProgram, Tick
+from megatrain.engine.program.block_plan import DURABLE_KINDS
+from megatrain.engine.program.step_program import StepProgram, Tick
+from megatrain.engine.program.visit_trace import Recompute
 from megatrain.machine.profiles import LoadedProfile, MachineProfile
 from megatrain.machine.resources import describe_library_memory
 from megatrain.optim.base import MatrixOptimizer

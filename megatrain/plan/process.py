@@ -1,7 +1,7 @@
 """Predicts the resident memory of a run's process, for users who set a container limit. CUDA memory is not counted.
 
 The RAM tier is known exactly. The rest is this process's current memory plus the memory that a run loads later. The
-prediction assumes that ``engine/freed_memory.py`` returns freed memory to the system in time.
+prediction assumes that ``engine/device/freed_memory.py`` returns freed memory to the system in time.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from pathlib import Path
 
 import psutil
 
-from megatrain.engine.freed_memory import trim
-from megatrain.engine.workspace import computing_bytes
+from megatrain.engine.device.freed_memory import trim
+from megatrain.engine.program.workspace import computing_bytes
 from megatrain.plan.plan import Plan
 from tiered.units import MiB
-
-__all__ = ["HEAP_BYTES", "ProcessMemory", "most_resident_bytes", "own_bytes", "process_memory", "resident_bytes"]
 
 #: numba with LLVM, compiled kernels, and the parts of torch that the first step loads. Measured on Linux, x86-64
 #: (`bench/process_memory.py`): 93 MiB if the kernels come from numba's cache, 120 if the first run compiles them.

@@ -8,8 +8,9 @@ from collections import ChainMap
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatrain.engine.program import KINDS, BlockPlan, Kind, StepProgram
-from megatrain.engine.tape import BlockUse, follow
+from megatrain.engine.program.block_plan import KINDS, BlockPlan, Kind
+from megatrain.engine.program.step_program import StepProgram
+from megatrain.engine.tape.tape import BlockUse, follow
 from tiered import Mode
 
 _GOLDEN = (math.sqrt(5) - 1) / 2

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megatrain.engine.program import KINDS, Kind, Recompute
+from megatrain.engine.program.block_plan import KINDS, Kind
+from megatrain.engine.program.visit_trace import Recompute
 from megatrain.machine.planned_machine import PlannedMachine
 from megatrain.plan.flops import flops_per_token
 from megatrain.plan.kept import num_layers_kept, num_layers_of, visits_with_results

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from megatrain.engine.tape import Op, PinnedCopy, TapeStore, compile_step
+from megatrain.engine.tape.tape import Op, PinnedCopy, TapeStore, compile_step
 from megatrain.plan.flops import flops_per_token, matrix_flops, tick_flops
 from megatrain.plan.plan import Plan
 from megatrain.ranks.shards import NETWORK, PEER

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from megatrain.engine.program import Stays, StepProgram
+from megatrain.engine.program.step_program import Stays, StepProgram
 from megatrain.plan.copy_windows import CopyWindows, TickCopies
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from megatrain.base.drive_readme import write_readme
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
 from megatrain.checkpoint.table import CheckpointSpec
-from megatrain.engine.program import DURABLE_KINDS, weight_key
+from megatrain.engine.program.block_keys import weight_key
+from megatrain.engine.program.block_plan import DURABLE_KINDS
 from megatrain.machine.file_systems import disk_usage, file_system_number, own_drive_bytes
 from megatrain.models.folder import ModelFolderError
 from megatrain.models.in_place import NUM_READERS, FolderSource, frozen_blocks

@@ -20,8 +20,6 @@ from megatrain.plan.planner import plan_run
 from megatrain.plan.run_tiers import tier_budgets
 from megatrain.ranks.collectives import RanksDifferError
 
-__all__ = ["RankRates", "limit_gathers_ahead", "plan_together", "slowest_rates"]
-
 #: Collective that returns the values of all ranks, in rank order.
 Gather = Callable[[Any], Sequence[Any]]
 _Record = TypeVar("_Record", DriveProfile, GpuProfile, MachineProfile)

@@ -14,11 +14,11 @@ from megatrain.converters.packed_rows import choose_packing
 from megatrain.converters.spec import ModelSpec
 from megatrain.converters.tiled import tile_mlps
 from megatrain.data.encoding import load_tokenizer
-from megatrain.engine.device_kernels import fakes_standing_for_gpu
-from megatrain.engine.encoding import Encoding
-from megatrain.engine.environment import deterministic_kernels
-from megatrain.engine.flash import FlashKernels, flash_of_gpu, flash_planned, unsupported_flash, why_unusable
-from megatrain.engine.program import VisitTrace
+from megatrain.engine.device.device_kernels import fakes_standing_for_gpu
+from megatrain.engine.device.environment import deterministic_kernels
+from megatrain.engine.device.flash import FlashKernels, flash_of_gpu, flash_planned, unsupported_flash, why_unusable
+from megatrain.engine.program.encoding import Encoding
+from megatrain.engine.program.visit_trace import VisitTrace
 from megatrain.models.folder import ModelFolderError
 from megatrain.models.graph import ModelGraph, num_learned_positions
 from megatrain.models.in_place import FrozenBlock, frozen_blocks, unread_block

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from megatrain.engine.program import Stays, StepProgram
-from megatrain.engine.tape import Tape, compile_step
+from megatrain.engine.program.step_program import Stays, StepProgram
+from megatrain.engine.tape.tape import Tape, compile_step
 from tiered.ext import Routes
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain.base.progress import Activity
-from megatrain.engine.access import StoreAccess
 from megatrain.engine.generate import GenerationRunner
+from megatrain.engine.tape.access import StoreAccess
 from megatrain.optim.threads import KernelThreads
 from megatrain.plan.tiers import set_schedule
 from megatrain.ranks.collectives import SingleRank
@@ -23,7 +23,7 @@ from megatrain.tasks.prompts import GenerationSettings, generation_options
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatrain.engine.program import Stays
+    from megatrain.engine.program.step_program import Stays
     from megatrain.plan.forward import GenerationPlan
     from megatrain.ranks.collectives import Collectives
     from tiered import TieredStore

@@ -13,8 +13,8 @@ from torch.nn import functional
 from megatrain.base.batch_keys import TEACHER_KEYS
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.data.scores import ScoresError, read_kind
-from megatrain.engine.cross_entropy import PLAIN, RunningSoftmax
-from megatrain.engine.loss import Loss, MicroBatchLoss, RowsLoss
+from megatrain.engine.head.cross_entropy import PLAIN, RunningSoftmax
+from megatrain.engine.head.loss import Loss, MicroBatchLoss, RowsLoss
 from megatrain.engine.table import TrainingConfig
 from megatrain.tasks.table import DistillConfig
 from megatrain.tasks.text import TextTask

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from megatrain.engine.labels import shifted_labels
+from megatrain.engine.micro_batches import shifted_labels
 from megatrain.tasks.preference import CollectedExamples, PreferenceLoss
 from megatrain.tasks.reference import RECORD, Reference
 from megatrain.tasks.task import Gather, MicroBatches, PrepareContext, RowFinding, SetFigures
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from megatrain.data.token_dataset import TokenDataset
     from megatrain.engine.forward import LayerRunner
-    from megatrain.engine.loss import Loss
+    from megatrain.engine.head.loss import Loss
     from megatrain.engine.table import TrainingConfig
     from megatrain.tasks.table import PreferenceConfig
 

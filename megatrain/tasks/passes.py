@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatrain.base.progress import Activity
     from megatrain.base.timeline import Timeline
     from megatrain.engine.forward import LayerRunner
-    from megatrain.engine.program import Stays
+    from megatrain.engine.program.step_program import Stays
     from megatrain.plan.plan import Plan
     from megatrain.ranks.collectives import Collectives, SingleRank
     from tiered import TieredStore

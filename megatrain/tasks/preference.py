@@ -7,7 +7,7 @@ the divergence from the reference model with the second rows.
 
 The losses depend on the logits only through each answer's summed log-probability. The gradient is therefore the
 cross-entropy gradient multiplied by one weight per answer. The weight is known only after all rows of an example have
-been read. The head therefore runs twice over a micro-batch's rows: for the sums and for the gradients (`head.py`).
+been read. The head therefore runs twice over a micro-batch's rows: for the sums and for the gradients (`engine/head`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatrain.base.batch_keys import DESIRABLE, IGNORED_LABEL, REFERENCE
-from megatrain.engine.cross_entropy import PLAIN, RunningSoftmax
-from megatrain.engine.loss import Loss, MicroBatchLoss, PartialMean, RowsLoss, mean_figures
+from megatrain.engine.head.cross_entropy import PLAIN, RunningSoftmax
+from megatrain.engine.head.loss import Loss, MicroBatchLoss, PartialMean, RowsLoss, mean_figures
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

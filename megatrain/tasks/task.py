@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatrain.data.loader import BatchLoader
     from megatrain.data.token_dataset import TokenDataset
     from megatrain.engine.forward import LayerRunner
-    from megatrain.engine.loss import Loss
+    from megatrain.engine.head.loss import Loss
     from megatrain.engine.table import TrainingConfig
     from megatrain.plan.plan import Plan
     from megatrain.ranks.group import RankGroup

@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatrain.engine.cross_entropy import CrossEntropy
+from megatrain.engine.head.cross_entropy import CrossEntropy
 from megatrain.tasks.task import Gather, MetricAccumulator, MicroBatches, PrepareContext, RowFinding, SetFigures
 
 if TYPE_CHECKING:
     from megatrain.data.token_dataset import TokenDataset
     from megatrain.engine.forward import LayerRunner, SummedLoss
-    from megatrain.engine.loss import Loss
+    from megatrain.engine.head.loss import Loss
     from megatrain.engine.table import TrainingConfig
 
 __all__ = ["TextTask"]

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatrain.base.errors import UnsupportedModelError
-from megatrain.engine.arguments import tree_map
-from megatrain.engine.attention import AttentionCall
-from megatrain.engine.device_kernels import stands_for_gpu
-from megatrain.engine.flash import planned_flash
-from megatrain.engine.program import KEEP_NOTHING, Recompute, VisitTrace
-from megatrain.engine.unneeded import changed_arguments
-from megatrain.engine.work import NO_WORK, Work, moved_nbytes
+from megatrain.engine.device.attention import AttentionCall
+from megatrain.engine.device.device_kernels import stands_for_gpu
+from megatrain.engine.device.flash import planned_flash
+from megatrain.engine.device.work import NO_WORK, Work, moved_nbytes
+from megatrain.engine.program.visit_trace import KEEP_NOTHING, Recompute, VisitTrace
+from megatrain.engine.unit.arguments import tree_map
+from megatrain.engine.unit.unneeded import changed_arguments
 
 #: Function called with each operator, its arguments and its result.
 Recorder = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]

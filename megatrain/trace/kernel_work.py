@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatrain.engine.work import Work
+from megatrain.engine.device.work import Work
 
 #: Number of accesses through a pointer, by function of Triton's language.
 _ACCESSES = {"load": 1, "store": 1, "atomic_add": 2, "atomic_max": 2, "atomic_min": 2, "atomic_cas": 2}

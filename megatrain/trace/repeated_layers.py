@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatrain.engine.arguments import tree_map
-from megatrain.engine.work import Work
+from megatrain.engine.device.work import Work
+from megatrain.engine.unit.arguments import tree_map
 from megatrain.trace.counting import CountingMode, tensors_in
 from megatrain.trace.visit_counts import RecomputeCounts
 
 if TYPE_CHECKING:
-    from megatrain.engine.bound_unit import BoundUnit
+    from megatrain.engine.unit.bound_unit import BoundUnit
     from megatrain.models.graph import Unit
 
 #: Types that are compared by type and value.

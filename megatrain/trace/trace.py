@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from megatrain.base.errors import UnsupportedModelError
-from megatrain.engine.arguments import tree_map
+from megatrain.engine.device.work import Work
 from megatrain.engine.forward import PassOrder, move_buffers
 from megatrain.engine.generate import GenerationRunner
-from megatrain.engine.objective import Objective
-from megatrain.engine.program import VisitMemory, VisitTrace
-from megatrain.engine.work import Work
+from megatrain.engine.head.objective import Objective
+from megatrain.engine.program.visit_trace import VisitMemory, VisitTrace
+from megatrain.engine.unit.arguments import tree_map
 from megatrain.models.skeleton import is_multimodal, single_document_rows
 from megatrain.trace.kernel_work import kernels_counted
 from megatrain.trace.tracer import Tracer

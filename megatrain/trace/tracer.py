@@ -15,19 +15,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from megatrain.base.errors import UnsupportedModelError
-from megatrain.engine.absent_weights import METADATA_QUERIES
+from megatrain.engine.device.work import NO_WORK
 from megatrain.engine.forward import LayerRunner, PassOrder
-from megatrain.engine.objective import Objective
-from megatrain.engine.program import TracedVisit, VisitTrace
-from megatrain.engine.weight_gradients import GradientAccumulator
-from megatrain.engine.work import NO_WORK
+from megatrain.engine.head.objective import Objective
+from megatrain.engine.program.visit_trace import TracedVisit, VisitTrace
+from megatrain.engine.unit.absent_weights import METADATA_QUERIES
+from megatrain.engine.unit.weight_gradients import GradientAccumulator
 from megatrain.trace.counting import CountingError, CountingMode
 from megatrain.trace.repeated_layers import CountedBackward, RepeatedLayers, gradients_of
 from megatrain.trace.visit_counts import PhaseCounts, RecomputeMeter, VisitCounts
 
 if TYPE_CHECKING:
-    from megatrain.engine.bound_unit import BoundUnit
-    from megatrain.engine.visit import UnitVisit
+    from megatrain.engine.unit.bound_unit import BoundUnit
+    from megatrain.engine.unit.visit import UnitVisit
     from megatrain.models.converter import LayerPart
     from megatrain.models.graph import ModelGraph, Unit
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatrain.engine.program import TracedVisit, VisitMemory
-from megatrain.engine.saved_results import NOT_SAVABLE, ResultSizes, SavableResults
-from megatrain.engine.unneeded import NOTHING_UNNEEDED, ProductUses, SkippedProducts
-from megatrain.engine.work import NO_WORK, Work
+from megatrain.engine.device.work import NO_WORK, NOT_SAVABLE, NOTHING_UNNEEDED, SavableResults, SkippedProducts, Work
+from megatrain.engine.program.visit_trace import TracedVisit, VisitMemory
+from megatrain.engine.unit.saved_results import ResultSizes
+from megatrain.engine.unit.unneeded import ProductUses
 from megatrain.trace.counting import CountingMode, count_flops, tensors_in
 from tiered.units import round_up
 

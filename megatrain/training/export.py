@@ -21,7 +21,7 @@ from megatrain.checkpoint.state import CheckpointError
 from megatrain.config.resolved import config_from_toml
 from megatrain.converters.adapters import adapters_of, export_adapter
 from megatrain.converters.spec import ModelSpec
-from megatrain.engine.program import kind_of_key, state_key, stored_parts, weight_key
+from megatrain.engine.program.block_keys import kind_of_key, state_key, stored_parts, weight_key
 from megatrain.models.converter import ReadMaster
 from megatrain.models.export import check_target, export_dtype, export_model
 from megatrain.models.folder import BASE_CHECKSUM

@@ -14,13 +14,9 @@ from megatrain.base.progress import Activity
 from megatrain.base.timeline import Timeline
 from megatrain.checkpoint.document import Checkpoint
 from megatrain.converters.adapters import AdapterError, adapters_of
-from megatrain.engine.environment import (
-    cublas_setting_read,
-    deterministic_kernels,
-    device_errors_explained,
-)
-from megatrain.engine.flash import flash_kernels
-from megatrain.engine.freed_memory import freed_memory_kept, give_back_freed_memory
+from megatrain.engine.device.environment import cublas_setting_read, deterministic_kernels, device_errors_explained
+from megatrain.engine.device.flash import flash_kernels
+from megatrain.engine.device.freed_memory import freed_memory_kept, give_back_freed_memory
 from megatrain.engine.step import StepEngine
 from megatrain.models.folder import ModelFolderError
 from megatrain.models.hub import fetch_weights, missing_files

@@ -21,8 +21,8 @@ from megatrain.converters.spec import ModelSpec
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.rows_report import DataError
 from megatrain.data.token_dataset import NAME
-from megatrain.engine.objective import Objective
-from megatrain.engine.program import KINDS, Kind
+from megatrain.engine.head.objective import Objective
+from megatrain.engine.program.block_plan import KINDS, Kind
 from megatrain.engine.table import RecomputeChoice
 from megatrain.machine.machine import Machine
 from megatrain.machine.resources import TierSpecs, resolve_compute_dtype, stripe_rates

@@ -14,7 +14,7 @@ from megatrain.checkpoint.document import Checkpoint
 from megatrain.config.resolved import config_lines
 from megatrain.config.schema import RunConfig
 from megatrain.data.loader import BatchLoader
-from megatrain.engine.ranked import parts_of_program
+from megatrain.engine.tape.ranked import parts_of_program
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.together import plan_together

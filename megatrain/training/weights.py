@@ -19,8 +19,9 @@ from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.converters.adapters import AdapterError, AdapterWeights, adapters_of
-from megatrain.engine.program import BlockPlan, kind_of_key, stored_parts, weight_key
-from megatrain.engine.updates import weight_is_split
+from megatrain.engine.program.block_keys import kind_of_key, stored_parts, weight_key
+from megatrain.engine.program.block_plan import BlockPlan
+from megatrain.engine.tape.updates import weight_is_split
 from megatrain.models.converter import ReadMaster
 from megatrain.models.folder import BASE_CHECKSUM
 from megatrain.models.graph import ModelGraph, find_split_mismatch

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatrain.engine import execution
+from megatrain.engine.tape import execution
 from megatrain.extras.translate.conversions import LOSSES
 from oracles.code_blocks import NAMES, ROOT
 
@@ -70,7 +70,7 @@ def test_names_that_link_to_code_are_defined_there(name: str) -> None:
 
 
 def test_the_life_of_a_layer_names_code_of_the_engine() -> None:
-    found = set().union(*(definitions(path) for path in (ROOT / "megatrain/engine").glob("*.py")))
+    found = set().union(*(definitions(path) for path in (ROOT / "megatrain/engine").rglob("*.py")))
     named = re.findall(r"`(\w+\.\w+)`", execution.__doc__ or "")
     assert len(named) > 8 and set(named) <= found
 

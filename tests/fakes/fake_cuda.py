@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from fakes.virtual_tensor import map_leaves
 from fakes.virtual_torch import give_tensors_a_guard
-from megatrain.engine import bound_unit
-from megatrain.engine.absent_weights import AbsentWeight, absent_weight
+from megatrain.engine.unit import bound_unit
+from megatrain.engine.unit.absent_weights import AbsentWeight, absent_weight
 
 aten = torch.ops.aten
 

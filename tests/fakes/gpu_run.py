@@ -16,9 +16,10 @@ from torch import Tensor
 from fakes.lazy_device import DEVICE
 from fakes.virtual_cuda import VirtualCuda
 from fakes.virtual_tensor import VirtualTensor, without_modes
-from megatrain.engine import bound_unit, device_kernels
-from megatrain.engine.absent_weights import AbsentWeight, absent_weight
-from megatrain.engine.program import VisitTrace
+from megatrain.engine.device import device_kernels
+from megatrain.engine.program.visit_trace import VisitTrace
+from megatrain.engine.unit import bound_unit
+from megatrain.engine.unit.absent_weights import AbsentWeight, absent_weight
 from megatrain.optim import by_tier, clip
 from megatrain.optim.base import FORMATS, Format, Segment, Update
 from megatrain.optim.elementwise import ElementwiseOptimizer

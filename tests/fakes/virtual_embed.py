@@ -22,7 +22,7 @@ from fakes.lazy_device import DEVICE
 from fakes.virtual_cuda import VirtualCuda
 from fakes.virtual_tensor import VirtualTensor
 from megatrain.embed import absent_parameters, activation_blocks, activations, weights
-from megatrain.engine.graph_keeping import version_probe
+from megatrain.engine.unit.graph_keeping import version_probe
 
 
 class _Present(absent_parameters.PresentParameter, VirtualTensor):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fakes.gpu_run import no_waits_allowed
-from megatrain.engine.host_io import Staging, read_numbers
+from megatrain.engine.device.host_io import Staging, read_numbers
 from tiered import GpuTier, MiB, RamTier, TieredStore
 from tiered.ext import Slot
 from tiered.links.cuda import CudaLink

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatrain.base.layout import build_layout, views_of_parts
-from megatrain.engine import device_kernels
-from megatrain.engine.cross_entropy import RunningSoftmax
-from megatrain.engine.weight_gradients import GradientAccumulator
+from megatrain.engine.device import device_kernels
+from megatrain.engine.head.cross_entropy import RunningSoftmax
+from megatrain.engine.unit.weight_gradients import GradientAccumulator
 
 pytestmark = [
     pytest.mark.gpu,

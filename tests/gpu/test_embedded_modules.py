@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import megatrain
 from fakes.virtual_cuda import VirtualCuda
 from fakes.virtual_embed import embedded
-from megatrain.engine.environment import deterministic_kernels
+from megatrain.engine.device.environment import deterministic_kernels
 from tiered import KiB, MiB
 
 STEPS, ACCUMULATED = 3, 2

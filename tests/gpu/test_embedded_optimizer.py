@@ -15,7 +15,7 @@ import megatrain
 from fakes.virtual_cuda import VirtualCuda
 from fakes.virtual_embed import embedded
 from megatrain.embed.ordinary_groups import DeviceCopies
-from megatrain.engine.environment import deterministic_kernels
+from megatrain.engine.device.environment import deterministic_kernels
 
 STEPS = 4
 KERNELS = {"lr": 1e-2, "weight_decay": 0.1}

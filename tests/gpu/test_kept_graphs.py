@@ -10,7 +10,7 @@ import torch
 
 from fakes.virtual_cuda import VirtualCuda
 from megatrain.converters.spec import build_graph
-from megatrain.engine.saved_results import SavedResults
+from megatrain.engine.unit.saved_results import SavedResults
 from megatrain.trace.trace import trace_visits
 from oracles.families import VOCAB, tiny_config
 from oracles.huggingface import build_model

@@ -15,7 +15,7 @@ from fakes.twins import Twins
 from megatrain.base import layout as layouts
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.config import load_config
-from megatrain.engine.workspace import collective_transients, peak_bytes
+from megatrain.engine.program.workspace import collective_transients, peak_bytes
 from megatrain.plan.planner import plan_run
 from megatrain.ranks import collectives
 from megatrain.ranks.world import World

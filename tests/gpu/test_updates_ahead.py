@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fakes.gpu_run import gpu_config_text
-from megatrain.engine.updates import UpdateOps
+from megatrain.engine.tape.updates import UpdateOps
 from megatrain.optim.clip import NonFiniteGradientError
 from oracles.single_steps import Steps, single_steps, spoil
 

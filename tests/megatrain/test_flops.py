@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.converters.spec import build_graph
-from megatrain.engine.program import VisitTrace
+from megatrain.engine.program.visit_trace import VisitTrace
 from megatrain.trace.counting import StepFlops, count_flops, step_flops
 from megatrain.trace.trace import trace_visits
 from oracles.families import FAMILIES, VOCAB, tiny_config

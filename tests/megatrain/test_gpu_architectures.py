@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.engine import device_kernels
+from megatrain.engine.device import device_kernels
 
 #: A100, RTX 3090, RTX 4090, H100 and H200, B200, B300, RTX 5090 and RTX PRO 6000, DGX Spark.
 CAPABILITIES = (80, 86, 89, 90, 100, 103, 120, 121)

@@ -23,7 +23,7 @@ from bench.common import ROOT
 from bench.gpu_sides.cases import OURS, part_named
 from bench.gpu_sides.job import make_job
 from bench.gpu_sides.ours import planned_peak, run_config_of
-from megatrain.engine.work import NO_WORK
+from megatrain.engine.device.work import NO_WORK
 from megatrain.machine.planned_machine import find_machine
 from megatrain.machine.profiles import LoadedProfile
 from megatrain.plan.costs import DeviceCosts

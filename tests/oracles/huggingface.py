@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatrain.engine.state import micro_batch_seed
+from megatrain.engine.unit.state import micro_batch_seed
 
 
 @dataclass

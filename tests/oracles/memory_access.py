@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from megatrain.base.layout import views
-from megatrain.engine.weight_gradients import GradientAccumulator
+from megatrain.engine.unit.weight_gradients import GradientAccumulator
 from megatrain.models.graph import ModelGraph, Unit
 
 

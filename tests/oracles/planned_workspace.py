@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from megatrain.engine.program import ProgramBuilder, StepProgram, VisitTrace
-from megatrain.engine.workspace import kept_graphs, peak_bytes, step_workspace_bytes, visit_transients
+from megatrain.engine.program.builder import ProgramBuilder
+from megatrain.engine.program.step_program import StepProgram
+from megatrain.engine.program.visit_trace import VisitTrace
+from megatrain.engine.program.workspace import kept_graphs, peak_bytes, step_workspace_bytes, visit_transients
 from megatrain.models.graph import ModelGraph
 from megatrain.optim.elementwise import AdamW
 

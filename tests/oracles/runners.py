@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import torch
 
+from megatrain.engine.device.host_io import read_numbers
 from megatrain.engine.forward import LayerRunner, PassOrder
-from megatrain.engine.host_io import read_numbers
-from megatrain.engine.program import BlockAccess, Recompute
+from megatrain.engine.program.block_access import BlockAccess
+from megatrain.engine.program.visit_trace import Recompute
 from megatrain.models.graph import ModelGraph
 
 __all__ = ["StepLoss", "StepRunner", "layer_runner"]

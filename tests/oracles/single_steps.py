@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatrain.config import load_config
 from megatrain.engine.step import StepEngine, StepResult
-from megatrain.engine.weight_gradients import GradientAccumulator
+from megatrain.engine.unit.weight_gradients import GradientAccumulator
 from megatrain.training.trainer import Trainer
 from oracles.tiered_run import make_loader, plan_of
 

@@ -31,7 +31,7 @@ import megatrain.base
 import megatrain.converters
 import megatrain.engine
 import megatrain.models
-from megatrain.engine.program import VisitTrace
+from megatrain.engine.program.visit_trace import VisitTrace
 from megatrain.models.graph import ModelGraph
 from megatrain.plan import traced
 

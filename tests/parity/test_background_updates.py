@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatrain.engine.access import StoreAccess
 from megatrain.engine.step import StepEngine
-from megatrain.engine.updates import Updater
+from megatrain.engine.tape.access import StoreAccess
+from megatrain.engine.tape.updates import Updater
 from oracles.tiered_run import TieredRun, config_text, run_config
 
 NUM_STEPS = 3

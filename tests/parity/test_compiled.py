@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.spec import build_graph
-from megatrain.engine.bound_unit import BoundUnit
-from megatrain.engine.compiled_layers import LayerCompiler
+from megatrain.engine.unit.bound_unit import BoundUnit
+from megatrain.engine.unit.compiled_layers import LayerCompiler
 from megatrain.trace.trace import trace_visits
 from oracles.memory_access import MemoryAccess
 from oracles.runners import StepRunner, layer_runner

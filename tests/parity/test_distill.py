@@ -18,8 +18,8 @@ from megatrain.checkpoint.resume import ConfigChangedError
 from megatrain.config import load_config
 from megatrain.converters.spec import build_graph
 from megatrain.data.rows_report import DataError
-from megatrain.engine.objective import Objective
-from megatrain.engine.vocabulary import vocabulary_ranges
+from megatrain.engine.head.objective import Objective
+from megatrain.engine.head.vocabulary import vocabulary_ranges
 from megatrain.extras.scoring import Scorer
 from megatrain.machine.profiles import LoadedProfile
 from megatrain.plan import attempts

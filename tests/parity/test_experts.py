@@ -22,8 +22,8 @@ from megatrain.config import load_config
 from megatrain.converters import experts
 from megatrain.converters.experts import ExpertsPart
 from megatrain.converters.spec import build_graph
-from megatrain.engine.head_plan import plan_head
-from megatrain.engine.program import StepProgram
+from megatrain.engine.head.head_plan import plan_head
+from megatrain.engine.program.step_program import StepProgram
 from megatrain.extras.generation import Generator, config_of_folder
 from megatrain.extras.scoring import Scorer, ScoreSummary
 from megatrain.models.graph import ModelGraph

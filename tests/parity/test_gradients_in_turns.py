@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain.config import load_config
-from megatrain.engine.program import StepProgram
+from megatrain.engine.program.step_program import StepProgram
 from megatrain.optim.clip import NonFiniteGradientError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run

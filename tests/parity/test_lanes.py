@@ -17,10 +17,11 @@ from megatrain.base.errors import ConfigError
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS, UnitLayout, views
 from megatrain.checkpoint.resume import rules_of_newest
 from megatrain.config import load_config
-from megatrain.engine import head_plan, leased, pieces
-from megatrain.engine.labels import count_labels, shifted_labels
-from megatrain.engine.leased import LeasedGradients
-from megatrain.engine.updates import Updater
+from megatrain.engine.head import head_plan
+from megatrain.engine.micro_batches import count_labels, shifted_labels
+from megatrain.engine.tape import leased, pieces
+from megatrain.engine.tape.leased import LeasedGradients
+from megatrain.engine.tape.updates import Updater
 from megatrain.optim.base import Update
 from megatrain.plan import attempts
 from megatrain.plan.plan import Plan

@@ -13,9 +13,9 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.spec import build_graph
-from megatrain.engine.cross_entropy import CrossEntropy
-from megatrain.engine.objective import Objective
-from megatrain.engine.state import micro_batch_seed
+from megatrain.engine.head.cross_entropy import CrossEntropy
+from megatrain.engine.head.objective import Objective
+from megatrain.engine.unit.state import micro_batch_seed
 from megatrain.trace.trace import trace_visits
 from oracles.families import FAMILIES, padded_batches, tiny_config
 from oracles.huggingface import build_model, train_step

@@ -13,8 +13,10 @@ import torch
 from megatrain.base import layout as layouts
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.config import load_config
-from megatrain.engine import head_plan
-from megatrain.engine.program import DURABLE_KINDS, ProgramBuilder, kind_of_key
+from megatrain.engine.head import head_plan
+from megatrain.engine.program.block_keys import kind_of_key
+from megatrain.engine.program.block_plan import DURABLE_KINDS
+from megatrain.engine.program.builder import ProgramBuilder
 from megatrain.models.graph import ModelGraph
 from megatrain.plan import attempts
 from megatrain.plan.planner import plan_run

@@ -22,10 +22,10 @@ from megatrain.data.pair_rows import PAIRS as PAIR_ROWS
 from megatrain.data.preference_format import PREFERENCE
 from megatrain.data.row_kind import RowKind
 from megatrain.data.tagged_rows import ANSWERS
-from megatrain.engine.host_io import read_numbers
-from megatrain.engine.labels import shifted_labels
-from megatrain.engine.loss import mean_figures
-from megatrain.engine.objective import Objective
+from megatrain.engine.device.host_io import read_numbers
+from megatrain.engine.head.loss import mean_figures
+from megatrain.engine.head.objective import Objective
+from megatrain.engine.micro_batches import shifted_labels
 from megatrain.tasks.preference import CollectedExamples, PreferenceLoss
 from oracles import rows_in_memory
 from oracles.families import tiny_config

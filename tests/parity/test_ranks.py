@@ -24,7 +24,7 @@ from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.base.errors import ConfigError
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.config import load_config
-from megatrain.engine.weight_gradients import GradientAccumulator
+from megatrain.engine.unit.weight_gradients import GradientAccumulator
 from megatrain.machine.file_systems import file_system_of
 from megatrain.machine.profiles import load_profile, store_profile
 from megatrain.plan.estimate import estimate_step

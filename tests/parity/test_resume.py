@@ -19,7 +19,7 @@ from megatrain.checkpoint.resume import ConfigChangedError
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
 from megatrain.engine.step import StepEngine, StepResult
-from megatrain.engine.weight_gradients import GradientAccumulator
+from megatrain.engine.unit.weight_gradients import GradientAccumulator
 from megatrain.optim.clip import NonFiniteGradientError
 from megatrain.plan.planner import plan_run
 from megatrain.training.export import export_checkpoint

@@ -18,7 +18,7 @@ from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.multimodal import Images
 from megatrain.converters.spec import build_graph
 from megatrain.converters.tiled import TiledForward, find_position_wise, is_position_wise, tile_mlps
-from megatrain.engine import freed_memory
+from megatrain.engine.device import freed_memory
 from megatrain.plan.process import HEAP_BYTES
 from megatrain.trace.trace import trace_visits
 from oracles.families import tiny_config, tiny_image_text_config

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatrain.base import layout as layouts
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.config import load_config
-from megatrain.engine.tape import compile_step
+from megatrain.engine.tape.tape import compile_step
 from megatrain.plan import simulate
 from megatrain.plan.plan import Plan
 from megatrain.plan.shortfall import DoesNotFitError

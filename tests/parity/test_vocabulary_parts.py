@@ -16,13 +16,13 @@ from torch import Tensor
 
 from megatrain.converters.spec import build_graph
 from megatrain.engine import forward
-from megatrain.engine.cross_entropy import CrossEntropy, RunningSoftmax
-from megatrain.engine.head_model import HeadModel
-from megatrain.engine.head_plan import HeadPlan, plan_head
-from megatrain.engine.objective import Objective
-from megatrain.engine.pieces import rows_of_parts
-from megatrain.engine.program import layouts_of_unit
-from megatrain.engine.vocabulary import vocabulary_ranges
+from megatrain.engine.head.cross_entropy import CrossEntropy, RunningSoftmax
+from megatrain.engine.head.head_model import HeadModel
+from megatrain.engine.head.head_plan import HeadPlan, plan_head
+from megatrain.engine.head.objective import Objective
+from megatrain.engine.head.vocabulary import vocabulary_ranges
+from megatrain.engine.program.visit_trace import layouts_of_unit
+from megatrain.engine.tape.pieces import rows_of_parts
 from megatrain.models.graph import ModelGraph, Unit
 from megatrain.plan.attempts import logit_parts_in_workspace
 from megatrain.trace.trace import trace_visits
@@ -334,7 +334,7 @@ def test_kept_parts_are_in_the_plan() -> None:
 def test_same_bits_in_every_placement(
     dtype: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatrain.engine.head_plan._COLUMNS", 500)
+    monkeypatch.setattr("megatrain.engine.head.head_plan._COLUMNS", 500)
     kinds = ("weights", "gradients", "optimizer", "activations")
 
     def run(name: str, **options: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import megatrain
 from fakes.gpu_run import virtual_gpu
 from fakes.virtual_embed import embedded
-from megatrain.engine.environment import deterministic_kernels
+from megatrain.engine.device.environment import deterministic_kernels
 from megatrain.ranks.collectives import RanksDifferError
 from megatrain.ranks.world import World
 from tiered import TieredStore

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatrain.config import load_config
-from megatrain.engine.labels import count_labels, shifted_labels
-from megatrain.engine.ranked import parts_of_program
-from megatrain.engine.workspace import collective_transients, peak_bytes
+from megatrain.engine.micro_batches import count_labels, shifted_labels
+from megatrain.engine.program.workspace import collective_transients, peak_bytes
+from megatrain.engine.tape.ranked import parts_of_program
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.tiers import claim_folders

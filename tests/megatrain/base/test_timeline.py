@@ -8,7 +8,7 @@ from pathlib import Path
 from megatrain.base.observer import Observers
 from megatrain.base.timeline import COMPUTE, Timeline
 from megatrain.config import load_config
-from megatrain.engine.tape import Op
+from megatrain.engine.tape.tape import Op
 from megatrain.training.trainer import Trainer
 from oracles.tiered_run import ALL_NVME, EXAMPLES, config_text
 from tiered import Event

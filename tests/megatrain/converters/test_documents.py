@@ -17,7 +17,7 @@ from fakes.fake_cuda import fake_cuda
 from megatrain.converters import documents
 from megatrain.converters.documents import DocumentMask, Documents, attention_by_documents
 from megatrain.converters.spec import build_graph
-from megatrain.engine import attention
+from megatrain.engine.device import attention
 from megatrain.trace.trace import trace_visits
 from oracles.families import VOCAB, tiny_config
 from oracles.huggingface import build_model, train_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from megatrain.engine.cross_entropy import RunningSoftmax
+from megatrain.engine.head.cross_entropy import RunningSoftmax
 
 
 def test_smoothing_and_z_loss_together_in_parts_of_the_vocabulary() -> None:

@@ -11,7 +11,7 @@ import torch
 import megatrain
 from fakes.gpu_run import virtual_gpu
 from megatrain.base.errors import UnsupportedModelError
-from megatrain.engine.environment import DeterminismError, cublas_setting_read, deterministic_kernels
+from megatrain.engine.device.environment import DeterminismError, cublas_setting_read, deterministic_kernels
 
 CUDA = torch.device("cuda")  # only its name is used
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatrain.engine.environment import DeviceError, device_errors_explained
+from megatrain.engine.device.environment import DeviceError, device_errors_explained
 from tiered import TransferError
 
 COPY_FAILED = TransferError("copy of 8 bytes failed", tier="gpu->ram")

@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.base.layout import build_layout, views_of_parts
-from megatrain.engine import device_kernels
-from megatrain.engine.cross_entropy import RunningSoftmax
-from megatrain.engine.weight_gradients import GradientAccumulator
+from megatrain.engine.device import device_kernels
+from megatrain.engine.head.cross_entropy import RunningSoftmax
+from megatrain.engine.unit.weight_gradients import GradientAccumulator
 
-KERNELS = "megatrain.engine.triton_kernels"
+KERNELS = "megatrain.engine.device.triton_kernels"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

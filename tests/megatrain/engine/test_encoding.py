@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatrain.engine.encoding import AveragedWeight, Encoding, decoding_bytes
+from megatrain.engine.program.encoding import AveragedWeight, Encoding, decoding_bytes
 
 
 @dataclass(frozen=True)

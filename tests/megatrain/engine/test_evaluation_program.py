@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from megatrain.converters.spec import build_graph
-from megatrain.engine.program import GroupUpdates, ProgramBuilder, StepProgram, evaluation_program
+from megatrain.engine.program.builder import ProgramBuilder
+from megatrain.engine.program.forward_programs import evaluation_program
+from megatrain.engine.program.step_program import GroupUpdates, StepProgram
 from megatrain.optim.elementwise import AdamW
 from megatrain.trace.trace import trace_visits
 from oracles.families import tiny_config

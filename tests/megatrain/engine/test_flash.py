@@ -20,9 +20,9 @@ from megatrain.checkpoint.resume import ConfigChangedError
 from megatrain.checkpoint.state import DecidedSettings
 from megatrain.config.combinations import find_bad_combinations
 from megatrain.config.resolved import changes_from, config_from_toml, to_toml
-from megatrain.engine import flash
-from megatrain.engine.attention import AttentionCall
-from megatrain.engine.flash import check_repeatable, flash_kernels, flash_of_gpu
+from megatrain.engine.device import flash
+from megatrain.engine.device.attention import AttentionCall
+from megatrain.engine.device.flash import check_repeatable, flash_kernels, flash_of_gpu
 from megatrain.machine.planned_machine import find_machine
 from megatrain.plan import traced
 from megatrain.plan.plan import Plan

@@ -12,7 +12,7 @@ import pytest
 PROGRAM = """
 import sys
 import psutil, torch
-from megatrain.engine.freed_memory import freed_memory_kept, give_back_beyond_limit, give_back_freed_memory
+from megatrain.engine.device.freed_memory import freed_memory_kept, give_back_beyond_limit, give_back_freed_memory
 
 store = object()
 

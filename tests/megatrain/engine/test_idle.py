@@ -9,9 +9,9 @@ import torch
 
 from megatrain.converters import experts
 from megatrain.converters.spec import build_graph
-from megatrain.engine.bound_unit import BoundUnit
-from megatrain.engine.idle import RoutedWeights
-from megatrain.engine.suspend import UnitCall
+from megatrain.engine.unit.bound_unit import BoundUnit
+from megatrain.engine.unit.idle import RoutedWeights
+from megatrain.engine.unit.suspend import UnitCall
 from oracles.families import tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess, cut_like

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from megatrain.converters.spec import build_graph
-from megatrain.engine.bound_unit import BoundUnit
-from megatrain.engine.input_saving import AbsentMicroBatches, InputSaving, SavedInputs
-from megatrain.engine.saved_results import SavedResults
-from megatrain.engine.state import RandomStates
-from megatrain.engine.suspend import SuspendedForward, UnitCall, suspend
-from megatrain.engine.unit_run import UnitRun
+from megatrain.engine.unit.bound_unit import BoundUnit
+from megatrain.engine.unit.input_saving import AbsentMicroBatches, InputSaving, SavedInputs
+from megatrain.engine.unit.saved_results import SavedResults
+from megatrain.engine.unit.state import RandomStates
+from megatrain.engine.unit.suspend import SuspendedForward, UnitCall, suspend
+from megatrain.engine.unit.unit_run import UnitRun
 from oracles.families import tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess

@@ -12,19 +12,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatrain.converters.spec import build_graph
-from megatrain.engine.cross_entropy import CrossEntropy
-from megatrain.engine.graph_keeping import KeptGraph
-from megatrain.engine.objective import Objective
-from megatrain.engine.program import (
-    GroupUpdates,
-    ProgramBuilder,
-    StepProgram,
-    VisitTrace,
-    activations_of,
-    keeping_graphs,
-    results_key,
-    saving_results,
-)
+from megatrain.engine.head.cross_entropy import CrossEntropy
+from megatrain.engine.head.objective import Objective
+from megatrain.engine.program.block_keys import results_key
+from megatrain.engine.program.builder import ProgramBuilder
+from megatrain.engine.program.keeping import activations_of, keeping_graphs, saving_results
+from megatrain.engine.program.step_program import GroupUpdates, StepProgram
+from megatrain.engine.program.visit_trace import VisitTrace
+from megatrain.engine.unit.graph_keeping import KeptGraph
 from megatrain.models.graph import ModelGraph, Unit
 from megatrain.optim.elementwise import AdamW
 from megatrain.trace.counting import CountingMode

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.spec import build_graph
-from megatrain.engine.cross_entropy import RunningSoftmax
-from megatrain.engine.host_io import read_numbers
-from megatrain.engine.loss import Loss, MicroBatchLoss, PartialMean, RowsLoss, mean_figures
-from megatrain.engine.objective import Objective
+from megatrain.engine.device.host_io import read_numbers
+from megatrain.engine.head.cross_entropy import RunningSoftmax
+from megatrain.engine.head.loss import Loss, MicroBatchLoss, PartialMean, RowsLoss, mean_figures
+from megatrain.engine.head.objective import Objective
 from megatrain.trace.trace import trace_visits
 from oracles.families import padded_batches, tiny_config
 from oracles.huggingface import build_model

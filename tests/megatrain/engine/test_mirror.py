@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fakes.waits import counted_waits
-from megatrain.engine.host_io import HostMirror
+from megatrain.engine.device.host_io import HostMirror
 
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]])
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])

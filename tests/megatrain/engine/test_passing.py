@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megatrain.converters.spec import build_graph
-from megatrain.engine.bound_unit import BoundUnit
-from megatrain.engine.passing import lease_passing_parts
-from megatrain.engine.suspend import UnitCall
+from megatrain.engine.unit.bound_unit import BoundUnit
+from megatrain.engine.unit.passing import lease_passing_parts
+from megatrain.engine.unit.suspend import UnitCall
 from megatrain.models.graph import Unit
 from oracles.families import VOCAB, tiny_config
 

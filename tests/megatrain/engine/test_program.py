@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 
 from megatrain.base.layout import build_layout, views
-from megatrain.engine.pieces import zero_gaps
-from megatrain.engine.program import BlockPlan, GroupUpdates, StepProgram, Tick
-from megatrain.engine.tape import Release, compile_step
+from megatrain.engine.program.block_plan import BlockPlan
+from megatrain.engine.program.step_program import GroupUpdates, StepProgram, Tick
+from megatrain.engine.tape.pieces import zero_gaps
+from megatrain.engine.tape.tape import Release, compile_step
 from tiered import Access
 
 UPDATE, FORWARD, HEAD, BACKWARD = range(4)

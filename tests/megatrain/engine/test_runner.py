@@ -12,11 +12,11 @@ import torch
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.spec import build_graph
-from megatrain.engine.arguments import CapturedArguments, CapturedResult
 from megatrain.engine.forward import NoTrainedTokensError, VisitOrderError
-from megatrain.engine.labels import shifted_labels
-from megatrain.engine.program import VisitTrace
-from megatrain.engine.state import micro_batch_seed
+from megatrain.engine.micro_batches import shifted_labels
+from megatrain.engine.program.visit_trace import VisitTrace
+from megatrain.engine.unit.arguments import CapturedArguments, CapturedResult
+from megatrain.engine.unit.state import micro_batch_seed
 from megatrain.models.graph import ModelGraph
 from megatrain.trace.trace import trace_visits
 from oracles.families import VOCAB, padded_batches, tiny_config

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megatrain.converters.spec import build_graph
-from megatrain.engine.attention import AttentionCall
-from megatrain.engine.saved_results import SavedResults
+from megatrain.engine.device.attention import AttentionCall
+from megatrain.engine.unit.saved_results import SavedResults
 from megatrain.models.graph import ModelGraph
 from megatrain.trace.trace import trace_visits
 from oracles.families import FAMILIES, padded_batches, tiny_config

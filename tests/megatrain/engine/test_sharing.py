@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.engine.program import BlockPlan, GroupUpdates, StepProgram, Tick
-from megatrain.engine.sharing import LEAST_FILLED, sharing_gradients
+from megatrain.engine.program.block_plan import BlockPlan
+from megatrain.engine.program.sharing import LEAST_FILLED, sharing_gradients
+from megatrain.engine.program.step_program import GroupUpdates, StepProgram, Tick
 
 Lives = list[tuple[int, int, int]]  # first tick, last tick, elements
 

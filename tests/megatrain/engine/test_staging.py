@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain.engine.host_io import MicroBatches, Staging, read_numbers
-from megatrain.engine.labels import count_labels, labelled_rows
+from megatrain.engine.device.host_io import Staging, read_numbers
+from megatrain.engine.micro_batches import MicroBatches, count_labels, labelled_rows
 from tiered import MiB
 from tiered.tiers.ram import HostSlab
 

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.engine.program import BlockPlan, StepProgram, Tick
-from megatrain.engine.tape import BlockUse, PinnedCopy, Release, TapeStore, Use, compile_step, follow
+from megatrain.engine.program.block_plan import BlockPlan
+from megatrain.engine.program.step_program import StepProgram, Tick
+from megatrain.engine.tape.tape import BlockUse, PinnedCopy, Release, TapeStore, Use, compile_step, follow
 
 UPDATE, FORWARD, BACKWARD = range(3)
 BLOCKS = {

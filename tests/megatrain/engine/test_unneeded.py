@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatrain.converters.spec import build_graph
-from megatrain.engine.program import VisitTrace
-from megatrain.engine.unneeded import ProductUses, SkippedProducts, without_values
+from megatrain.engine.device.work import SkippedProducts
+from megatrain.engine.program.visit_trace import VisitTrace
+from megatrain.engine.unit.unneeded import ProductUses, without_values
 from megatrain.models.graph import ModelGraph
 from megatrain.trace.counting import count_flops
 from megatrain.trace.trace import trace_visits

@@ -13,7 +13,9 @@ import torch
 from fakes.waits import counted_waits
 from megatrain.config import load_config
 from megatrain.converters.spec import build_graph
-from megatrain.engine import gradients, host_io, leased, weight_gradients
+from megatrain.engine.device import host_io
+from megatrain.engine.tape import gradients, leased
+from megatrain.engine.unit import weight_gradients
 from megatrain.optim import clip
 from megatrain.plan.planner import plan_run
 from megatrain.training.resolve import resolve

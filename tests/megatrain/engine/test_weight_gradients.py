@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from fakes.gpu_run import virtual_gpu
 from megatrain.base.layout import Piece, SplitTensor, build_layout, views_of_parts
-from megatrain.engine import weight_gradients
-from megatrain.engine.weight_gradients import GradientAccumulator, GradientReceiver, GradientTarget, weight_leaf
+from megatrain.engine.unit import weight_gradients
+from megatrain.engine.unit.weight_gradients import GradientAccumulator, GradientReceiver, GradientTarget, weight_leaf
 
 M, K, N = 7, 5, 6
 

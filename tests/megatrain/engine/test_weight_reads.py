@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from fakes.gpu_run import virtual_gpu
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.spec import build_graph
-from megatrain.engine import absent_weights
+from megatrain.engine.unit import absent_weights
 from megatrain.trace.trace import trace_visits
 from oracles.families import padded_batches, tiny_config
 from oracles.huggingface import assert_same_gradients, build_model, train_step

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.converters.spec import build_graph
-from megatrain.engine.work import Work, moved_nbytes
+from megatrain.engine.device.work import Work, moved_nbytes
 from megatrain.trace.trace import trace_visits
 from oracles.families import tiny_config
 

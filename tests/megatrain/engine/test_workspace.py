@@ -9,8 +9,11 @@ import torch
 
 from megatrain.converters import experts
 from megatrain.converters.spec import build_graph
-from megatrain.engine.program import BlockPlan, LayoutSplits, ProgramBuilder, StepProgram, Tick, keeping_graphs
-from megatrain.engine.workspace import (
+from megatrain.engine.program.block_plan import BlockPlan
+from megatrain.engine.program.builder import ProgramBuilder
+from megatrain.engine.program.keeping import keeping_graphs
+from megatrain.engine.program.step_program import LayoutSplits, StepProgram, Tick
+from megatrain.engine.program.workspace import (
     Transient,
     collective_transients,
     computing_bytes,

@@ -15,7 +15,7 @@ import torch
 from fakes.rates import NOW, drive, make_machine
 from megatrain.config import load_config
 from megatrain.config.schema import RunConfig
-from megatrain.engine.program import KEEP_NOTHING, VisitTrace
+from megatrain.engine.program.visit_trace import KEEP_NOTHING, VisitTrace
 from megatrain.machine import file_systems, profiles, this_machine
 from megatrain.machine.profiles import GpuProfile, LoadedProfile, store_profile
 from megatrain.plan.estimate import estimate_step, nvme_seconds, split

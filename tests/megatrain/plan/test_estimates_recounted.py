@@ -15,7 +15,7 @@ import pytest
 
 from fakes.rates import drive, make_machine
 from megatrain.config import load_config
-from megatrain.engine.tape import Tape, compile_step
+from megatrain.engine.tape.tape import Tape, compile_step
 from megatrain.machine import file_systems
 from megatrain.machine.file_systems import FileSystem
 from megatrain.machine.profiles import DriveProfile, LoadedProfile, MachineProfile

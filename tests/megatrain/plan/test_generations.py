@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatrain.config import load_config
-from megatrain.engine.program import DURABLE_KINDS
+from megatrain.engine.program.block_plan import DURABLE_KINDS
 from megatrain.machine.file_systems import own_drive_bytes
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from megatrain.config import load_config
-from megatrain.engine.program import Recompute
+from megatrain.engine.program.visit_trace import Recompute
 from megatrain.machine.profiles import LoadedProfile, MachineProfile, cpu_name
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.flops import flops_per_token

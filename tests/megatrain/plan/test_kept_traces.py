@@ -14,8 +14,8 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from megatrain.config import load_config
-from megatrain.engine import head_plan
-from megatrain.engine.program import VisitTrace
+from megatrain.engine.head import head_plan
+from megatrain.engine.program.visit_trace import VisitTrace
 from megatrain.plan import planner, traced
 from megatrain.training.resolve import resolve
 from oracles import traces

@@ -13,10 +13,10 @@ import torch
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.config import load_config
 from megatrain.converters import documents
-from megatrain.engine import weight_gradients
-from megatrain.engine.attention import AttentionCall
-from megatrain.engine.flash import FlashKernels
-from megatrain.engine.weight_gradients import GradientAccumulator
+from megatrain.engine.device.attention import AttentionCall
+from megatrain.engine.device.flash import FlashKernels
+from megatrain.engine.unit import weight_gradients
+from megatrain.engine.unit.weight_gradients import GradientAccumulator
 from megatrain.machine.planned_machine import find_machine
 from megatrain.machine.this_machine import THIS_MACHINE
 from megatrain.plan import traced

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from megatrain.config import load_config
-from megatrain.engine.program import StepProgram
+from megatrain.engine.program.step_program import StepProgram
 from megatrain.plan.placement import PlacementSolver
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.converters.spec import build_graph
-from megatrain.engine.program import BlockPlan, GroupUpdates, Kind, StepProgram, Tick, state_key, weight_key
+from megatrain.engine.program.block_keys import state_key, weight_key
+from megatrain.engine.program.block_plan import BlockPlan, Kind
+from megatrain.engine.program.step_program import GroupUpdates, StepProgram, Tick
 from megatrain.plan.budgets import filling_bytes
 from megatrain.plan.placement import Placement, PlacementSolver, TierBudget
 from megatrain.plan.residents import Residency

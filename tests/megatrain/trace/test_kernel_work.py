@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from megatrain.engine.unneeded import ProductUses
-from megatrain.engine.work import NO_WORK, Work
+from megatrain.engine.device.work import NO_WORK, Work
+from megatrain.engine.unit.unneeded import ProductUses
 from megatrain.trace.counting import count_flops
 from megatrain.trace.kernel_work import accesses, has_products, kernels_counted
 

@@ -19,9 +19,9 @@ from megatrain.converters.spec import build_graph
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.images import ImageProcessor
 from megatrain.data.rows_report import DataError
-from megatrain.engine import attention
-from megatrain.engine.program import VisitTrace
-from megatrain.engine.visit import UnitVisit
+from megatrain.engine.device import attention
+from megatrain.engine.program.visit_trace import VisitTrace
+from megatrain.engine.unit.visit import UnitVisit
 from megatrain.models.table import LoraConfig
 from megatrain.trace.repeated_layers import RepeatedLayers
 from megatrain.trace.trace import trace_visits

@@ -15,10 +15,10 @@ from torch.utils import flop_counter
 
 from fakes.fake_cuda import fake_cuda
 from megatrain.converters.spec import build_graph
-from megatrain.engine import attention
-from megatrain.engine.attention import AttentionCall
-from megatrain.engine.environment import deterministic_kernels
-from megatrain.engine.program import VisitTrace
+from megatrain.engine.device import attention
+from megatrain.engine.device.attention import AttentionCall
+from megatrain.engine.device.environment import deterministic_kernels
+from megatrain.engine.program.visit_trace import VisitTrace
 from megatrain.plan import traced
 from megatrain.trace.counting import CountingError, CountingMode, StepFlops, count_flops, step_flops
 from megatrain.trace.trace import trace_generation, trace_visits

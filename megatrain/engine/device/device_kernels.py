@@ -1,0 +1,282 @@
+"""Launches of the Triton kernels that a step uses on a GPU.
+
+Without Triton, torch operators compute the same results, but with more memory and many more kernel launches. With fake
+tensors, the functions only allocate their results, so that a plan can count the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+_BLOCK_COLUMNS = 1024
+#: Number of logits of a row that a program adds up at once, and the program's number of warps.
+_BLOCK_LOGITS, _LOGIT_WARPS = 4096, 8
+#: For `group_rows`: rows per program, and rows with which they are compared at once. More would exceed the registers.
+_BLOCK_ROWS, _BLOCK_OTHERS = 64, 32
+#: Maximum number of bytes that a GPU thread loads or stores at once.
+_VECTOR_BYTES = 16
+
+
+def reads_sync_host(device: torch.device) -> bool:
+    """Return whether reading a tensor's values waits for all work that is queued on the device."""
+    return device.type == "cuda"
+
+
+def are_for(tensor: Tensor) -> bool:
+    """Return whether the kernels support tensors on this tensor's device."""
+    return stands_for_gpu(tensor) or (tensor.is_cuda and _kernels_or_none() is not None)
+
+
+def stands_for_gpu(tensor: Tensor) -> bool:
+    """Return whether a tensor is a fake CPU tensor that represents a GPU tensor in a plan."""
+    return _fakes_are_of_gpu and isinstance(tensor, FakeTensor)
+
+
+@contextmanager
+def fakes_standing_for_gpu(*, enabled: bool) -> Iterator[None]:
+    """Within the context, treat fake CPU tensors as tensors on a GPU with Triton, which the machine need not have.
+
+    Otherwise a plan would count the CPU versions of these kernels, of matmuls that add to fp32, and of attention over
+    documents. The setting is process-wide, because a context variable would have a separate value in each greenlet.
+
+    Args:
+        enabled: Whether fake CPU tensors represent GPU tensors; False to treat them as CPU tensors.
+    """
+    global _fakes_are_of_gpu
+    before, _fakes_are_of_gpu = _fakes_are_of_gpu, enabled
+    try:
+        yield
+    finally:
+        _fakes_are_of_gpu = before
+
+
+_fakes_are_of_gpu = False
+
+
+@cache
+def _kernels_or_none() -> ModuleType | None:
+    try:
+        return _kernels()
+    except ImportError:
+        return None
+
+
+def _kernels() -> ModuleType:
+    from megatrain.engine.device import triton_kernels
+
+    return triton_kernels
+
+
+def row_groups(indexes: Tensor) -> Tensor:
+    """Sort rows by their indexes [K] for `add_rows`, and return the order as [3, K] int32 on the same device.
+
+    See `triton_kernels.group_rows` for the format. The order is computed on the device, because the model can change
+    indexes there, and reading the indexes would synchronize the host.
+    """
+    indexes = indexes.contiguous()
+    groups = torch.empty(3, len(indexes), dtype=torch.int32, device=indexes.device)
+    if len(indexes) and not isinstance(indexes, FakeTensor):
+        with torch.accelerator.device_index(indexes.device.index):
+            _kernels().group_rows[(-(-len(indexes) // _BLOCK_ROWS),)](
+                indexes,
+                groups,
+                len(indexes),
+                block_rows=_BLOCK_ROWS,
+                block_others=_BLOCK_OTHERS,
+                **_kernels().LAUNCH_OPTIONS,
+            )
+    return groups
+
+
+def add_rows(place: Tensor, held: range, rows: Tensor, groups: Tensor, ignored: int | None) -> None:
+    """Add rows [K, N] in order to rows of a matrix. The result is bit-identical to `index_add_` on the host.
+
+    Args:
+        place: Part of the matrix to which rows are added, [len(held), N] fp32, each row contiguous.
+        held: Range of matrix rows in ``place``. Rows with an index outside of this range are skipped.
+        rows: Rows to add, [K, N] of any float dtype.
+        groups: Result of ``row_groups`` for the indexes of ``rows``.
+        ignored: Index whose rows are also skipped, if any.
+    """
+    assert place.dtype == torch.float32 and place.stride(1) == 1, (place.dtype, place.stride())
+    num_rows, num_columns = rows.shape
+    if num_rows and not isinstance(place, FakeTensor):
+        with torch.accelerator.device_index(place.device.index):
+            _kernels().add_rows[(num_rows, -(-num_columns // _BLOCK_COLUMNS))](
+                place,
+                rows,
+                groups,
+                num_rows,
+                num_columns,
+                place.stride(0),
+                rows.stride(0),
+                rows.stride(1),
+                held.start,
+                held.stop,
+                -1 if ignored is None else ignored,
+                block_columns=_BLOCK_COLUMNS,
+                **_kernels().LAUNCH_OPTIONS,
+            )
+
+
+def copy_rows(found: Tensor, held: range, rows: Tensor, indexes: Tensor) -> None:
+    """Copy the requested rows that one part of a matrix contains into ``found``.
+
+    Args:
+        found: Contiguous output, [K, N]. Rows that other parts contain are not changed.
+        held: Range of matrix rows in this part.
+        rows: Rows of this part, [len(held), N] of any float dtype.
+        indexes: Indexes of the requested rows, [K].
+    """
+    assert found.is_contiguous() and rows.stride(1) == 1, (found.stride(), rows.stride())
+    num_rows, num_columns = found.shape
+    if num_rows and not isinstance(found, FakeTensor):
+        with torch.accelerator.device_index(found.device.index):
+            _kernels().copy_rows[(num_rows, -(-num_columns // _BLOCK_COLUMNS))](
+                found,
+                rows,
+                indexes.contiguous(),
+                num_columns,
+                rows.stride(0),
+                held.start,
+                held.stop,
+                block_columns=_BLOCK_COLUMNS,
+                unit=_unit_of(found, rows) if _has_vectors(found) and _has_vectors(rows) else 1,
+                **_kernels().LAUNCH_OPTIONS,
+            )
+
+
+def add_logits(
+    logits: Tensor,
+    labels: Tensor,
+    start: int,
+    *,
+    largest: Tensor,
+    exponentials: Tensor,
+    of_label: Tensor,
+    totals: Tensor | None,
+) -> None:
+    """Add the logits of a vocabulary part to the sums of a cross entropy; see `triton_kernels.add_logits`.
+
+    Args:
+        logits: [rows, columns], any float dtype.
+        labels: Token ids [rows], int64.
+        start: Token id of the first column.
+        largest: [rows] fp32; initially -inf.
+        exponentials: [rows] fp32; initially 0.
+        of_label: [rows] fp32.
+        totals: [rows] fp32; initially 0.
+    """
+    logits = _with_vectors(logits)
+    num_rows, num_columns = logits.shape
+    if num_rows and not isinstance(logits, FakeTensor):
+        with torch.accelerator.device_index(logits.device.index):
+            _kernels().add_logits[(num_rows,)](
+                logits,
+                logits.stride(0),
+                labels.contiguous(),
+                start,
+                num_columns,
+                largest,
+                exponentials,
+                of_label,
+                totals,
+                block_columns=_BLOCK_LOGITS,
+                unit=_unit_of(logits),
+                **{**_kernels().LAUNCH_OPTIONS, "num_warps": _LOGIT_WARPS},
+            )
+
+
+def gradient_of_logits(
+    logits: Tensor,
+    labels: Tensor,
+    start: int,
+    log_sums: Tensor,
+    *,
+    weights: Tensor | None,
+    num_items: int,
+    z_loss: float,
+    share: float,
+    at_label: float,
+) -> Tensor:
+    """Return the gradient of cross entropy with respect to the logits of a vocabulary part, in the logits' dtype.
+
+    Args:
+        logits: [rows, columns], any float dtype.
+        labels: Token ids [rows], int64.
+        start: Token id of the first column.
+        log_sums: [rows] fp32, logsumexp over the whole vocabulary.
+        weights: [rows] fp32; None if each row has the weight 1 / num_items.
+        z_loss: Factor of ``log_sums ** 2`` in the loss.
+        share: Target probability of each column, from label smoothing.
+    """
+    logits = _with_vectors(logits)
+    num_rows, num_columns = logits.shape
+    gradient = torch.empty(num_rows, num_columns, dtype=logits.dtype, device=logits.device)
+    if num_rows and not isinstance(logits, FakeTensor):
+        with torch.accelerator.device_index(logits.device.index):
+            _kernels().gradient_of_logits[(num_rows, -(-num_columns // _BLOCK_COLUMNS))](
+                gradient,
+                logits,
+                logits.stride(0),
+                labels.contiguous(),
+                start,
+                num_columns,
+                log_sums,
+                None if weights is None else weights.contiguous(),
+                float(num_items),
+                2 * z_loss,
+                share,
+                at_label,
+                block_columns=_BLOCK_COLUMNS,
+                unit=_unit_of(logits),
+                **_kernels().LAUNCH_OPTIONS,
+            )
+    return gradient
+
+
+def _unit_of(*matrices: Tensor) -> int:
+    """Return how many elements fit in 16 bytes, or 1 if this does not divide the columns; see `triton_kernels`."""
+    unit = _VECTOR_BYTES // min(matrix.dtype.itemsize for matrix in matrices)
+    return 1 if matrices[0].shape[1] % unit else unit
+
+
+def _has_vectors(matrix: Tensor) -> bool:
+    """Return whether all rows are aligned to 16 bytes."""
+    begin = matrix.storage_offset() * matrix.dtype.itemsize if isinstance(matrix, FakeTensor) else matrix.data_ptr()
+    return begin % _VECTOR_BYTES == 0 and matrix.stride(0) * matrix.dtype.itemsize % _VECTOR_BYTES == 0
+
+
+def _with_vectors(logits: Tensor) -> Tensor:
+    """Return the logits with contiguous, aligned rows. Copy them if necessary.
+
+    The order of additions then depends on the number of columns, not on an address.
+    """
+    if logits.stride(1) == 1 and (_unit_of(logits) == 1 or _has_vectors(logits)):
+        return logits
+    return logits.clone(memory_format=torch.contiguous_format)
+
+
+def warm_up(device: torch.device, dtype: torch.dtype) -> None:
+    """Compile the kernels for a device and for the dtype of weights and logits. Takes seconds, once per machine."""
+    zeros = torch.zeros(1, device=device)
+    if not are_for(zeros):
+        return
+    indexes = torch.zeros(1, dtype=torch.long, device=device)
+    terms = {"z_loss": 0.0, "share": 0.0, "at_label": 1.0}
+    for num_columns in (1, _VECTOR_BYTES):
+        rows = torch.zeros(1, num_columns, dtype=dtype, device=device)
+        place = torch.zeros(1, num_columns, device=device)
+        add_rows(place, range(1), rows, row_groups(indexes), None)
+        copy_rows(rows, range(1), rows.clone(), indexes)
+        for totals in (None, zeros):
+            add_logits(rows, indexes, 0, largest=zeros, exponentials=zeros, of_label=zeros, totals=totals)
+        for weights in (None, zeros):
+            gradient_of_logits(rows, indexes, 0, zeros, weights=weights, num_items=1, **terms)

@@ -1,0 +1,350 @@
+"""Head phase: compute the loss and its gradients from a few rows of logits at a time.
+
+Logits are the largest activation of a step: [tokens, vocabulary] in fp32. The engine therefore cuts the model after its
+decoder (the *trunk*). The rest of the model, the head, runs on pieces of the hidden states whose tokens have labels.
+For each piece, the engine calls the model's own `forward` with a stub for the trunk. Hugging Face's code therefore
+still computes norms, scaling and soft caps of logits.
+
+If only elementwise operations follow the last matmul, a piece is computed one part of the vocabulary at a time
+(`vocabulary.py`), in two passes. The first pass computes the loss. The second pass computes the gradients, in reverse
+order. It reuses the graphs that the first pass kept, and recomputes the logits of all other parts. The choice of kept
+graphs does not change results.
+
+`plan_head` finds the cut with a trial run (`head_plan.py`). `HeadModel` runs the model after the cut (`head_model.py`).
+`HeadWeights` leases the weights (`head_weights.py`), and `ChunkedHead` runs the pieces through both passes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatrain.base.progress import Activity
+from megatrain.engine.head.cross_entropy import RunningSoftmax
+from megatrain.engine.head.head_model import HeadModel, HeadRows, TrunkOutput
+from megatrain.engine.head.head_weights import HeadGradients, HeadWeights
+from megatrain.engine.head.token_scores import RunningTopK, TokenScores, joined_scores
+from megatrain.engine.unit.arguments import has_differentiable
+from megatrain.engine.unit.state import without_saved_tensors
+
+if TYPE_CHECKING:
+    from megatrain.engine.head.loss import PartialMean, RowsLoss
+    from megatrain.engine.head.vocabulary import VocabularyPart
+    from megatrain.engine.unit.state import RandomStates
+
+
+#: A micro-batch's loss terms, its tensors that cross the cut, and the gradients of these tensors.
+HeadResult = tuple[list[Tensor], list[Tensor], list[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTiling:
+    """Partition of a micro-batch's logits: rows are split into pieces, and the vocabulary into parts.
+
+    Attributes:
+        rows: Maximum number of rows per piece.
+        columns: Maximum number of columns per part; 0 if logits are whole.
+        kept_parts: Number of parts per piece, at least one, whose graphs the first pass keeps. Does not affect results.
+        in_turn: Whether all rows use one part of the vocabulary before any row uses the next part. No graphs are kept
+            then. Does not affect results.
+    """
+
+    vocab_size: int
+    rows: int
+    columns: int = 0
+    kept_parts: int = 1
+    in_turn: bool = False
+
+
+class ChunkedHead:
+    """Head that computes the loss of a pass, and the gradients of the trunk's outputs.
+
+    Attributes:
+        figures: Metrics of the loss for the micro-batches run so far.
+    """
+
+    def __init__(
+        self,
+        model: HeadModel,
+        weights: HeadWeights,
+        tiling: HeadTiling,
+        random: RandomStates,
+        activity: Activity | None = None,
+    ) -> None:
+        self._model, self._weights, self._tiling = model, weights, tiling
+        self._random, self._activity = random, activity or Activity()
+        self.figures: list[PartialMean] = []
+
+    def run(
+        self, outputs: Sequence[TrunkOutput], num_items: int
+    ) -> Iterator[tuple[int, list[Tensor], list[Tensor], list[Tensor]]]:
+        """Yield `(micro-batch, loss terms, tensors that cross the cut, their gradients)` for each output, in order.
+
+        The head leases its weights and gradient accumulators once for all outputs.
+        """
+        with ExitStack() as stack:
+            if self._tiling.in_turn and self._tiling.columns:
+                with torch.enable_grad():
+                    results = self._run_in_turn(outputs, num_items, stack)
+                for item, result in zip(outputs, results, strict=True):
+                    yield (item.micro_batch, *result)
+                return
+            leaves = self._weights.leaves(stack, self._weights.bound(stack))
+            for item in outputs:
+                self._resume(item)
+                with torch.enable_grad():
+                    result = self._run_one(item, num_items, leaves)
+                yield (item.micro_batch, *result)
+
+    def evaluate(self, outputs: Sequence[TrunkOutput]) -> list[Tensor]:
+        """Return the summed loss of each piece of all outputs, in order. Call this within `no_grad`.
+
+        The head leases its weights once for all outputs.
+        """
+        losses: list[Tensor] = []
+        with ExitStack() as stack:
+            self._weights.bound(stack)
+            if self._weights.passes:
+                pieces = [piece for item in outputs for piece in self._pieces(item, 1)]
+                self._add_all_logits(pieces)
+                return [piece.loss.loss() for piece in pieces if piece.loss is not None]
+            for item in outputs:
+                self._resume(item)
+                for piece in self._pieces(item, 1):
+                    if piece.loss is None:
+                        losses.append(self._model.loss(item, piece.output, piece.labels, 1))
+                        continue
+                    for part in self._weights.parts:
+                        self._add_logits(piece, part, is_kept=False)
+                    losses.append(piece.loss.loss())
+        return losses
+
+    def score(self, outputs: Sequence[TrunkOutput], k: int, temperature: float) -> Iterator[TokenScores]:
+        """Yield each output's scores of labelled rows, on the host. Call this within `no_grad`.
+
+        The head leases its weights once for all outputs.
+        """
+        with ExitStack() as stack:
+            self._weights.bound(stack)
+            assert not self._weights.passes, "scores need all parts of the weight leased"
+            for item in outputs:
+                self._resume(item)
+                found = [RunningTopK(item.labels[:0], 0, temperature).scores()]
+                for piece in self._pieces(item, 1):
+                    top = RunningTopK(piece.labels, k, temperature)
+                    for part in self._weights.parts or (None,):
+                        top.add(self._model.logits(item, piece.output, part), 0 if part is None else part.start)
+                    found.append(top.scores())
+                yield joined_scores(found)
+
+    def _resume(self, item: TrunkOutput) -> None:
+        """Restore the random state that a micro-batch had at the end of its trunk, and make the micro-batch current."""
+        self._activity.micro_batch = item.micro_batch + 1
+        self._random.set(item.random_state)
+
+    def _run_one(self, item: TrunkOutput, num_items: int, leaves: HeadGradients) -> HeadResult:
+        """Run all pieces of one micro-batch in order. The caller has leased all weights."""
+        losses: list[Tensor] = []
+        leaves.at(item)
+        hidden_grad = self._hidden_grad(item)
+        with self._model.without_auxiliary_loss():
+            if item.loss.compares_rows:
+                losses.append(self._run_compared(item, num_items, leaves, hidden_grad))
+                return self._result(item, num_items, losses, hidden_grad)
+            for piece in self._pieces(item, num_items):
+                losses.append(self._run_piece(piece, num_items, leaves))
+                piece.store_gradient(hidden_grad)
+        return self._result(item, num_items, losses, hidden_grad)
+
+    def _run_compared(
+        self, item: TrunkOutput, num_items: int, leaves: HeadGradients, hidden_grad: Tensor | None
+    ) -> Tensor:
+        """Return a micro-batch's loss, and accumulate its gradients, for losses that compare rows.
+
+        All rows are added to the loss before any gradient is computed, because the loss compares rows across pieces.
+        """
+        rows = self._add_row_logits(item, num_items)
+        loss = self._compare(item, rows)
+        for piece in self._pieces(item, num_items, compared=rows):
+            for part in reversed(self._whole_or_parts()):
+                self._add_gradients(piece, part, leaves)
+            piece.store_gradient(hidden_grad)
+        return loss
+
+    def _add_row_logits(self, item: TrunkOutput, num_items: int) -> list[RowsLoss]:
+        """Add all logits of a micro-batch to the loss, and return the loss object of each piece."""
+        rows: list[RowsLoss] = []
+        for piece in self._pieces(item, num_items, takes_logits=True):
+            assert piece.loss is not None
+            for part in self._whole_or_parts():
+                self._add_logits(piece, part, is_kept=False)
+            rows.append(piece.loss)
+        return rows
+
+    def _compare(self, item: TrunkOutput, rows: Sequence[RowsLoss]) -> Tensor:
+        """Return a micro-batch's loss, for losses that compare rows. Call this after all rows have been added."""
+        loss, figures = item.loss.compare(rows)
+        self.figures += figures
+        return loss
+
+    def _whole_or_parts(self) -> Sequence[VocabularyPart | None]:
+        """Return the parts of the vocabulary; [None] if logits are whole."""
+        return self._weights.parts if self._tiling.columns else [None]
+
+    def log_probs(self, outputs: Sequence[TrunkOutput]) -> list[Tensor]:
+        """Return the log-probabilities of each output's labels, in order. Call this within `no_grad`.
+
+        The head leases its weights once for all outputs.
+        """
+        with ExitStack() as stack:
+            self._weights.bound(stack)
+            if self._weights.passes:
+                by_item = [list(self._pieces(item, 1, takes_logits=True)) for item in outputs]
+                self._add_all_logits([piece for pieces in by_item for piece in pieces])
+                found = [[piece.loss for piece in own] for own in by_item]
+            else:
+                found = []
+                for item in outputs:
+                    self._resume(item)
+                    found.append([*self._add_row_logits(item, 1)])
+        softmaxes = [[each for each in own if isinstance(each, RunningSoftmax)] for own in found]
+        empty = torch.zeros(0)
+        return [torch.cat([each.log_probs() for each in own]) if own else empty for own in softmaxes]
+
+    def _run_in_turn(self, outputs: Sequence[TrunkOutput], num_items: int, stack: ExitStack) -> list[HeadResult]:
+        """Run all pieces of all micro-batches, one part of the vocabulary at a time.
+
+        Results are bit-identical to ``_run_one``, because the operations and the order of each sum are the same.
+        """
+        units = self._weights.bound(stack)
+        with self._model.without_auxiliary_loss():
+            pieces = [list(self._pieces(item, num_items)) for item in outputs]
+            together = [piece for own in pieces for piece in own]
+            self._add_all_logits(together)
+            if self._weights.passes:  # a tick leases each block once, so the second pass is a separate tick
+                stack.close()
+                units = self._weights.bound(stack)
+            leaves = self._weights.leaves(stack, units)
+            compared: list[Tensor | None] = []
+            for item, own in zip(outputs, pieces, strict=True):
+                rows = [piece.loss for piece in own if piece.loss is not None]
+                compared.append(self._compare(item, rows) if item.loss.compares_rows else None)
+            for place in self._weights.places(leaves):
+                with place as parts:
+                    for part in reversed(parts):
+                        with self._weights.rows_of(part, leaves):
+                            for piece in together:
+                                leaves.at(piece.item)
+                                self._add_gradients(piece, part, leaves)
+        results: list[HeadResult] = []
+        for item, own, loss in zip(outputs, pieces, compared, strict=True):
+            hidden_grad = self._hidden_grad(item)
+            for piece in own:
+                piece.store_gradient(hidden_grad)
+            losses = [loss] if loss is not None else [each.loss.loss() for each in own if each.loss is not None]
+            results.append(self._result(item, num_items, losses, hidden_grad))
+        return results
+
+    def _add_all_logits(self, pieces: Sequence[HeadRows]) -> None:
+        """Add the logits of all pieces to their losses, one part of the vocabulary at a time."""
+        for block in self._weights.blocks():
+            with block as parts:
+                for part in parts:
+                    for piece in pieces:
+                        self._add_logits(piece, part, is_kept=False)
+
+    def _hidden_grad(self, item: TrunkOutput) -> Tensor | None:
+        """Return zeros [B * S, H] for the gradient of the trunk's output, or None if the output has no gradient."""
+        hidden: Tensor = item.output["last_hidden_state"]
+        has_gradient = hidden.requires_grad and len(item.rows)
+        return torch.zeros_like(hidden.detach().reshape(-1, hidden.shape[-1])) if has_gradient else None
+
+    def _pieces(
+        self,
+        item: TrunkOutput,
+        num_items: int,
+        *,
+        takes_logits: bool = False,
+        compared: Sequence[RowsLoss] | None = None,
+    ) -> Iterator[HeadRows]:
+        """Yield the pieces of a micro-batch. Each piece's rows of the trunk's output are a new graph leaf.
+
+        Args:
+            num_items: Number of labels in the whole step.
+            takes_logits: Whether to pass logits to the loss even if the model's own function could compute the loss.
+            compared: Loss objects of the pieces, which already have all logits; None to create new ones.
+        """
+        in_parts = takes_logits or self._tiling.columns > 0
+        hidden: Tensor = item.output["last_hidden_state"]
+        flat = hidden.detach().reshape(-1, hidden.shape[-1])
+        bare = _bare_output(item.output)
+        for number, start in enumerate(range(0, len(item.rows), self._tiling.rows)):
+            rows, labels = item.rows[start : start + self._tiling.rows], item.labels[start : start + self._tiling.rows]
+            leaf = flat.index_select(0, rows).unsqueeze(0).requires_grad_(hidden.requires_grad)
+            output = copy.copy(bare)
+            output["last_hidden_state"] = leaf
+            loss = (
+                item.loss.for_rows(
+                    labels, start, vocab_size=self._tiling.vocab_size, num_items=num_items, in_parts=in_parts
+                )
+                if compared is None
+                else compared[number]
+            )
+            yield HeadRows(item, output, rows, labels, leaf, loss)
+
+    def _result(
+        self, item: TrunkOutput, num_items: int, losses: list[Tensor], hidden_grad: Tensor | None
+    ) -> HeadResult:
+        hidden: Tensor = item.output["last_hidden_state"]
+        crossing = [] if hidden_grad is None else [hidden]
+        grads = [] if hidden_grad is None else [hidden_grad.view(hidden.shape)]
+        if self._model.has_auxiliary_loss and len(item.rows):
+            losses.append(self._model.auxiliary(item, num_items, crossing, grads))
+        return losses, crossing, grads
+
+    def _run_piece(self, piece: HeadRows, num_items: int, leaves: HeadGradients) -> Tensor:
+        """Return the loss of a piece, and accumulate the gradients of weights and hidden states."""
+        if piece.loss is None:
+            loss = self._model.loss(piece.item, piece.output, piece.labels, num_items)
+            leaves.add_gradients(piece, loss, torch.ones_like(loss), [])
+            return loss.detach()
+        parts = self._weights.parts or (None,)
+        for number, part in enumerate(parts):
+            self._add_logits(piece, part, is_kept=number >= len(parts) - self._tiling.kept_parts)
+        for part in reversed(parts):
+            self._add_gradients(piece, part, leaves)
+        return piece.loss.loss()
+
+    def _add_logits(self, piece: HeadRows, part: VocabularyPart | None, *, is_kept: bool) -> None:
+        """Add the logits of a part, or all logits, to the loss. Optionally keep their graph for the second pass."""
+        assert piece.loss is not None
+        # Do not use `no_grad` here, because both passes must use the same kernels.
+        saving = nullcontext() if is_kept or not torch.is_grad_enabled() else without_saved_tensors()
+        with saving:
+            logits = self._model.logits(piece.item, piece.output, part)
+        piece.loss.add(logits.detach(), 0 if part is None else part.start)
+        if is_kept and torch.is_grad_enabled():
+            piece.kept.append(logits)
+
+    def _add_gradients(self, piece: HeadRows, part: VocabularyPart | None, leaves: HeadGradients) -> None:
+        """Accumulate the gradients that a part contributes. Recompute the part's logits if they were not kept."""
+        assert piece.loss is not None
+        logits = piece.kept.pop() if piece.kept else self._model.logits(piece.item, piece.output, part)
+        trained = [part.weight] if part is not None and part.weight.requires_grad else []
+        gradient = piece.loss.gradient(logits.detach(), 0 if part is None else part.start)
+        leaves.add_gradients(piece, logits, gradient, trained)
+
+
+def _bare_output(output: Any) -> Any:
+    """Return a copy of a trunk's output that omits differentiable tensors, which only the auxiliary loss uses."""
+    bare = copy.copy(output)
+    for key, value in output.items():
+        if key != "last_hidden_state" and has_differentiable(value):
+            bare[key] = None
+    return bare

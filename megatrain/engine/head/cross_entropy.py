@@ -1,0 +1,208 @@
+"""Cross entropy with label smoothing and z-loss, computed from logits one vocabulary part at a time.
+
+A row's loss depends on the maximum of its logits, the sum of their exponentials, and the label's logit. One pass over
+the parts of the vocabulary computes these values, and the gradient of each part can then be computed from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.base.batch_keys import IGNORED_LABEL
+from megatrain.engine.device import device_kernels
+from megatrain.engine.head.loss import Loss, MicroBatchLoss, RowsLoss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class CrossEntropy(Loss, MicroBatchLoss):
+    """Mean cross entropy over all labelled tokens of a step.
+
+    Attributes:
+        label_smoothing_factor: Share of each target that is spread evenly over the vocabulary; 0 to disable.
+        z_loss: Factor of an additional loss term, the mean of ``logsumexp(logits)**2`` over all labelled tokens; 0 to
+            disable. The term keeps logits from drifting (PaLM, arXiv 2204.02311).
+    """
+
+    label_smoothing_factor: float = 0.0
+    z_loss: float = 0.0
+
+    @property
+    def compares_rows(self) -> bool:
+        return False
+
+    @property
+    def refusal(self) -> str:
+        """Reason to refuse models with their own loss function, because they would ignore smoothing and z-loss."""
+        for name in ("label_smoothing_factor", "z_loss"):
+            if getattr(self, name):
+                return f"with which training.{name} cannot be used"
+        return ""
+
+    def applied(self, model: PreTrainedModel) -> AbstractContextManager[None]:
+        """If smoothing is on, replace the model's loss function by one with label smoothing within the context."""
+        factor = self.label_smoothing_factor
+        return replaced_loss(model, _smoothed(factor)) if factor else nullcontext()
+
+    def for_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> CrossEntropy:
+        """Return ``self``, because the loss needs no data from a micro-batch except its labels."""
+        return self
+
+    def for_rows(
+        self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool
+    ) -> RowsLoss | None:
+        """Return the loss of some rows, or None if the model's loss function, set by ``applied``, computes it."""
+        if not in_parts and not self.z_loss:
+            return None
+        return RunningSoftmax(labels, vocab_size, num_items, self.label_smoothing_factor, self.z_loss)
+
+
+#: Plain cross entropy: the loss of evaluations and the default loss of training.
+PLAIN = CrossEntropy()
+
+
+class RunningSoftmax:
+    """Cross entropy of rows whose logits are computed one vocabulary part at a time.
+
+    All computation is in fp32. The loss is the sum over the rows of ``-log softmax(logits)[label] / num_items``.
+    Smoothing spreads the share ``smoothing`` of each target evenly over the vocabulary. A z-loss adds ``z_loss *
+    logsumexp(logits)**2`` to the loss of each row, before the division.
+
+    Args:
+        labels: Token ids of the labels, [rows].
+        smoothing: Share of each target to spread; 0 to disable.
+        z_loss: Factor of the z-loss; 0 to disable.
+    """
+
+    def __init__(
+        self, labels: Tensor, vocab_size: int, num_items: int, smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> None:
+        self._labels, self._vocab_size, self._num_items = labels, vocab_size, num_items
+        self._smoothing, self._z_loss = smoothing, z_loss
+        zeros = torch.zeros(len(labels), dtype=torch.float32, device=labels.device)
+        self._largest = torch.full_like(zeros, -torch.inf)
+        self._sum = zeros  # exponentials relative to the largest logit so far
+        self._of_label = torch.zeros_like(zeros)
+        self._total = torch.zeros_like(zeros) if smoothing else None  # sum of the logits
+        self._weights: Tensor | None = None
+        self._log_sums: Tensor | None = None  # cached logsumexp, because each part's gradient needs it
+
+    def add(self, logits: Tensor, start: int) -> None:
+        """Add the logits [rows, columns] of the part that starts at column ``start``."""
+        self._log_sums = None
+        if device_kernels.are_for(logits):
+            device_kernels.add_logits(
+                logits,
+                self._labels,
+                start,
+                largest=self._largest,
+                exponentials=self._sum,
+                of_label=self._of_label,
+                totals=self._total,
+            )
+            return
+        values = logits.float()
+        at, is_here = column_of(self._labels, start, values.shape[1])
+        self._of_label = torch.where(is_here, values.gather(1, at).squeeze(1), self._of_label)
+        if self._total is not None:
+            self._total = self._total + values.sum(1)
+        largest = torch.maximum(self._largest, values.amax(1))
+        here = (values - largest.unsqueeze(1)).exp_().sum(1)
+        self._sum = self._sum * torch.exp(self._largest - largest) + here
+        self._largest = largest
+
+    def log_probs(self) -> Tensor:
+        """Return the log-probability of each row's label [rows]. Call this after all parts have been added."""
+        return self._of_label - self._log_sum()
+
+    def weigh(self, weights: Tensor) -> None:
+        """Set weights [rows] by which the rows' gradients are multiplied, instead of ``1 / num_items``."""
+        self._weights = weights
+
+    def loss(self) -> Tensor:
+        """Return the loss. Call this after all parts have been added."""
+        log_sum = self._log_sum()
+        losses = log_sum - self._of_label
+        if self._total is not None:
+            even = log_sum - self._total / self._vocab_size
+            losses = (1 - self._smoothing) * losses + self._smoothing * even
+        if self._z_loss:
+            losses = losses + self._z_loss * log_sum.square()
+        return losses.sum() / self._num_items
+
+    def gradient(self, logits: Tensor, start: int) -> Tensor:
+        """Return the gradient of a part's logits, in the logits' dtype. Call this after all parts have been added."""
+        if device_kernels.are_for(logits):
+            return device_kernels.gradient_of_logits(
+                logits,
+                self._labels,
+                start,
+                self._log_sum(),
+                weights=self._weights,
+                num_items=self._num_items,
+                z_loss=self._z_loss,
+                share=self._smoothing / self._vocab_size,
+                at_label=1 - self._smoothing,
+            )
+        log_sum = self._log_sum().unsqueeze(1)
+        found = (logits.float() - log_sum).exp_()
+        if self._z_loss:
+            found.mul_(1 + 2 * self._z_loss * log_sum)
+        if self._smoothing:
+            found.sub_(self._smoothing / self._vocab_size)
+        at, is_here = column_of(self._labels, start, found.shape[1])
+        # Use scatter instead of an addition. Each row has one label, so the result does not depend on write order.
+        found.scatter_(1, at, found.gather(1, at) - is_here.unsqueeze(1) * (1 - self._smoothing))
+        if self._weights is not None:
+            return found.mul_(self._weights.unsqueeze(1)).to(logits.dtype)
+        return found.div_(self._num_items).to(logits.dtype)
+
+    def _log_sum(self) -> Tensor:
+        if self._log_sums is None:
+            self._log_sums = self._largest + self._sum.log()
+        return self._log_sums
+
+
+def column_of(labels: Tensor, start: int, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Return each label's column in a part, clamped to the part, as [rows, 1], and whether the label is in the part."""
+    at = labels - start
+    return at.clamp(0, num_columns - 1).unsqueeze(1), (at >= 0) & (at < num_columns)
+
+
+def _smoothed(factor: float) -> Callable[..., Tensor]:
+    """Return a loss function with label smoothing. It has the signature of transformers' causal LM loss."""
+
+    def loss(
+        logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: int, shift_labels: Tensor, **rest: Any
+    ) -> Tensor:
+        total = nn.functional.cross_entropy(
+            logits.float().view(-1, vocab_size),
+            shift_labels.view(-1),
+            ignore_index=IGNORED_LABEL,
+            reduction="sum",
+            label_smoothing=factor,
+        )
+        return total / num_items_in_batch
+
+    return loss
+
+
+@contextmanager
+def replaced_loss(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """Replace a model's loss function within the context."""
+    own = model.__dict__.get("_loss_function")
+    model.__dict__["_loss_function"] = function
+    try:
+        yield
+    finally:
+        del model.__dict__["_loss_function"]
+        if own is not None:
+            model.__dict__["_loss_function"] = own

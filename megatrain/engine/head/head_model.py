@@ -1,0 +1,219 @@
+"""Head of a model. The model's own forward computes logits, loss and auxiliary loss of some rows.
+
+In this forward, a stub replaces the trunk, so Hugging Face's code computes norms, scaling and soft caps.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.base.batch_keys import IGNORED_LABEL
+from megatrain.engine.head.cross_entropy import PLAIN, replaced_loss
+from megatrain.engine.head.vocabulary import PartWeight, VocabularyPart
+from megatrain.engine.unit.arguments import tree_map
+from megatrain.engine.unit.bound_unit import installed_stubs
+from megatrain.engine.unit.unit_run import optional_gradients
+
+if TYPE_CHECKING:
+    from megatrain.engine.head.loss import MicroBatchLoss, RowsLoss
+
+
+_AUXILIARY_FLAG = "output_router_logits"
+
+
+@dataclass(slots=True, eq=False)
+class TrunkOutput:
+    """Input that one micro-batch provides to the head.
+
+    Attributes:
+        batch: Micro-batch on the compute device, without labels.
+        rows: Indexes of the labelled rows in `last_hidden_state`, flattened to [B * S, H].
+        random_state: State of the micro-batch's random stream at the cut.
+    """
+
+    micro_batch: int
+    output: Any
+    batch: dict[str, Any]
+    rows: Tensor
+    labels: Tensor
+    random_state: tuple[Tensor, ...]
+    loss: MicroBatchLoss = PLAIN
+
+
+@dataclass(slots=True, eq=False)
+class HeadRows:
+    """Piece of a micro-batch: some rows of the trunk's output.
+
+    Attributes:
+        output: Output of the trunk, with only these rows.
+        leaf: Hidden states of the rows, [1, rows, H].
+        loss: Loss of the rows; None if the model's own loss function computes it.
+        kept: Logits that are kept for the second pass, one tensor per part.
+        gradient: Gradient of the leaf so far. One part's gradient has the leaf's dtype; a sum of parts is in fp32.
+    """
+
+    item: TrunkOutput
+    output: Any
+    rows: Tensor
+    labels: Tensor
+    leaf: Tensor
+    loss: RowsLoss | None
+    kept: list[Tensor] = field(default_factory=list)
+    gradient: Tensor | None = None
+
+    def store_gradient(self, total: Tensor | None) -> None:
+        """Write the leaf's gradient into the gradient of the trunk's output [B * S, H]."""
+        if total is not None:
+            assert self.gradient is not None
+            total.index_copy_(0, self.rows, self.gradient[0].to(total.dtype))
+            self.gradient = None
+
+
+class HeadModel:
+    """Part of a model after its trunk.
+
+    Args:
+        part_weight: Placeholder for the weight that computes logits in parts; None if logits are whole.
+
+    Attributes:
+        has_auxiliary_loss: Whether the loss includes the routers' auxiliary loss.
+    """
+
+    def __init__(self, model: nn.Module, trunk: nn.Module, part_weight: PartWeight | None, *, is_product: bool) -> None:
+        self._model, self._trunk, self._part_weight, self._is_product = model, trunk, part_weight, is_product
+        self.has_auxiliary_loss = _has_auxiliary_loss(model)
+        self._accepts_use_cache = accepts_use_cache(model)
+
+    def without_auxiliary_loss(self) -> AbstractContextManager[None]:
+        """Disable the routers' auxiliary loss within the context, because `auxiliary` computes it separately."""
+        return without_auxiliary_loss(self._model)
+
+    def logits(self, item: TrunkOutput, output: Any, part: VocabularyPart | None) -> Tensor:
+        """Return the logits [rows, columns] for one part of the vocabulary, or for the whole vocabulary."""
+        if part is not None and self._is_product:
+            assert self._part_weight is not None
+            with self._part_weight.at(part):
+                logits = torch.nn.functional.linear(output["last_hidden_state"], self._part_weight)
+            return logits.reshape(-1, logits.shape[-1])
+        made: list[Tensor] = []
+        self._call_at(part, item, output, made)
+        return made[0].reshape(-1, made[0].shape[-1])
+
+    def loss(self, item: TrunkOutput, trunk_output: Any, shift_labels: Tensor, num_items: int) -> Tensor:
+        loss: Tensor = self._call(item, trunk_output, shift_labels.unsqueeze(0), num_items)["loss"]
+        return loss
+
+    def auxiliary(self, item: TrunkOutput, num_items: int, crossing: list[Tensor], grads: list[Tensor]) -> Tensor:
+        """Return a micro-batch's auxiliary router loss, multiplied by the micro-batch's share of the step's labels.
+
+        Append the differentiable tensors to ``crossing`` and their gradients to ``grads``. The head runs once, on a
+        single row without a label. Rows of the micro-batch that have no labels at all are masked out.
+        """
+        outer: list[Tensor] = []
+        inner: list[Tensor] = []
+
+        def leaf(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.requires_grad:
+                return value
+            outer.append(value)
+            inner.append(value.detach().requires_grad_())
+            return inner[-1]
+
+        hidden: Tensor = item.output["last_hidden_state"]
+        item = replace(item, batch={**item.batch, **_mask_of_labelled_rows(item, hidden)})
+        rest = {key: tree_map(value, leaf) for key, value in item.output.items() if key != "last_hidden_state"}
+        full = copy.copy(item.output)
+        full["last_hidden_state"] = hidden.detach().reshape(-1, hidden.shape[-1])[:1].unsqueeze(0)
+        for key, value in rest.items():
+            full[key] = value
+        if self._part_weight is not None:
+            # The logits are not used, so one column of zeros is sufficient and no lease is needed.
+            word = torch.zeros(1, self._part_weight.shape[1], dtype=self._part_weight.dtype, device=hidden.device)
+            loss: Tensor = self._call_at(VocabularyPart(0, 1, word), item, full, [])["loss"]
+        else:
+            unlabelled = torch.full((1,), IGNORED_LABEL, dtype=torch.long, device=hidden.device)
+            loss = self.loss(item, full, unlabelled, num_items)
+        share = len(item.rows) / num_items
+        if loss.requires_grad and inner:
+            found = optional_gradients([loss], [torch.full_like(loss, share)], inner)
+            for tensor, gradient in zip(outer, found, strict=True):
+                if gradient is not None:
+                    crossing.append(tensor)
+                    grads.append(gradient)
+        return loss.detach() * share
+
+    def _call_at(self, part: VocabularyPart | None, item: TrunkOutput, output: Any, made: list[Tensor]) -> Any:
+        """Run the model's own forward for a part of the logits, or for all logits. Append the logits to ``made``.
+
+        The forward's loss has zero instead of the cross entropy.
+        """
+        assert part is None or self._part_weight is not None
+        at_part = nullcontext() if part is None or self._part_weight is None else self._part_weight.at(part)
+
+        def catch(*args: Any, **kwargs: Any) -> Tensor:
+            made.append(kwargs["logits"] if "logits" in kwargs else args[0])
+            return torch.zeros((), device=made[-1].device)
+
+        hidden = output["last_hidden_state"]
+        labels = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        with at_part, replaced_loss(self._model, catch):
+            found = self._call(item, output, labels, 1)
+        assert len(made) == 1 and made[0].shape[:-1].numel() == labels.numel(), [logits.shape for logits in made]
+        return found
+
+    def _call(self, item: TrunkOutput, trunk_output: Any, labels: Tensor, num_items: int) -> Any:
+        """Run the model's own forward, with a given output of the trunk. Labels [1, rows] are already shifted."""
+        options: dict[str, Any] = {"use_cache": False} if self._accepts_use_cache else {}
+        with installed_stubs({self._trunk: lambda *args, **kwargs: trunk_output}):
+            return self._model(
+                **item.batch, labels=labels, shift_labels=labels, num_items_in_batch=num_items, **options
+            )
+
+
+def _mask_of_labelled_rows(item: TrunkOutput, hidden: Tensor) -> dict[str, Tensor]:
+    """Return an attention mask that excludes rows without labels; empty if the micro-batch is a single row."""
+    num_rows, length = hidden.shape[:2]
+    mask = item.batch.get("attention_mask")
+    if num_rows == 1 or (mask is not None and mask.dim() != 2):
+        return {}
+    is_labelled = torch.zeros(num_rows, dtype=torch.long, device=hidden.device)
+    is_labelled.index_fill_(0, item.rows // length, 1)
+    whole = torch.ones(num_rows, length, dtype=torch.long, device=hidden.device) if mask is None else mask
+    return {"attention_mask": whole * is_labelled.unsqueeze(1).to(whole.dtype)}
+
+
+@contextmanager
+def without_auxiliary_loss(model: nn.Module) -> Iterator[None]:
+    """Disable the routers' auxiliary loss within the context."""
+    configs = {id(config): config for config in _configs(model) if getattr(config, _AUXILIARY_FLAG, False)}
+    try:
+        for config in configs.values():
+            setattr(config, _AUXILIARY_FLAG, False)
+        yield
+    finally:
+        for config in configs.values():
+            setattr(config, _AUXILIARY_FLAG, True)
+
+
+def _has_auxiliary_loss(model: nn.Module) -> bool:
+    """Return whether the loss includes the routers' auxiliary loss."""
+    return any(getattr(config, _AUXILIARY_FLAG, False) for config in _configs(model))
+
+
+def accepts_use_cache(model: nn.Module) -> bool:
+    """Return whether the model's forward accepts `use_cache`."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    config: Any = model.config
+    return [config, config.get_text_config()]

@@ -1,0 +1,198 @@
+"""Leases of a running head's weights and gradients, either whole or one vocabulary part at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatrain.engine.head.head_model import HeadRows, TrunkOutput
+from megatrain.engine.head.vocabulary import PartWeight, VocabularyPart
+from megatrain.engine.unit.bound_unit import BoundUnit
+from megatrain.engine.unit.passing import SplitWeight
+from megatrain.engine.unit.unit_run import optional_gradients
+from megatrain.engine.unit.weight_gradients import GradientTarget, target_of, weight_leaf
+
+if TYPE_CHECKING:
+    from megatrain.engine.program.block_access import BlockAccess, GradientSink
+
+
+#: For each unit of the head: the unit, the number of the visit, and the trainable weights by name.
+BoundWeights = list[tuple[BoundUnit, int, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadGradients:
+    """Trained weights of a head, by visit and name, and the sinks for their gradients, by visit."""
+
+    weights: dict[tuple[int, str], Tensor]
+    sinks: dict[int, GradientSink]
+
+    def at(self, item: TrunkOutput) -> None:
+        """Advance all sinks to a micro-batch."""
+        for sink in self.sinks.values():
+            sink.at(item.micro_batch)
+
+    def add_gradients(self, piece: HeadRows, output: Tensor, gradient: Tensor, trained: list[Tensor]) -> None:
+        """Run the backward from ``output``. Accumulate the gradients of the weights and of the piece's rows.
+
+        Args:
+            trained: Additional leaves of the graph. Their gradients go to the targets of the leaves.
+        """
+        rows = [piece.leaf] if piece.leaf.requires_grad else []
+        found = optional_gradients([output], [gradient], [*rows, *self.weights.values(), *trained])
+        if rows:
+            piece.gradient = _add_in_fp32(piece.gradient, found.pop(0))
+        for (visit, name), own in zip(self.weights, found, strict=False):
+            if own is not None:
+                self.sinks[visit].add(name, own)
+        for leaf, own in zip(trained, found[len(self.weights) :], strict=True):
+            target = target_of(leaf)
+            if own is not None and target is not None:
+                indexes = torch.arange(target.first_row, target.first_row + len(own), device=own.device)
+                target.receiver.sink.add_rows(target.name, indexes, own)
+
+
+class HeadWeights:
+    """Leases of a head's weights and gradients.
+
+    Args:
+        bounds: Units of the head, each with the number of its visit.
+        cut_weight: Name of the weight that computes logits in parts; "" if logits are whole.
+        part_weight: Placeholder for the cut weight; None if logits are whole.
+        ranges: Columns `(start, stop)` of each vocabulary part.
+
+    Attributes:
+        parts: Vocabulary parts whose weights stay leased until the stack closes; empty if the weight passes.
+    """
+
+    def __init__(
+        self,
+        bounds: Sequence[tuple[BoundUnit, int]],
+        access: BlockAccess,
+        cut_weight: str = "",
+        part_weight: PartWeight | None = None,
+        ranges: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self._bounds, self._access = bounds, access
+        self._cut, self._part_weight, self._ranges = cut_weight, part_weight, ranges
+        self.parts: list[VocabularyPart] = []
+        self._passing: SplitWeight | None = None  # set if its blocks are leased one at a time
+
+    @property
+    def passes(self) -> bool:
+        """Whether the blocks of the cut weight are leased one at a time, each block once per tick."""
+        return self._passing is not None
+
+    def bound(self, stack: ExitStack) -> BoundWeights:
+        """Lease and bind the weights of all units until the stack closes."""
+        if self._bounds:
+            self._access.begin("head", self._bounds[0][1])
+        units: BoundWeights = []
+        for bound, visit in self._bounds:
+            weights = stack.enter_context(self._access.weights(bound.unit, visit))
+            own = stack.enter_context(bound.bound(weights))
+            if self._part_weight is not None and self._cut in weights:
+                weight = stack.enter_context(bound.replaced(self._cut, self._part_weight))
+                self.parts = self._parts_of(weight, stack)
+                stack.callback(self.parts.clear)  # parts are views of leased blocks
+            units.append((bound, visit, own))
+        return units
+
+    def leaves(self, stack: ExitStack, units: BoundWeights) -> HeadGradients:
+        """Lease the gradient accumulators of bound weights until the stack closes."""
+        leaves = HeadGradients({}, {})
+        for bound, visit, own in units:
+            leaves.weights.update(((visit, name), leaf) for name, leaf in own.items())
+            if own:
+                leaves.sinks[visit] = stack.enter_context(self._access.gradients(bound.unit, visit))
+                stack.enter_context(bound.receiver.into(leaves.sinks[visit]))
+        return leaves
+
+    def blocks(self) -> Iterator[AbstractContextManager[list[VocabularyPart]]]:
+        """Yield one context per block of the cut weight, in order. The context leases the block and yields its parts.
+
+        If all parts are already leased, they count as one block.
+        """
+        weight = self._passing
+        if weight is None:
+            yield nullcontext(self.parts)
+            return
+        yield from (self._block(weight, number) for number in range(len(weight.parts.rows)))
+
+    def places(self, leaves: HeadGradients) -> Iterator[AbstractContextManager[list[VocabularyPart]]]:
+        """Yield contexts like ``blocks``, but in reverse order. The contexts also lease blocks of the gradient.
+
+        If neither weight nor gradient passes, all parts count as one block.
+        """
+        sinks = [sink for sink in leaves.sinks.values() if sink.rows_of_parts(self._cut)]
+        weight = self._passing
+        rows = weight.parts.rows if weight is not None else sinks[0].rows_of_parts(self._cut) if sinks else ()
+        for number in reversed(range(len(rows))):
+            gradient = sinks[0].part(self._cut, number) if sinks else nullcontext()
+            yield self._place(gradient, number, rows[number])
+        if not rows:
+            yield nullcontext(self.parts)
+
+    def rows_of(self, part: VocabularyPart, leaves: HeadGradients) -> AbstractContextManager[None]:
+        """Return a context in which the gradients of one vocabulary part are accumulated."""
+        for sink in leaves.sinks.values():
+            if sink.rows_of_parts(self._cut):
+                return sink.rows(self._cut, part.start, part.stop)
+        return nullcontext()
+
+    def _parts_of(self, weight: Tensor, stack: ExitStack) -> list[VocabularyPart]:
+        """Return the vocabulary parts, leased until the stack closes, or no parts if the weight passes."""
+        self._passing = None
+        if not isinstance(weight, SplitWeight):
+            return _vocabulary_parts(weight.detach(), 0, self._ranges, target_of(weight))
+        if weight.parts.passes:
+            self._passing = weight
+            return []
+        parts: list[VocabularyPart] = []
+        for number in range(len(weight.parts.rows)):
+            parts += stack.enter_context(self._block(weight, number))
+        return parts
+
+    @contextmanager
+    def _block(self, weight: SplitWeight, number: int) -> Iterator[list[VocabularyPart]]:
+        """Lease a block of the weight, and yield the vocabulary parts in the block."""
+        rows = weight.parts.rows[number]
+        inside = [(start, stop) for start, stop in self._ranges if start in rows]
+        assert inside[-1][1] == rows.stop, (rows, inside)
+        with weight.parts.part(number) as block:
+            parts = _vocabulary_parts(block.to(weight.dtype), rows.start, inside, weight.target)
+            yield parts
+            parts.clear()
+
+    @contextmanager
+    def _place(
+        self, gradient: AbstractContextManager[None], number: int, rows: range
+    ) -> Iterator[list[VocabularyPart]]:
+        inside = [part for part in self.parts if part.start in rows]
+        weight = self._passing
+        with gradient, nullcontext(inside) if weight is None else self._block(weight, number) as parts:
+            yield parts
+
+
+def _vocabulary_parts(
+    rows: Tensor, first_row: int, ranges: Sequence[tuple[int, int]], target: GradientTarget | None
+) -> list[VocabularyPart]:
+    """Return vocabulary parts as views of ``rows``, which start at row ``first_row`` of the weight."""
+    parts: list[VocabularyPart] = []
+    for start, stop in ranges:
+        own = rows[start - first_row : stop - first_row]
+        leaf = own if target is None else weight_leaf(own, replace(target, first_row=start))
+        parts.append(VocabularyPart(start, stop, leaf))
+    return parts
+
+
+def _add_in_fp32(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    """Add a part's gradient to the sum of a piece, in fp32. The first gradient is returned unchanged."""
+    if total is None or gradient is None:
+        return gradient if total is None else total
+    return total.float().add_(gradient)

@@ -1,0 +1,1 @@
+"""Programs: the blocks of a step, its ticks in order, and the memory that they need."""

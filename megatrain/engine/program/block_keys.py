@@ -1,0 +1,64 @@
+"""Keys of blocks: the names of weights, state, gradients, activations, results and caches in a store."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from itertools import count, takewhile
+
+from tiered import BlockRecord
+
+
+def weight_key(layout: str) -> str:
+    return f"{layout}/weight"
+
+
+def layout_of_key(key: str) -> str:
+    """Return the layout to which a key belongs. The key must not contain a part number."""
+    return key.rpartition("/")[0]
+
+
+def state_key(layout: str, state: str) -> str:
+    return f"{layout}/{state}"
+
+
+def gradient_key(layout: str, use: int) -> str:
+    return f"{layout}/grad.{use}"
+
+
+def part_keys(key: str, num_parts: int) -> list[str]:
+    """Return one key per part, or ``key`` itself if there is only one part."""
+    return [key] if num_parts == 1 else [f"{key}.{part}" for part in range(num_parts)]
+
+
+def stored_keys(key: str, stored: Container[str]) -> list[str]:
+    """Return the stored keys of a block: ``key`` itself, or the keys of its parts in order, or no keys."""
+    if key in stored:
+        return [key]
+    return list(takewhile(stored.__contains__, (f"{key}.{part}" for part in count())))
+
+
+def stored_parts(key: str, stored: Mapping[str, BlockRecord]) -> list[tuple[range, str]]:
+    """Return the stored blocks of a weight or a state, each with its range of elements."""
+    found, start = [], 0
+    for each in stored_keys(key, stored):
+        stop = start + stored[each].shape[0]
+        found.append((range(start, stop), each))
+        start = stop
+    return found
+
+
+def kind_of_key(key: str) -> str:
+    """Return the kind that a block's key names, for example ``weight``, ``low``, ``m`` or ``grad``."""
+    return key.rpartition("/")[2].partition(".")[0]
+
+
+def activation_key(visit: int, micro_batch: int, index: int) -> str:
+    return f"activations/{visit}/{micro_batch}.{index}"
+
+
+def results_key(visit: int, micro_batch: int) -> str:
+    return f"activations/{visit}/{micro_batch}.results"
+
+
+def cache_key(visit: int, micro_batch: int) -> str:
+    return f"cache/{visit}/{micro_batch}"

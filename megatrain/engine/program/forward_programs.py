@@ -1,0 +1,144 @@
+"""Programs of forwards alone: evaluation passes, passes that read averages, and generation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatrain.engine.program.block_keys import cache_key
+from megatrain.engine.program.block_plan import DURABLE_KINDS, BlockPlan, FrozenWeights, weight_block
+from megatrain.engine.program.builder import gathers_before
+from megatrain.engine.program.encoding import AveragedWeight
+from megatrain.engine.program.step_program import Group, GroupUpdates, ModelPhase, Phase, StepProgram, Tick
+from megatrain.engine.program.visit_trace import Recompute, VisitTrace, layouts_of_unit
+
+if TYPE_CHECKING:
+    from megatrain.models.graph import ModelGraph
+
+
+def evaluation_program(program: StepProgram) -> StepProgram:
+    """Return the program of one evaluation pass, which has only the ticks of the forward and reads only weights.
+
+    If a weight has an encoding with other blocks, the pass reads those blocks. The pass leases each unit's weights once
+    for all micro-batches. The program of an evaluation pass stays the same if it is passed in again.
+    """
+    passes: dict[tuple[Phase, int, ModelPhase | None], Tick] = {}
+    read = {key for encoding in program.encodings.values() for key in encoding.keys}
+    for tick in program.ticks:
+        if tick.phase in ("forward", "head") or (tick.phase == "gather" and tick.serves != "backward"):
+            held, *passing = (
+                tuple((key, mode) for key, mode in group if program.blocks[key].kind == "weights" or key in read)
+                for group in (tick.held, *tick.passing)
+            )
+            own = Tick(tick.phase, tick.visit, held, tuple(group for group in passing if group), serves=tick.serves)
+            passes.setdefault((tick.phase, tick.visit, tick.serves), own)
+    updates = replace(program.updates, are_deferred=False, sent_elements={})
+    return replace(program, ticks=tuple(passes.values()), updates=updates, occupants={})
+
+
+def reading_averages(program: StepProgram, graph: ModelGraph, kind: str) -> StepProgram:
+    """Return a program whose passes read averages instead of weights, and round the averages to the compute dtype.
+
+    Layouts without an average keep their weights. In other layouts, the block of the average replaces the block of the
+    weight. If only the average is cut into parts, all its blocks replace the weight's single block.
+    """
+    encodings, read = dict(program.encodings), dict[str, Group]()
+    for layout in graph.layouts.values():
+        found = program.state_keys(layout, kind)
+        if found[0] in program.blocks:
+            weights = program.weight_keys(layout)
+            of_weights = [(key,) for key in found] if len(found) == len(weights) else [tuple(found)]
+            read.update((key, tuple((each, "r") for each in own)) for key, own in zip(weights, of_weights, strict=True))
+            nbytes = layout.num_elements * program.blocks[found[0]].dtype.itemsize
+            encodings[layout.name] = AveragedWeight(tuple(found), nbytes, graph.dtype)
+
+    def reading(group: Group) -> Group:
+        return tuple(use for key, mode in group for use in read.get(key, ((key, mode),)))
+
+    ticks = tuple(
+        replace(tick, held=reading(tick.held), passing=tuple(reading(group) for group in tick.passing))
+        for tick in program.ticks
+    )
+    blocks = {key: block for key, block in program.blocks.items() if block.kind in DURABLE_KINDS}
+    return replace(program, blocks=blocks, ticks=ticks, encodings=encodings)
+
+
+def frozen_program(
+    graph: ModelGraph,
+    *,
+    compute_tier: str,
+    frozen: FrozenWeights,
+) -> StepProgram:
+    """Return a program for a model that is not trained. It has one block per layout's weight, and no ticks."""
+    blocks: dict[str, BlockPlan] = {}
+    for layout in graph.layouts.values():
+        encoding, stays = frozen.encodings.get(layout.name), layout.name in frozen.in_place
+        # Adapters come from a separate folder, so the model folder does not have them.
+        has_it = frozen.in_folder and not layout.trainable
+        block = weight_block(layout, layout.num_elements, graph.dtype, encoding, in_folder=has_it, in_place=stays)
+        blocks[block.key] = block
+    return StepProgram(blocks, (), compute_tier, updates=GroupUpdates(are_deferred=False), encodings=frozen.encodings)
+
+
+def generation_program(
+    program: StepProgram,
+    graph: ModelGraph,
+    trace: VisitTrace,
+    cache_nbytes: Mapping[int, int],
+    *,
+    num_micro_batches: int,
+    is_first: bool,
+) -> StepProgram:
+    """Return the program of one pass. The first pass processes all prompt tokens, later passes one token per prompt.
+
+    If weights are sharded, they are gathered before each visit, and each process has some of the prompts.
+
+    Args:
+        program: Program that contains the blocks of weights.
+        trace: Visits of a forward without a separate head.
+        cache_nbytes: Maximum size of one micro-batch's cache in bytes, by visit.
+        is_first: Whether this is the first pass, so that the cache is still empty.
+    """
+    blocks = {key: block for key, block in program.blocks.items() if block.kind in DURABLE_KINDS}
+    ticks: list[Tick] = []
+    by_part: set[tuple[int, str]] = set()
+    for visit, traced in enumerate(trace.visits):
+        layouts = [graph.layouts[name] for name in layouts_of_unit(graph, traced.unit)]
+        cut = [
+            layout for layout in layouts if layout.name in program.cuts.weights and program.sharding.shards.are_whole
+        ]
+        by_part.update((visit, layout.name) for layout in cut)
+        held = tuple((key, "r") for layout in layouts if layout not in cut for key in program.weight_keys(layout))
+        passing = [((key, "r"),) for layout in cut for key in program.weight_keys(layout)]
+        for micro_batch in range(num_micro_batches if cache_nbytes.get(visit) else 0):
+            key = cache_key(visit, micro_batch)
+            blocks[key] = BlockPlan(key, "activations", cache_nbytes[visit], torch.uint8)
+            passing.append(((key, "w" if is_first else "rw"),))
+        ticks.append(Tick("forward", visit, held, tuple(passing)))  # type: ignore[arg-type]
+    if not program.sharding.shards.are_whole:
+        gathers = gathers_before(ticks, [tick.held for tick in ticks], program.sharding.gathers_ahead)
+        ticks = [each for due, tick in zip(gathers, ticks, strict=True) for each in (*due, replace(tick, held=()))]
+    return replace(
+        program,
+        blocks=blocks,
+        ticks=tuple(ticks),
+        updates=replace(program.updates, are_deferred=False, streamed=frozenset()),
+        recompute=Recompute(kept_parts=program.recompute.kept_parts),
+        cuts=replace(program.cuts, passing=frozenset(by_part)),
+        occupants={},
+    )
+
+
+def whole_head_bytes(program: StepProgram, graph: ModelGraph) -> int:
+    """Return the size of the buffer for the head's whole weight; 0 if the weight has one block.
+
+    If weights are sharded, the result is also 0, because the gather already creates the whole weight.
+    """
+    if not program.sharding.shards.are_whole:
+        return 0
+    head = graph.model.get_output_embeddings()
+    names = {name for unit in graph.units if unit.module is head for _, _, name in unit.params}
+    return sum(graph.layouts[name].num_elements for name in names & program.cuts.weights) * graph.dtype.itemsize

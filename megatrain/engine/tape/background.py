@@ -1,0 +1,60 @@
+"""Host updates that run on a separate thread while a device computes layers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from types import TracebackType
+
+
+class BackgroundUpdates:
+    """Thread that runs updates one at a time, in the order in which they were started. All calls come from one thread.
+
+    Before the caller uses a block, it waits for the block's update and receives the update's error. On exit, the
+    context waits for all updates even after an error, because code that catches the error can free their memory.
+    """
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None  # created with the first update
+        self._running: deque[tuple[frozenset[str], Future[None]]] = deque()
+
+    def start(self, keys: Iterable[str], update: Callable[[], None]) -> None:
+        """Run an update on the thread, after all updates that were started earlier.
+
+        Args:
+            update: Function that runs the update and ends its leases.
+        """
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="updates")
+        self._running.append((frozenset(keys), self._executor.submit(update)))
+
+    def wait_for(self, keys: Collection[str]) -> None:
+        """Wait until no update uses any of these blocks. Raise the first error of an update."""
+        uses = [number for number, (used, _) in enumerate(self._running, 1) if not used.isdisjoint(keys)]
+        self._end(uses[-1] if uses else 0)
+
+    def wait(self) -> None:
+        """Wait for all updates. Raise the first error of an update."""
+        self._end(len(self._running))
+
+    def _end(self, count: int) -> None:
+        for _, update in islice(self._running, count):
+            update.result()
+        for _ in range(count):
+            self._running.popleft()
+
+    def __enter__(self) -> BackgroundUpdates:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.wait()
+        finally:
+            while self._running:
+                self._running[0][1].exception()
+                self._running.popleft()

@@ -1,0 +1,363 @@
+"""Hooks of the executor, and the implementation for a single process. Its weights are views of leased blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from megatrain.base.layout import Piece, SplitTensor, UnitLayout, pieces_of_parts, views, views_of_pieces
+from megatrain.engine.device.host_io import PendingScalars
+from megatrain.engine.program.visit_trace import layouts_of_unit
+from megatrain.engine.program.workspace import decoded_bytes
+from megatrain.engine.tape.pieces import DecodedWeights, LeasedParts, fp32_like, fp32_sum, zero_gaps
+from megatrain.engine.unit.weight_gradients import GradientAccumulator, LaneAccumulator
+
+if TYPE_CHECKING:
+    from megatrain.engine.program.block_access import MatrixParts
+    from megatrain.engine.tape.execution import TapeExecution
+    from megatrain.engine.tape.gradients import StepGradients
+    from megatrain.engine.tape.pieces import GradientPlace
+    from megatrain.engine.tape.tape import Op
+
+
+#: Contribution to a mean: name, total and count. The total can be a device scalar.
+CountedTotal = tuple[str, torch.Tensor | float, int]
+
+
+class WeightPlace(Protocol):
+    """Interface that converts leased blocks to the weights that a visit uses."""
+
+    def for_visit(
+        self, layouts: Sequence[UnitLayout], visit: int, /
+    ) -> AbstractContextManager[Mapping[str, torch.Tensor | MatrixParts]]:
+        """Lease layouts for the duration of a visit, and yield their parameters by full name."""
+
+    def skip(self, layouts: Sequence[UnitLayout], visit: int, /) -> None:
+        """Skip weights. Called instead of ``for_visit`` if no token is routed to the unit."""
+
+    def announce_idle(self, visits: Sequence[int], idle: Collection[int], /) -> None:
+        """Announce which visits, starting with the current visit, will skip their weights."""
+
+    def skip_unlikely(self, num_tokens: int, /) -> None:
+        """Cancel prefetches for experts that will probably get no token in a step of ``num_tokens`` tokens."""
+
+
+class ShardingHooks:
+    """Hooks that the executor calls for all behavior that depends on the number of ranks.
+
+    Attributes:
+        weights: Converter of leased blocks to weights.
+        gradients: Provider of memory for gradient sums.
+    """
+
+    weights: WeightPlace
+    gradients: GradientPlace
+
+    @property
+    def window_bytes(self) -> int:
+        """Peak total bytes of full copies of weights, gradient sums and received data."""
+        return 0
+
+    def start_step(self) -> None:
+        """Drop the state of a previous step that may have failed."""
+
+    def before_visit(self, op: Op) -> None:
+        """Prepare a visit. Called after the visit's op has begun."""
+
+    def after_visit(self) -> None:
+        """Drop the tensors of the current op's visit. Called before the next op begins."""
+
+    def end_visits(self) -> None:
+        """Drop the tensors of the last visit. Called before the remaining exchanges and updates."""
+
+    def end_step(self) -> None:
+        """Drop all remaining tensors. Called after the last op."""
+
+    def run(self, op: Op) -> None:
+        """Run a gather or an exchange."""
+        raise AssertionError(f"a single process has no {op}")
+
+    def before_update(self, layout: UnitLayout) -> None:
+        """Combine a layout's gradient norm over all ranks. Called before an update that is not deferred."""
+
+    def collect_results(
+        self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
+    ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
+        """Queue the transfer of a step's results to the host, for all ranks.
+
+        Args:
+            layouts: Layouts with complete gradients. The returned function converts their norms to floats.
+            terms: Scalars whose sum is the loss of this process.
+            figures: Contributions of this process to the metrics of the loss.
+
+        Returns:
+            A function that waits for the results. Call it once. It returns all terms, and all figures with totals as
+            floats, in the order of micro-batches.
+        """
+        raise NotImplementedError
+
+
+class OneProcess(ShardingHooks):
+    """Hooks of a single process, which needs no communication."""
+
+    def __init__(self, execution: TapeExecution, gradients: StepGradients) -> None:
+        self._step_gradients = gradients
+        self.weights: LeasedWeights = LeasedWeights(execution)
+        self.gradients = LeasedGradients(execution, gradients)
+
+    def end_visits(self) -> None:
+        """Free the memory of decoded weights, so that updates can use it."""
+        self.weights.free()
+
+    def collect_results(
+        self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
+    ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
+        """Queue the transfer of a step's results to the host, which needs one host sync; see ``ShardingHooks``."""
+        squared_norms = self._step_gradients.squared_norms
+        squares = [squared_norms[layout.name] for layout in layouts]
+        arriving = PendingScalars([*terms, *(total for _, total, _ in figures), *squares])
+
+        def read() -> tuple[list[float], list[tuple[str, float, int]]]:
+            numbers = iter(arriving.read())
+            found = [next(numbers) for _ in terms]
+            totals = [(name, next(numbers), count) for name, _, count in figures]
+            squared_norms.update(zip([layout.name for layout in layouts], numbers, strict=True))
+            return found, totals
+
+        return read
+
+
+class LeasedWeights:
+    """``WeightPlace`` that provides weights as views of leased blocks, or decodes them from leased blocks."""
+
+    def __init__(self, execution: TapeExecution) -> None:
+        self._execution = execution
+        model = execution.model
+        self._graph, self._program = model.graph, model.program
+        self._unit_of_visit = [traced.unit for traced in model.trace.visits]
+        self._ticks_of: dict[tuple[str, int], list[int]] = {}
+        for number, tick in enumerate(self._program.ticks):
+            self._ticks_of.setdefault((tick.phase, tick.visit), []).append(number)
+        visits = enumerate(model.trace.visits)
+        self._chances = {number: visit.chance_of_no_token for number, visit in visits if visit.chance_of_no_token}
+        self._decoded = DecodedWeights(decoded_bytes(model.graph, model.trace, model.program))
+
+    def free(self) -> None:
+        """Free the memory of decoded weights until the next visit."""
+        self._decoded.free()
+
+    @contextmanager
+    def for_visit(
+        self, layouts: Sequence[UnitLayout], visit: int
+    ) -> Iterator[Mapping[str, torch.Tensor | MatrixParts]]:
+        """Yield parameters as views of leased blocks, or decode them from leased blocks; see ``WeightPlace``."""
+        program, lease = self._program, self._execution.lease
+        passing = {layout.name for layout in layouts if program.passes_weight(visit, layout.name)}
+        held = [key for layout in layouts if layout.name not in passing for key in program.weight_keys(layout)]
+        # Exit the decode contexts before the leases end, and in reverse order, because the decode memory is a stack.
+        with lease(held) as blocks, ExitStack() as decoded:
+            tensors: dict[str, torch.Tensor | MatrixParts] = {}
+            for layout in layouts:
+                if program.decoded_bytes(visit, layout):
+                    tensors.update(decoded.enter_context(self._decoded_weights(layout, visit, blocks)))
+                elif layout.name in program.cuts.weights:
+                    keys = program.weight_keys(layout)
+                    tensors[layout.entries[0].name] = LeasedParts(layout, keys, blocks, lease)
+                else:
+                    (key,) = program.weight_keys(layout)
+                    tensors.update(views(blocks[key], layout))
+            yield tensors
+
+    @contextmanager
+    def _decoded_weights(
+        self, layout: UnitLayout, visit: int, blocks: Mapping[str, torch.Tensor]
+    ) -> Iterator[dict[str, torch.Tensor | MatrixParts]]:
+        """Yield the parameters of a layout whose blocks are encoded.
+
+        Args:
+            blocks: Leased blocks by key. They include either all blocks of the layout or none of them.
+        """
+        program, keys = self._program, self._program.weight_keys(layout)
+        name, is_cut = layout.entries[0].name, layout.name in program.cuts.weights
+
+        @contextmanager
+        def lease(own: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
+            (key,) = own
+            with self._execution.lease(own) as leased, self._decode(layout, visit, leased) as part:
+                yield {key: part}
+
+        if keys[0] not in blocks:
+            yield {name: LeasedParts(layout, keys, {}, lease)}
+            return
+        with self._decode(layout, visit, {key: blocks[key] for key in keys}) as whole:
+            if is_cut:
+                parts = [whole[part.start : part.stop] for part in program.parts_of(layout)]
+                yield {name: LeasedParts(layout, keys, dict(zip(keys, parts, strict=True)), lease)}
+            else:
+                yield dict(views(whole, layout))
+
+    @contextmanager
+    def _decode(self, layout: UnitLayout, visit: int, leased: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Decode leased blocks of a layout, and yield the weights concatenated in one flat tensor."""
+        program, encoding = self._program, self._program.encodings[layout.name]
+        lengths = dict(zip(program.weight_keys(layout), map(len, program.weight_parts_of(layout)), strict=True))
+        device, stop = next(iter(leased.values())).device, 0
+        with self._decoded.room(program.decoded_bytes(visit, layout), device) as room:
+            weights = room.view(encoding.dtype)
+            for key, block in leased.items():
+                start, stop = stop, stop + lengths[key]
+                encoding.decode(block, weights[start:stop])
+            yield weights[:stop]
+
+    def skip(self, layouts: Sequence[UnitLayout], visit: int) -> None:
+        """Skip weights; see ``WeightPlace``."""
+        self._execution.skip(key for layout in layouts for key in self._program.weight_keys(layout))
+
+    def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+        """Cancel the prefetch of weights that only idle visits need."""
+        now = self._execution.current_op.tick
+        unused: list[tuple[int, str]] = []
+        used: list[tuple[int, str]] = []
+        for visit in visits:
+            for phase in ("forward", "backward"):
+                ticks = self._ticks_of.get((phase, visit), ())
+                # Take the visit's next tick, because a step can run a visit once per micro-batch.
+                tick = next((tick for tick in ticks if tick >= now), None)
+                if tick is not None:
+                    found = unused if visit in idle else used
+                    found += [(tick, key) for key in self._keys_of(visit)]
+        self._execution.skip_prefetch(unused, but_not=used)
+
+    def skip_unlikely(self, num_tokens: int) -> None:
+        """Cancel the early prefetch of weights whose experts will probably get no token."""
+        if not self._chances:
+            return
+        unlikely = [visit for visit, chance in self._chances.items() if chance**num_tokens > 1 / 2]
+        for first in (0, len(self._program.ticks)):  # the prefetcher can already fetch for the next step
+            self._execution.skip_prefetch(
+                [
+                    (first + tick, key)
+                    for visit in unlikely
+                    for key in self._keys_of(visit)
+                    for tick in self._ticks_of.get(("forward", visit), ())
+                ]
+            )
+
+    def _keys_of(self, visit: int) -> list[str]:
+        """Return the keys of a visit's weights."""
+        layouts = [self._graph.layouts[name] for name in layouts_of_unit(self._graph, self._unit_of_visit[visit])]
+        return [key for layout in layouts for key in self._program.weight_keys(layout)]
+
+
+class LeasedGradients:
+    """``GradientPlace`` that sums gradients in their blocks, or in fp32 copies if the blocks are not fp32."""
+
+    def __init__(self, execution: TapeExecution, gradients: StepGradients) -> None:
+        self._execution, self._gradients = execution, gradients
+        self._graph, self._program = execution.model.graph, execution.model.program
+        self._pieces: dict[str, Sequence[Sequence[Piece]]] = {}  # layout -> pieces of its parts
+
+    @contextmanager
+    def held(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[LaneAccumulator]:
+        """Lease gradient blocks, and yield the accumulators; see ``GradientPlace``."""
+        names = [layout.name for layout in layouts]
+        own = {
+            layout.name: self._program.gradient_keys(layout, self._gradients.use_of(layout.name, visit))
+            for layout in layouts
+        }
+        with self._execution.lease([key for name in names for key in own[name]]) as tensors:
+            sums = {
+                name: [fp32_sum(tensors[key], self._execution.use(key).mode) for key in own[name]] for name in names
+            }
+            added = set[str]().union(*(self._gradients.filled_at(name, visit) for name in names))
+            first = GradientAccumulator(self._targets(sums), added)
+
+            def room() -> GradientAccumulator:
+                return GradientAccumulator(
+                    self._targets({name: [fp32_like(tensors[key]) for key in own[name]] for name in names}), set()
+                )
+
+            accumulator = LaneAccumulator(self._gradients.lanes, first, room)
+            yield accumulator
+            accumulator.close()
+            del accumulator, first  # frees the sums that are not blocks
+            # Close within the leases, because closing writes the blocks and the norm reads them.
+            for layout in layouts:
+                keys = own[layout.name]
+                self._close(layout, visit, sums.pop(layout.name), [tensors[key] for key in keys], keys, added)
+
+    def _targets(self, sums: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor | SplitTensor]:
+        """Return views of gradient memory by parameter, given the memory by layout and part."""
+        targets: dict[str, torch.Tensor | SplitTensor] = {}
+        for name, parts in sums.items():
+            layout = self._graph.layouts[name]
+            if name not in self._pieces:  # does not change between steps
+                self._pieces[name] = pieces_of_parts(self._program.parts_of(layout), layout)
+            targets.update(views_of_pieces(parts, self._pieces[name], layout))
+        return targets
+
+    def _close(
+        self,
+        layout: UnitLayout,
+        visit: int,
+        totals: list[torch.Tensor],
+        blocks: Sequence[torch.Tensor],
+        keys: Sequence[str],
+        added: set[str],
+    ) -> None:
+        """Store a use site's sums in their blocks. The last use site to run adds up the sums of all sites."""
+        name = layout.name
+        self._gradients.record_filled(name, visit, [entry.name for entry in layout.entries if entry.name in added])
+        if self._execution.use(keys[0]).mode == "w":  # blocks leased for writing have undefined contents
+            zero_gaps(totals, self._program.parts_of(layout), layout, self._gradients.filled_at(name, visit))
+        for total, block in zip(totals, blocks, strict=True):
+            if total is not block:
+                block.copy_(total)
+        totals.clear()
+        # The backward reaches the first use site last, so the sums of all sites are now complete.
+        if visit == self._gradients.uses[name][0]:
+            self._sum_uses(layout, blocks)
+
+    def _sum_uses(self, layout: UnitLayout, blocks: Sequence[torch.Tensor]) -> None:
+        """Add the other use sites' gradients in forward order, and record the norm of the total."""
+        name = layout.name
+        uses = self._gradients.uses[name]
+        others = [self._program.gradient_keys(layout, use) for use in range(1, len(uses))]
+        if others and not self._execution.uses(others[0][0]):
+            return  # micro-batches run one at a time, and this is not the last one
+        if not others:
+            self._gradients.add_all_to_norm(name, blocks)
+        for part, block in enumerate(blocks if others else ()):
+            with self._execution.lease([keys[part] for keys in others]) as tensors:
+                self._sum_part(name, part, block, [tensors[keys[part]] for keys in others])
+        self._gradients.complete(name, uses[0])
+
+    def _sum_part(self, name: str, part: int, block: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+        """Add one part of the other use sites' gradients to the first site's part, and add the total to the norm."""
+        self._gradients.add_uses(block, others)
+        self._gradients.add_to_norm(name, part, block)
+
+    @contextmanager
+    def part(self, layout: UnitLayout, visit: int, number: int, key: str) -> Iterator[list[torch.Tensor]]:
+        """Yield the leased block, or an fp32 sum that is copied to the block; see ``GradientPlace``."""
+        uses, mode = self._gradients.uses[layout.name], self._execution.use(key).mode
+        others = [self._program.gradient_keys(layout, use)[number] for use in range(1, len(uses))]
+        is_summed = visit == uses[0] and all(map(self._execution.uses, others))
+        with self._execution.lease([key, *(others if is_summed else ())]) as tensors:
+            total = fp32_sum(tensors[key], mode)
+            if mode == "w":  # a block leased for writing has undefined contents
+                total.zero_()
+            yield [total]
+            if total is not tensors[key]:
+                tensors[key].copy_(total)
+                del total
+            if is_summed:
+                self._sum_part(layout.name, number, tensors[key], [tensors[other] for other in others])
+
+    @contextmanager
+    def open_sums(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """Yield a function that allocates partial sums. The plan counts their memory; see ``GradientPlace``."""
+        yield torch.empty_like

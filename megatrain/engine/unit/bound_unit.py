@@ -1,0 +1,280 @@
+"""Binding of weights to an unmodified module, and calls to its `forward`.
+
+Between visits, a module's parameters are placeholders without memory (`absent_weights.py`). During a visit, they are
+views of leased blocks, and leaves of the autograd graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from operator import is_not
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatrain.base.errors import UnsupportedModelError
+from megatrain.engine.unit.absent_weights import AbsentWeight, WeightRead, absent_weight
+from megatrain.engine.unit.arguments import CapturedArguments, CapturedResult
+from megatrain.engine.unit.compiled_layers import naming_failures
+from megatrain.engine.unit.passing import RowLookUps, SplitWeight
+from megatrain.engine.unit.state import without_saved_tensors
+from megatrain.engine.unit.suspend import UnitCall, suspend
+from megatrain.engine.unit.weight_gradients import GradientReceiver, GradientTarget, intercepting, weight_leaf
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megatrain.engine.program.block_access import MatrixParts
+    from megatrain.engine.unit.compiled_layers import LayerCompiler
+    from megatrain.models.graph import Unit
+
+
+class BoundUnit:
+    """Unit to which weights can be bound, so that its unmodified module's `forward` can run.
+
+    Args:
+        unit: Unit whose module has not been stubbed yet.
+
+    Attributes:
+        forward: The module's original or compiled forward.
+        rows: Early look-ups of rows in passing weights.
+    """
+
+    def __init__(self, unit: Unit, device: torch.device, compiler: LayerCompiler | None = None) -> None:
+        self.unit = unit
+        self.forward: Callable[..., Any] = self._own_parameters if unit.is_container else unit.module.forward
+        self._is_compiled = compiler is not None and unit.is_layer
+        if compiler is not None and unit.is_layer:
+            self.forward = compiler.forward_of(unit)
+        self.receiver = GradientReceiver()
+        self.rows = RowLookUps()
+        self._modules = tuple(unit.module.modules())
+        self._slots: list[tuple[dict[str, Any], str, str]] = []
+        self._trainable: dict[str, bool] = {}
+        self._declared_dtype: dict[str, torch.dtype] = {}
+        self._absent: dict[str, AbsentWeight] = {}
+        for local, owner, _ in unit.params:
+            path, _, leaf = local.rpartition(".")
+            parameters = unit.module.get_submodule(path)._parameters
+            parameter = parameters[leaf]
+            assert parameter is not None, local
+            self._slots.append((parameters, leaf, owner))
+            self._trainable[owner] = parameter.requires_grad
+            self._declared_dtype[owner] = parameter.dtype
+            self._absent[owner] = absent_weight(parameter, device)
+            self._absent[owner].site = (unit.index, owner)
+        self.trainable = tuple(owner for owner, trains in self._trainable.items() if trains)
+
+    def _read_weight(self, read: WeightRead, rows: Tensor | None = None) -> Tensor:
+        """Return values that code outside of the module reads. The result is a copy, because it outlives the visit."""
+        weight: Tensor = next(parameters[leaf] for parameters, leaf, owner in self._slots if owner == read.owner)
+        if rows is None:
+            return weight.clone()
+        matrix = weight if weight.dim() == 2 else weight.reshape(len(weight), -1)
+        return functional.embedding(rows, matrix).reshape(*rows.shape, *weight.shape[1:])
+
+    def _own_parameters(self) -> dict[str, Tensor]:
+        """Return copies of a container's parameters, which outlive the visit. Used as the forward of containers."""
+        return {leaf: parameters[leaf].clone() for parameters, leaf, _ in self._slots}
+
+    def zeros(self) -> dict[str, Tensor]:
+        """Return zero-stride zeros to bind instead of unused weights."""
+        return {
+            owner: torch.zeros((), dtype=absent.dtype, device=absent.device).expand(absent.shape)
+            for owner, absent in self._absent.items()
+        }
+
+    @contextmanager
+    def with_placeholders(self) -> Iterator[None]:
+        """Replace the parameters by placeholders without memory, within the context."""
+        with self._in_slots(self._absent):
+            yield
+
+    @contextmanager
+    def bound(self, weights: Mapping[str, Tensor | MatrixParts]) -> Iterator[dict[str, Tensor]]:
+        """Bind `weights`, given by name, to the parameters within the context. Yield the trainable leaves by name."""
+        leaves = {owner: self._leaf(owner, weights[owner]) for owner in self._trainable}
+        with self.rows.bound(leaves.values()), self._in_slots(leaves), intercepting(leaves.values()):
+            yield {owner: leaves[owner] for owner in self.trainable}
+
+    def look_up(self, calls: Sequence[UnitCall]) -> list[list[Tensor]]:
+        """Look up the rows that calls need from passing weights; see ``RowLookUps.look_up``."""
+
+        def begin(call: UnitCall) -> None:
+            with torch.no_grad(), self._attributes_restored():
+                self.forward(*call.args, **call.kwargs)
+
+        return self.rows.look_up(calls, begin)
+
+    def _leaf(self, owner: str, weight: Tensor | MatrixParts) -> Tensor:
+        """Return the graph leaf for a weight. Compiled layers get plain tensors, which torch can compile."""
+        if not isinstance(weight, Tensor):
+            target = GradientTarget(self.receiver, owner) if self._trainable[owner] else None
+            return SplitWeight.in_place_of(self._absent[owner], weight, target, self.rows)
+        values = weight.detach().to(self._declared_dtype[owner])
+        if self._trainable[owner] and values.dim() == 2 and not self._is_compiled:
+            return weight_leaf(values, GradientTarget(self.receiver, owner))
+        return values.requires_grad_(self._trainable[owner])
+
+    @contextmanager
+    def replaced(self, owner: str, weight: Tensor) -> Iterator[Tensor]:
+        """Replace a parameter by a tensor within the context. Yield the previously bound tensor."""
+        before = next(leaf for name, leaf in self.leaves() if name == owner)
+        with self._in_slots({owner: weight}):
+            yield before
+
+    def leaves(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and the bound tensor of each parameter."""
+        for parameters, leaf, owner in self._slots:
+            yield owner, parameters[leaf]
+
+    def matrices(self) -> dict[int, str]:
+        """Return the names of bound weights by id, without weights in parts; empty for compiled layers."""
+        if self._is_compiled:
+            return {}
+        return {id(leaf): owner for owner, leaf in self.leaves() if not isinstance(leaf, SplitWeight)}
+
+    def has(self, owner: str) -> bool:
+        """Return whether the unit uses the parameter with this name."""
+        return owner in self._absent
+
+    def absent(self, owner: str) -> AbsentWeight:
+        """Return the placeholder of a parameter."""
+        return self._absent[owner]
+
+    @contextmanager
+    def _in_slots(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Set parameters to tensors, given by name, within the context."""
+        slots = [slot for slot in self._slots if slot[2] in tensors]
+        saved = [parameters[leaf] for parameters, leaf, _ in slots]
+        try:
+            for parameters, leaf, owner in slots:
+                parameters[leaf] = tensors[owner]
+            yield
+        finally:
+            for (parameters, leaf, _), parameter in zip(slots, saved, strict=True):
+                parameters[leaf] = parameter
+
+    def in_backward(self) -> AbstractContextManager[None]:
+        """Return the context for a run's backward. `torch.compile` compiles a backward when it first runs."""
+        return naming_failures(self.unit) if self._is_compiled else nullcontext()
+
+    def run(
+        self,
+        captured: CapturedArguments,
+        tensors: list[Tensor | None],
+        record_keys: tuple[str, ...],
+        *,
+        keep_graph: bool,
+    ) -> CapturedResult:
+        """Run the unit once for one micro-batch, in the current grad mode.
+
+        Args:
+            keep_graph: Whether autograd saves tensors for a backward.
+        """
+        rebuilt = captured.rebuild(tensors)
+        records: dict[str, list[Any]] = {key: [] for key in record_keys}
+        saving = nullcontext() if keep_graph else without_saved_tensors()
+        with self._attributes_restored(), _active_records(records or None), saving:
+            value = self._value(rebuilt.args, rebuilt.kwargs)
+        captured.check_opaque()
+        return CapturedResult(value, rebuilt, records)
+
+    def call(self, call: UnitCall) -> Any:
+        """Run the unit once with the arguments of a call, for passes without a backward."""
+        with self._attributes_restored(), _active_records(call.collector):
+            return self._value(call.args, call.kwargs)
+
+    def _value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of the forward, or of a weight read."""
+        if args and isinstance(args[0], WeightRead):
+            return self._read_weight(*args)
+        return self.forward(*args, **kwargs)
+
+    @contextmanager
+    def _attributes_restored(self) -> Iterator[None]:
+        """Undo changes that a forward makes to attributes, because they would affect later runs."""
+        attributes = [dict(module.__dict__) for module in self._modules]
+        buffers = [
+            (module, leaf, buffer, buffer._version)
+            for module in self._modules
+            for leaf, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        try:
+            yield
+        finally:
+            for module, before in zip(self._modules, attributes, strict=True):
+                now = module.__dict__
+                if now.keys() != before.keys() or any(map(is_not, now.values(), before.values())):
+                    now.clear()
+                    now.update(before)
+        for module, leaf, buffer, version in buffers:
+            if module._buffers.get(leaf) is not buffer or buffer._version != version:
+                raise UnsupportedModelError(
+                    f"{self.unit.name} ({type(module).__name__})",
+                    f"its forward changes the buffer '{leaf}', and would change it a second time when the layer is "
+                    "run again for the backward",
+                )
+
+
+@contextmanager
+def _active_records(records: dict[str, list[Any]] | None) -> Iterator[None]:
+    """Make Hugging Face's output recorders, such as those for router logits, write to `records` if it is not None."""
+    if records is None:
+        yield
+        return
+    from transformers.utils.output_capturing import _active_collector
+
+    token = _active_collector.set(records)
+    try:
+        yield
+    finally:
+        _active_collector.reset(token)
+
+
+@contextmanager
+def units_stubbed(
+    bounds: Sequence[BoundUnit], others: Mapping[nn.Module, Callable[..., Any]] = MappingProxyType({})
+) -> Iterator[None]:
+    """Within the context, replace weights by placeholders, and units' forwards by stubs that suspend the model.
+
+    Args:
+        bounds: All units. Containers keep their own forward.
+        others: Stubs for modules that are not units.
+    """
+    units = {bound.unit.module: _unit_stub(bound.unit.index) for bound in bounds if not bound.unit.is_container}
+    with ExitStack() as stack:
+        for bound in bounds:
+            stack.enter_context(bound.with_placeholders())
+        stack.enter_context(installed_stubs({**units, **others}))
+        yield
+
+
+def _unit_stub(index: int) -> Callable[..., Any]:
+    from transformers.utils.output_capturing import _active_collector
+
+    def stub(*args: Any, **kwargs: Any) -> Any:
+        return suspend(UnitCall(index, args, kwargs, _active_collector.get()))
+
+    return stub
+
+
+@contextmanager
+def installed_stubs(stubs: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Replace the `forward` of module instances within the context. Their classes stay unchanged."""
+    own = {module: module.__dict__.get("forward") for module in stubs}
+    try:
+        for module, stub in stubs.items():
+            module.__dict__["forward"] = stub
+        yield
+    finally:
+        for module, forward in own.items():
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = forward

@@ -1,0 +1,181 @@
+"""Weights whose parts are leased one at a time, so that the whole matrix is never in memory.
+
+`F.embedding` looks up rows in the parts of a weight. Each part must be leased only once, so the rows of all
+micro-batches are looked up before the first micro-batch runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatrain.engine.device import device_kernels
+from megatrain.engine.unit.absent_weights import AbsentWeight
+from megatrain.engine.unit.weight_gradients import GradientTarget, looked_up
+
+if TYPE_CHECKING:
+    from megatrain.engine.program.block_access import MatrixParts
+    from megatrain.engine.unit.suspend import UnitCall
+
+
+class RowLookUps:
+    """Early look-up of the rows that a unit's runs need from passing weights.
+
+    Attributes:
+        call_index: Position of the current run among the calls passed to ``look_up``.
+    """
+
+    def __init__(self) -> None:
+        self._weights: list[SplitWeight] = []
+        self.call_index = 0
+
+    @contextmanager
+    def bound(self, leaves: Iterable[Tensor]) -> Iterator[None]:
+        """Look up rows in those bound weights whose parts pass, within the context."""
+        self._weights = [leaf for leaf in leaves if isinstance(leaf, SplitWeight) and leaf.parts.passes]
+        try:
+            yield
+        finally:
+            self._weights = []
+
+    def look_up(self, calls: Sequence[UnitCall], begin: Callable[[UnitCall], Any]) -> list[list[Tensor]]:
+        """Look up the rows that calls of the unit will need, leasing each part once.
+
+        Args:
+            begin: Function that starts to run a call. The run is aborted when it looks up rows.
+
+        Returns:
+            Row indexes, by weight and call.
+        """
+        wanted: list[list[Tensor]] = []
+        for weight in self._weights:
+            wanted.append([])
+            for call in calls:
+                try:
+                    begin(call)
+                except _RowsNeeded as asked:
+                    wanted[-1].append(asked.indexes)
+            assert len(wanted[-1]) == len(calls), "a unit does not look up rows of a weight whose parts pass"
+            weight.look_up(wanted[-1])
+        return wanted
+
+    def look_up_again(self, wanted: Sequence[Sequence[Tensor]]) -> None:
+        """Look up rows for the recompute.
+
+        Args:
+            wanted: Row indexes that ``look_up`` returned.
+        """
+        for weight, indexes in zip(self._weights, wanted, strict=True):
+            weight.look_up(indexes)
+
+
+def lease_passing_parts(weights: Mapping[str, Tensor | MatrixParts]) -> None:
+    """Lease each part of the passing weights without using the part, because traffic must not depend on data."""
+    for weight in weights.values():
+        if not isinstance(weight, Tensor) and weight.passes:
+            for number in range(len(weight.rows)):
+                with weight.part(number):
+                    pass
+
+
+class SplitWeight(AbsentWeight):
+    """Placeholder for a matrix whose rows are stored in several blocks. Can be used only in `F.embedding`.
+
+    If all blocks are leased together, `F.embedding` looks up the rows. If blocks are leased one at a time,
+    ``RowLookUps`` has looked up the rows of all micro-batches beforehand.
+
+    Attributes:
+        target: Receiver of the gradient; None if the weight is not trained.
+    """
+
+    parts: MatrixParts
+    target: GradientTarget | None
+    _look_ups: RowLookUps
+    _found: list[Tensor | None]
+
+    @classmethod
+    def in_place_of(
+        cls, absent: AbsentWeight, parts: MatrixParts, target: GradientTarget | None, look_ups: RowLookUps
+    ) -> SplitWeight:
+        """Return a placeholder for ``absent``. If there is a target, the placeholder requires a gradient."""
+        weight: Any = Tensor._make_subclass(cls, absent, target is not None)
+        weight.parts, weight.target, weight._look_ups, weight._found = parts, target, look_ups, []
+        assert isinstance(weight, SplitWeight)
+        return weight
+
+    def look_up(self, wanted: Sequence[Tensor]) -> None:
+        """Look up and keep the rows of each micro-batch."""
+        self._found = list(_rows_in_parts(self, wanted))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is functional.embedding:
+            with torch._C.DisableTorchFunctionSubclass():
+                return _embedding_of_parts(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class _RowsNeeded(BaseException):
+    """Signal that aborts a unit's forward at its look-up. Not an `Exception`, so model code does not catch it."""
+
+    def __init__(self, weight: SplitWeight, indexes: Tensor) -> None:
+        self.weight, self.indexes = weight, indexes
+        super().__init__()
+
+
+def _embedding_of_parts(indexes: Tensor, weight: SplitWeight, padding_idx: int | None = None, **_: Any) -> Tensor:
+    """Compute `F.embedding`. The trace has ruled out options that change the weight or scale its gradient."""
+    rows: Tensor | None
+    if weight.parts.passes:
+        if not weight._found:
+            raise _RowsNeeded(weight, indexes)
+        call_index = weight._look_ups.call_index
+        rows, weight._found[call_index] = weight._found[call_index], None  # the model can change the rows in place
+        assert rows is not None and rows.shape[:-1] == indexes.shape, "a second look-up of rows in one run"
+    else:
+        (rows,) = _rows_in_parts(weight, [indexes])
+    if weight.target is None or not torch.is_grad_enabled():
+        return rows
+    return looked_up(indexes, rows, weight, padding_idx, weight.target)
+
+
+#: Temporary memory that a look-up on a device uses in addition to its result.
+_LOOK_UP_NBYTES = 16 << 20
+
+
+def _rows_in_parts(weight: SplitWeight, wanted: Sequence[Tensor]) -> list[Tensor]:
+    """Return the rows of a matrix for several index tensors, leasing each part once."""
+    width, parts = weight.parts.shape[1], weight.parts
+    made = [torch.full((*each.shape, width), torch.nan, dtype=weight.dtype, device=each.device) for each in wanted]
+    num_found = 0
+    for number, held in enumerate(parts.rows):
+        with parts.part(number) as rows:
+            for indexes, out in zip(wanted, made, strict=True):
+                flat = indexes.reshape(-1)
+                if device_kernels.are_for(out):
+                    device_kernels.copy_rows(out.view(-1, width), held, rows, flat)
+                    continue
+                is_here = (flat >= held.start) & (flat < held.stop)
+                if not out.is_cuda:
+                    at = is_here.nonzero().squeeze(1)
+                    num_found += len(at)
+                    out.view(-1, width)[at] = rows.index_select(0, flat[at] - held.start).to(out.dtype)
+                    continue
+                # Use a mask, because selecting the indexes that belong to this part would need a host sync.
+                step = max(1, _LOOK_UP_NBYTES // (width * out.element_size()))
+                for start in range(0, len(flat), step):
+                    place = out.view(-1, width)[start : start + step]
+                    at = (flat[start : start + step] - held.start).clamp_(0, len(held) - 1)
+                    found = rows.index_select(0, at).to(out.dtype)
+                    torch.where(is_here[start : start + step].unsqueeze(1), found, place, out=place)
+    # On a device, rows with an invalid index stay NaN, which makes the step fail.
+    if made and not made[0].is_cuda and num_found != sum(indexes.numel() for indexes in wanted):
+        raise IndexError(f"an index is not in the range of {parts.shape[0]} rows")
+    return made

@@ -1,0 +1,274 @@
+"""Results of attention and matmuls that a forward saves for its recompute.
+
+A recompute repeats its forward exactly, so it can read the results of kernels instead of computing them again. A call
+of attention has three results: the output, the logsumexp that the backward needs, and the random state. A matmul with a
+bound weight has one result. All other operations run again. Autograd computes the gradients as usual.
+
+The recompute matches calls by order and arguments, and runs all calls that differ or were not saved. Only results of
+fused attention kernels are saved. Eager attention, the math kernel and attention with dropout run again.
+
+docs/decisions/0027-saving-attention-alone.md, docs/decisions/0081-results-of-products.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatrain.engine.device.attention import AttentionCall
+from megatrain.engine.device.work import NOT_SAVABLE, SavableResults, Work
+from megatrain.engine.unit.unneeded import Answer, WeightProducts
+from tiered.units import round_up
+
+#: Results have the same alignment as new tensors, because alignment affects which code a kernel uses.
+_ALIGNMENT_BYTES = 512
+#: Size of the two random state scalars that a kernel can return on a GPU. Its fake kernel returns them elsewhere.
+_RANDOM_STATE_BYTES = 2 * _ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _ResultView:
+    """Position, shape and strides of a result in a block."""
+
+    start: int
+    nbytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def in_room(self, room: Tensor) -> Tensor:
+        flat = room[self.start : self.start + self.nbytes].view(self.dtype)
+        return flat.as_strided(self.shape, self.strides)
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedCall:
+    """Saved call of an operator: its signature, and for each result either the value or its place in the block."""
+
+    signature: Any
+    results: tuple[Any, ...]
+    are_several: bool
+
+
+class SavedResults:
+    """Results of one run of a unit, saved in one block. Not thread-safe.
+
+    The number and lengths of attention calls can depend on data, so results are saved only until the block is full.
+
+    Args:
+        attention_nbytes: Bytes at the start of the block that are reserved for attention; None for the whole block.
+        with_products: Whether to save results of matmuls in the remaining bytes.
+    """
+
+    def __init__(self, attention_nbytes: int | None = None, *, with_products: bool = False) -> None:
+        self._attention_nbytes, self._with_products = attention_nbytes, with_products
+        self._calls: list[_SavedCall | None] = []
+
+    def saving(self, room: Tensor, owners: Mapping[int, str]) -> AbstractContextManager[Any]:
+        """Return a context that saves results. The forward runs in this context.
+
+        Args:
+            room: Block on the compute device, uint8 [N].
+            owners: Names of the bound weights whose matmul results can be saved, by id of the weight.
+        """
+        self._calls = []
+        stop = room.numel() if self._attention_nbytes is None else self._attention_nbytes
+        of_attention = _BlockRange(room, 0, stop)
+        of_products = of_attention if self._attention_nbytes is None else _BlockRange(room, stop, room.numel())
+
+        def call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            results = func(*args, **kwargs)
+            own = of_products if isinstance(results, Tensor) else of_attention
+            self._calls.append(own.save(_signature((func, args, dict(kwargs))), results))
+            return results
+
+        return _calls(call, owners if self._with_products else {})
+
+    def replaying(self, room: Tensor, owners: Mapping[int, str]) -> AbstractContextManager[Any]:
+        """Return a context that replays results for the recompute. ``room`` must outlive the recompute's graph."""
+        calls: Iterator[_SavedCall | None] = iter(self._calls)
+
+        def call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            saved = next(calls, None)
+            if saved is None or saved.signature != _signature((func, args, dict(kwargs))):
+                return func(*args, **kwargs)
+            # Use `.data`, which aliases the block without being a view. Autograd treats it like the operator's result.
+            found = tuple(item.in_room(room).data if isinstance(item, _ResultView) else item for item in saved.results)
+            return found if saved.are_several else found[0]
+
+        return _calls(call, owners if self._with_products else {})
+
+
+class _BlockRange:
+    """Byte range of a block, which is filled with results from ``start`` to ``stop``."""
+
+    def __init__(self, room: Tensor, start: int, stop: int) -> None:
+        self._room, self._used_bytes, self._stop = room, start, stop
+
+    def save(self, signature: Any, result: Any) -> _SavedCall | None:
+        """Save the results of a call. Return None if the results do not fit, or if their memory has gaps."""
+        results = (result,) if isinstance(result, Tensor) else result
+        room, at, found = self._room, self._used_bytes, list[Any]()
+        for item in results:
+            if not _is_stored(item, room.device):
+                found.append(item.detach() if isinstance(item, Tensor) else item)
+                continue
+            place = _ResultView(at, item.numel() * item.element_size(), tuple(item.shape), item.stride(), item.dtype)
+            at += round_up(place.nbytes, _ALIGNMENT_BYTES)
+            if at > self._stop or not _is_dense(item):
+                return None
+            found.append(place)
+        for place, item in zip(found, results, strict=True):
+            if isinstance(place, _ResultView):
+                place.in_room(room).copy_(item)
+        self._used_bytes = at
+        return _SavedCall(signature, tuple(found), not isinstance(result, Tensor))
+
+
+class ResultSizes:
+    """Sizes of the results that a run of a unit can save, measured in a trace.
+
+    Args:
+        flops_of: Function that returns the FLOPs of a call, given the operator, its arguments and its result.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[int, str],
+        flops_of: Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], int],
+    ) -> None:
+        self._owners, self._flops_of = owners, flops_of
+        self.attention = NOT_SAVABLE
+        self._products: dict[str, SavableResults] = {}  # weight's owner -> its products
+
+    def measuring(self) -> AbstractContextManager[Any]:
+        """Return a context that measures the results of the run within it."""
+
+        def call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            results = func(*args, **kwargs)
+            attention = AttentionCall.from_operator(func, args, kwargs)
+            assert attention is not None, func
+            device = results[0].device
+            held = [item for item in results if _is_stored(item, device)]
+            if all(_is_dense(item) for item in held):
+                nbytes = sum(_stored_nbytes(item) for item in held)
+                nbytes += _RANDOM_STATE_BYTES * (device.type == "cuda")
+                self.attention = _sum(self.attention, SavableResults(nbytes, attention.work))
+            return results
+
+        def product(owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            result = func(*args, **kwargs)
+            if _is_stored(result, result.device) and _is_dense(result):
+                work = Work(product_flops=self._flops_of(func, args, kwargs, result), launches=1)
+                found = SavableResults(_stored_nbytes(result), work)
+                self._products[owner] = _sum(self._products.get(owner, NOT_SAVABLE), found)
+            return result
+
+        return _calls(call, self._owners, product)
+
+    def results(self, unneeded: Container[str]) -> SavableResults:
+        """Return the total of attention results and matmul results, except matmuls with weights in ``unneeded``."""
+        found = self.attention
+        for owner, product in self._products.items():
+            if owner not in unneeded:
+                found = _sum(found, product)
+        return found
+
+
+def _sum(one: SavableResults, other: SavableResults) -> SavableResults:
+    return SavableResults(one.nbytes + other.nbytes, one.work + other.work)
+
+
+def _stored_nbytes(item: Tensor) -> int:
+    return round_up(item.numel() * item.element_size(), _ALIGNMENT_BYTES)
+
+
+_Call = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+@contextmanager
+def _calls(call: _Call, owners: Mapping[int, str], product: Answer | None = None) -> Iterator[None]:
+    """Route attention kernels to ``call``, and matmuls with weights to ``product`` (by default also ``call``)."""
+
+    def to_call(owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return call(func, args, kwargs)
+
+    with _AttentionKernelMode(call):
+        if not owners:
+            yield
+            return
+        with WeightProducts(owners, product or to_call):
+            yield
+
+
+class _AttentionKernelMode(TorchFunctionMode):
+    """Mode that routes attention kernels to ``call``.
+
+    Only operators within attention are dispatched through Python. Dispatching all operators of a layer would slow down
+    each of them, and would make torch use different code paths for some of them.
+    """
+
+    def __init__(self, call: _Call) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is functional.scaled_dot_product_attention or isinstance(func, OpOverloadPacket | OpOverload):
+            with _Kernels(self._call):
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode that routes forward calls of fused attention kernels to ``call``."""
+
+    def __init__(self, call: _Call) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._call = call
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        attention = AttentionCall.from_operator(func, args, kwargs or {})
+        if attention is None or attention.is_backward or attention.has_dropout:
+            return func(*args, **(kwargs or {}))
+        return self._call(func, args, kwargs or {})
+
+
+def _is_stored(item: Any, device: torch.device) -> bool:
+    """Return whether a result is stored in the block. Numbers, empty tensors and host tensors are not."""
+    return isinstance(item, Tensor) and item.numel() > 0 and item.device == device
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor's elements fill a contiguous range of memory, in any order."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _signature(value: Any) -> Any:
+    """Return a call's arguments, with each tensor replaced by its shape, strides, dtype and device."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.device
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(_signature(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((name, _signature(item)) for name, item in value.items())
+    return value

@@ -1,0 +1,273 @@
+"""One visit of a unit: lease and bind its weights, and run its forward, its recompute and its backward.
+
+`UnitVisit` uses policies from separate files:
+
+- `idle.py` fetches no weights if no token is routed to the unit.
+- `passing.py` looks up embedding rows for all micro-batches at once if the weight's parts pass.
+- `graph_keeping.py` keeps graphs for the backward, or `input_saving.py` keeps inputs for the recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatrain.engine.unit.idle import RoutedWeights
+from megatrain.engine.unit.passing import lease_passing_parts
+from megatrain.engine.unit.unit_run import UnitRun
+
+if TYPE_CHECKING:
+    from megatrain.base.progress import Activity
+    from megatrain.engine.program.block_access import BlockAccess, GradientSink
+    from megatrain.engine.unit.arguments import CapturedResult
+    from megatrain.engine.unit.bound_unit import BoundUnit
+    from megatrain.engine.unit.graph_keeping import GraphKeeping
+    from megatrain.engine.unit.input_saving import AbsentMicroBatches, InputSaving
+    from megatrain.engine.unit.state import RandomStates
+    from megatrain.engine.unit.suspend import SuspendedForward
+    from megatrain.engine.unit.unit_run import KeptRun
+
+
+class UnitVisit:
+    """Visit of a unit in one pass over a group of micro-batches.
+
+    Args:
+        keeping: Strategy that runs the unit in the forward and keeps either graphs or inputs.
+        anchor: Scalar that requires grad. It connects units without differentiable inputs to the outer graph.
+        plans_backward: Whether the program plans a backward of this visit. If so, a skipped backward also leases the
+            weights.
+
+    Attributes:
+        pending_outputs: Outputs of the forward that are not yet part of the outer graph.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        bound: BoundUnit,
+        visits: VisitSequence,
+        keeping: GraphKeeping | InputSaving,
+        absent: AbsentMicroBatches,
+        anchor: Tensor,
+        plans_backward: bool = False,
+    ) -> None:
+        self.number, self.bound, self.visits = number, bound, visits
+        self._access, self._activity = visits.access, visits.activity
+        self._weights = RoutedWeights(bound, number, visits.access)
+        self._keeping, self._absent = keeping, absent
+        self._anchor, self._plans_backward = anchor, plans_backward
+        self._kept: list[KeptRun] = []
+        self._row_indexes: list[list[Tensor]] = []  # row indexes to look up, by passing weight and call
+        self.pending_outputs: list[Tensor] = []
+
+    # -- forward -----------------------------------------------------------------------------------------------
+
+    def forward(self, forwards: Sequence[SuspendedForward]) -> list[Callable[[], Any]]:
+        """Run the unit for every waiting forward. Return functions that build the results of the calls."""
+        self._access.begin("forward", self.number)
+        calls = [forward.call for forward in forwards if forward.call is not None]
+        self._weights.record_calls(calls)
+        runs: list[_FirstRun] = []
+        # Lease the weights ...
+        with self._weights.leased() as weights, self.bound.bound(weights) as leaves:
+            self._row_indexes = self.bound.look_up(calls)
+            # ... run the unit for each micro-batch, and save the tensors that its backward needs ...
+            for call_index, forward in enumerate(forwards):
+                self._activity.micro_batch = forward.micro_batch + 1
+                self._absent.put(before=forward.micro_batch)
+                runs.append(self._forward_one(UnitRun.from_call(self.bound, forward, call_index), forward, leaves))
+            self._absent.put()
+        # ... and release the weights. Add the unit to the outer graph as one node.
+        inputs = [tensor for run in runs for tensor in run.inputs]
+        outputs: tuple[Tensor, ...] = ()
+        if self.pending_outputs:
+            with torch.enable_grad():
+                outputs = _UnitFunction.apply(self, self._anchor, *inputs)  # type: ignore[no-untyped-call]
+            self.pending_outputs = []
+        return [run.delivery(outputs) for run in runs]
+
+    def _forward_one(self, run: UnitRun, forward: SuspendedForward, leaves: dict[str, Tensor]) -> _FirstRun:
+        """Run one micro-batch. If it needs a backward, keep its graph or its inputs."""
+        tensors, originals = list(run.captured.tensors), run.captured.originals
+        run.captured.forget_contents()
+        start, inputs = len(self.pending_outputs), list[Tensor]()
+        if run.is_differentiable:
+            inputs = run.activations
+            result, kept = self._keeping.run(run, forward, leaves)
+            # Use `.data`, which aliases the output without being a view, because the model may change it in place.
+            self.pending_outputs += [output.data for output in result.outputs]
+            kept.record_aliases(self.pending_outputs[start:])
+            self._kept.append(kept)
+        else:
+            result = run.compute(run.with_activations(run.leaves()), self.visits.random, keep_graph=False)
+        forward.random_state = self.visits.random.get()
+        result.outputs = []  # frees the inner graph if it is not kept
+        return _FirstRun(result, inputs, slice(start, len(self.pending_outputs)), tensors, originals, forward)
+
+    # -- backward ----------------------------------------------------------------------------------------------
+
+    def backward(self, grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Run the backward of all micro-batches. Accumulate the weight gradients, and return the input gradients."""
+        self.visits.begin_backward(self.number)
+        grad_inputs: list[Tensor | None] = []
+        sink: GradientSink | None = None
+        start = 0
+        with ExitStack() as stack:
+            # Lease the weights, and the accumulators of their gradients ...
+            weights = stack.enter_context(self._weights.leased())
+            leaves = stack.enter_context(self.bound.bound(weights))
+            if leaves:
+                sink = stack.enter_context(self._access.gradients(self.bound.unit, self.number))
+                stack.enter_context(self.bound.receiver.into(sink))
+            if self._keeping.recomputes:
+                self.bound.rows.look_up_again(self._row_indexes)
+            # ... recompute, run the backward and reduce, one micro-batch at a time ...
+            waiting, self._kept, self._row_indexes = self._kept[::-1], [], []
+            while waiting:
+                kept = waiting.pop()  # frees each graph before the next one is built or used
+                self._activity.micro_batch = kept.micro_batch + 1
+                if sink is not None:
+                    sink.at(kept.micro_batch)
+                self._absent.take(before=kept.micro_batch)
+                grads = grad_outputs[start : start + kept.num_outputs]
+                start += kept.num_outputs
+                grad_inputs += self._backward_one(kept, grads, leaves, sink)
+            self._absent.take()
+        # ... and release the leases.
+        return grad_inputs
+
+    def _backward_one(
+        self, kept: KeptRun, grad_outputs: Sequence[Tensor | None], leaves: dict[str, Tensor], sink: GradientSink | None
+    ) -> list[Tensor | None]:
+        """Run the backward of one micro-batch on its kept or recomputed graph."""
+        if all(gradient is None for gradient in grad_outputs):
+            kept.skip()
+            return [None] * len(kept.requires_grad)
+        with kept.graph(leaves) as graph:
+            with self.bound.in_backward():
+                of_inputs, of_weights = graph.gradients(grad_outputs)
+            if sink is not None:
+                for name, gradient in zip(graph.weights, of_weights, strict=True):
+                    if gradient is not None:
+                        sink.add(name, gradient)
+            grads = iter(of_inputs)
+            return [next(grads) if requires else None for requires in kept.requires_grad]
+
+    def replace_backward(self, instead: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
+        """Return the input gradients that `instead()` computes. This visit's backward does not run."""
+        self.visits.begin_backward(self.number)
+        grad_inputs = instead()  # runs while graphs and inputs still exist
+        self._kept, self._row_indexes = [], []
+        return grad_inputs
+
+    def skip_backward(self) -> None:
+        """Take this visit's planned leases without computing, because the loss does not depend on the visit."""
+        with ExitStack() as stack:
+            if self._plans_backward or self._weights.is_idle:
+                lease_passing_parts(stack.enter_context(self._weights.leased()))
+            if self.bound.trainable:
+                stack.enter_context(self._access.gradients(self.bound.unit, self.number))
+        for kept in self._kept:
+            self._absent.take(before=kept.micro_batch)
+            kept.skip()
+        self._absent.take()
+        self._kept, self._row_indexes = [], []
+
+
+@dataclass(slots=True)
+class _FirstRun:
+    """Run of one micro-batch in a visit's forward.
+
+    Attributes:
+        inputs: Activations among the arguments, as tensors of the outer graph.
+        part: Positions of this run's outputs among the outputs of all micro-batches.
+    """
+
+    result: CapturedResult
+    inputs: list[Tensor]
+    part: slice
+    tensors: list[Tensor | None]
+    originals: list[Any]
+    forward: SuspendedForward
+
+    def delivery(self, outputs: Sequence[Tensor]) -> Callable[[], Any]:
+        """Return a function that builds the result of the call, given the outputs of all micro-batches."""
+        assert self.forward.call is not None
+        own, collector = outputs[self.part], self.forward.call.collector
+        return lambda: self.result.deliver(own, self.tensors, self.originals, collector)
+
+
+class _UnitFunction(torch.autograd.Function):
+    """Node that represents a visit in the outer graph. It maps all micro-batches' inputs to their outputs.
+
+    The outer graph records the model's own code between units. Autograd runs the node's backward after the gradients of
+    all micro-batches have arrived. The visit can therefore lease its weights once for all micro-batches.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, visit: UnitVisit, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.visit = visit
+        ctx.set_materialize_grads(False)
+        return tuple(visit.pending_outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
+        visit: UnitVisit = ctx.visit
+        return (None, None, *visit.visits.run_backward(visit, grad_outputs))
+
+
+class VisitSequence:
+    """Visits of one pass over a group of micro-batches, in forward order.
+
+    Backwards run in reverse order. Autograd skips visits that the loss does not depend on. To follow the program's
+    ticks, each backward first closes the visits that autograd has skipped since the last one.
+
+    Attributes:
+        run_backward: Function that runs a visit's backward, given output gradients, and returns input gradients.
+    """
+
+    def __init__(self, access: BlockAccess, random: RandomStates, activity: Activity) -> None:
+        self.access, self.random, self.activity = access, random, activity
+        self.run_backward: Callable[[UnitVisit, Sequence[Tensor | None]], list[Tensor | None]] = UnitVisit.backward
+        self._visits: list[UnitVisit] = []
+        self._next = -1  # visit whose backward comes next
+
+    def __len__(self) -> int:
+        return len(self._visits)
+
+    def __iter__(self) -> Iterator[UnitVisit]:
+        return iter(self._visits)
+
+    def append(self, visit: UnitVisit) -> None:
+        """Add the next visit of the forward."""
+        self._visits.append(visit)
+
+    def clear(self) -> None:
+        """Drop the visits of a pass, which breaks the reference cycles between the visits and this object."""
+        self._visits.clear()
+
+    def start_backward(self) -> None:
+        """Begin the backward pass at the last visit."""
+        self._next = len(self._visits) - 1
+
+    def begin_backward(self, visit: int) -> None:
+        """Close the visits that autograd has skipped, then announce the backward of a visit."""
+        self._close_until(visit)
+        assert self._next == visit, (self._next, visit)
+        self.access.begin("backward", visit)
+        self._next -= 1
+
+    def end_backward(self) -> None:
+        """Close the remaining visits, which autograd has skipped."""
+        self._close_until(-1)
+
+    def _close_until(self, visit: int) -> None:
+        while self._next > visit:
+            self.access.begin("backward", self._next)
+            self._visits[self._next].skip_backward()
+            self._next -= 1

@@ -1,0 +1,475 @@
+"""Weight gradients that are added to fp32 accumulators as soon as they are computed.
+
+Autograd returns a weight's gradient as a separate tensor with the shape and dtype of the weight. An embedding's
+gradient has all rows, although a step needs few of them. To avoid this temporary tensor, the leaves bound to a unit's
+matrices intercept `F.linear`, `F.embedding` and `torch.addmm`. In the backward, an intercepted matmul adds its product
+to the accumulator, and an embedding adds the rows of the batch's tokens. Autograd gets no gradient for the weight. If
+the device supports it, half-precision products are summed in fp32 within the GEMM.
+
+All other operations on a weight (slices, transposes, casts, stacked experts) use autograd as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from megatrain.base.layout import SplitTensor
+from megatrain.engine.device import device_kernels
+from megatrain.engine.device.device_kernels import reads_sync_host
+from megatrain.engine.program.block_access import GradientSink
+from megatrain.ranks.lanes import Lanes, Subtree
+
+#: Maximum size of a temporary product, for GEMMs that cannot add to the sum, and of rows that are cast.
+_TEMPORARY_NBYTES = 16 << 20
+
+
+class GradientAccumulator(GradientSink):
+    """fp32 accumulators of a visit. A parameter's first gradient is copied, and all later gradients are added.
+
+    Args:
+        targets: View of each parameter's accumulator, by name.
+        added: Parameters that already have a gradient. This set is extended in place.
+        begins_with_zero: Whether to add a parameter's first product to zeros instead of copying it.
+    """
+
+    def __init__(
+        self, targets: Mapping[str, Tensor | SplitTensor], added: set[str], *, begins_with_zero: bool = False
+    ) -> None:
+        self._targets = targets
+        self._added = added
+        self._begins_with_zero = begins_with_zero
+
+    @property
+    def added(self) -> frozenset[str]:
+        """Parameters with a gradient."""
+        return frozenset(self._added)
+
+    def at(self, micro_batch: int) -> None:
+        """Do nothing, because all micro-batches share one sum."""
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add one micro-batch's gradient of a parameter, in any float dtype."""
+        if name in self._added:
+            self._targets[name].add_(gradient)
+        else:
+            self._targets[name].copy_(gradient)
+            self._added.add(name)
+
+    def take(self, other: GradientAccumulator) -> None:
+        """Add the sums of another accumulator, and clear the other accumulator."""
+        for name in other._added:
+            for (place, _, _), (addend, _, _) in zip(
+                _places(self._targets[name]), _places(other._targets[name]), strict=True
+            ):
+                if name in self._added:
+                    place.add_(addend)
+                else:
+                    place.copy_(addend)
+        self._added |= other._added
+        other._added.clear()
+
+    def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0) -> None:
+        """Add ``left`` [M, K] @ ``right`` [K, N] to the M rows of a matrix that start at ``first_row``."""
+        given = range(first_row, first_row + len(left))
+        if len(given) == _num_rows(self._targets[name]) and not self._begins_with_zero:
+            is_first = name not in self._added
+            self._added.add(name)
+        else:
+            self._begin(name)
+            is_first = False
+        for place, rows, columns in _places(self._targets[name], given):
+            start, stop = max(rows.start, given.start), min(rows.stop, given.stop)
+            target = place[start - rows.start : stop - rows.start]
+            self._add(target, left[start - first_row : stop - first_row], right[:, columns], is_first=is_first)
+
+    def _add(self, target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+        if left.dtype == target.dtype:
+            self._multiply(target, left, right, is_first=is_first)
+        elif target.is_cuda or device_kernels.stands_for_gpu(target):
+            self._multiply_half(target, left, right, is_first=is_first)
+        else:
+            _multiply_in_ranges(target, left, right, is_first=is_first)
+
+    def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None) -> None:
+        """Add ``rows`` [K, N] in order to the rows ``indexes`` [K] of a matrix. Row ``ignored`` gets no gradient."""
+        self._begin(name)
+        for place, held, columns in _places(self._targets[name]):
+            if device_kernels.are_for(place):
+                device_kernels.add_rows(place, held, rows[:, columns], _groups_of(indexes), ignored)
+            else:
+                _add_rows_in_ranges(place, held, indexes, rows[:, columns], ignored)
+
+    def _begin(self, name: str) -> None:
+        """Zero a parameter's accumulator if the parameter has no gradient yet."""
+        if name not in self._added:
+            for place, _, _ in _places(self._targets[name]):
+                place.zero_()
+            self._added.add(name)
+
+    @staticmethod
+    def _multiply(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+        if is_first:
+            torch.mm(left, right, out=target)
+        else:
+            torch.addmm(target, left, right, out=target)
+
+    @staticmethod
+    def _multiply_half(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+        """Multiply half-precision matrices, and add in fp32 throughout."""
+        if is_first:
+            torch.mm(left, right, out_dtype=target.dtype, out=target)
+        else:
+            torch.addmm(target, left, right, out_dtype=target.dtype, out=target)
+
+
+class LaneAccumulator:
+    """Accumulators of a use site, or of some rows of a matrix, with one sum per lane.
+
+    When a lane is complete, open sums are added in the order of the tree of lanes (``ranks/lanes.py``). The first open
+    sum uses the gradient's own memory. Memory for each further open sum is allocated when its first gradient arrives.
+
+    Args:
+        first: Accumulators of the first open sum.
+        room: Function that creates accumulators for the same parameters with separate memory.
+    """
+
+    def __init__(self, lanes: Lanes, first: GradientAccumulator, room: Callable[[], GradientAccumulator]) -> None:
+        self._lanes, self._room = lanes, room
+        self._made = [first]
+        self._num_open = 1
+        self._lane = lanes.own.start
+
+    def at(self, micro_batch: int) -> None:
+        """Advance to a micro-batch, by its number within these lanes. Call this for the micro-batches in order."""
+        lane = self._lanes.lane_of(micro_batch)
+        assert self._lane <= lane < self._lanes.own.stop, (micro_batch, self._lane, lane, self._lanes)
+        while self._lane < lane:
+            self._close_lane()
+            self._num_open += 1
+
+    def close(self) -> list[tuple[Subtree, GradientAccumulator | None]]:
+        """Complete all lanes.
+
+        Returns:
+            The nodes of the tree that remain open, with their sums. A process that has all lanes of the step has one
+            node. A sum is None if it has no gradients.
+        """
+        while self._lane < self._lanes.own.stop - 1:
+            self._close_lane()
+            self._num_open += 1
+        self._close_lane()
+        nodes = self._lanes.subtrees
+        assert len(nodes) == self._num_open, (nodes, self._num_open)
+        left = [*self._made[: self._num_open], *[None] * (self._num_open - len(self._made))]
+        self._made = self._made[:1]
+        return list(zip(nodes, left, strict=True))
+
+    def _close_lane(self) -> None:
+        for _ in range(self._lanes.num_merges(self._lane)):
+            self._num_open -= 1
+            if self._num_open < len(self._made):
+                self._made[self._num_open - 1].take(self._made[self._num_open])
+        self._lane += 1
+
+    @property
+    def _current(self) -> GradientAccumulator:
+        while len(self._made) < self._num_open:
+            self._made.append(self._room())
+        return self._made[self._num_open - 1]
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add the current micro-batch's gradient of a parameter."""
+        self._current.add(name, gradient)
+
+    def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0) -> None:
+        """Add a product to rows of a matrix."""
+        self._current.add_product(name, left, right, first_row)
+
+    def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None) -> None:
+        """Add rows to a matrix."""
+        self._current.add_rows(name, indexes, rows, ignored)
+
+
+def _num_rows(target: Tensor | SplitTensor) -> int:
+    return len(target) if isinstance(target, Tensor) else target.places[-1][0].rows.stop
+
+
+def _places(target: Tensor | SplitTensor, some: range | None = None) -> Iterator[tuple[Tensor, range, slice]]:
+    """Yield each piece of a matrix as memory [rows, columns], row range and column slice.
+
+    Args:
+        target: Matrix in one or several blocks.
+        some: Rows of interest. Pieces without any of these rows are skipped. None for all rows.
+    """
+    if isinstance(target, Tensor):
+        yield target, range(len(target)), slice(None)
+        return
+    for piece, place in target.places:
+        if some is None or max(piece.rows.start, some.start) < min(piece.rows.stop, some.stop):
+            columns = slice(None) if piece.inside is None else slice(piece.inside.start, piece.inside.stop)
+            yield place.view(len(piece.rows), -1), piece.rows, columns
+
+
+def _groups_of(indexes: Tensor) -> Tensor:
+    """Return ``row_groups(indexes)``, which is computed only once for all parts of a matrix."""
+    groups: Tensor | None = getattr(indexes, _GROUPS, None)
+    if groups is None:
+        groups = device_kernels.row_groups(indexes)
+        setattr(indexes, _GROUPS, groups)
+    return groups
+
+
+def _add_rows_in_ranges(place: Tensor, held: range, indexes: Tensor, rows: Tensor, ignored: int | None) -> None:
+    """Add the rows that belong to this part, in order, a limited number at a time."""
+    step = max(1, _TEMPORARY_NBYTES // (4 * rows.shape[-1]))
+    for start in range(0, len(rows), step):
+        at, values = indexes[start : start + step], rows[start : start + step]
+        is_here = (at >= held.start) & (at < held.stop)
+        if ignored is not None:
+            is_here &= at != ignored
+        if not reads_sync_host(at.device) and not isinstance(at, FakeTensor):
+            chosen = is_here.nonzero().squeeze(1)
+            place.index_add_(0, at[chosen].sub_(held.start), values.index_select(0, chosen).to(place.dtype))
+            continue
+        # Mask the rows instead of selecting them, because the host does not know the indexes. Masked rows add zeros to
+        # different rows, because a GPU serializes additions to the same row.
+        anywhere = torch.arange(len(at), device=at.device).remainder_(len(held))
+        values = values.to(place.dtype).masked_fill(is_here.logical_not().unsqueeze(-1), 0.0)
+        place.index_add_(0, torch.where(is_here, at - held.start, anywhere), values)
+
+
+def _multiply_in_ranges(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+    """Add a product to a sum with a different dtype, a few rows at a time, because no GEMM supports both dtypes."""
+    step = max(1, _TEMPORARY_NBYTES // (right.shape[-1] * right.element_size()))
+    for start in range(0, len(left), step):
+        rows = slice(start, start + step)
+        product = torch.mm(left[rows], right)
+        if is_first:
+            target[rows].copy_(product)
+        else:
+            target[rows].add_(product)
+
+
+class GradientReceiver:
+    """Receiver that passes weight gradients of one unit to the sink of the running backward.
+
+    Graphs refer to the receiver, because the sink exists only during the backward.
+    """
+
+    def __init__(self) -> None:
+        self._sink: GradientSink | None = None
+
+    @property
+    def sink(self) -> GradientSink:
+        """Sink of the running backward."""
+        assert self._sink is not None, "a weight got a gradient outside of the backward of its unit"
+        return self._sink
+
+    @contextmanager
+    def into(self, sink: GradientSink | None) -> Iterator[None]:
+        """Pass gradients to a sink within the context."""
+        outer, self._sink = self._sink, sink
+        try:
+            yield
+        finally:
+            self._sink = outer
+
+
+@dataclass(frozen=True, slots=True)
+class GradientTarget:
+    """Position in a parameter's accumulator to which a leaf's gradient is added: the rows from ``first_row``."""
+
+    receiver: GradientReceiver
+    name: str
+    first_row: int = 0
+
+
+_TARGET = "_megatrain_gradient_target"
+_GROUPS = "_megatrain_row_groups"
+
+
+def weight_leaf(values: Tensor, target: GradientTarget) -> Tensor:
+    """Return a leaf that shares the memory of ``values`` [M, N]. Intercepted functions send its gradient to the target.
+
+    Code that uses the leaf must run within ``intercepting``.
+    """
+    leaf = values.detach()
+    if type(leaf) is Tensor:
+        leaf = Tensor._make_subclass(_WeightLeaf, leaf)
+    leaf.requires_grad_()
+    setattr(leaf, _TARGET, target)
+    return leaf
+
+
+def new_leaf(weight: Tensor, *, requires_grad: bool) -> Tensor:
+    """Return a new leaf that shares the memory and the target of a weight."""
+    target = target_of(weight)
+    if target is None or not requires_grad:
+        return weight.detach().requires_grad_(requires_grad)
+    return weight_leaf(weight, target)
+
+
+def target_of(leaf: Tensor) -> GradientTarget | None:
+    """Return the target of a leaf, or None for other tensors."""
+    target: GradientTarget | None = getattr(leaf, _TARGET, None)
+    return target
+
+
+class _WeightLeaf(Tensor):
+    """Leaf that intercepts the torch functions to which it is passed."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _call(func, args, kwargs or {})
+
+
+class _Interception(TorchFunctionMode):
+    """Mode that intercepts torch functions for leaves of another tensor subclass (fake tensors)."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _call(func, args, kwargs or {})
+
+
+def intercepting(leaves: Iterable[Tensor]) -> AbstractContextManager[Any]:
+    """Return a context in which torch functions that are called with these leaves are intercepted."""
+    needs_mode = any(target_of(leaf) is not None and not isinstance(leaf, _WeightLeaf) for leaf in leaves)
+    return _Interception() if needs_mode else nullcontext()
+
+
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    substitute = _SUBSTITUTES.get(func)
+    # Without a graph, no gradient is needed. Under autocast, substitutes return None, so autograd computes it.
+    if substitute is not None and torch.is_grad_enabled():
+        result = substitute(*args, **kwargs)
+        if result is not None:
+            return result
+    return func(*args, **kwargs)
+
+
+def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """Compute `F.linear` so that the backward adds the weight's gradient to its target. Return None to use autograd."""
+    target = target_of(weight)
+    if target is None or torch.is_autocast_enabled(rows.device.type) or rows.dtype != weight.dtype:
+        return None
+    # Flatten and unflatten here, because autograd forbids in-place changes to views created in `_Linear`.
+    flat = rows.reshape(-1, rows.shape[-1])
+    out: Tensor = _Linear.apply(flat, weight, bias, target)  # type: ignore[no-untyped-call]
+    return out.view(*rows.shape[:-1], out.shape[-1])
+
+
+def _addmm(bias: Tensor, rows: Tensor, weight: Tensor, **options: Any) -> Tensor | None:
+    """Compute `torch.addmm` like ``linear``. The weight is [in, out], as in transformers' ``Conv1D``."""
+    target = target_of(weight)
+    if target is None or options or torch.is_autocast_enabled(rows.device.type) or bias.dim() != 1:
+        return None
+    out: Tensor = _Addmm.apply(bias, rows, weight, target)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _embedding(
+    ids: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | None:
+    target = target_of(weight)
+    if target is None or max_norm is not None or scale_grad_by_freq or sparse:
+        return None
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += len(weight)
+    out: Tensor = _Embedding.apply(ids, weight, padding_idx, target, [])  # type: ignore[no-untyped-call]
+    return out
+
+
+def looked_up(ids: Tensor, rows: Tensor, leaf: Tensor, padding_idx: int | None, target: GradientTarget) -> Tensor:
+    """Return rows that were looked up earlier, as the result of `F.embedding`.
+
+    Args:
+        ids: Indexes of the rows, of any shape.
+        leaf: Placeholder that represents the matrix in the graph. Autograd gives it no gradient.
+        padding_idx: Index of the row that gets no gradient.
+    """
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += len(leaf)
+    out: Tensor = _Embedding.apply(ids, leaf, padding_idx, target, [rows])  # type: ignore[no-untyped-call]
+    return out
+
+
+_SUBSTITUTES: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
+    functional.linear: linear,
+    functional.embedding: _embedding,
+    torch.addmm: _addmm,
+}
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, target: GradientTarget) -> Tensor:
+        ctx.target = target
+        ctx.save_for_backward(rows, weight)
+        return functional.linear(rows, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        target: GradientTarget = ctx.target
+        target.receiver.sink.add_product(target.name, grad.t(), rows, target.first_row)
+        grad_rows = torch.mm(grad, weight) if ctx.needs_input_grad[0] else None
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_rows, None, grad_bias, None
+
+
+class _Addmm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, rows: Tensor, weight: Tensor, target: GradientTarget) -> Tensor:
+        ctx.target = target
+        ctx.save_for_backward(rows, weight)
+        return torch.addmm(bias, rows, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        target: GradientTarget = ctx.target
+        target.receiver.sink.add_product(target.name, rows.t(), grad, target.first_row)
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[0] else None
+        grad_rows = torch.mm(grad, weight.t()) if ctx.needs_input_grad[1] else None
+        return grad_bias, grad_rows, None, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, target: GradientTarget, found: Sequence[Tensor]
+    ) -> Tensor:
+        ctx.target, ctx.padding_idx = target, padding_idx
+        ctx.save_for_backward(ids)
+        return found[0] if found else functional.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        (ids,) = ctx.saved_tensors
+        target: GradientTarget = ctx.target
+        rows = grad.reshape(-1, grad.shape[-1])
+        target.receiver.sink.add_rows(target.name, ids.reshape(-1), rows, ctx.padding_idx)
+        return (None, None, None, None, None)
