@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from megatrain.embed.integrations import hf as hf
     from megatrain.embed.integrations import lightning as lightning
     from megatrain.embed.named import named_tensors as named_tensors
-    from megatrain.embed.offload import gathered as gathered
     from megatrain.embed.offload import gradient_lanes as gradient_lanes
     from megatrain.embed.offload import offload as offload
+    from megatrain.embed.offloaded_module import gathered as gathered
     from megatrain.embed.optimizer import TieredOptimizer as TieredOptimizer
     from megatrain.embed.pretrained import load_pretrained as load_pretrained
     from megatrain.embed.stores import open_store as open_store

@@ -175,8 +175,6 @@ class offload_activations:
         stack: list[torch.autograd.graph.saved_tensors_hooks] = self._entered.stack
         return stack
 
-    # -- packing -----------------------------------------------------------------------------------------------
-
     def _pack(self, outer: OuterHooks | None, tensor: Tensor) -> SavedTensor:
         packed: SavedTensor | None = None
         if can_be_placed(tensor) and tensor.numel() and not self._stays(tensor):
@@ -241,9 +239,6 @@ class offload_activations:
         self._no_room_bytes += nbytes
 
 
-# -- objects in the graph -----------------------------------------------------------------------------------------
-
-
 class _OffloadedTensor(Versioned):
     """A saved tensor whose memory was freed. The version probe does not have the tensor's shape."""
 
@@ -300,9 +295,6 @@ class _StoredTensor(_OffloadedTensor):
         if memory is not None:
             return self._place.view(memory)
         return self._place.view(self._cache.read(self._stored), self._stored.elements.first_byte)
-
-
-# -- weights ------------------------------------------------------------------------------------------------------
 
 
 def _storages_of(modules: Iterable[nn.Module]) -> dict[int, WeakStorage]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -37,9 +37,8 @@ class GradientBlock:
     threads that run autograd call this object, one thread at a time.
 
     Args:
-        key: Key of the block, which the constructor registers.
+        key: Key of the registered block.
         parameters: Parameters by name in the layout.
-        homes: Allowed home tiers, preferred first.
 
     Attributes:
         updater: Applies the last step's update before the next step's first gradient arrives. The update reads this
@@ -48,12 +47,7 @@ class GradientBlock:
     """
 
     def __init__(
-        self,
-        store: TieredStore,
-        key: str,
-        layout: UnitLayout,
-        parameters: Mapping[str, nn.Parameter],
-        homes: Sequence[str],
+        self, store: TieredStore, key: str, layout: UnitLayout, parameters: Mapping[str, nn.Parameter]
     ) -> None:
         self.key, self.layout = key, layout
         self._store = store
@@ -64,7 +58,6 @@ class GradientBlock:
         self.num_changes = 0
         self.updater: BlockUpdater | None = None
         self._tier = compute_tier(store)
-        self._register(homes)
         self._hooks: list[Any] = []
         self._nodes: list[Any] = []  # keep the nodes alive, because their hooks would be removed with them
         for parameter in parameters.values():
@@ -73,9 +66,6 @@ class GradientBlock:
             node: Any = get_gradient_edge(parameter).node
             self._hooks.append(node.register_prehook(partial(self._drop_placeholder, parameter)))
             self._nodes.append(node)
-
-    def _register(self, homes: Sequence[str]) -> None:
-        shared_state(self._store).register(self.key, self.layout.num_elements, torch.float32, homes, durable=False)
 
     def close(self) -> None:
         """Remove the hooks that move gradients, and unregister the block."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatrain.embed.offload import gathered
+from megatrain.embed.offloaded_module import gathered
 from megatrain.embed.partition import OffloadError
 
 #: Name components that peft adds to a wrapped model.

@@ -199,11 +199,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         return 0
 
     def check_group(self, param_group: Mapping[str, Any]) -> None:
-        """Raise an error if a group has invalid settings, or parameters that cannot be updated.
-
-        Raises:
-            ValueError: A setting is out of range, or a parameter cannot be updated.
-        """
+        """Raise ``ValueError`` if a group's setting is out of range, or if a parameter cannot be updated."""
         check_settings(param_group)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -213,8 +209,6 @@ class TieredOptimizer(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise ``TypeError``, because only ``state_dict`` can be saved."""
         raise TypeError("an optimizer with its state in a store cannot be pickled. Save its state_dict()")
-
-    # -- parameters --------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters and create their state. Raises the same errors as the constructor."""
@@ -286,8 +280,6 @@ class TieredOptimizer(torch.optim.Optimizer):
                 group.attach()
             else:
                 mark_optimized(group.parameters.values(), self)
-
-    # -- steps -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -418,8 +410,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Return the parameters of all groups, in order."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    # -- averages ----------------------------------------------------------------------------------------------
-
     @contextmanager
     def averaged_parameters(self) -> Iterator[None]:
         """Replace weights with their averages inside the context, for evaluation, ``generate`` or ``save_pretrained``.
@@ -455,15 +445,9 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._is_averaged = False
 
     def check_not_averaged(self, what: str) -> None:
-        """Raise an error if averages are swapped in, because the caller would use them as weights.
-
-        Raises:
-            RuntimeError: Averages are swapped in.
-        """
+        """Raise ``RuntimeError`` if averages are swapped in, because the caller would use them as weights."""
         if self._is_averaged:
             raise RuntimeError(f"{what} inside of averaged_parameters(), where weights are averages. Leave it first")
-
-    # -- saving and loading ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the parameter groups and the number of a committed generation that contains the weights and the state.

@@ -18,17 +18,15 @@ from tiered import TieredStore
 #: Settings of torch's optimizers that change the update rule and are not supported by the kernels.
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "dampening")
 _ONE_KERNEL = "each placement has one kernel, and all kernels give the same results. Leave the option out"
-#: Reasons for rejecting other options of torch's optimizers, by option. The values False and None are accepted.
-_OPTIONS_OF_TORCH = {
+#: Reasons for rejecting options of torch's optimizers and of earlier versions (decision 0114), by option. The values
+#: False and None are accepted.
+_REJECTED_OPTIONS = {
     "fused": _ONE_KERNEL,
     "foreach": _ONE_KERNEL,
     "capturable": "updates run on the CPU or on a stream, outside of CUDA graphs",
     "differentiable": "updates are not differentiable",
     "amsgrad": "AMSGrad's third moment is not supported. Leave the option out",
     "maximize": "negate the loss instead",
-}
-#: Replacements for options of earlier versions (decision 0114), by option.
-_ENDED_OPTIONS = {
     "overlap": "step() updates ordinary parameters. To update each layer right before its next use, call "
     "megatrain.offload(model, store) before creating the optimizer",
 }
@@ -40,20 +38,15 @@ def check_arguments(kind: str, params: object, store: object, unknown: Mapping[s
         raise TypeError(f"{kind} takes parameters, not the module {type(params).__name__}. Pass model.parameters()")
     if store is not None:
         check_store(store, kind)
-    reasons = _OPTIONS_OF_TORCH | _ENDED_OPTIONS
     for name, value in unknown.items():
-        if name not in reasons:
+        if name not in _REJECTED_OPTIONS:
             raise TypeError(f"{kind} has no option {name!r}")
         if value:
-            raise TypeError(f"{kind} has no option {name!r}: {reasons[name]}")
+            raise TypeError(f"{kind} has no option {name!r}: {_REJECTED_OPTIONS[name]}")
 
 
 def check_groups(own: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise an error if saved groups do not match, or if they use an unsupported variant.
-
-    Raises:
-        ValueError: The groups do not match, or they use an unsupported variant.
-    """
+    """Raise ``ValueError`` if saved groups do not match, or if they use an unsupported variant."""
     now = [len(group["params"]) for group in own]
     saved = [len(group["params"]) for group in groups]
     if now != saved:
@@ -63,11 +56,7 @@ def check_groups(own: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str,
 
 
 def check_settings(param_group: Mapping[str, Any]) -> None:
-    """Raise an error if a group's settings are out of range, or if a parameter has no master weights.
-
-    Raises:
-        ValueError: A setting or parameter is invalid.
-    """
+    """Raise ``ValueError`` if a group's settings are out of range, or if a parameter has no master weights."""
     for name in UNSUPPORTED:
         if param_group.get(name):
             raise ValueError(f"{name}={param_group[name]} is not supported by the tiered optimizers")

@@ -126,7 +126,9 @@ class OrdinaryGroup(StateGroup):
         own = [kind for kind in kinds if self._on_device or kind.name != "weight"]
         super().__init__(store, root, layout, parameters, own, homes)
         if offload_gradients:
-            self.gradients = GradientBlock(store, gradient_key(root, 0), layout, parameters, homes)
+            key = gradient_key(root, 0)
+            shared_state(store).register(key, layout.num_elements, torch.float32, homes, durable=False)
+            self.gradients = GradientBlock(store, key, layout, parameters)
         if self._on_device:
             self.copy_masters()
 
@@ -204,11 +206,7 @@ class OrdinaryGroup(StateGroup):
         return not self._on_device and self.gradients is None and not self._elsewhere
 
     def check_place(self, name: str) -> None:
-        """Raise an error if a parameter's dtype or device has changed since its state was created.
-
-        Raises:
-            RuntimeError: The parameter was moved or converted.
-        """
+        """Raise ``RuntimeError`` if a parameter was moved or converted after its state was created."""
         values, place = self.values(name), self._places[name]
         if (values.dtype, values.device) != place:
             raise RuntimeError(

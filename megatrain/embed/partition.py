@@ -26,6 +26,7 @@ from megatrain.ranks.dtensors import is_dtensor
 
 #: Name of the part that contains the outermost module's direct parameters. No submodule can have this name.
 ROOT = "(root)"
+#: Weak references to the optimizers of ordinary parameters.
 _OPTIMIZERS: Any = WeakIdKeyDictionary()
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -154,16 +155,13 @@ def _check(name: str, parameter: nn.Parameter) -> None:
             f"{name} is trained in {parameter.dtype}, but master weights exist only for float32 and bfloat16. First "
             "convert the model: model.to(torch.bfloat16)"
         )
-    optimizer = _OPTIMIZERS.get(parameter, _no_optimizer)()
+    reference = _OPTIMIZERS.get(parameter)
+    optimizer = None if reference is None else reference()
     if optimizer is not None and optimizer.groups:
         raise OffloadError(
             f"{name} already belongs to a {type(optimizer).__name__}. First call megatrain.offload(model, store), "
             "then create the optimizer with model.parameters()"
         )
-
-
-def _no_optimizer() -> None:
-    return None
 
 
 def mark_optimized(parameters: Iterable[nn.Parameter], optimizer: Any) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from megatrain.base.layout import build_layout, views
-from megatrain.embed.offload import move_buffers, offload, offloaded_module
+from megatrain.embed.offload import move_buffers, offload
+from megatrain.embed.offloaded_module import offloaded_module
 from megatrain.embed.stores import compute_device
 from megatrain.embed.weights import block_of
 from megatrain.models.folder import join_names
@@ -21,8 +22,6 @@ from tiered import TieredStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-__all__ = ["load_pretrained"]
 
 
 def load_pretrained(

@@ -1,4 +1,4 @@
-"""Checks whether an offloaded module fits in a store, and leases of its blocks in a single process."""
+"""Homes of an offloaded module's blocks in a store, and leases of these blocks in a single process."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ _STATE_BYTES = 4 + 4 + 8
 UPDATE_BYTES = _STATE_BYTES + 2 * 4
 
 
+#: Home tiers by block key.
+Homes = Mapping[str, str]
+
+
 class WeightLease(Protocol):
-    """A lease of a whole weight block, or a full copy gathered from several ranks."""
+    """A lease of a whole weight block, or a full copy gathered from shards."""
 
     @property
     def tensor(self) -> Tensor:
@@ -41,7 +45,7 @@ class WeightLease(Protocol):
 
 
 class WholeBlocks:
-    """Access to a module's blocks in a single process. The subclass ``ModuleRanks`` supports several ranks.
+    """Access to a module's blocks, which this process stores alone. In the subclass ``ModuleRanks``, it stores shards.
 
     Attributes:
         tier: Tier in which blocks are leased.
@@ -50,20 +54,18 @@ class WholeBlocks:
     def __init__(self, store: TieredStore) -> None:
         self.store, self.tier = store, compute_tier(store)
 
-    # -- leases -----------------------------------------------------------------------------
-
     def num_elements(self, layout: UnitLayout) -> int:
         """Return the number of a block's elements that this process stores."""
         return layout.num_elements
 
-    def lease(self, key: str, layout: UnitLayout, dtype: torch.dtype, mode: Mode) -> WeightLease:
-        """Return a lease of a block."""
-        return self.store.acquire(key, self.tier, mode)
+    def lease(self, part: Part, mode: Mode) -> WeightLease:
+        """Return a lease of a part's weight block."""
+        return self.store.acquire(part.weight_key, self.tier, mode)
 
     @contextmanager
-    def filling(self, key: str, layout: UnitLayout, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yield a flat tensor of zeros. On exit, the tensor's values become the block's contents."""
-        with torch.no_grad(), self.store.acquire(key, "ram", "w") as lease:
+    def filling(self, part: Part) -> Iterator[Tensor]:
+        """Yield a flat tensor of zeros. On exit, its values become the contents of a part's weight block."""
+        with torch.no_grad(), self.store.acquire(part.weight_key, "ram", "w") as lease:
             lease.tensor.zero_()
             yield lease.tensor
 
@@ -71,27 +73,25 @@ class WholeBlocks:
         """Return whether a lease copies the block, because the block's home is a different tier."""
         return self.tier != home
 
-    def drop(self, key: str) -> None:
-        """Evict a copy that was changed during a read-only lease."""
-        self.store.evict(key, self.tier)
+    def drop(self, part: Part) -> None:
+        """Evict a copy of a weight block that was changed during a read-only lease."""
+        self.store.evict(part.weight_key, self.tier)
 
-    def gradient_block(self, part: Part, homes: Sequence[str]) -> GradientBlock:
-        """Register and return the gradient block of a part."""
-        return GradientBlock(self.store, part.gradient_key, part.layout, part.parameters, homes)
+    def gradient_elements(self, part: Part) -> Mapping[str, int]:
+        """Return the number of fp32 elements of a trained part's gradient blocks, by key."""
+        return {part.gradient_key: part.layout.num_elements}
 
-    # -- room --------------------------------------------------------------------------------------------------
+    def gradient_block(self, part: Part) -> GradientBlock:
+        """Return an object that sums a part's gradients in the registered gradient blocks."""
+        return GradientBlock(self.store, part.gradient_key, part.layout, part.parameters)
 
-    def check_module(self, model: nn.Module, units: Sequence[UnitPart], check_room: Callable[[], None]) -> None:
-        """Check whether a module can be offloaded. Nothing is changed before this check.
+    def check_module(self, model: nn.Module, units: Sequence[UnitPart], find_homes: Callable[[], Homes]) -> Homes:
+        """Check whether a module can be offloaded, and return its blocks' homes. Nothing is changed before this check.
 
         Args:
-            check_room: Reserves the module's working set, or raises an error if the module does not fit.
+            find_homes: Reserves the module's working set and returns its homes. It raises an error if they do not fit.
         """
-        check_room()
-
-    def gradient_bytes(self, part: Part) -> Mapping[str, int]:
-        """Return the bytes of a part's gradient blocks, by key."""
-        return {part.gradient_key: part.gradient_bytes}
+        return find_homes()
 
     def working_bytes(self, units: Sequence[UnitPart]) -> int:
         """Return the maximum RAM in bytes for the update of one unit and the weights of the next unit."""
@@ -106,9 +106,7 @@ class WholeBlocks:
     def reserve_room(self, units: Sequence[UnitPart]) -> None:
         """Reserve memory outside of blocks. A single process needs none."""
 
-    def check_working_set(
-        self, units: Sequence[UnitPart], homes: Mapping[str, str], taken: Callable[[str], int]
-    ) -> None:
+    def check_working_set(self, units: Sequence[UnitPart], homes: Homes, taken: Callable[[str], int]) -> None:
         """Raise an error if a layer and its enclosing modules do not fit in the compute tier in addition to homes.
 
         Args:
@@ -134,10 +132,10 @@ class WholeBlocks:
                 )
 
 
-def check_room(
+def find_homes(
     access: WholeBlocks, name: str, units: Sequence[UnitPart], weights: Sequence[str], gradients: Sequence[str]
-) -> None:
-    """Reserve the working set of a module. Raise an error if the blocks or the largest layer do not fit.
+) -> Homes:
+    """Reserve the working set of a module, and return the home tiers of its blocks by key.
 
     Args:
         name: Name of the module in the store.
@@ -154,10 +152,10 @@ def check_room(
         for part in parts
     ]
     wanted += [
-        HomeRequest(key, nbytes, tuple(gradients), False)
+        HomeRequest(key, num_elements * torch.float32.itemsize, tuple(gradients), False)
         for part in parts
         if part.layout.trainable
-        for key, nbytes in access.gradient_bytes(part).items()
+        for key, num_elements in access.gradient_elements(part).items()
     ]
     known = {spec.key for spec in store.blocks()}
     if any(block.key in known for block in wanted):
@@ -178,3 +176,4 @@ def check_room(
     except BaseException:
         shared.working_bytes = before
         raise
+    return homes

@@ -69,8 +69,6 @@ class SavedState:
     def _store(self) -> TieredStore:
         return self._optimizer.store
 
-    # -- as a generation of the store --------------------------------------------------------------------------
-
     def record(self) -> dict[str, Any]:
         """Return a record of a committed generation with the weights and state. Loading verifies the record.
 
@@ -145,8 +143,6 @@ class SavedState:
             is_dtensor(parameter) and not is_unsharded(parameter) for parameter in self._optimizer.parameters()
         )
         return [this_rank(), num_ranks()] if is_sharded else None
-
-    # -- as tensors ---------------------------------------------------------------------------------------------
 
     def tensors_of(self, parameter: nn.Parameter, *, with_master: bool = False) -> dict[str, Any]:
         """Return copies of a parameter's state under torch's names. Before the first update, they are zeros.
@@ -268,11 +264,7 @@ class SavedState:
 
 
 def _check_not_shared(group: StateGroup) -> None:
-    """Raise an error if this rank stores only a shard of the state.
-
-    Raises:
-        TypeError: The state is sharded.
-    """
+    """Raise ``TypeError`` if this rank stores only a shard of the state."""
     if isinstance(group, SharedGroup):
         raise TypeError(
             f"this rank has only a shard of the state of {group.layout.name}. Use state_dict() and load_state_dict() "
@@ -281,11 +273,7 @@ def _check_not_shared(group: StateGroup) -> None:
 
 
 def _check_same_sharding(what: str, values: Tensor, parameter: nn.Parameter) -> None:
-    """Raise an error if loaded state and its parameter are sharded differently.
-
-    Raises:
-        ValueError: The sharding differs.
-    """
+    """Raise ``ValueError`` if loaded state and its parameter are sharded differently."""
     if is_dtensor(parameter) != is_dtensor(values):
         raise ValueError(
             f"{what} is {'a DTensor' if is_dtensor(values) else 'an ordinary tensor'}, but the parameter is not. Load "

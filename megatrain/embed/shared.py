@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from megatrain.base.layout import TensorEntry, UnitLayout
 from megatrain.embed.gradient_block import GradientBlock
 from megatrain.embed.groups import DeferredUpdates, OffloadedGroup, Settings, StateGroup
 from megatrain.embed.partition import OffloadError, Part, UnitPart, parts_around, parts_of
-from megatrain.embed.room import UPDATE_BYTES, WeightLease, WholeBlocks
+from megatrain.embed.room import UPDATE_BYTES, Homes, WeightLease, WholeBlocks
 from megatrain.embed.stores import compute_device, room_for_homes, shared_state
 from megatrain.embed.weights import WeightBlock, WeightInUseError
 from megatrain.engine.unit.weight_gradients import GradientAccumulator
@@ -105,8 +105,6 @@ class ModuleRanks(WholeBlocks):
         """Return the objects of all ranks, in rank order. Call ``announce`` first."""
         return self._collectives.gather_objects(item)
 
-    # -- sizes and shards --------------------------------------------------------------------------------------
-
     def num_elements(self, layout: UnitLayout) -> int:
         """Return the number of elements in each rank's shard of a layout, which includes padding."""
         return self.shards.num_elements(range(layout.num_elements))
@@ -129,14 +127,8 @@ class ModuleRanks(WholeBlocks):
         """Return the size in bytes of a full copy with this dtype. Sums of gradients have the same size."""
         return self.num_gathered(layout) * dtype.itemsize
 
-    # -- memory outside of blocks ------------------------------------------------------------------------------
-
     def reserve(self, tier: str, nbytes: int) -> None:
-        """Ensure that at least ``nbytes`` are reserved in a tier for full copies and exchanged sums.
-
-        Raises:
-            CapacityError: The tier is full.
-        """
+        """Reserve at least ``nbytes`` in a tier outside of blocks. Raise ``CapacityError`` if the tier is full."""
         more = nbytes - self._reserved_bytes[tier]
         if more > 0:
             self.store.reserve(tier, more)
@@ -148,37 +140,19 @@ class ModuleRanks(WholeBlocks):
             self.store.reserve(tier, -nbytes)
         self._reserved_bytes.clear()
 
-    def take(self, tier: str, nbytes: int) -> None:
-        """Count memory as used, and reserve more if the reservation is too small.
-
-        Raises:
-            CapacityError: The tier is full.
-        """
-        self.reserve(tier, self._in_use_bytes[tier] + nbytes)
-        self._in_use_bytes[tier] += nbytes
-
-    def give(self, tier: str, nbytes: int) -> None:
-        """Undo a call to ``take``."""
-        self._in_use_bytes[tier] -= nbytes
-
     @contextmanager
     def room(self, tier: str, nbytes: int) -> Iterator[None]:
-        """Count memory as used inside the context.
-
-        Raises:
-            CapacityError: The tier is full.
-        """
-        self.take(tier, nbytes)
+        """Count memory as used inside the context. Raise ``CapacityError`` if the tier has no space for it."""
+        self.reserve(tier, self._in_use_bytes[tier] + nbytes)
+        self._in_use_bytes[tier] += nbytes
         try:
             yield
         finally:
-            self.give(tier, nbytes)
+            self._in_use_bytes[tier] -= nbytes
 
     def exchange_bytes(self, layout: UnitLayout) -> int:
         """Return the bytes that a gradient exchange needs to receive shards of a layout."""
         return self.lanes.num_sums * self.num_elements(layout) * _FP32_BYTES
-
-    # -- collectives -------------------------------------------------------------------------------------------
 
     def gather(self, full: Tensor, shard: Tensor) -> None:
         """Write the concatenated shards of all ranks to ``full``."""
@@ -208,35 +182,39 @@ class ModuleRanks(WholeBlocks):
             start = stop
         return total(0, self.lanes.count, found, Tensor.add_)
 
-    # -- blocks ------------------------------------------------------------------------------------------------
-
-    def lease(self, key: str, layout: UnitLayout, dtype: torch.dtype, mode: Mode) -> WeightLease:
-        """Return a full copy of a block, gathered from all ranks. This is a collective."""
-        return UnshardedBlock(self, key, layout, dtype, mode)
+    def lease(self, part: Part, mode: Mode) -> WeightLease:
+        """Return a full copy of a part's weights, gathered from all ranks. This is a collective."""
+        return UnshardedBlock(self, part, mode)
 
     @contextmanager
-    def filling(self, key: str, layout: UnitLayout, dtype: torch.dtype) -> Iterator[Tensor]:
+    def filling(self, part: Part) -> Iterator[Tensor]:
         """Yield a flat tensor of zeros. On exit, this rank's shard of the tensor becomes the block's contents."""
-        nbytes = layout.num_elements * dtype.itemsize
-        with torch.no_grad(), self.store.acquire(key, "ram", "w") as lease, self.room("ram", nbytes):
-            full = torch.zeros(layout.num_elements, dtype=dtype)
+        with (
+            torch.no_grad(),
+            self.store.acquire(part.weight_key, "ram", "w") as lease,
+            self.room("ram", part.weight_bytes),
+        ):
+            full = torch.zeros(part.layout.num_elements, dtype=part.dtype)
             yield full
-            self.put_shard(lease.tensor, layout, full)
+            self.put_shard(lease.tensor, part.layout, full)
 
     def is_copy(self, home: str) -> bool:
         """Return True, because a full copy is never stored in the home."""
         return True
 
-    def drop(self, key: str) -> None:
+    def drop(self, part: Part) -> None:
         """Do nothing, because releasing the lease has already dropped the full copy."""
 
-    def gradient_block(self, part: Part, homes: Sequence[str]) -> GradientBlock:
-        """Register and return the gradient blocks of a part, with one sum per lane of this rank."""
-        return SharedGradients(self.store, part.gradient_key, part.layout, part.parameters, homes, self)
+    def gradient_elements(self, part: Part) -> Mapping[str, int]:
+        """Return the elements of the gradient blocks by key: this rank's shard of the total, and each lane's sum."""
+        lanes = {lane_key(part.gradient_key, lane): self.num_gathered(part.layout) for lane in self.own_lanes}
+        return {part.gradient_key: self.num_elements(part.layout), **lanes}
 
-    # -- room --------------------------------------------------------------------------------------------------
+    def gradient_block(self, part: Part) -> GradientBlock:
+        """Return an object that keeps one sum of a part's gradients per lane of this rank."""
+        return SharedGradients(self, part)
 
-    def check_module(self, model: nn.Module, units: Sequence[UnitPart], check_room: Callable[[], None]) -> None:
+    def check_module(self, model: nn.Module, units: Sequence[UnitPart], find_homes: Callable[[], Homes]) -> Homes:
         """Raise an error on all ranks if the module differs between ranks, or does not fit on one of them.
 
         Raises:
@@ -248,18 +226,13 @@ class ModuleRanks(WholeBlocks):
         shared = shared_state(self.store)
         before = shared.working_bytes
         try:
-            self._collectives.all_or_none(check_room)
+            homes = self._collectives.all_or_none(find_homes)
             check_same_module(self, model, [part.layout for part in parts])
         except BaseException:  # another rank may have failed, although the module fits on this rank
             self.unreserve()
             shared.working_bytes = before
             raise
-
-    def gradient_bytes(self, part: Part) -> Mapping[str, int]:
-        """Return the bytes of the gradient blocks by key: this rank's shard of the total, and each lane's full sum."""
-        nbytes = self.gathered_bytes(part.layout, torch.float32)
-        lanes = {lane_key(part.gradient_key, lane): nbytes for lane in self.own_lanes}
-        return {part.gradient_key: self.num_elements(part.layout) * _FP32_BYTES, **lanes}
+        return homes
 
     def working_bytes(self, units: Sequence[UnitPart]) -> int:
         """Return the RAM in bytes for updating the largest shard, or for the sums of one exchange if larger."""
@@ -290,14 +263,8 @@ class ModuleRanks(WholeBlocks):
         if not computes_in_ram:
             self.reserve(self.compute_tier, copies)
 
-    def check_working_set(
-        self, units: Sequence[UnitPart], homes: Mapping[str, str], taken: Callable[[str], int]
-    ) -> None:
-        """Raise an error if a GPU tier cannot hold the largest gradient sum in addition to homes and full copies.
-
-        Raises:
-            CapacityError: The tier is too small. The error contains the tier and the needed bytes.
-        """
+    def check_working_set(self, units: Sequence[UnitPart], homes: Homes, taken: Callable[[str], int]) -> None:
+        """Raise ``CapacityError`` if a GPU tier cannot hold the largest gradient sum next to homes and copies."""
         where = self.compute_tier
         if where == "ram":
             return
@@ -326,37 +293,35 @@ class UnshardedBlock:
         mode: "r", "rw", or "w" if the block has no contents yet.
     """
 
-    def __init__(self, ranks: ModuleRanks, key: str, layout: UnitLayout, dtype: torch.dtype, mode: str) -> None:
-        ranks.announce(f"the weights of {key}" + (" to change them" if mode != "r" else ""))
-        self._ranks, self._key, self._layout, self.mode = ranks, key, layout, mode
-        self._nbytes = ranks.gathered_bytes(layout, dtype)
-        ranks.take(ranks.compute_tier, self._nbytes)
-        try:
-            self.tensor = self._gathered(dtype)[: layout.num_elements]
-        except BaseException:
-            ranks.give(ranks.compute_tier, self._nbytes)
-            raise
+    def __init__(self, ranks: ModuleRanks, part: Part, mode: str) -> None:
+        ranks.announce(f"the weights of {part.weight_key}" + (" to change them" if mode != "r" else ""))
+        self._ranks, self._part, self.mode = ranks, part, mode
+        nbytes = ranks.gathered_bytes(part.layout, part.dtype)
+        with ExitStack() as stack:
+            stack.enter_context(ranks.room(ranks.compute_tier, nbytes))
+            self.tensor = self._gathered(nbytes)[: part.layout.num_elements]
+            self._room = stack.pop_all()
 
-    def _gathered(self, dtype: torch.dtype) -> Tensor:
-        ranks, count = self._ranks, self._ranks.num_gathered(self._layout)
+    def _gathered(self, nbytes: int) -> Tensor:
+        ranks, count, dtype = self._ranks, self._ranks.num_gathered(self._part.layout), self._part.dtype
         if self.mode == "w":
             return torch.zeros(count, dtype=dtype, device=ranks.device)
-        with ranks.room("ram", 0 if ranks.compute_tier == "ram" else self._nbytes):
+        with ranks.room("ram", 0 if ranks.compute_tier == "ram" else nbytes):
             full = torch.empty(count, dtype=dtype)
-            with self._ranks.store.acquire(self._key, "ram", "r") as lease:
+            with self._ranks.store.acquire(self._part.weight_key, "ram", "r") as lease:
                 ranks.gather(full, lease.tensor)
             return full.to(ranks.device)  # the call waits for the copy, because the source is not pinned
 
     def release(self) -> None:
         """Write this rank's shard to the store if the copy is writable, then drop the copy."""
         if self.mode != "r":
-            with torch.no_grad(), self._ranks.store.acquire(self._key, "ram", "w") as lease:
-                self._ranks.put_shard(lease.tensor, self._layout, self.tensor)
+            with torch.no_grad(), self._ranks.store.acquire(self._part.weight_key, "ram", "w") as lease:
+                self._ranks.put_shard(lease.tensor, self._part.layout, self.tensor)
         self.abandon()
 
     def abandon(self) -> None:
         """Drop the copy without writing changes."""
-        self._ranks.give(self._ranks.compute_tier, self._nbytes)
+        self._room.close()
 
 
 class SharedGradients(GradientBlock):
@@ -365,26 +330,12 @@ class SharedGradients(GradientBlock):
     The exchange writes this rank's shard of the sum over all lanes of all ranks to the block ``key``.
     """
 
-    def __init__(
-        self,
-        store: TieredStore,
-        key: str,
-        layout: UnitLayout,
-        parameters: Mapping[str, nn.Parameter],
-        homes: Sequence[str],
-        ranks: ModuleRanks,
-    ) -> None:
+    def __init__(self, ranks: ModuleRanks, part: Part) -> None:
+        super().__init__(ranks.store, part.gradient_key, part.layout, part.parameters)
         self.ranks = ranks
-        self._lane_keys = {lane: lane_key(key, lane) for lane in ranks.own_lanes}
+        self._lane_keys = {lane: lane_key(self.key, lane) for lane in ranks.own_lanes}
         self._filled_of: dict[int, set[str]] = {lane: set() for lane in ranks.own_lanes}
         self.is_exchanged = False
-        super().__init__(store, key, layout, parameters, homes)
-
-    def _register(self, homes: Sequence[str]) -> None:
-        shared = shared_state(self._store)
-        shared.register(self.key, self.ranks.num_elements(self.layout), torch.float32, homes, durable=False)
-        for key in self._lane_keys.values():
-            shared.register(key, self.ranks.num_gathered(self.layout), torch.float32, homes, durable=False)
 
     def exchange(self) -> None:
         """Add the lanes of all ranks, and write this rank's shard of the sum to the block. This is a collective."""
@@ -531,11 +482,7 @@ def _refuse_left(model: nn.Module, parts: Sequence[Part]) -> None:
 
 
 def check_same_module(ranks: ModuleRanks, model: nn.Module, layouts: Sequence[UnitLayout]) -> None:
-    """Raise an error if a module differs between ranks, because a block would mix shards of different modules.
-
-    Raises:
-        RanksDifferError: The module differs. The message contains the first difference.
-    """
+    """Raise ``RanksDifferError`` if a module differs between ranks. The message contains the first difference."""
     parts = {"gradient_lanes": str(ranks.lanes.count)}
     parts |= {f"the layout of {layout.name}": str(layout.entries) for layout in layouts}
     for name, parameter in model.named_parameters():

@@ -264,7 +264,7 @@ class TieredMuon(TieredOptimizer):
     ) -> Sequence[StateKind]:
         matrices = frozenset(name for name, parameter in parameters.items() if id(parameter) in self._matrices)
         kinds = self._muon(settings, lambda name, shape: name in matrices).state_kinds(split_master)
-        # A rank updates matrices without gathering shards, so each rank must have whole matrices.
+        # Updates do not gather shards, so each process must have whole matrices.
         return [replace(kind, needs_whole=kind.name == "m" and bool(matrices)) for kind in kinds]
 
     def scratch_bytes(self, parameters: Iterable[nn.Parameter]) -> int:

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from megatrain.embed.integrations.vllm import follow
-from megatrain.embed.offload import offloaded_module
+from megatrain.embed.offloaded_module import offloaded_module
 from megatrain.embed.optimizer import TieredOptimizer
 from megatrain.embed.partition import OffloadError
 from megatrain.embed.stores import shared_state

@@ -85,8 +85,6 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._loads_late: bool | None = None
         self._strict: bool | None = None
 
-    # -- setting up --------------------------------------------------------------------------------------------
-
     def connect(self, model: Any) -> None:
         """Connect the strategy to a module."""
         super().connect(model)
@@ -158,8 +156,6 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    # -- steps -------------------------------------------------------------------------------------------------
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step as its forward, so that the step can use weights outside of their modules.
 
@@ -209,8 +205,6 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 f"gradient_clip_val={clip_val} differs from {type(optimizer).__name__}(max_grad_norm="
                 f"{optimizer.max_grad_norm}). Set only one of them"
             )
-
-    # -- checkpoints -------------------------------------------------------------------------------------------
 
     @property
     def checkpoint_io(self) -> Any:

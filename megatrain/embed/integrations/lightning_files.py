@@ -14,13 +14,6 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.plugins import TorchCheckpointIO
 
-__all__ = [
-    "KeptGenerations",
-    "MappedCheckpointIO",
-    "file_exists",
-    "local_path",
-]
-
 _RECORD = "checkpoint_files.json"
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.embed.offload import offloaded_module
+from megatrain.embed.offloaded_module import offloaded_module
 from megatrain.embed.partition import partition
 from oracles.any_modules import CASES, Case
 from oracles.embedded import stored_gradient

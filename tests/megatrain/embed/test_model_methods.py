@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import megatrain
 from megatrain.embed.absent_parameters import AbsentWeightError, StoredParameter
-from megatrain.embed.offload import log_ignored_move
 from megatrain.embed.partition import OffloadError
+from megatrain.embed.patches.module_methods import log_ignored_move
 from megatrain.embed.weights import WeightInUseError, block_of
 from oracles.embedded import Rooted, Tied, assert_same_weights, pair_of, run_backward, small_store
 from tiered import TieredStore

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import megatrain
-from megatrain.embed.offload import OffloadError
+from megatrain.embed.partition import OffloadError
 from oracles.embedded import small_store
 from oracles.tiered_run import QUICKSTART
 from tiered import GpuTier, MiB, NvmeTier, RamTier, TieredStore

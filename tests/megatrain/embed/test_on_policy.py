@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_se
 
 import megatrain
 from megatrain.embed.absent_parameters import AbsentWeightError
-from megatrain.embed.offload import offloaded_module
+from megatrain.embed.offloaded_module import offloaded_module
 from oracles.embedded import assert_same_gradients, pair_of, small_store
 from oracles.tiered_run import QUICKSTART
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import megatrain
-from megatrain.embed.offload import offloaded_module
+from megatrain.embed.offloaded_module import offloaded_module
 from megatrain.embed.partition import OffloadError
 from oracles.embedded import assert_same_weights, small_store
 from oracles.families import VOCAB, tiny_config

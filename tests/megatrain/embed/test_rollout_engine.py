@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_se
 import megatrain
 from fakes.rollout_server import RolloutServer
 from megatrain.embed.integrations.vllm import follow
-from megatrain.embed.offload import OffloadError
+from megatrain.embed.partition import OffloadError
 from oracles.tiered_run import QUICKSTART
 from tiered import GpuTier, MiB, RamTier, TieredStore
 

@@ -1,0 +1,240 @@
+"""Replaced methods of modules, which would otherwise read, copy or move absent weights.
+
+The replacements are attributes of the instances and last as long as the module, because its weights stay in the store.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.embed.absent_parameters import AbsentWeightError
+from megatrain.embed.offloaded_module import OffloadedModule
+from megatrain.embed.partition import OffloadError
+from megatrain.embed.stores import compute_device, mapped_copy
+from megatrain.embed.weights import WeightBlock, block_of, release_all
+from tiered.units import round_up
+
+_SHARD_SIZE = "2GB"  # the safetensors writer holds a whole shard in memory
+_log = logging.getLogger(__name__)
+
+
+def install_methods(model: nn.Module, offloaded: OffloadedModule) -> None:
+    """Replace methods of the module and its submodules that would read or move absent weights."""
+    mapped = _MappedWeights(offloaded)
+    for module in model.modules():
+        if any(p is not None and block_of(p) is not None for p in module._parameters.values()):
+            # partial() allows torch to set an attribute on the hook, which a bound method does not allow.
+            module.register_state_dict_post_hook(partial(mapped.fill))  # type: ignore[no-untyped-call]
+            module.__dict__["_load_from_state_dict"] = _loading(module)
+            module.__dict__["_apply"] = _applying(module)
+        if any(block_of(parameter) is not None for parameter in module.parameters()):
+            module.__dict__["__deepcopy__"] = _refuse("copy.deepcopy", "create a second one from its config or folder")
+            module.__dict__["__reduce_ex__"] = _refuse("pickling", "save it: save_pretrained(folder) or state_dict()")
+        if hasattr(type(module), "resize_token_embeddings"):
+            module.__dict__["resize_token_embeddings"] = _resizing(module)
+    install_on_whole(model, offloaded)
+
+
+def install_on_whole(model: nn.Module, offloaded: OffloadedModule) -> None:
+    """Replace methods that users call only on the outermost module."""
+    model.__dict__["_apply"] = _applying_whole(model, offloaded)
+    model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NoParallel()
+    save_pretrained = getattr(model, "save_pretrained", None)
+    if save_pretrained is not None:
+        model.__dict__["save_pretrained"] = _with_shard_limit(save_pretrained)
+
+
+class _MappedWeights:
+    """``state_dict`` hooks that return weights in the store as tensors in unlinked memory-mapped files.
+
+    The hooks copy values to the files unit by unit, so copies use disk space and page cache but no other memory. All
+    names of a tied parameter map to the same tensor.
+    """
+
+    def __init__(self, offloaded: OffloadedModule) -> None:
+        self._store, self._blocks = offloaded.store, frozenset(offloaded.blocks)
+        self._last: dict[int, Tensor] = {}
+        self._destination: ref[Any] | None = None
+
+    def fill(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        """Replace the module's absent parameters with their values. torch calls this hook after ``state_dict``."""
+        if self._destination is None or self._destination() is not state_dict:
+            self._last.clear()  # share tied copies only within one call: callers may change them
+            self._destination = ref(state_dict, lambda _: self._last.clear())
+        for leaf, parameter in module._parameters.items():
+            key = prefix + leaf
+            if parameter is None or key not in state_dict or state_dict[key] is parameter:
+                continue  # the caller asked for the parameters themselves (keep_vars=True)
+            block = block_of(parameter)
+            if block is None or block not in self._blocks:
+                continue
+            values = self._last.get(id(parameter))
+            if values is None:
+                block.hold()
+                try:
+                    values = mapped_copy(parameter.detach(), self._store)
+                finally:
+                    block.release()
+                self._last[id(parameter)] = values
+            state_dict[key] = values
+
+
+def _loading(module: nn.Module) -> Callable[..., None]:
+    """Return ``_load_from_state_dict``, wrapped to hold the module's weights for writing."""
+    load = module._load_from_state_dict
+
+    def load_into_store(state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            raise OffloadError("load_state_dict(assign=True) would replace parameters with new ones outside the store")
+        own = {leaf: (p, block) for leaf, p in module._parameters.items() if p is not None and (block := block_of(p))}
+        held: list[WeightBlock] = []
+        is_failing = True
+        try:
+            for block in dict.fromkeys(block for _, block in own.values()):
+                block.hold("rw")
+                held.append(block)
+            same = [pair for leaf, pair in own.items() if _is_same(*pair, state_dict.get(prefix + leaf))]
+            load(state_dict, prefix, local_metadata, *rest)
+            for parameter, block in same:  # so that the store keeps the low halves of their masters
+                block.is_unchanged(parameter)
+            is_failing = False
+        finally:
+            release_all(held, is_failing=is_failing)
+
+    return load_into_store
+
+
+def _is_same(parameter: nn.Parameter, block: WeightBlock, values: object) -> bool:
+    if not isinstance(values, Tensor) or values.shape != parameter.shape or block.name_of(parameter) in block.missing:
+        return False
+    return torch.equal(parameter.detach(), values.detach().to(parameter.device, parameter.dtype))
+
+
+def _resizing(module: nn.Module) -> Callable[..., Any]:
+    """Return a ``resize_token_embeddings`` that raises if the size changes, because the size of a block is fixed."""
+
+    def resize(new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *_: Any, **__: Any) -> Any:
+        embedding: Any = module.get_input_embeddings()  # type: ignore[operator]
+        have = int(embedding.weight.shape[0])
+        wanted = round_up(new_num_tokens or have, pad_to_multiple_of or 1)
+        if wanted == have:
+            return embedding
+        raise OffloadError(
+            f"resize_token_embeddings({wanted}): the embedding of {have} tokens is in the store, where sizes are "
+            f"fixed. Call model.resize_token_embeddings({wanted}) before megatrain.offload(model, store). Before "
+            "megatrain.load_pretrained, resize an ordinary model, save it with save_pretrained, and load its folder"
+        )
+
+    return resize
+
+
+def _applying(module: nn.Module) -> Callable[..., nn.Module]:
+    """Return an ``_apply`` that skips offloaded parameters. ``to``, ``cuda``, ``half`` etc. call ``_apply``."""
+    apply: Callable[..., nn.Module] = module._apply
+
+    def apply_to_others(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        own = module._parameters
+        absent = {leaf: p for leaf, p in own.items() if p is not None and block_of(p) is not None}
+        for parameter in absent.values():
+            _refuse_conversion(fn, parameter.dtype)
+        if (block := next(map(block_of, absent.values()), None)) is not None:
+            _log_if_moved(fn, compute_device(block.store))
+        module._parameters = {leaf: None if leaf in absent else p for leaf, p in own.items()}
+        try:
+            apply(fn, recurse)
+            own.update((leaf, p) for leaf, p in module._parameters.items() if leaf not in absent)
+        finally:
+            module._parameters = own
+        return module
+
+    return apply_to_others
+
+
+def _applying_whole(model: nn.Module, offloaded: OffloadedModule) -> Callable[..., nn.Module]:
+    """Return ``_apply`` for the outermost module. It refuses conversions and keeps buffers on the compute device."""
+    apply: Callable[..., nn.Module] = model._apply
+
+    def apply_to_others(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for dtype in dict.fromkeys(block.dtype for block in offloaded.blocks):
+            _refuse_conversion(fn, dtype)
+        before = [(module, leaf, buffer) for module in model.modules() for leaf, buffer in module._buffers.items()]
+        apply(fn, recurse)
+        for module, leaf, buffer in before:
+            now = module._buffers[leaf]
+            if buffer is not None and now is not None and now.device != buffer.device:
+                module._buffers[leaf] = buffer.to(now.dtype)
+        return model
+
+    return apply_to_others
+
+
+def _refuse_conversion(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    try:
+        other = fn(torch.empty(0, dtype=dtype)).dtype
+    except (AssertionError, RuntimeError) as error:  # torch raises these errors if a device does not exist
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise OffloadError(
+            f"an offloaded module cannot be moved there: {reason}. It computes on the device of its store"
+        ) from error
+    if other != dtype:
+        raise OffloadError(
+            f"an offloaded module cannot be converted from {dtype} to {other}. Convert it before megatrain.offload"
+        )
+
+
+class _NoParallel:
+    """List of parameters that ``DistributedDataParallel`` should ignore. Iterating over it raises an error."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise OffloadError(
+            "DistributedDataParallel around an offloaded module cannot average gradients, because they move to the "
+            "store. Instead, offload the module with group=torch.distributed.group.WORLD; or do not offload it, and "
+            "use TieredAdamW(model.parameters(), store=...), which keeps the state of each rank in the store"
+        )
+
+
+def _with_shard_limit(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``save_pretrained``, wrapped to write files small enough to fit in memory."""
+
+    def save(*args: Any, **options: Any) -> Any:
+        options.setdefault("max_shard_size", _SHARD_SIZE)
+        return save_pretrained(*args, **options)
+
+    return save
+
+
+def _refuse(what: str, instead: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AbsentWeightError("this module", f"{what} is not supported ({instead})")
+
+    return refuse
+
+
+def _log_if_moved(fn: Callable[[Tensor], Tensor], computes_on: torch.device) -> None:
+    """Log, once per device, that a move is ignored and that inputs must be on the store's compute device."""
+    wanted = fn(torch.empty(0, device=computes_on)).device
+    if wanted.type != computes_on.type:
+        # Trainers move models to the CPU and back routinely, but a move to another device is probably intentional.
+        log_ignored_move(str(wanted), str(computes_on), logging.INFO if wanted.type == "cpu" else logging.WARNING)
+
+
+@functools.cache
+def log_ignored_move(wanted: str, computes_on: str, level: int) -> None:
+    """Log that a move is ignored, and what to do instead."""
+    remedy = 'open the store with gpu="auto" to compute on a CUDA device' if computes_on == "cpu" else "leave it there"
+    _log.log(
+        level,
+        'moving an offloaded module to "%s" is ignored, because its store computes on "%s". Its inputs must be on the '
+        "same device. Move the inputs, or %s",
+        wanted,
+        computes_on,
+        remedy,
+    )
