@@ -75,7 +75,7 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.engine.device.environment", "DeviceError", EXIT_FAILED),
     ("megatrain.engine.device.environment", "DeterminismError", EXIT_CONFIG),
     ("megatrain.engine.forward", "NoTrainedTokensError", EXIT_DATA),
-    ("megatrain.engine.forward", "VisitOrderError", EXIT_FAILED),
+    ("megatrain.engine.lockstep", "VisitOrderError", EXIT_FAILED),
     ("megatrain.engine.step", "NonFiniteGradientError", EXIT_FAILED),
     ("megatrain.models.export", "ExportError", EXIT_FAILED),
     ("megatrain.models.export", "DamagedShardError", EXIT_FAILED),

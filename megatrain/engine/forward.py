@@ -20,7 +20,7 @@ each unit's weights once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -34,7 +34,7 @@ from megatrain.base.progress import Activity
 from megatrain.engine.device.host_io import read_numbers
 from megatrain.engine.head.chunked_head import ChunkedHead, HeadTiling
 from megatrain.engine.head.cross_entropy import PLAIN
-from megatrain.engine.head.head_model import HeadModel, TrunkOutput, accepts_use_cache, without_auxiliary_loss
+from megatrain.engine.head.head_model import HeadModel, TrunkOutput, without_auxiliary_loss
 from megatrain.engine.head.head_plan import HeadPlan, plan_head
 from megatrain.engine.head.head_weights import HeadWeights
 from megatrain.engine.head.loss import MicroBatchLoss, PartialMean
@@ -50,27 +50,20 @@ from megatrain.engine.micro_batches import (
     without_labels,
 )
 from megatrain.engine.program.visit_trace import KEEP_NOTHING, Recompute
-from megatrain.engine.unit.bound_unit import BoundUnit, installed_stubs, units_stubbed
-from megatrain.engine.unit.graph_keeping import GraphKeeping
-from megatrain.engine.unit.input_saving import AbsentMicroBatches, InputSaving
-from megatrain.engine.unit.saved_results import SavedResults
-from megatrain.engine.unit.state import RandomStates, micro_batch_seed
-from megatrain.engine.unit.suspend import SuspendedForward, UnitCall, suspend
-from megatrain.engine.unit.visit import UnitVisit, VisitSequence
+from megatrain.engine.trunk import SuspendedOutput, Trunk
+from megatrain.engine.unit.bound_unit import BoundUnit, installed_stubs
+from megatrain.engine.unit.state import RandomStates
+from megatrain.engine.unit.visit import VisitSequence
 
 if TYPE_CHECKING:
     from megatrain.engine.program.block_access import BlockAccess
-    from megatrain.engine.program.visit_trace import TracedVisit, VisitTrace
+    from megatrain.engine.program.visit_trace import VisitTrace
     from megatrain.engine.unit.compiled_layers import LayerCompiler
     from megatrain.models.graph import ModelGraph
 
 
 class NoTrainedTokensError(Exception):
     """Raised if no token of the step has a label."""
-
-
-class VisitOrderError(Exception):
-    """Raised if the order of unit calls differs from the plan or between micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -362,7 +355,6 @@ class LayerRunner:
         """Yield the scores of each micro-batch. The inputs are on the compute device; see `score`."""
         with torch.no_grad(), without_auxiliary_loss(self._graph.model), self._trunk.prepared():
             outputs = self._trunk.run(batches, 0)
-            self._trunk.check_visit_count()
             if on_hidden is not None:
                 for number, output, _ in outputs:
                     on_hidden(number, self._last_hidden(output))
@@ -386,7 +378,6 @@ class LayerRunner:
         shifted = {number: shifted_labels(batch["labels"]).reshape(-1) for number, batch in enumerate(micro_batches)}
         with self._evaluating(micro_batches, shifted) as (batches, _), self._trunk.prepared():
             outputs = self._trunk.run(batches, 0)
-            self._trunk.check_visit_count()
             return [output["logits"].float().cpu() for _, output, _ in outputs]
 
     def _last_hidden(self, output: Any) -> Tensor:
@@ -410,7 +401,6 @@ class LayerRunner:
         labels_of_chosen = {number: shifted[number].reshape(-1) for number in chosen}
         with self._evaluating(micro_batches, labels_of_chosen) as (batches, rows), self._trunk.prepared():
             outputs = self._trunk.run(batches, 0)
-            self._trunk.check_visit_count()
             with self._head_on(batches, rows, outputs) as (head, items):
                 found = head.log_probs(items)
             sums = [
@@ -448,7 +438,6 @@ class LayerRunner:
             outputs = self._trunk.run(batches, seed, first_number)
             losses, roots, grads = self._run_heads(outputs, batches, rows, losses_by_number, num_items)
             del outputs  # frees outputs that the backward does not need
-            self._trunk.check_visit_count()
             self.visits.start_backward()
             if roots:
                 torch.autograd.backward(roots, grads)
@@ -464,7 +453,6 @@ class LayerRunner:
         """Run only the forward, and return loss terms. Each term is a sum over tokens."""
         with self._trunk.prepared():
             outputs = self._trunk.run(batches, 0)
-            self._trunk.check_visit_count()
             if self._plan is None:  # the model's own loss is a mean, so convert it to a sum
                 return [output["loss"] * counts[number] for number, output, _ in outputs if counts[number]]
             with self._head_on(batches, rows, outputs) as (head, items):
@@ -555,198 +543,3 @@ def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
 def _is_on(tensor: Tensor, device: torch.device) -> bool:
     """Return whether a tensor is on a device. A device without an index matches any index of its type."""
     return tensor.device.type == device.type and device.index in (None, tensor.device.index)
-
-
-#: A micro-batch's number, the result of its forward, and the final state of its random stream.
-SuspendedOutput = tuple[int, Any, tuple[Tensor, ...]]
-
-
-class _TrunkReached(BaseException):
-    """Signal that aborts a forward at the cut before the head. Not an `Exception`, so model code does not catch it."""
-
-    def __init__(self, output: Any) -> None:
-        self.output = output
-        super().__init__()
-
-
-def _trunk_stub(trunk_forward: Callable[..., Any]) -> Callable[..., Any]:
-    def stub(*args: Any, **kwargs: Any) -> Any:
-        raise _TrunkReached(trunk_forward(*args, **kwargs))
-
-    return stub
-
-
-class Trunk:
-    """Runner of the forwards of all micro-batches, which end at the cut before the head if there is a cut.
-
-    Args:
-        visits: Sequence to which each pass appends its visits.
-        bounds: All units, in order, with slots for their weights.
-        head: Plan of the cut before the head; None if the forward runs to its end.
-        trace: Planned visits, with which each forward is compared; None for no comparison.
-        mirror: Context in which the model's own code reads inputs from host copies; None to read from the device.
-        recompute: Forward results that visits keep for the backward.
-    """
-
-    def __init__(
-        self,
-        graph: ModelGraph,
-        visits: VisitSequence,
-        bounds: Sequence[BoundUnit],
-        device: torch.device,
-        head: HeadPlan | None,
-        trace: VisitTrace | None,
-        mirror: AbstractContextManager[Any] | None = None,
-        recompute: Recompute = KEEP_NOTHING,
-        context: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self._context = context
-        self._mirror = mirror
-        self._graph, self.visits, self._bounds, self._device = graph, visits, bounds, device
-        self._head, self._trace = head, trace
-        self._recompute = recompute
-        self._accepts_use_cache = accepts_use_cache(graph.model)
-
-    @contextmanager
-    def prepared(self) -> Iterator[None]:
-        """Replace all weights by placeholders and all units' forwards by stubs within the context."""
-        cut: dict[torch.nn.Module, Callable[..., Any]] = {}
-        if self._head is not None:
-            cut[self._head.trunk] = _trunk_stub(self._head.trunk.forward)
-        with units_stubbed(self._bounds, cut), self._context():
-            yield
-
-    def run(self, batches: Mapping[int, dict[str, Any]], seed: int, first_number: int = 0) -> list[SuspendedOutput]:
-        """Run the forward of every micro-batch in the current grad mode. Call this within the `prepared` context.
-
-        Args:
-            first_number: Position of micro-batch 0 in the step.
-        """
-        self.visits.clear()
-        anchor = torch.zeros((), device=self._device, requires_grad=torch.is_grad_enabled())
-        forwards = [
-            SuspendedForward(
-                number,
-                self._forward_of(batch),
-                self.visits.random,
-                self._device,
-                micro_batch_seed(seed, first_number + number),
-                self._mirror,
-            )
-            for number, batch in batches.items()
-        ]
-        try:
-            for forward in forwards:
-                forward.start()
-            # Run in lockstep: when all forwards wait at the same unit, run the unit for each, then resume all of them.
-            while any(forward.call is not None for forward in forwards):
-                visit, waiting = self._next_visit(forwards, anchor)
-                results = visit.forward(waiting)
-                for forward in waiting:
-                    forward.resume(results.pop(0))  # pop frees each result after its use
-        finally:
-            for forward in forwards:
-                forward.close()
-        return [(forward.micro_batch, forward.result, forward.random_state) for forward in forwards]
-
-    def check_visit_count(self) -> None:
-        """Raise `VisitOrderError` if the forward ended before all planned visits."""
-        if self._trace is None:
-            return
-        planned = sum(not visit.is_head for visit in self._trace.visits)
-        if planned != len(self.visits):
-            raise VisitOrderError(f"the forward ended after {len(self.visits)} unit calls, but {planned} were planned")
-
-    def _next_visit(
-        self, forwards: Sequence[SuspendedForward], anchor: Tensor
-    ) -> tuple[UnitVisit, list[SuspendedForward]]:
-        """Return the next visit and the forwards that wait at its unit. Forwards can skip an optional unit."""
-        number = len(self.visits)
-        units = self._graph.units
-        waiting = self._at_optional_unit(number, forwards)
-        if waiting is not None:
-            unit, present = waiting
-            absent = [forward.micro_batch for forward in forwards if forward not in present]
-            return self._visit(number, unit, anchor, absent), present
-        wanted = {forward.call.unit_index if forward.call else None for forward in forwards}
-        if len(wanted) > 1:
-            names = sorted("the end" if index is None else units[index].name for index in wanted)
-            raise VisitOrderError(
-                f"micro-batches reach different units at visit {number}: {', '.join(names)}. Which layers this model "
-                'runs depends on the data; train it with order = "micro_batch" and no plan'
-            )
-        index = wanted.pop()
-        assert index is not None
-        if self._trace is not None:
-            expected = self._trace.visits[number].unit if number < len(self._trace.visits) else None
-            if expected != index:
-                planned = "the end of the forward" if expected is None else units[expected].name
-                raise VisitOrderError(f"visit {number} is {units[index].name}, but {planned} was planned")
-        return self._visit(number, index, anchor, ()), list(forwards)
-
-    def _at_optional_unit(
-        self, number: int, forwards: Sequence[SuspendedForward]
-    ) -> tuple[int, list[SuspendedForward]] | None:
-        """Return a visit's optional unit and the forwards that wait there, or None if the unit is not optional.
-
-        A planned visit takes place even if no forward waits, so that traffic does not depend on the data.
-        """
-        optional = self._graph.optional_units
-        unit: int | None = None
-        if self._trace is None:
-            reached = (forward.call.unit_index for forward in forwards if forward.call is not None)
-            unit = next((index for index in reached if index in optional), None)
-        elif number < len(self._trace.visits):
-            unit = self._trace.visits[number].unit
-        if unit is None or unit not in optional:
-            return None
-        return unit, [forward for forward in forwards if forward.call and forward.call.unit_index == unit]
-
-    def _visit(self, number: int, unit: int, anchor: Tensor, absent: Sequence[int]) -> UnitVisit:
-        """Create the visit ``number`` and append it to the pass. Micro-batches in ``absent`` skip the visit."""
-        visits, access, random = self.visits, self.visits.access, self.visits.random
-        planned = None if self._trace is None else self._trace.visits[number]
-        keeping: GraphKeeping | InputSaving = GraphKeeping(random)
-        saved: list[int | None] = []
-        if not self._recompute.keeps_graph(number):
-            unneeded = frozenset[str]() if planned is None else planned.unneeded.weights
-            keeping = InputSaving(number, access, random, self._saved_results(number, planned), unneeded)
-            saved += [] if planned is None else range(len(planned.saved))
-            saved += [None] if saved and number in self._recompute.saving else []
-        blocks = [(micro_batch, index) for micro_batch in absent for index in saved]
-        visit = UnitVisit(
-            number,
-            self._bounds[unit],
-            visits,
-            keeping,
-            AbsentMicroBatches(number, access, blocks, anchor),
-            anchor,
-            planned is not None and planned.has_backward,
-        )
-        visits.append(visit)
-        return visit
-
-    def _saved_results(self, number: int, planned: TracedVisit | None) -> Callable[[], SavedResults] | None:
-        """Return a function that creates a visit's saved results, or None if the visit saves none."""
-        if number not in self._recompute.saving:
-            return None
-        with_products = number in self._recompute.saved_results
-        attention_nbytes = planned.attention.nbytes if planned is not None and with_products else None
-        return partial(SavedResults, attention_nbytes, with_products=with_products)
-
-    def _forward_of(self, batch: dict[str, Any]) -> Callable[[SuspendedForward], Any]:
-        options: dict[str, Any] = {"use_cache": False} if self._accepts_use_cache else {}
-        containers = [unit for unit in self._graph.units if unit.is_container]
-
-        def forward(suspended: SuspendedForward) -> Any:
-            try:
-                # Model code uses containers' parameters directly, so bind copies that last for the whole forward.
-                for unit in containers:
-                    values = suspend(UnitCall(unit.index, (), {}, None))
-                    for leaf, value in values.items():
-                        suspended.bind(unit.module._parameters, leaf, value)
-                return self._graph.model(**batch, **options)
-            except _TrunkReached as reached:  # the head phase runs the rest of the forward
-                return reached.output
-
-        return forward

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from megatrain.base.errors import UnsupportedModelError
-from megatrain.engine.forward import VisitOrderError, move_buffers
+from megatrain.engine.forward import move_buffers
+from megatrain.engine.lockstep import RepeatedPasses, Stop, run_in_lockstep
 from megatrain.engine.program.block_access import MatrixParts, WeightAccess
 from megatrain.engine.program.visit_trace import VisitTrace
 from megatrain.engine.unit.absent_weights import placeholder
-from megatrain.engine.unit.bound_unit import BoundUnit, units_stubbed
+from megatrain.engine.unit.bound_unit import BoundUnit, read_containers, units_stubbed
 from megatrain.engine.unit.idle import RoutedWeights
 from megatrain.engine.unit.state import RandomStates
-from megatrain.engine.unit.suspend import SuspendedForward, UnitCall, suspend
+from megatrain.engine.unit.suspend import SuspendedForward
 
 if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph, Unit
@@ -66,7 +67,6 @@ class GenerationRunner:
         any_rank: Callable[[bool], bool] | None = None,
     ) -> None:
         self._graph, self._access, self._device = graph, access, device
-        assert any_rank is None or trace is not None, "several ranks need planned visits"
         self._any_rank = any_rank
         self._num_micro_batches = num_micro_batches
         move_buffers(graph.model, device)
@@ -100,58 +100,29 @@ class GenerationRunner:
         model.eval()
         kept = [_KeptCache(cache) for cache in caches]
         forwards: list[SuspendedForward] = []
+        passes = RepeatedPasses(self._graph, self._trace, self._any_rank, on_pass)
         try:
             with torch.no_grad(), self._prepared():
                 for number, (function, seed) in enumerate(zip(functions, seeds, strict=True)):
                     started = _without_argument(function)
                     forwards.append(SuspendedForward(number, started, self._random, self._device, seed))
                 on_pass(0)
-                for forward in forwards:
-                    forward.start()
-                self._run_visits(forwards, kept, on_pass)
+                run_in_lockstep(forwards, passes, lambda stop: self._visit(stop, forwards, kept))
         finally:
-            for forward in forwards:
-                forward.close()
             model.train()
             self._random.set(random_state)
             self._whole.clear()
         self.kept_nbytes = kept[0].nbytes if kept else {}
         return [forward.result for forward in forwards]
 
-    def _run_visits(
-        self, forwards: Sequence[SuspendedForward], kept: Sequence[_KeptCache], on_pass: Callable[[int], None]
-    ) -> None:
-        visit = passes = 0
-        planned = None if self._trace is None else [each.unit for each in self._trace.visits]
-        while True:
-            units = {forward.call.unit_index for forward in forwards if forward.call is not None}
-            if planned is not None and visit == len(planned):
-                if not (units if self._any_rank is None else self._any_rank(bool(units))):
-                    return
-                visit, passes = 0, passes + 1
-                on_pass(passes)
-            if not units:
-                if self._any_rank is None or planned is None:
-                    return
-                units = {planned[visit]}  # join the pass, because prompts of other ranks continue
-            if len(units) > 1:
-                names = sorted(self._graph.units[unit].name for unit in units)
-                raise VisitOrderError(f"prompts reach different units at visit {visit}: {', '.join(names)}")
-            unit = units.pop()
-            if planned is not None and planned[visit] != unit:
-                names = [self._graph.units[number].name for number in (unit, planned[visit])]
-                raise VisitOrderError(f"visit {visit} is {names[0]}, but {names[1]} was planned")
-            for resume in self._run_visit(visit, self._bounds[unit], forwards, kept):
-                resume()
-            visit += 1
-
-    def _run_visit(
-        self, visit: int, bound: BoundUnit, forwards: Sequence[SuspendedForward], kept: Sequence[_KeptCache]
-    ) -> list[Callable[[], None]]:
-        """Run a unit for every waiting forward. Return functions that resume the forwards."""
+    def _visit(
+        self, stop: Stop, forwards: Sequence[SuspendedForward], kept: Sequence[_KeptCache]
+    ) -> list[Callable[[], Any]]:
+        """Run a unit for every waiting forward. Return functions that return the results of the calls."""
+        visit, bound = stop.number, self._bounds[stop.unit]
         self._access.begin("forward", visit)
-        resumes: list[Callable[[], None]] = []
-        calls = [forward.call for forward in forwards if forward.call is not None]
+        results: list[Callable[[], Any]] = []
+        calls = [forward.call for forward in stop.waiting if forward.call is not None]
         if not calls:  # all prompts of this rank have ended, but its traffic must match the other ranks
             with self._access.weights(bound.unit, visit):
                 for number in range(max(len(forwards), self._num_micro_batches)):
@@ -173,11 +144,11 @@ class GenerationRunner:
                         self._random.set(forward.random_state)
                         value = bound.call(forward.call)
                         forward.random_state = self._random.get()
-                    resumes.append(_resume_with(forward, value))
+                    results.append(_returning(value))
             for absent in range(len(forwards), self._num_micro_batches):
                 with self._access.cache_block(visit, absent):
                     pass
-        return resumes
+        return results
 
     def _with_whole_head(
         self, unit: Unit, weights: Mapping[str, Tensor | MatrixParts]
@@ -202,17 +173,16 @@ class GenerationRunner:
     @contextmanager
     def _prepared(self) -> Iterator[None]:
         """Replace weights by placeholders and units' forwards by stubs. Each forward loads containers' parameters."""
-        containers = [unit for unit in self._graph.units if unit.is_container]
-        model = self._graph.model
+        model, units = self._graph.model, self._graph.units
         forward = model.forward
 
         def with_containers(*args: Any, **kwargs: Any) -> Any:
-            for unit in containers:
-                for leaf, value in suspend(UnitCall(unit.index, (), {}, None)).items():
-                    unit.module._parameters[leaf] = value
+            for parameters, leaf, value in read_containers(units):
+                parameters[leaf] = value
             return forward(*args, **kwargs)
 
-        with units_stubbed(self._bounds, {model: with_containers} if containers else {}):
+        has_containers = any(unit.is_container for unit in units)
+        with units_stubbed(self._bounds, {model: with_containers} if has_containers else {}):
             yield
 
 
@@ -220,8 +190,8 @@ def _without_argument(function: Callable[[], Any]) -> Callable[[SuspendedForward
     return lambda forward: function()
 
 
-def _resume_with(forward: SuspendedForward, value: Any) -> Callable[[], None]:
-    return lambda: forward.resume(lambda: value)
+def _returning(value: Any) -> Callable[[], Any]:
+    return lambda: value
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,6 +255,17 @@ def units_stubbed(
         yield
 
 
+def read_containers(units: Sequence[Unit]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Suspend the forward at each container, whose parameters model code uses directly.
+
+    Yield each container's parameter dict, and the name and a copy of each parameter. The copies outlive the visits.
+    """
+    for unit in units:
+        if unit.is_container:
+            for leaf, value in suspend(UnitCall(unit.index, (), {}, None)).items():
+                yield unit.module._parameters, leaf, value
+
+
 def _unit_stub(index: int) -> Callable[..., Any]:
     from transformers.utils.output_capturing import _active_collector
 

@@ -187,17 +187,16 @@ def test_in_place_change_of_a_saved_tensor_is_refused_as_in_pytorch() -> None:
 def change_outputs_outside(side: Side, bound: Any) -> None:
     """Make the model's code double a unit's output in place, between two units."""
     trunk = side.runner._trunk
-    run = trunk._next_visit
+    make = trunk._visit
 
-    def next_visit(forwards: Any, anchor: Any) -> Any:
-        visit, waiting = run(forwards, anchor)
-        if visit.bound is not bound:
-            return visit, waiting
-        forward = visit.forward
-        visit.forward = lambda forwards: [lambda give=give: give().mul_(2) for give in forward(forwards)]
-        return visit, waiting
+    def changing(*args: Any) -> Any:
+        visit = make(*args)
+        if visit.bound is bound:
+            forward = visit.forward
+            visit.forward = lambda forwards: [lambda give=give: give().mul_(2) for give in forward(forwards)]
+        return visit
 
-    trunk._next_visit = next_visit
+    trunk._visit = changing
 
 
 # -- excluded tensors, and tensors that stay -------------------------------------------------------------------

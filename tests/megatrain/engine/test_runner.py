@@ -12,7 +12,8 @@ import torch
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.spec import build_graph
-from megatrain.engine.forward import NoTrainedTokensError, VisitOrderError
+from megatrain.engine.forward import NoTrainedTokensError
+from megatrain.engine.lockstep import VisitOrderError
 from megatrain.engine.micro_batches import shifted_labels
 from megatrain.engine.program.visit_trace import VisitTrace
 from megatrain.engine.unit.arguments import CapturedArguments, CapturedResult
