@@ -2,7 +2,7 @@
 
 The engine stores only the inputs of its layers, whose shapes are known (``StoreAccess.put_activation``). In user code,
 autograd can save any tensor, several tensors can view one storage, and other code can own the memory. A saved tensor is
-therefore split: its bytes move to a block (``megatrain.embed.activation_blocks``), and its view stays in the graph.
+therefore split: its bytes move to a block (``megatrain.embed.activation_cache``), and its view stays in the graph.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from weakref import WeakValueDictionary, ref
@@ -18,14 +18,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from megatrain.embed.activation_blocks import (
-    ActivationCache,
-    SourceStorage,
-    StorageView,
-    StoredElements,
-    WeakStorage,
-    can_be_placed,
-)
+from megatrain.embed.activation_cache import ActivationCache, ActivationStats
 from megatrain.embed.saved_tensors import (
     KeptInMemory,
     OuterHooks,
@@ -35,6 +28,7 @@ from megatrain.embed.saved_tensors import (
     outer_hooks,
     saving,
 )
+from megatrain.embed.source_storages import SourceStorage, StorageView, StoredElements, WeakStorage, can_be_placed
 from megatrain.engine.unit.graph_keeping import version_probe
 from tiered import TieredStore
 from tiered.units import MiB, format_size
@@ -45,31 +39,6 @@ _SAME_VALUES = {
     *("T", "ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View"),
 }
 _MAX_NODES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationStats:
-    """Statistics of an ``offload_activations`` since its creation.
-
-    Attributes:
-        offloaded_bytes: Bytes written to blocks.
-        restored_bytes: Bytes read back. Excludes memory that was still alive and could be reused.
-        deduplicated_bytes: Bytes of saved tensors that were already in a block.
-        no_room_bytes: Bytes of storages that stayed in memory because no tier had space.
-        small_bytes: Bytes of saved tensors smaller than ``min_bytes``.
-        pack_wait_s: Seconds that the forward waited for the store.
-        unpack_wait_s: Seconds that the backward waited for the store.
-        in_use_bytes: Bytes of activation blocks in the store that a graph still needs.
-    """
-
-    offloaded_bytes: int
-    restored_bytes: int
-    deduplicated_bytes: int
-    no_room_bytes: int
-    small_bytes: int
-    pack_wait_s: float
-    unpack_wait_s: float
-    in_use_bytes: int
 
 
 class offload_activations:
@@ -100,7 +69,6 @@ class offload_activations:
     Args:
         store: Store that stays open until the last backward has ended.
         tier: Home of the blocks. Default: the slowest tier with space, except the tensor's own tier.
-        model: Modules whose parameters and buffers stay in memory.
         model: Modules whose parameters and buffers stay in memory.
         min_bytes: Minimum size of moved tensors. Moving smaller tensors takes too much time for the saved memory.
         max_bytes: Limit on the total bytes of activation blocks in this store. Default: the tiers' free space.
@@ -136,7 +104,6 @@ class offload_activations:
         # that packing waits for.
         self._packing = threading.RLock()
         self._sources: WeakValueDictionary[int, SourceStorage] = WeakValueDictionary()
-        self._deduplicated_bytes = self._no_room_bytes = self._small_bytes = 0
 
     def __enter__(self) -> offload_activations:
         self._module_storages = _storages_of(self._modules or [])
@@ -154,16 +121,7 @@ class offload_activations:
     def stats(self) -> ActivationStats:
         """Return the current statistics."""
         self._cache.blocks.collect(self._store)
-        return ActivationStats(
-            offloaded_bytes=self._cache.written_bytes,
-            restored_bytes=self._cache.restored_bytes,
-            deduplicated_bytes=self._deduplicated_bytes,
-            no_room_bytes=self._no_room_bytes,
-            small_bytes=self._small_bytes,
-            pack_wait_s=self._cache.write_wait_s,
-            unpack_wait_s=self._cache.read_wait_s,
-            in_use_bytes=self._cache.blocks.in_use_bytes,
-        )
+        return replace(self._cache.stats, in_use_bytes=self._cache.blocks.in_use_bytes)
 
     def close(self) -> None:
         """Wait for transfers of blocks that no graph needs, and unregister the blocks. The context stays usable."""
@@ -202,7 +160,7 @@ class offload_activations:
         nbytes = place.elements.nbytes
         is_small = nbytes < self._min_bytes
         if is_small:
-            self._small_bytes += nbytes
+            self._cache.stats.small_bytes += nbytes
             if storage.nbytes() < self._min_bytes:
                 return None
         source = self._sources.get(storage._cdata)
@@ -214,7 +172,7 @@ class offload_activations:
             return _CopiedTensor(tensor, place, storage)  # a view would keep the whole storage in memory
         stored = source.find(place)
         if stored is not None:
-            self._deduplicated_bytes += nbytes
+            self._cache.stats.deduplicated_bytes += nbytes
         else:
             stored = self._cache.write(source, source.to_store(place), storage)
             if stored is None and nbytes < storage.nbytes():  # the whole storage does not fit, so try only the tensor
@@ -236,7 +194,7 @@ class offload_activations:
                 "slower tier. stats().no_room_bytes of offload_activations counts these bytes",
                 format_size(nbytes),
             )
-        self._no_room_bytes += nbytes
+        self._cache.stats.no_room_bytes += nbytes
 
 
 class _OffloadedTensor(Versioned):

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fakes.lazy_device import DEVICE
 from fakes.virtual_cuda import VirtualCuda
 from fakes.virtual_tensor import VirtualTensor
-from megatrain.embed import absent_parameters, activation_blocks, activations, weights
+from megatrain.embed import absent_parameters, activation_cache, activations, source_storages, weights
 from megatrain.engine.unit.graph_keeping import version_probe
 
 
@@ -137,7 +137,7 @@ def offloading(device: VirtualCuda) -> Iterator[None]:
         "_current_stream": device.current_stream,
     }
     with ExitStack() as stack:
-        for module in (activations, activation_blocks):
+        for module in (activations, activation_cache, source_storages):
             for name in stand_ins.keys() & vars(module).keys():
                 stack.enter_context(mock.patch.object(module, name, stand_ins[name]))
         stack.enter_context(mock.patch.object(VirtualTensor, "untyped_storage", lambda tensor: _Storage(tensor)))

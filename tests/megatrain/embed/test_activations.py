@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from megatrain import offload_activations
-from megatrain.embed.activation_blocks import WeakStorage
+from megatrain.embed.source_storages import WeakStorage
 from oracles.tiered_run import write_tiny_model
 from tiered import CapacityError, GpuTier, KiB, MiB, NvmeTier, RamTier, TieredError, TieredStore
 
