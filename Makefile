@@ -33,12 +33,12 @@ format: $(VENV)/.lint-installed ## rewrite the files as check wants them
 test-slow: $(VENV)/.kvikio-installed ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-mutants-record: $(VENV)/.mutants-installed ## the suite of CI, with the lines that each test executes: once per head, an hour
-	cd tests && $(abspath $(BIN))/python -m mutants.campaign record $(if $(ARGS),-- $(ARGS))
+SEEDS ?= 7 8 9
+mutants-record: $(VENV)/.kvikio-installed ## draw 40 random mistakes per seed (SEEDS="7 8 9"), and run the suite once to learn which tests reach them
+	cd tests && $(abspath $(BIN))/python -m mutants.campaign record --seeds $(SEEDS) $(ARGS)
 
-N ?= 40
-mutants-sample: $(VENV)/.mutants-installed ## N random mistakes (SEED=7 N=40), each with the tests that execute its line; prints survivors
-	cd tests && $(abspath $(BIN))/python -m mutants.campaign sample --seed $(SEED) --count $(N) $(ARGS)
+mutants-sample: $(VENV)/.kvikio-installed ## plant the mistakes of one recorded seed (SEED=7), each with the tests that reach it; prints survivors
+	cd tests && $(abspath $(BIN))/python -m mutants.campaign sample --seed $(SEED) $(ARGS)
 
 canary: ## the newest transformers, pre-releases too: whether it has what we use beside its public interface
 	test -x $(CANARY)/bin/python || $(PYTHON) -m venv $(CANARY)
@@ -74,10 +74,6 @@ packages_of = $(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproj
 
 $(VENV)/.lint-installed: $(VENV)/.installed
 	$(call packages_of,lint) | xargs $(BIN)/pip install --no-compile --quiet --quiet -c constraints.txt
-	touch $@
-
-$(VENV)/.mutants-installed: $(VENV)/.kvikio-installed
-	$(call packages_of,mutants) | xargs $(BIN)/pip install --no-compile --quiet --quiet -c constraints.txt
 	touch $@
 
 # The site needs neither the project nor torch.

@@ -1,13 +1,13 @@
-"""A sample of planted mistakes, and which of them the tests catch: `make mutants-sample SEED=7 N=40`.
+"""A sample of planted mistakes, and which of them the tests catch: `make mutants-record`, `make mutants-sample SEED=7`.
 
-    python -m mutants.campaign record                      # once per head: the suite of CI, with its lines recorded
-    python -m mutants.campaign sample --seed 7 --count 40
+    python -m mutants.campaign record --seeds 7 8 9        # the suite of CI once, with probes at the drawn mistakes
+    python -m mutants.campaign sample --seed 7
     python -m mutants.campaign sample --seed 7 --only 3    # the fourth mistake of that sample again
 
 A mistake is planted in a copy of the repository. A process that has imported the libraries, but none of our packages,
-forks one that runs the tests: first those that execute the line, the fastest first, then those that execute other
-lines of the same function. A mistake that no test sees within the time limit has survived. A failing test counts only
-if it passes without the mistake.
+forks one that runs the tests: first those that execute the statement, the fastest first, then those that execute its
+function, then the other tests of their files, which may share a fixture. A mistake that no test sees within the time
+limit has survived. A failing test counts only if it passes without the mistake.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,10 +33,14 @@ from typing import Any
 
 import pytest
 
+from mutants import recording
 from mutants.operators import Mistake, mistakes_in
-from mutants.recording import ROOT, Record, read
+from mutants.recording import ROOT, Place, Probes, Record, probes_of
 
+PACKAGES = ("tiered", "megatrain", "cli")
 FOLDER = ROOT / "temp" / "mutants"
+#: Mistakes that no test of CI executes do not count, so more are drawn.
+DRAWN_PER_COUNTED = 2
 #: One row for each judged survivor.
 VERDICTS = Path(__file__).with_name("verdicts.jsonl")
 LIBRARIES = ("numba", "torch", "transformers", "transformers.trainer", "pydantic", "rich.table")
@@ -52,7 +56,7 @@ class Result:
     Attributes:
         outcome: `caught`, or `survived` if all chosen tests passed or the time ran out.
         test: The test that failed.
-        num_run, num_chosen: Tests that ran, and tests that execute the line or its function.
+        num_run, num_chosen: Tests that ran, and tests that were chosen.
     """
 
     outcome: str
@@ -63,8 +67,17 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """A mistake and the places whose execution tells which tests can see it."""
+
+    mistake: Mistake
+    diff: str
+    probes: Probes
+
+
+@dataclass(frozen=True)
 class Chosen:
-    """A mistake with its tests, in the order in which they run."""
+    """A mistake with its tests, in the order in which they run; no tests if none executes its statement."""
 
     mistake: Mistake
     diff: str
@@ -72,10 +85,18 @@ class Chosen:
 
 
 def record(arguments: argparse.Namespace) -> int:
-    """Run the suite of CI once with its lines recorded."""
+    """Draw the samples, then run the suite of CI once to learn which tests reach their mistakes."""
     folder = FOLDER / "record"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    drawn = {seed: draw(seed, DRAWN_PER_COUNTED * arguments.count) for seed in arguments.seeds}
+    places = {
+        (each.mistake.path, *place)
+        for sample in drawn.values()
+        for each in sample
+        for place in (*each.probes.functions, *filter(None, [each.probes.statement]))
+    }
+    (folder / recording.PROBES).write_text(json.dumps(sorted(places)))
     environment = {
         **os.environ,
         "MUTANTS_RECORD": str(folder),
@@ -83,12 +104,11 @@ def record(arguments: argparse.Namespace) -> int:
         "PYTHONPATH": str(Path(__file__).with_name("at_start")),
     }
     environment.setdefault("PAIRS_SEED", "mutants")
+    head = {"head": _head(), "seed": environment["PAIRS_SEED"], "count": arguments.count}
+    (folder / "head.json").write_text(json.dumps(head))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "mutants.recording", "-o", "timeout=900"]
     command += ["-n", str(arguments.workers), "--dist", "worksteal", *arguments.pytest]
-    status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
-    head = {"head": _head(), "seed": environment["PAIRS_SEED"]}
-    (folder / "head.json").write_text(json.dumps(head))
-    return status
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
 def _head() -> str:
@@ -100,10 +120,12 @@ def sample(arguments: argparse.Namespace) -> int:
     folder = FOLDER / "record"
     head = json.loads((folder / "head.json").read_text())
     if head["head"] != _head():
-        print(f"the lines were recorded at {head['head'][:12]}; changed files have other lines now", file=sys.stderr)
+        print(f"recorded at {head['head'][:12]}, and files have changed: record again", file=sys.stderr)
+        return 2
     os.environ["PAIRS_SEED"] = head["seed"]
-    recorded = read(folder)
-    chosen = draw(recorded, arguments.seed, arguments.count)
+    recorded = recording.read(folder)
+    executed = [_with_tests(each, recorded) for each in draw(arguments.seed, DRAWN_PER_COUNTED * head["count"])]
+    chosen = [each for each in executed if each.tests][: head["count"]]
     chosen = chosen if arguments.only is None else [chosen[arguments.only]]
     start_s = time.monotonic()
     with multiprocessing.get_context("fork").Pool(arguments.workers, _make_tree, [_numbers(arguments.workers)]) as pool:
@@ -116,59 +138,44 @@ def sample(arguments: argparse.Namespace) -> int:
     return _summarize(chosen, results, minutes, arguments)
 
 
-def draw(recorded: Record, seed: int, count: int) -> list[Chosen]:
-    """Draw mistakes: a line that tests execute, each with the same chance, then an operator, then one of its places.
-
-    Lines whose statement no operator knows are drawn again.
-    """
+def draw(seed: int, count: int) -> list[Drawn]:
+    """Draw mistakes: a line with one, each with the same chance, then an operator, then one of its places."""
     rng = random.Random(seed)
-    lines = [(file, line) for file in sorted(recorded.tests_by_line) for line in sorted(recorded.tests_by_line[file])]
-    known: dict[str, dict[int, list[Mistake]]] = {}
-    found: list[Chosen] = []
+    listed = ["git", "ls-files", "--", *(f"{package}/*.py" for package in PACKAGES)]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in names}
+    by_line: dict[tuple[str, int], list[Mistake]] = defaultdict(list)
+    for name, text in texts.items():
+        for mistake in mistakes_in(name, text):
+            by_line[name, mistake.line].append(mistake)
+    lines = sorted(by_line)
+    found: dict[Mistake, Drawn] = {}
     while len(found) < count:
-        file, line = rng.choice(lines)
-        if not file.endswith(".py") or not (ROOT / file).is_file():  # templates run too, but have another syntax
-            continue
-        text = (ROOT / file).read_text(encoding="utf-8")
-        if file not in known:
-            known[file] = {}
-            for mistake in mistakes_in(file, text):
-                known[file].setdefault(mistake.line, []).append(mistake)
-        candidates = known[file].get(line, [])
-        operators = sorted({each.operator for each in candidates})
-        if not operators:
-            continue
-        operator = rng.choice(operators)
+        name, line = rng.choice(lines)
+        candidates = by_line[name, line]
+        operator = rng.choice(sorted({each.operator for each in candidates}))
         mistake = rng.choice([each for each in candidates if each.operator == operator])
-        if mistake.is_valid(text) and all(mistake != each.mistake for each in found):
-            found.append(Chosen(mistake, mistake.diff(text), _tests_of(recorded, file, line, text)))
-    return found
+        probes = probes_of(ast.parse(texts[name]), line)
+        if probes is not None and mistake.is_valid(texts[name]):
+            found[mistake] = Drawn(mistake, mistake.diff(texts[name]), probes)
+    return list(found.values())
 
 
-def _tests_of(recorded: Record, file: str, line: int, text: str) -> tuple[str, ...]:
-    """Return the tests that execute a line, the fastest first, then the tests of other lines of its function.
+def _with_tests(drawn: Drawn, recorded: Record) -> Chosen:
+    """Add the tests of a mistake: of its statement, of its function, then the other tests of their files."""
 
-    An import executes a line outside functions once, for all tests of a process. All tests of the file follow there.
-    """
+    def reached(places: Sequence[Place]) -> set[str]:
+        return set().union(*(recorded.tests.get((drawn.mistake.path, place), frozenset()) for place in places))
 
     def by_time(tests: set[str]) -> list[str]:
         return sorted(tests, key=lambda test: (recorded.duration_s.get(test, 60.0), test))
 
-    by_line = recorded.tests_by_line[file]
-    first = set(by_line[line])
-    functions = [
-        node
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.lineno <= line <= (node.end_lineno or 0)
-    ]
-    near: set[str] = set()
-    if functions:
-        inner = max(functions, key=lambda node: node.lineno)
-        for each in range(inner.lineno, (inner.end_lineno or inner.lineno) + 1):
-            near |= by_line.get(each, frozenset())
-    else:
-        near = set().union(*by_line.values())
-    return (*by_time(first), *by_time(near - first))
+    near = reached(drawn.probes.functions)
+    first = near if drawn.probes.statement is None else reached([drawn.probes.statement])
+    files = {test.partition("::")[0] for test in first}
+    rest = {test for test in recorded.duration_s if test.partition("::")[0] in files} if first else set()
+    tests = (*by_time(first), *by_time(near - first), *by_time(rest - near - first)) if first else ()
+    return Chosen(drawn.mistake, drawn.diff, tests)
 
 
 def _numbers(count: int) -> Any:
@@ -362,13 +369,14 @@ def main() -> int:
     """Parse the command line and run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    recording = commands.add_parser("record")
-    recording.add_argument("--workers", type=int, default=2)
-    recording.add_argument("pytest", nargs="*", help="options of pytest after --; default: the suite of CI")
-    recording.set_defaults(run=record)
+    drawing = commands.add_parser("record")
+    drawing.add_argument("--seeds", type=int, nargs="+", required=True)
+    drawing.add_argument("--count", type=int, default=40, help="mistakes per seed")
+    drawing.add_argument("--workers", type=int, default=2)
+    drawing.add_argument("pytest", nargs="*", help="options of pytest after --; default: the suite of CI")
+    drawing.set_defaults(run=record)
     sampling = commands.add_parser("sample")
     sampling.add_argument("--seed", type=int, required=True)
-    sampling.add_argument("--count", type=int, default=40)
     sampling.add_argument("--only", type=int, help="number of one mistake of the sample")
     sampling.add_argument("--seconds", type=float, default=180.0, help="time limit of a mistake")
     sampling.add_argument("--workers", type=int, default=2)

@@ -1,32 +1,51 @@
-"""Records the lines of the packages that each test executes, including lines in the processes that it starts.
+"""Records which tests execute the statements where mistakes will be planted, in all processes that tests start.
 
-Each process writes one file of JSON lines into the folder `MUTANTS_RECORD`; a line is `[test, file, [lines]]`.
-A killed process writes none. `read` joins the files. As a pytest plugin the module also records how long each test
-takes. PYTEST_DONT_REWRITE: the interpreter's start has imported it by then.
+`probes_of` places a call before the statement of each mistake and at the start of functions. The calls are inserted
+while an interpreter compiles a file, so files and line numbers stay as they are. Each call appends a line
+`hit NUMBER TEST` to one file, the first time in a process; a killed process loses none. As a pytest plugin the module
+also appends `took SECONDS TEST`. PYTEST_DONT_REWRITE: the interpreter's start has imported it by then.
 """
 
 from __future__ import annotations
 
-import atexit
+import ast
+import builtins
 import json
 import os
-import secrets
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-import coverage
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("tiered", "megatrain", "cli")
+PROBES, HITS = "probes.json", "hits"
+_CALL = "__mutants_hit__"
 _FOLDER, _TEST = "MUTANTS_RECORD", "PYTEST_CURRENT_TEST"
-_running: coverage.Coverage | None = None
-_durations_s: dict[str, float] = {}
+#: Tests of failing drives replace these functions of `os`.
+_open, _write, _close = os.open, os.write, os.close
+_seen: set[tuple[int, str]] = set()
+
+#: First line and column of a statement.
+Place = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Places whose execution tells which tests can see a mistake.
+
+    Attributes:
+        statement: The statement of the mistake. None outside functions, where only an import executes it.
+        functions: First statement of its function; outside functions, of all functions of the file.
+    """
+
+    statement: Place | None
+    functions: tuple[Place, ...]
 
 
 @dataclass(frozen=True)
@@ -34,102 +53,115 @@ class Record:
     """The tests of one head.
 
     Attributes:
-        tests_by_line: File -> line -> tests that execute it, after imports.
+        tests: (file, place) -> tests that execute the statement there.
         duration_s: Test -> seconds, with the recording.
     """
 
-    tests_by_line: Mapping[str, Mapping[int, frozenset[str]]]
+    tests: Mapping[tuple[str, Place], frozenset[str]]
     duration_s: Mapping[str, float]
 
 
+def probes_of(tree: ast.AST, line: int) -> Probes | None:
+    """Return the probes of a line; None inside a function that numba compiles, which cannot call them."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    around = [node for node in functions if node.body[0].lineno <= line <= (node.end_lineno or 0)]  # not its defaults
+    if any("njit" in ast.unparse(decorator) for node in around for decorator in node.decorator_list):
+        return None
+    if not around:
+        return Probes(None, tuple(sorted({_start(node) for node in functions if not _is_declared_only(node)})))
+    function = max(around, key=lambda node: node.lineno)
+    statements = [
+        node
+        for node in ast.walk(function)
+        if isinstance(node, ast.stmt) and node is not function and node.lineno <= line <= (node.end_lineno or 0)
+    ]
+    innermost = max(statements, key=lambda node: (node.lineno, node.col_offset))
+    return Probes((innermost.lineno, innermost.col_offset), (_start(function),))
+
+
+def _is_declared_only(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return len(function.body) == 1 and ast.get_docstring(function, clean=False) is not None
+
+
+def _start(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Place:
+    first = function.body[int(ast.get_docstring(function, clean=False) is not None)]
+    return first.lineno, first.col_offset
+
+
 def start() -> None:
-    """Record in this process from now on, for the test that the environment names."""
-    global _running
-    if _running is None:
-        atexit.register(save)
-        leave = os._exit
+    """Insert the probes into each file that this interpreter imports from now on."""
+    folder = Path(os.environ[_FOLDER])
+    places: dict[str, dict[Place, int]] = defaultdict(dict)
+    for number, (file, line, column) in enumerate(json.loads((folder / PROBES).read_text())):
+        places[str(ROOT / file)][line, column] = number
+    hits = str(folder / HITS)
+    original = SourceFileLoader.get_code
 
-        def save_and_leave(status: int) -> Any:
-            save()
-            leave(status)
+    def hit(number: int) -> None:
+        test = os.environ.get(_TEST, "").rpartition(" (")[0]
+        if test and (number, test) not in _seen:
+            _seen.add((number, test))
+            _append(hits, f"hit {number} {test}\n")
 
-        os._exit = save_and_leave  # type: ignore[assignment]
-        os.register_at_fork(after_in_child=start)
-    else:
-        _running.stop()  # a copy of the parent's, after a fork; the parent writes those lines
-    _running = coverage.Coverage(
-        data_file=str(Path(os.environ[_FOLDER], f"{os.getpid()}-{secrets.token_hex(4)}.coverage")),
-        config_file=False,
-        source=[str(ROOT / name) for name in PACKAGES],
-        concurrency=["thread", "greenlet"],
-        context=current_test(),
-        messages=False,
-    )
-    _running.set_option("run:disable_warnings", ["no-data-collected", "module-not-measured", "already-imported"])
-    _running.start()
+    def get_code(self: SourceFileLoader, fullname: str) -> Any:
+        path = self.get_filename(fullname)
+        known = places.get(path) or places.get(os.path.realpath(path))
+        if not known:
+            return original(self, fullname)
+        tree = ast.parse(self.get_data(path))
+        return compile(ast.fix_missing_locations(_Inserter(known).visit(tree)), path, "exec")
 
-
-def current_test() -> str:
-    """Return the node id of the test that runs, or the empty string."""
-    return os.environ.get(_TEST, "").rpartition(" (")[0]
+    setattr(builtins, _CALL, hit)
+    SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
 
 
-def save() -> None:
-    """Write the lines of this process and stop."""
-    global _running
-    if _running is None or _FOLDER not in os.environ:
-        return
-    recorded, _running = _running, None
-    recorded.stop()
-    data = recorded.get_data()
-    rows: list[tuple[str, str, list[int]]] = []
-    for file in data.measured_files():
-        lines: dict[str, list[int]] = defaultdict(list)
-        for line, tests in data.contexts_by_lineno(file).items():
-            for test in tests:
-                lines[test].append(line)
-        rows += [(test, str(Path(file).relative_to(ROOT)), sorted(each)) for test, each in lines.items() if test]
-    path = Path(data.data_filename())
-    if rows:
-        path.with_suffix(".lines").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data.erase()
-    if _durations_s:
-        path.with_suffix(".durations").write_text(json.dumps(_durations_s))
+class _Inserter(ast.NodeTransformer):
+    def __init__(self, numbers: Mapping[Place, int]) -> None:
+        self._numbers = numbers
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        for name in ("body", "orelse", "finalbody"):
+            statements = getattr(node, name, None)
+            if isinstance(statements, list):
+                setattr(node, name, [each for statement in statements for each in self._with_probe(statement)])
+        return node
+
+    def _with_probe(self, statement: ast.stmt) -> Iterator[ast.stmt]:
+        number = self._numbers.get((statement.lineno, statement.col_offset))
+        if number is not None:
+            call = ast.Call(ast.Name(_CALL, ast.Load()), [ast.Constant(number)], [])
+            yield ast.copy_location(ast.Expr(ast.copy_location(call, statement)), statement)
+        yield statement
+
+
+def _append(path: str, line: str) -> None:
+    """Append a short line; such writes of several processes do not mix."""
+    file = _open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        _write(file, line.encode())
+    finally:
+        _close(file)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Attribute the lines of a test to it, and note how long it takes."""
-    if _running is not None:
-        _running.switch_context(item.nodeid)
+    """Note how long a test takes."""
     start_s = time.perf_counter()
     result = yield
-    _durations_s[item.nodeid] = time.perf_counter() - start_s
+    _append(str(Path(os.environ[_FOLDER], HITS)), f"took {time.perf_counter() - start_s:.3f} {item.nodeid}\n")
     return result
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish() -> None:
-    """Write the lines before the worker says that it has finished: after that, xdist kills it within seconds."""
-    save()
-
-
 def read(folder: Path) -> Record:
-    """Join the files of all processes."""
-    tests: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for test, file, lines in _rows(folder):
-        for line in lines:
-            tests[file][line].add(test)
-    durations: dict[str, float] = {}
-    for path in folder.glob("*.durations"):
-        durations.update(json.loads(path.read_text()))
-    frozen = {file: {line: frozenset(each) for line, each in lines.items()} for file, lines in tests.items()}
-    return Record(frozen, durations)
-
-
-def _rows(folder: Path) -> Iterator[tuple[str, str, list[int]]]:
-    for path in sorted(folder.glob("*.lines")):
-        with path.open() as file:
-            for line in file:
-                test, name, lines = json.loads(line)
-                yield sys.intern(test), sys.intern(name), lines
+    """Read what the suite wrote."""
+    probes = [(file, (line, column)) for file, line, column in json.loads((folder / PROBES).read_text())]
+    tests: dict[tuple[str, Place], set[str]] = defaultdict(set)
+    duration_s: dict[str, float] = {}
+    for row in (folder / HITS).read_text().splitlines():
+        kind, value, test = row.split(" ", 2)
+        if kind == "hit":
+            tests[probes[int(value)]].add(sys.intern(test))
+        else:
+            duration_s[test] = float(value)
+    return Record({key: frozenset(each) for key, each in tests.items()}, duration_s)

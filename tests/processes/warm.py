@@ -296,8 +296,6 @@ def _become(request: dict[str, Any]) -> list[str]:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    if (recording := sys.modules.get("mutants.recording")) is not None:
-        recording.start()  # the lines of this process belong to the requesting test
     _keep_traces()
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", buffering=1 if os.isatty(1) else -1, closefd=False)  # noqa: SIM115
