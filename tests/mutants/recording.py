@@ -3,7 +3,8 @@
 `probes_of` places a call before the statement of each mistake and at the start of functions. The calls are inserted
 while an interpreter compiles a file, so files and line numbers stay as they are. Each call appends a line
 `hit NUMBER TEST` to one file, the first time in a process; a killed process loses none. As a pytest plugin the module
-also appends `took SECONDS TEST`. PYTEST_DONT_REWRITE: the interpreter's start has imported it by then.
+also appends `took SECONDS TEST` for each phase of a test. PYTEST_DONT_REWRITE: the interpreter's start has imported it
+by then. It does not import pytest, because a test checks that programs do without it.
 """
 
 from __future__ import annotations
@@ -13,15 +14,13 @@ import builtins
 import json
 import os
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBES, HITS = "probes.json", "hits"
@@ -136,32 +135,28 @@ class _Inserter(ast.NodeTransformer):
 
 
 def _append(path: str, line: str) -> None:
-    """Append a short line; such writes of several processes do not mix."""
+    """Append a short line; such writes of several processes do not mix. A test may limit the sizes of its files."""
     file = _open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
+    with suppress(OSError):
         _write(file, line.encode())
-    finally:
-        _close(file)
+    _close(file)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Note how long a test takes."""
-    start_s = time.perf_counter()
-    result = yield
-    _append(str(Path(os.environ[_FOLDER], HITS)), f"took {time.perf_counter() - start_s:.3f} {item.nodeid}\n")
-    return result
+def pytest_runtest_logreport(report: Any) -> None:
+    """Note how long a phase of a test takes, in the process that ran it."""
+    if not hasattr(report, "node"):  # which the controller of pytest-xdist adds
+        _append(str(Path(os.environ[_FOLDER], HITS)), f"took {report.duration:.3f} {report.nodeid}\n")
 
 
 def read(folder: Path) -> Record:
     """Read what the suite wrote."""
     probes = [(file, (line, column)) for file, line, column in json.loads((folder / PROBES).read_text())]
     tests: dict[tuple[str, Place], set[str]] = defaultdict(set)
-    duration_s: dict[str, float] = {}
+    duration_s: dict[str, float] = defaultdict(float)
     for row in (folder / HITS).read_text().splitlines():
         kind, value, test = row.split(" ", 2)
         if kind == "hit":
             tests[probes[int(value)]].add(sys.intern(test))
         else:
-            duration_s[test] = float(value)
+            duration_s[test] += float(value)
     return Record({key: frozenset(each) for key, each in tests.items()}, duration_s)
