@@ -119,7 +119,7 @@ def plain_pass(model: torch.nn.Module, scorer: Scorer, teacher: TeacherScores) -
     """Return the number of tokens that plain transformers scored, its seconds, and the largest difference of scores."""
     order, collator = scorer.make_rows()
     num_tokens, seconds, difference = 0, 0.0, 0.0
-    size = scorer.plan.micro_batch_size
+    size = scorer.plan.run.batch.micro_batch_rows
     for first in range(0, order.num_rows, size):
         group = order.rows(first, min(first + size, order.num_rows))
         batch = collator.micro_batch(order.dataset, group)

@@ -27,6 +27,7 @@ from megatrain.optim.base import FORMATS, Format, Optimizer, Segment, StateKind,
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.shortfall import DoesNotFitError
+from megatrain.plan.stepping import warm_up
 from megatrain.training.open_run import open_run
 from megatrain.training.resolve import resolve, resolve_data
 from megatrain.training.weights import WeightSource
@@ -149,8 +150,8 @@ class Ours:
     ) -> None:
         plan = plan or plan_run(resolve(config))
         begin_s = time.perf_counter()
-        plan.warm_up()  # also the device's kernels: the first update is in a measured step
-        self.optimizer = TimedOptimizer(plan.optimizer)
+        warm_up(plan)  # also the device's kernels: the first update is in a measured step
+        self.optimizer = TimedOptimizer(plan.traced.optimizer)
         self.plan = replace(plan, traced=replace(plan.traced, optimizer=self.optimizer))
         self.windows: list[StoreStats] = []
         self._num_steps = 0

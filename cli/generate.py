@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .main import EXIT_CONFIG, EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED, RunFailedError
+from .main import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, RunFailedError
 from .options import ConfigSource
 from .terminal import Spinner, without_collector
 
@@ -150,14 +150,12 @@ def _batch(num_prompts: int, batch_size: int | None, micro_batch_size: int | Non
 
 
 def _run(generator: Generator) -> list[Completion]:
-    """Check that the plan fits this machine, run the generator, and return the completions."""
+    """Check that the plan suits this machine, run the generator, and return the completions."""
     from megatrain.plan.limits import refuse
 
     from .observers import fetch_weights
 
     plan = generator.plan.plan
-    if not plan.fits:
-        raise RunFailedError("the plan does not fit the tiers; --dry-run prints the plan", EXIT_DOES_NOT_FIT)
     refuse(plan.objections)
     fetch_weights(plan)
     try:

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .main import EXIT_CONFIG, EXIT_DOES_NOT_FIT
+from .main import EXIT_CONFIG, EXIT_DONE
 from .main import describe as describe_error
 from .options import ConfigSource, config_options, json_option
 from .terminal import Spinner, without_collector
 
 if TYPE_CHECKING:
     from megatrain.plan.estimate import RunLength
-    from megatrain.plan.plan import Plan, RunSpec
+    from megatrain.plan.plan import Plan
+    from megatrain.plan.run_spec import RunSpec
     from megatrain.plan.simulate import SimulatedStep
     from megatrain.tasks.evaluation import EvaluationSpec
 
@@ -125,7 +126,7 @@ def command(
     evaluation = resolve_evaluation(loaded.config)
     problem = "" if refusal is None else describe_error(refusal)
     _print(plan, evaluation, problem, as_json=as_json, simulate=simulate, num_steps=num_steps)
-    return (EXIT_CONFIG if problem else 0) if plan.fits else EXIT_DOES_NOT_FIT
+    return EXIT_CONFIG if problem else EXIT_DONE
 
 
 def _measure_machine(run: RunSpec) -> None:
@@ -164,7 +165,7 @@ def _print(
     step_s = step_seconds(plan)
     length = None if plan.estimate is None else run_length(plan, num_steps, step_s)
     lines = [] if simulated is None else [simulated.line]
-    values: dict[str, Any] = {"run": None if length is None else length.to_json()}
+    values: dict[str, Any] = {"run": None if length is None else dataclasses.asdict(length)}
     if simulated is not None:
         values["simulated"] = dataclasses.asdict(simulated)
     if length is not None:

@@ -75,9 +75,7 @@ def _step_lines(plan: Plan) -> Iterator[str]:
 
 def _print_verdict(console: Console, plan: Plan, problem: str) -> None:
     machine = plan.run.tiers.machine
-    if not plan.fits:
-        console.print(Text("does not fit.", style="red"))
-    elif problem:
+    if problem:
         console.print(Text("fits the tiers, but `run` would refuse it here.", style="red"))
     elif any(each.refuses for each in plan.objections):
         there = f"{machine.name}: `run` would refuse it here." if machine.is_here else f"{machine.name}."
@@ -106,7 +104,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     estimate, objections, machine = plan.estimate, plan.objections, plan.run.tiers.machine
     return {
         "headline": show.headline(plan),
-        "fits": plan.fits,
+        "fits": True,  # planning refuses a run that does not fit
         "machine": {"name": machine.name, "title": machine.file.title} if isinstance(machine, PlannedMachine) else None,
         "rows": [{"kind": kind, "bytes": dict(sizes), "note": note} for kind, sizes, note in show.table_rows(plan)],
         "totals": dict(plan.totals),
@@ -114,11 +112,11 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "process": dataclasses.asdict(memory),
         "budgets": dict(plan.budgets),
         "traffic_per_step": dict(plan.traffic),
-        "workspace_is_exact": not plan.guesses,
-        "guesses": list(plan.guesses),
+        "workspace_is_exact": plan.trace.exact,
+        "guesses": list(plan.trace.guesses),
         "messages": list(show.messages(plan)),
         "estimate": None if estimate is None else estimate.to_json(),
-        "fits_this_machine": plan.fits and not any(each.refuses for each in objections),
+        "fits_this_machine": not any(each.refuses for each in objections),
         "objections": [dataclasses.asdict(each) for each in objections],
     }
 

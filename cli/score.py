@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .main import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED_AND_SAVED, RunFailedError
+from .main import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED_AND_SAVED, RunFailedError
 from .options import ConfigSource, config_options, json_option
 from .terminal import Spinner, without_collector
 
@@ -58,10 +58,8 @@ def command(source: ConfigSource, dry_run: bool, as_json: bool) -> int:
 
             scorer = Scorer(loaded.config, observer=ScoringObserver())
     plan = scorer.plan
-    if as_json or dry_run or not plan.fits:
+    if as_json or dry_run:
         print_plan(plan, as_json=as_json)
-    if not plan.fits:
-        return EXIT_DOES_NOT_FIT
     refuse(plan.objections)
     if dry_run:
         return EXIT_DONE

@@ -96,10 +96,8 @@ def run(session: Session) -> int:
         code = _print_dry_run(plan, as_json=session.as_json)
         click.echo(note, err=True, nl=bool(note))
         return code
-    if session.prints and (session.as_json or not plan.fits):
-        print_plan(plan, as_json=session.as_json)
-    if not plan.fits:
-        return EXIT_DOES_NOT_FIT
+    if session.prints and session.as_json:
+        print_plan(plan, as_json=True)
     refuse(plan.objections)
     shown = session.prints_text
     session.group.one_after_the_other(lambda: fetch_weights(plan, shows_files=shown, shows_bar=shown))
@@ -140,9 +138,9 @@ def _print_dry_run(plan: Plan, *, as_json: bool) -> int:
     print_plan(plan, as_json=as_json, problem="" if error is None else describe(error))
     if any(each.kind == "place" for each in plan.objections):
         return EXIT_CONFIG
-    if error is not None and plan.fits:
+    if error is not None:
         return exit_code_of(error) or EXIT_FAILED
-    is_too_large = not plan.fits or any(each.kind == "size" for each in plan.objections)
+    is_too_large = any(each.kind == "size" for each in plan.objections)
     return EXIT_DOES_NOT_FIT if is_too_large else EXIT_DONE
 
 

@@ -42,8 +42,9 @@ from megatrain.machine.files import (  # noqa: E402
 from megatrain.machine.planned_machine import PlannedMachine, find_machine  # noqa: E402
 from megatrain.plan.costs import DeviceCosts  # noqa: E402
 from megatrain.plan.flops import work_of_phases  # noqa: E402
-from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, Plan  # noqa: E402
+from megatrain.plan.plan import Plan  # noqa: E402
 from megatrain.plan.planner import plan_run  # noqa: E402
+from megatrain.plan.run_spec import MICRO_BATCH_TOKENS, BatchSpec  # noqa: E402
 from megatrain.plan.shortfall import DoesNotFitError  # noqa: E402
 from megatrain.trace.counting import step_flops  # noqa: E402
 from megatrain.training.resolve import resolve  # noqa: E402

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from megatrain.optim.threads import default_num_threads as default_num_threads
     from megatrain.plan.flops import work_of_phases as work_of_phases
     from megatrain.plan.measure import measure_ticks as measure_ticks
-    from megatrain.plan.plan import RunSpec as RunSpec
     from megatrain.plan.planner import plan_run as plan_run
+    from megatrain.plan.run_spec import RunSpec as RunSpec
     from megatrain.plan.shortfall import DoesNotFitError as DoesNotFitError
     from megatrain.run.loggers import METRICS_NAME as METRICS_NAME
     from megatrain.run.record import PLAN_NAME as PLAN_NAME

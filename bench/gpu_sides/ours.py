@@ -81,7 +81,7 @@ class OursSide:
             "trace_is_exact": plan.trace.exact,
             "start_parts_s": {"plan": self._plan_s, **self._ours.start_s},
             "start_bytes": self._ours.start_bytes,
-            "num_updated": {place: plan.num_updated(on_gpu=place == "gpu") for place in ("host", "gpu")},
+            "num_updated": {place: plan.updates.num_weights(on_gpu=place == "gpu") for place in ("host", "gpu")},
             "num_layers": sum(unit.is_layer for unit in plan.graph.units),
             "optimizer": f"AdamW, fp32 master and moments, {job.dtype} layers",
             "model_flops": flops.model,

@@ -293,7 +293,7 @@ class Scorer:
         should_stop: Callable[[], bool],
     ) -> Iterator[tuple[list[DocumentScores], int]]:
         """Yield the document scores and the number of positions of each pass."""
-        size = self.plan.micro_batch_size
+        size = self.plan.run.batch.micro_batch_rows
         groups: list[Sequence[Sequence[int]]] = []  # rows of each micro-batch of the current pass
 
         def batches() -> Iterator[MicroBatches]:

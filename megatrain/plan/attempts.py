@@ -25,7 +25,8 @@ from megatrain.optim.matrices import device_bytes, host_bytes, matrix_shapes
 from megatrain.plan.budgets import teacher_bytes, with_folder, with_residents, with_workspace
 from megatrain.plan.kept import GraphKeeper, KeptGraphs
 from megatrain.plan.placement import TierBudget
-from megatrain.plan.plan import RunSpec, TracedModel
+from megatrain.plan.plan import TracedModel
+from megatrain.plan.run_spec import RunSpec
 from megatrain.plan.run_tiers import tier_budgets
 from megatrain.plan.shortfall import Shortfall
 from tiered.units import PAGE_BYTES, round_up

@@ -12,8 +12,8 @@ from megatrain.engine.program.step_program import StepProgram
 from megatrain.machine.profiles import MachineProfile
 from megatrain.optim.average import EMA
 from megatrain.plan.placement import TierBudget
-from megatrain.plan.plan import RunSpec
 from megatrain.plan.residents import Residency
+from megatrain.plan.run_spec import RunSpec
 from tiered.units import PAGE_BYTES, round_up
 
 #: Name of the read-only tier that contains the model's folder.
@@ -71,8 +71,8 @@ def with_residents(
     rate = profile.adamw_params_per_s.get(_master(program)) if profile is not None else None
     residency = Residency(frozenset(kinds))
     if gpu is not None:
-        residency = Residency(
-            frozenset(kinds),
+        residency = replace(
+            residency,
             bus_s_per_byte=0.5 / gpu.h2d_bytes_per_s + 0.5 / gpu.d2h_bytes_per_s,
             host_update_s_per_element=1 / rate if rate and run.optimizer.optim == "adamw" else 0.0,
         )

@@ -17,7 +17,8 @@ from megatrain.engine.program.step_program import Phase, Tick
 from megatrain.machine.profiles import MachineProfile
 from megatrain.optim.factory import is_bound_by_ram, is_timed_optimizer
 from megatrain.plan.flops import flops_per_token, matrix_flops, sums_of_phases, tick_flops, work_of_phases
-from megatrain.plan.plan import MeasuredTicks, Plan
+from megatrain.plan.plan import Plan
+from megatrain.plan.times import MeasuredTicks
 from megatrain.trace.counting import is_counted
 
 #: Attention rate as a fraction of the matmul rate, assumed if not measured. On an H100, flash attention reaches 0.55 in
@@ -241,17 +242,17 @@ def step_costs(plan: Plan, num_tokens: int, machine: MachineProfile) -> StepCost
 def _host_updates_s(plan: Plan, machine: MachineProfile) -> float | None:
     """Return the seconds of the host's update kernels, or None if doctor does not measure this optimizer or format."""
     num_processes, is_split = plan.run.world.local_size, plan.graph.dtype.itemsize == 2
-    num_updated = plan.num_updated(on_gpu=False) * num_processes
+    num_updated = plan.updates.num_weights(on_gpu=False) * num_processes
     rate = machine.adamw_params_per_s.get("bfloat16" if is_split else "float32")
     if not num_updated:
         return 0.0
-    if rate is None or not is_bound_by_ram(plan.optimizer):
+    if rate is None or not is_bound_by_ram(plan.traced.optimizer):
         return None
-    if is_timed_optimizer(plan.optimizer, split_master=is_split):
+    if is_timed_optimizer(plan.traced.optimizer, split_master=is_split):
         return num_updated / rate
     on_gpu = plan.device.type == "cuda"
-    there = plan.device_updates if on_gpu else ()
-    touched = _touched_bytes(plan, (tick for tick in plan.updates if tick not in there))
+    there = plan.updates.in_gpu_memory if on_gpu else ()
+    touched = _touched_bytes(plan, (tick for tick in plan.updates.ticks if tick not in there))
     products = 0.0 if on_gpu else _products_s(plan, machine)
     return None if products is None else num_processes * touched / (rate * _ADAMW_TOUCHED) + products
 
@@ -262,12 +263,12 @@ def gpu_updates_s(plan: Plan, machine: MachineProfile) -> float | None:
     The result includes the GPU's orthogonalization for updates that otherwise run on the host.
     """
     products = _products_s(plan, machine) if plan.device.type == "cuda" else 0.0
-    if not plan.num_updated(on_gpu=True):
+    if not plan.updates.num_weights(on_gpu=True):
         return products
     rate = machine.gpu.update_bytes_per_s if machine.gpu else None
     if rate is None or products is None:
         return None
-    return _touched_bytes(plan, plan.device_updates) / rate + products
+    return _touched_bytes(plan, plan.updates.in_gpu_memory) / rate + products
 
 
 def _products_s(plan: Plan, machine: MachineProfile) -> float | None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from megatrain.converters.adapters import adapters_of
 from megatrain.engine.program.block_plan import DURABLE_KINDS
@@ -19,7 +18,8 @@ from megatrain.models.folder import weight_file_bytes
 from megatrain.optim.factory import is_timed_optimizer
 from megatrain.plan.budgets import FOLDER
 from megatrain.plan.costs import StepCosts, gpu_updates_s, step_costs
-from megatrain.plan.plan import Estimate, OutsideTraffic, Plan, StepShape
+from megatrain.plan.plan import Plan
+from megatrain.plan.times import Estimate, OutsideTraffic, StepShape
 from megatrain.plan.traffic import Traffic
 from megatrain.ranks.shards import NETWORK, PEER
 
@@ -131,9 +131,9 @@ def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> 
     folder = {Path(run.model.folder): float(folder_bytes)}
     yield OutsideTraffic("start", folder_bytes, on_drives, seconds=seconds(folder, to_drives))
     if run.checkpoint.table.is_on:
-        written = plan.checkpoint_bytes_in_output_dir
+        written = plan.checkpoint.in_output_dir
         cost = seconds({}, {run.output_dir: float(written)})
-        yield OutsideTraffic("checkpoint", sum(plan.checkpoint_traffic.values()), written, on_drives, cost)
+        yield OutsideTraffic("checkpoint", sum(plan.checkpoint.traffic.values()), written, on_drives, cost)
     from_drives[run.output_dir] = from_drives.get(run.output_dir, 0.0) + exported
     cost = seconds(from_drives, {run.output_dir: float(exported)})
     yield OutsideTraffic("export", masters_on_drives + exported, exported, seconds=cost)
@@ -320,7 +320,7 @@ def _notes(
     if FOLDER in unmeasured:
         notes.append(f"times           drive of the model's folder not measured: {_ADVICE}")
     is_timed = costs.is_timed or is_timed_optimizer(
-        costs.plan.optimizer, split_master=weight_is_split(costs.plan.graph)
+        costs.plan.traced.optimizer, split_master=weight_is_split(costs.plan.graph)
     )
     if not (unmeasured or is_timed):
         notes.append("updates         at AdamW's bytes per second, because this optimizer was not timed")
@@ -374,10 +374,6 @@ class RunLength:
     num_saves: int = 0
     saved_bytes: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return asdict(self)
-
 
 def run_length(plan: Plan, num_steps: int | None, step_s: float | None) -> RunLength:
     """Return the length and traffic of a whole run.
@@ -405,5 +401,5 @@ def run_length(plan: Plan, num_steps: int | None, step_s: float | None) -> RunLe
         written_bytes=written,
         share_of_limit=written / sum(limit for limit in limits if limit) if limits and all(limits) else None,
         num_saves=saves,
-        saved_bytes=saves * plan.checkpoint_bytes_in_output_dir,
+        saved_bytes=saves * plan.checkpoint.in_output_dir,
     )

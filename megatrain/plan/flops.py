@@ -96,11 +96,11 @@ def sums_of_phases(plan: Plan) -> dict[Phase, Work]:
 
 def matrix_flops(plan: Plan) -> dict[int, int]:
     """Return the FLOPs of the orthogonalization in a step, by layout index."""
-    optimizer, layouts = plan.optimizer, list(plan.graph.layouts.values())
+    optimizer, layouts = plan.traced.optimizer, list(plan.graph.layouts.values())
     if not isinstance(optimizer, MatrixOptimizer):
         return {}
     found: dict[int, int] = {}
-    for index in {tick.visit for tick in plan.updates}:
+    for index in {tick.visit for tick in plan.updates.ticks}:
         entries = [entry for entry in layouts[index].entries if optimizer.is_matrix_of(entry)]
         shapes = [(e.shape[-2], e.shape[-1], math.prod(e.shape[:-2]), e.name) for e in entries]
         found[index] = sum(optimizer.orthogonalize_flops(r, c, name) * count for r, c, count, name in shapes)

@@ -34,8 +34,9 @@ from megatrain.optim.factory import make_optimizer
 from megatrain.plan.budgets import with_folder, with_residents, with_workspace
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.placement import PlacementSolver, TierBudget
-from megatrain.plan.plan import Plan, RunSpec, TracedModel
+from megatrain.plan.plan import Plan, TracedModel
 from megatrain.plan.planner import STAY_SHARE, fastest, objections_to, with_open_room
+from megatrain.plan.run_spec import RunSpec
 from megatrain.plan.run_tiers import tier_budgets
 from megatrain.plan.shortfall import DoesNotFitError, Shortfall, require_fit
 from megatrain.plan.traced import find_frozen, make_graph, trace_run, with_supported_packing

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -79,11 +80,13 @@ class GraphKeeper:
             results: ``auto`` saves results of all last layers that fit and keep no graph, if no block moves. A number
                 saves results of matmuls and attention of this many last layers, in any allowed home tier.
         """
-        saved = frozenset() if results == "auto" else self._last_with_results(results)
-        visits = frozenset[int]() if wanted == "auto" else frozenset(self._last_candidates(wanted))
+        last = () if results == "auto" else self._last_visits(results, self._recomputed_visits())
+        saved = visits_with_results(self.trace).intersection(last)
+        visits = frozenset[int]() if wanted == "auto" else frozenset(self._last_visits(wanted, self.candidates()))
         found = self._solve_for(visits, saved)
         while not isinstance(found, Shortfall):
-            away = {visit for visit in visits if not self._is_at_home(found.placement, visit)}
+            at_home = partial(_are_at_home, self._graph, self._program, found.placement.homes)
+            away = {visit for visit in visits if not at_home(self.trace.visits[visit].unit)}
             if not away:
                 return self._fill_free_memory(found, graphs=wanted == "auto", results=results == "auto")
             visits -= away
@@ -128,18 +131,14 @@ class GraphKeeper:
         an input that an earlier visit saves, the earlier visit is also excluded.
         """
         visits, are_run_again = self.trace.visits, self._recomputed_visits()
-        left_out = {number for number in are_run_again if self._is_decoded(visits[number].unit)}
+        encoded = self._program.encodings.keys()
+        units = {number: layouts_of_unit(self._graph, visits[number].unit) for number in are_run_again}
+        left_out = {number for number, layouts in units.items() if not encoded.isdisjoint(layouts)}
         left_out |= {owner for number in left_out for owner, _ in visits[number].reused.values()}
         return [number for number in are_run_again if number not in left_out]
 
     def _recomputed_visits(self) -> list[int]:
         return [number for number, visit in enumerate(self.trace.visits) if visit.is_recomputed]
-
-    def _is_decoded(self, unit: int) -> bool:
-        return any(name in self._program.encodings for name in layouts_of_unit(self._graph, unit))
-
-    def _last_candidates(self, num_layers: int) -> Iterator[int]:
-        return self._last_visits(num_layers, self.candidates())
 
     def _last_visits(self, num_layers: int, visits: Sequence[int]) -> Iterator[int]:
         """Yield ``visits`` in reverse order, back to the first visit of the last ``num_layers`` layers."""
@@ -153,16 +152,10 @@ class GraphKeeper:
             above = unit.layer
             yield visit
 
-    def _last_with_results(self, num_layers: int) -> frozenset[int]:
-        return visits_with_results(self.trace).intersection(self._last_visits(num_layers, self._recomputed_visits()))
-
     def nbytes(self, visits: Collection[int]) -> int:
         """Return the bytes that these visits' kept graphs add to the workspace."""
         graphs = kept_graphs(self.trace, self._program, visits, self._num_together)
         return round_up(peak_bytes([*self._in_visits, *graphs]) - self._without_graphs, PAGE_BYTES)
-
-    def _is_at_home(self, placement: Placement, visit: int) -> bool:
-        return _are_at_home(self._graph, self._program, placement.homes, self.trace.visits[visit].unit)
 
     def _with_advice(self, found: Shortfall, visits: Collection[int], saved: Collection[int]) -> Shortfall:
         taken = [f"Kept graphs take {format_size(self.nbytes(visits))}"] if visits else []

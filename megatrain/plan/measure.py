@@ -26,9 +26,11 @@ from megatrain.machine.profiles import load_profile
 from megatrain.optim import clip
 from megatrain.optim.threads import KernelThreads
 from megatrain.plan.estimate import estimate_step
-from megatrain.plan.plan import MeasuredTicks, Plan
+from megatrain.plan.plan import Plan
 from megatrain.plan.process import HEAP_BYTES, own_bytes
 from megatrain.plan.simulate import step_seconds
+from megatrain.plan.stepping import model_for_steps, step_recipe
+from megatrain.plan.times import MeasuredTicks
 from tiered import Belady, TieredStore
 from tiered.ext import HostSlab, Slot, TierUsage, view_as
 from tiered.units import PAGE_BYTES, MiB, format_duration, format_size, round_up
@@ -207,7 +209,7 @@ def measure_ticks(
     if flops_per_s and flops / flops_per_s > MOST_MICRO_BATCH_S:
         seconds = format_duration(flops / flops_per_s)
         raise NotMeasurableError(f"a single micro-batch would compute for about {seconds}")
-    workspace = step_workspace_bytes(plan.graph, trace, plan.program, plan.num_micro_batches, plan.device)
+    workspace = step_workspace_bytes(plan.graph, trace, plan.program, plan.run.batch.num_micro_batches, plan.device)
     workspace += plan.kept_bytes
     blocks = plan.program.blocks
     before_bytes = own_bytes()
@@ -243,7 +245,7 @@ def _kind_bytes(plan: Plan, workspace: int, kind_bytes: int) -> int:
 
 def _time_steps(plan: Plan, steps: _StepRunner, budget_s: float, memory_bytes: int) -> MeasuredTicks:
     """Time steps with the largest affordable number of micro-batches, and extrapolate linearly to the rest."""
-    most = plan.num_micro_batches
+    most = plan.run.batch.num_micro_batches
     num_few, num_many = 1, most
     if not steps.takes_any_number:
         num_few = most
@@ -320,7 +322,7 @@ class _StepRunner:
 
     def __init__(self, plan: Plan, store: TieredStore, threads: KernelThreads) -> None:
         run = plan.run
-        plan.optimizer.warm_up()
+        plan.traced.optimizer.warm_up()
         clip.warm_up()
         self.takes_any_number = run.batch.order == "layer"
         self._micro_batches = synthetic_batches(plan)
@@ -333,8 +335,8 @@ class _StepRunner:
         store.set_schedule(program.schedule(homes, _MOST_STEPS_OF_A_RUN))
         self._engine = StepEngine(
             store,
-            replace(plan.for_steps, program=program, homes=homes, stays={}),
-            replace(plan.recipe(), device_optimizer=None, nonfinite="ignore"),
+            replace(model_for_steps(plan), program=program, homes=homes, stays={}),
+            replace(step_recipe(plan), device_optimizer=None, nonfinite="ignore"),
             threads=threads,
             timeline=self._watch,
         )
@@ -355,10 +357,10 @@ def synthetic_batches(plan: Plan) -> list[dict[str, torch.Tensor]]:
     Packed rows of conversations contain two documents each, so that a mask is needed. Packed rows of text contain one.
     """
     generator = torch.Generator().manual_seed(plan.run.seed)
-    shape = (plan.micro_batch_size, plan.run.batch.max_length)
+    shape = (plan.run.batch.micro_batch_rows, plan.run.batch.max_length)
     num_words = plan.graph.model.get_input_embeddings().weight.shape[0]
     batches: list[dict[str, Any]] = []
-    for _ in range(plan.num_micro_batches):
+    for _ in range(plan.run.batch.num_micro_batches):
         ids = torch.randint(num_words, shape, generator=generator)
         batch = {"input_ids": ids, "labels": ids.clone()}
         if not plan.run.data.table.packing:

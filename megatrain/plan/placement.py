@@ -91,7 +91,6 @@ class Placement:
         traffic_bytes: Block bytes moved per step between the first and the last step, by link ``"src->dst"``.
         first_traffic_bytes: The same for a first step, which has nothing to update.
         last_traffic_bytes: The same for the updates after the last step.
-        lookahead: Whether the copies of two consecutive ticks always fit together (double buffering).
         workspace_bytes: Bytes outside of blocks, by tier.
         stays: Copies that stay in a tier until their next use.
         generation_bytes: Bytes reserved for committed generations in addition to the live blocks, by tier.
@@ -107,7 +106,6 @@ class Placement:
     traffic_bytes: Mapping[str, int]
     first_traffic_bytes: Mapping[str, int]
     last_traffic_bytes: Mapping[str, int]
-    lookahead: bool
     workspace_bytes: Mapping[str, int] = field(default_factory=dict)
     stays: Stays = field(default_factory=dict)
     generation_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -197,30 +195,27 @@ class PlacementSolver:
         """
         if open_bytes is not None:
             self._open_bytes = dict(open_bytes)
-        state, ahead = self._best_fill()
+        state = self._best_fill()
         full = state.overfull(ahead=False)
         if full is not None:
             return self._shortfall(full, state)
         # Without a GPU, reallocating buffers costs page faults. Those matter less than the memory of fixed buffers.
         kept = [name for name in ("gpu", "ram") if self.program.compute_tier == "gpu"]
-        return HomeAssignment(
-            state,
-            ahead,
-            {name: BufferBudget(state.copies_by_tick(name), state.room_for_copies(name)) for name in kept},
-        )
+        room = {name: BufferBudget(state.copies_by_tick(name), state.room_for_copies(name)) for name in kept}
+        return HomeAssignment(state, room)
 
-    def _best_fill(self) -> tuple[_Fill, bool]:
+    def _best_fill(self) -> _Fill:
         """Return the homes that save most traffic. If they overflow the last tier, return homes that use less of it."""
-        state, ahead = self._fill(self._promotion_key)
+        state = self._fill(self._promotion_key)
         last = self.order[-1]
         if self.tiers[last].generations and state.overfull(ahead=False) == last:
-            tight, tight_ahead = self._fill(self._relief_key)
+            tight = self._fill(self._relief_key)
             if tight.peak(last, ahead=False) < state.peak(last, ahead=False):
-                return tight, tight_ahead
-        return state, ahead
+                return tight
+        return state
 
-    def _fill(self, order: Callable[[BlockPlan], tuple[float, ...]]) -> tuple[_Fill, bool]:
-        """Move blocks to faster homes in ``order``. Return the homes, and whether copies of two ticks fit together."""
+    def _fill(self, order: Callable[[BlockPlan], tuple[float, ...]]) -> _Fill:
+        """Move blocks to faster homes in ``order``. Leave memory for the copies of two ticks if they fit."""
         homes = {key: max(self._homes(b), key=self.order.index) for key, b in self.program.blocks.items()}
         state = _Fill(self, homes)
         for ahead in (True, False):
@@ -240,7 +235,7 @@ class PlacementSolver:
                 lambda keys: state.try_move(keys, self.program.compute_tier, ahead=ahead),
                 lambda: state.overfull(ahead=False) == self.order[-1],
             )
-        return state, ahead
+        return state
 
     def _make_residents(self, state: _Fill, *, ahead: bool) -> None:
         """Make the compute tier the home of all blocks, or if they do not fit, of the blocks that save most time."""
@@ -328,7 +323,7 @@ class PlacementSolver:
         """Return the smallest capacity of a tier that can keep ``generations`` generations."""
         tiers = [replace(t, generations=generations) if t.name == tier else t for t in self.tiers.values()]
         solver = PlacementSolver(self.program, tiers, self._allowed, self._open_bytes, self._stay_share, self._given)
-        return solver._best_fill()[0].peak(tier, ahead=False)
+        return solver._best_fill().peak(tier, ahead=False)
 
     def describe(self, settled: HomeAssignment) -> Placement:
         """Return the placement that results from settled homes."""
@@ -352,7 +347,6 @@ class PlacementSolver:
             traffic_bytes=traffic.of_step(),
             first_traffic_bytes=traffic.of_first_step(),
             last_traffic_bytes=traffic.of_last_updates(),
-            lookahead=settled.lookahead,
             stays=stays,
             workspace_bytes={name: tier.workspace_bytes for name, tier in self.tiers.items()},
             generation_bytes=dict(state.generation_bytes),
@@ -367,12 +361,10 @@ class HomeAssignment:
     """A home for every block.
 
     Attributes:
-        lookahead: Whether the copies of two consecutive ticks always fit together.
         buffer_room: Memory for buffers by tier, for runs on a GPU.
     """
 
     state: _Fill
-    lookahead: bool
     buffer_room: Mapping[str, BufferBudget]
 
     @property

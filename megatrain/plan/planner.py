@@ -24,8 +24,9 @@ from megatrain.plan.flops import flops_per_token
 from megatrain.plan.kept import KeptGraphs, weights_stay
 from megatrain.plan.limits import Objection, find_objections
 from megatrain.plan.placement import HomeAssignment, PlacementSolver
-from megatrain.plan.plan import Plan, RunSpec
+from megatrain.plan.plan import Plan
 from megatrain.plan.remedies import add_remedies
+from megatrain.plan.run_spec import RunSpec
 from megatrain.plan.shortfall import DoesNotFitError, Shortfall
 from megatrain.plan.simulate import measured_rates, replay
 from megatrain.plan.traced import trace_model
@@ -185,8 +186,7 @@ def _is_shorter(plan: Plan, other: Plan) -> bool:
 
 def objections_to(plan: Plan) -> tuple[Objection, ...]:
     """Compare a plan with this machine. Return objections that prevent the run first."""
-    run = plan.run
-    return (*_object_to_untraced_layers(plan), *find_objections(run.tiers, run.device, plan.totals))
+    return (*_object_to_untraced_layers(plan), *find_objections(plan.run.tiers, plan.device, plan.totals))
 
 
 def _object_to_untraced_layers(plan: Plan) -> Iterator[Objection]:
@@ -355,7 +355,7 @@ def _with_streamed_updates(plan: Plan, count: int) -> StepProgram:
     program, homes = plan.program, plan.placement.homes
     if not program.updates.in_compute_tier or program.compute_tier == "ram":
         return program
-    in_ram = [tick.visit for tick in plan.updates if _is_updated_from_ram(program, tick, homes)]
+    in_ram = [tick.visit for tick in plan.updates.ticks if _is_updated_from_ram(program, tick, homes)]
     count = min(count, len(in_ram))
     chosen = frozenset(in_ram[(2 * number + 1) * len(in_ram) // (2 * count)] for number in range(count))
     return replace(program, updates=replace(program.updates, streamed=chosen))
@@ -377,7 +377,7 @@ def _plans_with_streamed_updates(plan: Plan, machine: MachineProfile | None) -> 
     if gpu is None or not gpu.update_bytes_per_s or not host_s or not plan.run.tiers.machine.is_here:
         return
     program, homes, blocks = plan.program, plan.placement.homes, plan.program.blocks
-    ticks = [tick for tick in plan.updates if _is_updated_from_ram(program, tick, homes)]
+    ticks = [tick for tick in plan.updates.ticks if _is_updated_from_ram(program, tick, homes)]
     uses = [(blocks[key].nbytes, mode) for tick in ticks for key, mode in tick.uses if homes[key] == "ram"]
     down_s = sum(nbytes for nbytes, _ in uses) / gpu.h2d_bytes_per_s
     up_s = sum(nbytes for nbytes, mode in uses if mode != "r") / gpu.d2h_bytes_per_s

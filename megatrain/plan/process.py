@@ -66,7 +66,7 @@ def process_memory(plan: Plan) -> ProcessMemory:
     return ProcessMemory(
         tier_bytes=_tier_bytes(plan),
         libraries_bytes=own_bytes(),
-        kernels_bytes=_KERNELS_BYTES if plan.updates and _KERNELS_MODULE not in sys.modules else 0,
+        kernels_bytes=_KERNELS_BYTES if plan.updates.ticks and _KERNELS_MODULE not in sys.modules else 0,
         data_bytes=_DATA_BYTES + _TOKENIZER_FACTOR * tokenizer_bytes,
         heap_bytes=HEAP_BYTES,
     )

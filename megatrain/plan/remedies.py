@@ -16,10 +16,8 @@ import torch
 from megatrain.base.names import ELEMENT_WISE
 from megatrain.base.sizes import Size
 from megatrain.machine.table import NvmeTierConfig
-from megatrain.plan.plan import RunSpec
+from megatrain.plan.run_spec import RunSpec
 from megatrain.plan.shortfall import Remedy, Shortfall
-
-__all__ = ["add_remedies"]
 
 #: Maps a run and a tier to the tier's smallest sufficient capacity, or None if another tier is too small.
 LeastBytes = Callable[["RunSpec", str], int | None]

@@ -77,12 +77,11 @@ class ResidentChooser:
         for number, tick in enumerate(program.ticks):
             for key, mode in tick.uses:
                 self._uses[key].append((number, mode))
-                if tick.phase == "update":
-                    self._deciding.setdefault(key, []).append(number)
             if tick.phase == "update":
                 group = tuple(key for key, _ in tick.uses)
                 for key in group:
                     self._groups.setdefault(key, []).append(group)
+                    self._deciding.setdefault(key, []).append(number)
         self._candidates = [
             candidate
             for candidate in (*self._group_candidates(), *self._block_candidates())

@@ -13,7 +13,8 @@ import torch
 
 from megatrain.machine.resources import TierSpecs
 from megatrain.plan.placement import TierBudget
-from megatrain.plan.plan import Plan, RunSpec
+from megatrain.plan.plan import Plan
+from megatrain.plan.run_spec import RunSpec
 from tiered import GpuTier, NvmeTier, RamTier, Tier
 from tiered.ext import UnifiedTier, check_rates, plan_chunks
 from tiered.units import PAGE_BYTES, GiB, round_up

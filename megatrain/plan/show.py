@@ -10,12 +10,11 @@ from megatrain.engine.program.visit_trace import Recompute
 from megatrain.machine.planned_machine import PlannedMachine
 from megatrain.plan.flops import flops_per_token
 from megatrain.plan.kept import num_layers_kept, num_layers_of, visits_with_results
-from megatrain.plan.plan import Estimate, OutsideTraffic, Plan
+from megatrain.plan.plan import Plan
 from megatrain.plan.process import ProcessMemory
+from megatrain.plan.times import Estimate, OutsideTraffic
 from megatrain.trace.counting import is_counted
 from tiered.units import format_decimal_size, format_duration, format_size
-
-__all__ = ["estimate_lines", "headline", "messages", "process_line", "table_rows"]
 
 #: Number of steps whose writes are reported if the length of the run is unknown.
 _STEPS_OF_WEAR = 1000
@@ -29,14 +28,13 @@ def headline(plan: Plan) -> str:
     layers = len({unit.layer for unit in plan.graph.units if unit.layer})
     dtype, task = str(run.dtype).removeprefix("torch."), run.task if run.model.is_trained else "forward only"
     tokens = f"{run.batch.num_tokens:,} tokens/step"
-    if plan.num_micro_batches > 1:
+    if plan.run.batch.num_micro_batches > 1:
         together = ", one micro-batch at a time" if run.batch.order == "micro_batch" else ""
-        tokens += f" ({plan.num_micro_batches} x {plan.micro_batch_size} rows{together})"
+        tokens += f" ({plan.run.batch.num_micro_batches} x {plan.run.batch.micro_batch_rows} rows{together})"
     trained = sum(layout.num_parameters for layout in plan.graph.layouts.values() if layout.trainable)
+    size += " parameters"
     if run.model.is_trained and trained < count:
-        size += f" parameters ({trained:,} trained)"
-    else:
-        size += " parameters"
+        size += f" ({trained:,} trained)"
     return f"{name}  {size}, {layers} layers   {task}, {dtype}, {tokens}"
 
 
@@ -71,7 +69,7 @@ def table_rows(plan: Plan) -> Sequence[tuple[str, Mapping[str, int], str]]:
 
 def messages(plan: Plan) -> Sequence[str]:
     """Return the messages that accompany a plan's table: moves, tiers of updates, guesses."""
-    estimates = [f"the workspace is estimated: {guess}" for guess in plan.guesses]
+    estimates = [f"the workspace is estimated: {guess}" for guess in plan.trace.guesses]
     if plan.trace.uncounted:
         estimates.append(f"the FLOPs of a step are unknown: {'; '.join(plan.trace.uncounted)}")
     if plan.trace.dense_masks:
@@ -158,9 +156,9 @@ def _traffic_notes(plan: Plan) -> tuple[str, ...]:
     compute = plan.program.compute_tier
     placement, capacity = plan.placement, plan.budgets_by_tier[compute].capacity_bytes
     updates: tuple[str, ...] = (plan.passthrough_tensors,) if plan.passthrough_tensors else ()
-    updates += () if compute == "ram" or not plan.updates else (_update_note(plan),)
-    if plan.run.checkpoint.table.num_copies and plan.checkpoint_bytes_on_drives:
-        size = format_size(plan.checkpoint_bytes_on_drives)
+    updates += () if compute == "ram" or not plan.updates.ticks else (_update_note(plan),)
+    if plan.run.checkpoint.table.num_copies and plan.checkpoint.on_drives:
+        size = format_size(plan.checkpoint.on_drives)
         count = plan.run.checkpoint.table.num_copies
         updates += (f"save_copy keeps {count} complete copies of checkpoints in output_dir, {size} each",)
     if ("nvme", "gpu") in placement.routes.links:
@@ -185,9 +183,9 @@ def _update_note(plan: Plan) -> str:
     if plan.traced.host_updates:
         return f"updates run in ram: {plan.traced.host_updates}"
     streamed = plan.program.updates.streamed
-    there = [tick for tick in plan.device_updates if tick.visit not in streamed]
-    share = 100 * plan.num_updated_by(there) // max(1, plan.num_updated_by(plan.updates))
-    which = f"{len(there)} of {len(plan.updates)} groups of blocks, {share} % of the trained parameters,"
+    there = [tick for tick in plan.updates.in_gpu_memory if tick.visit not in streamed]
+    share = 100 * plan.updates.num_weights_of(there) // max(1, plan.updates.num_weights_of(plan.updates.ticks))
+    which = f"{len(there)} of {len(plan.updates.ticks)} groups of blocks, {share} % of the trained parameters,"
     text = f"{which} have their home in gpu and are updated there"
     return text + (f"; {len(streamed)} others are fetched part by part for their updates" if streamed else "")
 

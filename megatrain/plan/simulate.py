@@ -7,13 +7,13 @@ replaced by their durations. A stall in the replay therefore comes from the sche
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from megatrain.engine.tape.tape import Op, PinnedCopy, TapeStore, compile_step
 from megatrain.plan.flops import flops_per_token, matrix_flops, tick_flops
 from megatrain.plan.plan import Plan
 from megatrain.ranks.shards import NETWORK, PEER
-from tiered import Belady, StoreStats, TieredStore
+from tiered import Belady, TieredStore
 from tiered.ext import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
 from tiered.units import format_duration
 
@@ -63,7 +63,7 @@ def measured_rates(plan: Plan) -> SimulatedRates | None:
     if estimate is None or estimate.step_s is None:
         return None
     seconds, traffic = estimate.seconds, plan.traffic
-    on_host, on_gpu = (plan.num_updated(on_gpu=there) for there in (False, True))
+    on_host, on_gpu = (plan.updates.num_weights(on_gpu=there) for there in (False, True))
     products = sum(matrix_flops(plan).values()) if plan.device.type == "cuda" else 0
     assert not (on_gpu and products), "optimizers that orthogonalize matrices do not run whole updates on a GPU"
     flops = flops_per_token(plan) * estimate.tokens_per_step
@@ -132,18 +132,12 @@ def simulate_step(plan: Plan, tokens_per_step: int, rates: SimulatedRates) -> Si
     peer_wait_s = replay.peer_wait_s
     for number in range(_NUM_WARM_STEPS, _NUM_WARM_STEPS + _NUM_STEPS):
         replay.step(number)
-    found = _mean(replay.store.stats() - before, replay.clock.now_s - start_s, replay.compute_s - compute_s)
-    if replay.peer_wait_s == peer_wait_s:
-        return found
-    waited = {**found.stall_s, PEER: (replay.peer_wait_s - peer_wait_s) / _NUM_STEPS}
-    return replace(found, stall_s=waited)
-
-
-def _mean(window: StoreStats, seconds: float, compute_s: float) -> SimulatedStep:
+    window = replay.store.stats() - before
+    stall_s = {**window.stall_s, PEER: replay.peer_wait_s - peer_wait_s}
     return SimulatedStep(
-        step_s=seconds / _NUM_STEPS,
-        compute_s=compute_s / _NUM_STEPS,
-        stall_s={cause: stall_s / _NUM_STEPS for cause, stall_s in window.stall_s.items() if stall_s},
+        step_s=(replay.clock.now_s - start_s) / _NUM_STEPS,
+        compute_s=(replay.compute_s - compute_s) / _NUM_STEPS,
+        stall_s={cause: seconds / _NUM_STEPS for cause, seconds in stall_s.items() if seconds},
         prefetch_on_time=window.prefetch_on_time / _NUM_STEPS,
         prefetch_late=window.prefetch_late / _NUM_STEPS,
         prefetch_wasted=window.prefetch_wasted / _NUM_STEPS,

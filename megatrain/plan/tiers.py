@@ -29,21 +29,6 @@ from tiered.errors import TieredError
 from tiered.ext import SourceTier, check_claimable, claim_directory, plan_chunks, statuses_below
 from tiered.units import format_size
 
-__all__ = [
-    "check_drives",
-    "check_folders",
-    "claim_folders",
-    "keep_buffers",
-    "make_tiers",
-    "open_store",
-    "register_blocks",
-    "register_transient_blocks",
-    "reserve",
-    "step_memory_lent",
-    "set_schedule",
-    "unregister_transient_blocks",
-]
-
 
 def open_store(
     plan: Plan,
@@ -276,10 +261,10 @@ def _drive_shortfall(plan: Plan, paths: Sequence[Path], need: int, have: int) ->
         if need - reserve < have:
             advice = "Lower checkpoint.min_free_disk, free space, or use another drive."
     on_drives = any(path != checkpoints for path in paths)
-    if table.num_generations and (on_drives or plan.checkpoint_bytes_in_output_dir):
+    if table.num_generations and (on_drives or plan.checkpoint.in_output_dir):
         advice += f" {table.num_generations} checkpoints are part of this: lower checkpoint.save_total_limit."
-    if checkpoints in paths and table.num_copies and plan.checkpoint_bytes_on_drives:
-        size = format_size(table.num_copies * plan.checkpoint_bytes_on_drives * plan.run.world.size)
+    if checkpoints in paths and table.num_copies and plan.checkpoint.on_drives:
+        size = format_size(table.num_copies * plan.checkpoint.on_drives * plan.run.world.size)
         advice += f" {size} of this is for whole copies: checkpoint.save_copy."
     return Shortfall(tier, need, have, advice, message=message)
 
@@ -297,8 +282,8 @@ def _drive_needs(plan: Plan) -> Counter[Path]:
                 needs[spec.drives[path_index]] += sets * cut.chunk_bytes * count
     if table.is_on:
         # All ranks write their parts of a checkpoint into the same folder.
-        of_all = plan.checkpoint_bytes_in_output_dir * plan.run.world.size
+        of_all = plan.checkpoint.in_output_dir * plan.run.world.size
         in_output_dir = table.num_generations * of_all + table.min_free_disk
-        in_output_dir += table.num_copies * plan.checkpoint_bytes_on_drives * plan.run.world.size
+        in_output_dir += table.num_copies * plan.checkpoint.on_drives * plan.run.world.size
         needs[spec.output_dir / CHECKPOINTS_NAME] += in_output_dir
     return needs

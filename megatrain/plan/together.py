@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 from megatrain.machine.file_systems import file_system_of
 from megatrain.machine.profiles import DriveProfile, GpuProfile, LoadedProfile, MachineProfile
 from megatrain.machine.this_machine import ThisMachine
-from megatrain.plan.plan import Estimate, Plan, RunSpec
+from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.plan.run_spec import RunSpec
 from megatrain.plan.run_tiers import tier_budgets
+from megatrain.plan.times import Estimate
 from megatrain.ranks.collectives import RanksDifferError
 
 #: Collective that returns the values of all ranks, in rank order.

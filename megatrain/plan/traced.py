@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,8 @@ from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.optim.on_device import DeviceKernelError, device_optimizer
 from megatrain.optim.threads import KernelThreads, num_update_threads
 from megatrain.plan.budgets import FOLDER
-from megatrain.plan.plan import RunSpec, TracedModel
+from megatrain.plan.plan import TracedModel
+from megatrain.plan.run_spec import RunSpec
 from megatrain.trace.trace import trace_visits
 
 
@@ -162,7 +164,8 @@ def _traced_on(run: RunSpec) -> tuple[str, int, int, str]:
 def with_supported_packing(run: RunSpec, graph: ModelGraph) -> tuple[RunSpec, str]:
     """Return the run with a packing that the model supports, and the reason if it is not the default, or ""."""
     packing, warning = choose_packing(run.model, graph, run.data.table.packing, is_default=run.data.has_default_packing)
-    return run.with_packing(packing), warning
+    batch = replace(run.batch, single_rows=run.batch.single_rows and bool(packing))
+    return replace(run, data=run.data.with_keys(packing=packing), batch=batch), warning
 
 
 def check_positions(model: ModelSpec, max_length: int, graph: ModelGraph) -> None:

@@ -18,7 +18,8 @@ from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.state import installed_versions, now_text
 
 if TYPE_CHECKING:
-    from megatrain.plan.plan import Plan, RunSpec
+    from megatrain.plan.plan import Plan
+    from megatrain.plan.run_spec import RunSpec
 
 __all__ = ["PLAN_NAME", "SUMMARY_NAME", "read_entries", "read_record", "summary_if_done", "write_plan", "write_summary"]
 
@@ -101,13 +102,13 @@ def _plan_values(plan: Plan) -> dict[str, Any]:
         "num_parameters": plan.graph.num_parameters,
         "device": plan.device.type,
         "compute_dtype": str(plan.graph.dtype).removeprefix("torch."),
-        "micro_batch_size": plan.micro_batch_size,
-        "num_micro_batches": plan.num_micro_batches,
+        "micro_batch_size": plan.run.batch.micro_batch_rows,
+        "num_micro_batches": plan.run.batch.num_micro_batches,
         "rows": [{"kind": kind, "bytes": dict(sizes), "note": note} for kind, sizes, note in table_rows(plan)],
         "peak_bytes": dict(plan.totals),
         "budget_bytes": dict(plan.budgets),
         "link_bytes_per_step": dict(plan.traffic),
-        "checkpoint_bytes_in_output_dir": plan.checkpoint_bytes_in_output_dir,
+        "checkpoint_bytes_in_output_dir": plan.checkpoint.in_output_dir,
         "estimate": None if estimate is None else estimate.to_json(),
         "replayed": None if replayed is None else dataclasses.asdict(replayed),
         "machine": _describe_machine(plan.run, plan.device.type),

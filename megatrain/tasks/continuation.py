@@ -16,6 +16,7 @@ from megatrain.base.progress import Activity
 from megatrain.engine.generate import GenerationRunner
 from megatrain.engine.tape.access import StoreAccess
 from megatrain.optim.threads import KernelThreads
+from megatrain.plan.stepping import model_for_steps
 from megatrain.plan.tiers import set_schedule
 from megatrain.ranks.collectives import SingleRank
 from megatrain.tasks.prompts import GenerationSettings, generation_options
@@ -85,14 +86,14 @@ class Continuation:
 
         plan, store = self._plan, self._store
         graph, homes, model = plan.graph, plan.placement.homes, plan.graph.model
-        rows = plan.micro_batch_size
+        rows = plan.run.batch.micro_batch_rows
         batches = [self._batch(prompts[first : first + rows]) for first in range(0, len(prompts), rows)]
         num_new = self._settings.max_new_tokens
         num_passes = 0
         programs = (self._generation.first, plan.program)
         all_stays: tuple[Stays, Stays] = ({}, plan.placement.stays)
         models = [
-            replace(plan.for_steps, program=program, stays=stays)
+            replace(model_for_steps(plan), program=program, stays=stays)
             for program, stays in zip(programs, all_stays, strict=True)
         ]
         accesses = [
@@ -123,7 +124,7 @@ class Continuation:
             turn,
             device=plan.device,
             trace=plan.trace,
-            num_micro_batches=plan.num_micro_batches,
+            num_micro_batches=plan.run.batch.num_micro_batches,
             any_rank=None if self._collectives.size == 1 else self._any_rank,
         )
         config = graph.config.get_text_config(decoder=True)

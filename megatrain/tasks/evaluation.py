@@ -22,9 +22,10 @@ from megatrain.data.rows_report import DataError, check_losses
 from megatrain.data.token_dataset import NAME, describe, held_out_part
 from megatrain.models.graph import num_learned_positions
 from megatrain.plan.forward import plan_averages, plan_samples
+from megatrain.plan.stepping import model_for_passes
 from megatrain.plan.tiers import step_memory_lent
 from megatrain.plan.traffic import Traffic
-from megatrain.ranks.collectives import SingleRank
+from megatrain.ranks.collectives import SingleRank, collectives_of
 from megatrain.tasks.continuation import Continuation, StoppedError
 from megatrain.tasks.passes import Passes
 from megatrain.tasks.prompts import GenerationSettings
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     from megatrain.data.dataset import DataSpec
     from megatrain.data.token_dataset import TokenDataset
     from megatrain.plan.forward import GenerationPlan
-    from megatrain.plan.plan import Plan, RunSpec
+    from megatrain.plan.plan import Plan
+    from megatrain.plan.run_spec import RunSpec
     from megatrain.ranks.collectives import Collectives
     from megatrain.tasks.table import EvaluationConfig
     from megatrain.tasks.task import SetFigures
@@ -163,7 +165,7 @@ def load_evaluation_sets(
     if spec.table.eval_strategy == "no" and not spec.table.eval_on_start:
         return []
     run = plan.run
-    rows = min(spec.rows or plan.micro_batch_size, plan.micro_batch_size)
+    rows = min(spec.rows or plan.run.batch.micro_batch_rows, plan.run.batch.micro_batch_rows)
     if rows < (spec.rows or 0):
         on_message(f"evaluations use micro-batches of {rows} rows, because memory is planned for training")
     dealt = deal_micro_batches(run, rows)
@@ -232,7 +234,7 @@ def traffic_of_passes(plan: Plan, num_passes: int) -> dict[str, int]:
     Args:
         plan: One of the plans that ``plans_of_evaluations`` returns.
     """
-    program = plan.for_passes.program
+    program = model_for_passes(plan).program
     placement = plan.placement
     moved = Traffic(program, placement.routes, placement.homes, {}).of_first_step()
     return {link: num_passes * nbytes for link, nbytes in moved.items()}
@@ -329,7 +331,7 @@ class Evaluator:
         has no schedule. A collective: all ranks must call it at the same steps.
         """
         if self._collectives is None:
-            self._collectives = self._plan.collectives()
+            self._collectives = collectives_of(self._plan.run.world, self._plan.program.compute_tier)
         self._timeline.is_on = False
         for weights, plan in self._plans.items():
             due = [each for each in self._sets if not self._is_done(step, self._spec.name_of(each.name, weights))]
@@ -465,7 +467,7 @@ class Sampler:
             )
             advice = f"Use at most {positions - longest}" if positions > longest else "Lower data.max_length"
             raise ConfigError(plan.run.model.name, [Problem(key, text, advice)])
-        together = min(spec.rows or plan.micro_batch_size, plan.micro_batch_size, most)
+        together = min(spec.rows or plan.run.batch.micro_batch_rows, plan.run.batch.micro_batch_rows, most)
         # Each rank gets whole micro-batches, because tokens depend on which rows share a micro-batch.
         num_micro_batches = -(-most // (together * plan.run.world.size))
 
@@ -473,8 +475,9 @@ class Sampler:
             return plan_samples(plan, rows=together, num_prompts=count * together, max_length=longest + num_new)
 
         generation = planned(num_micro_batches)
-        least = min(gather(generation.plan.num_micro_batches))  # some ranks can have memory for fewer micro-batches
-        if least < generation.plan.num_micro_batches:
+        fitting = generation.plan.run.batch.num_micro_batches
+        least = min(gather(fitting))  # some ranks can have memory for fewer micro-batches
+        if least < fitting:
             generation = planned(least)
         return cls(plan, generation, rows, tokenizer, num_new)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from megatrain.engine.step import EvaluationEngine
+from megatrain.plan.stepping import model_for_passes
 from megatrain.plan.tiers import set_schedule
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Passes:
         self._plan, self._store = plan, store
         self._engine = EvaluationEngine(
             store,
-            replace(plan.for_passes, stays=stays or {}),
+            replace(model_for_passes(plan), stays=stays or {}),
             collectives=collectives,
             timeline=timeline,
             activity=activity,

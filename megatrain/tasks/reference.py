@@ -24,6 +24,7 @@ from megatrain.converters.adapters import ADAPTER_WEIGHTS
 from megatrain.data.cache import TokenCache, cache_folder
 from megatrain.data.rows_report import DataError
 from megatrain.engine.forward import LayerRunner
+from megatrain.ranks.collectives import collectives_of
 from megatrain.ranks.group import RankGroup
 from megatrain.tasks.passes import Passes
 from tiered import checksum
@@ -57,7 +58,7 @@ class ReferenceFileError(Exception):
 def num_reference_passes(plan: Plan, loader: BatchLoader) -> int:
     """Return the number of passes over the weights that are needed to score all answers in a loader's data."""
     num_micro_batches = -(-len(loader.dataset) // loader.rows_in_order)
-    return -(-num_micro_batches // plan.run.batch.together(plan.num_micro_batches))
+    return -(-num_micro_batches // plan.run.batch.together(plan.run.batch.num_micro_batches))
 
 
 class Reference:
@@ -161,10 +162,10 @@ class Reference:
             self._store,
             timeline=self._timeline,
             activity=self._activity,
-            collectives=plan.collectives(),
+            collectives=collectives_of(plan.run.world, plan.program.compute_tier),
         )
         num_passes, size = num_reference_passes(plan, loader), loader.rows_in_order
-        together = plan.run.batch.together(plan.num_micro_batches)
+        together = plan.run.batch.together(plan.run.batch.num_micro_batches)
         found: list[float] = []
         self._activity.begin("scoring with the reference", num_parts=passes.num_ticks)
 

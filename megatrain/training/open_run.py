@@ -23,6 +23,7 @@ from megatrain.models.hub import fetch_weights, missing_files
 from megatrain.models.load import WeightLoader, open_loader
 from megatrain.plan.plan import Plan
 from megatrain.plan.process import most_resident_bytes
+from megatrain.plan.stepping import model_for_steps, step_recipe
 from megatrain.plan.tiers import (
     check_drives,
     claim_folders,
@@ -33,6 +34,7 @@ from megatrain.plan.tiers import (
     set_schedule,
     unregister_transient_blocks,
 )
+from megatrain.ranks.collectives import collectives_of
 from megatrain.ranks.group import RankGroup
 from megatrain.training.weights import AdaptedWeights, RandomWeights, Weights, WeightSource
 from tiered import RamTier, TieredStore
@@ -223,9 +225,9 @@ class OpenRun:
         # The rank has already joined the default group of torch.distributed.
         engine = StepEngine(
             self.store,
-            plan.for_steps,
-            plan.recipe(),
-            collectives=plan.collectives(),
+            model_for_steps(plan),
+            step_recipe(plan),
+            collectives=collectives_of(plan.run.world, plan.program.compute_tier),
             timeline=self.timeline,
             activity=self._activity,
         )

@@ -31,7 +31,7 @@ from megatrain.machine.this_machine import THIS_MACHINE
 from megatrain.models.hub import locate
 from megatrain.plan.budgets import FOLDER
 from megatrain.plan.placement import PlacementSpec
-from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, RunSpec
+from megatrain.plan.run_spec import MICRO_BATCH_TOKENS, BatchSpec, RunSpec
 from megatrain.plan.run_tiers import tier_names
 from megatrain.run.loggers import LoggingSpec
 from megatrain.tasks.evaluation import EvaluationSource, EvaluationSpec

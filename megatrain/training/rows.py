@@ -50,7 +50,7 @@ def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenize
         assert isinstance(loss, Distillation), loss
         teacher = TeacherScores(data.scores, loss.k, vocab_size)
         teacher.check_covers(dataset, tokenizer_checksum(tokenizer))
-    shape = data.batch_shape(plan.micro_batch_size, plan.num_micro_batches)
+    shape = data.batch_shape(plan.run.batch.micro_batch_rows, plan.run.batch.num_micro_batches)
     collator = data.collator(shape, tokenizer, teacher)
     if not isinstance(dataset, StreamDataset):
         return BatchLoader(EpochOrder(dataset, shape, data.seed), collator)

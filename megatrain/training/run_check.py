@@ -440,7 +440,7 @@ class _RunCheck:
         owner = living_owner(spec.output_dir)
         if owner is not None:
             yield CheckResult("checkpoints", "note", f"output_dir is in use: {owner.text} is training there")
-        drive_bytes = 0 if prepared is None else prepared.plan.checkpoint_bytes_on_drives
+        drive_bytes = 0 if prepared is None else prepared.plan.checkpoint.on_drives
         yield from (CheckResult("checkpoints", "note", text) for text in describe_drives(spec, drive_bytes))
         start = None if with_steps is None else self._start(with_steps, notices.append)
         try:

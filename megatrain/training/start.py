@@ -30,7 +30,8 @@ from megatrain.data.loader import BatchLoader
 from megatrain.models.hub import missing_weights
 from megatrain.models.load import open_loader
 from megatrain.optim.base import decays
-from megatrain.plan.plan import Plan, RunSpec
+from megatrain.plan.plan import Plan
+from megatrain.plan.run_spec import RunSpec
 from megatrain.run.loggers import METRICS_NAME, last_evaluations
 from megatrain.run.record import summary_if_done
 from megatrain.training.resolve import RunSettings, resolve_best
@@ -115,7 +116,7 @@ class RunStart:
         """Copy a finished run's checkpoint if the config requests copies and no earlier start made this copy."""
         # Only this rank is running, but a copy into a folder needs all ranks of the checkpoint.
         if not checkpoint.is_copy and (not checkpoint.is_listed or self.plan.run.checkpoint.table.copy_url is not None):
-            drive_bytes = self.plan.checkpoint_bytes_on_drives
+            drive_bytes = self.plan.checkpoint.on_drives
             with closing(open_copier(self.plan.run.checkpoint, drive_bytes, self.on_message)) as copier:
                 copier.offer(checkpoint, is_last=True)
                 copier.finish()

@@ -14,6 +14,7 @@ from megatrain.base.timeline import TIMELINE_NAME
 from megatrain.checkpoint.best import Best
 from megatrain.engine.step import StepEngine
 from megatrain.optim.lr import warmup_notice
+from megatrain.plan.stepping import warm_up
 from megatrain.training.final import FinalExport
 from megatrain.training.run_parts import RunParts
 from megatrain.training.step_report import StepMeter, add_by_key, link_bytes
@@ -102,7 +103,7 @@ class TrainingLoop:
         run, state = self._run, self.state
         self._activity.begin("compiling kernels of the optimizer")
         # The first rank compiles the kernels, and the other ranks load the compiled kernels from the cache.
-        self._group.one_after_the_other(self._plan.warm_up)
+        self._group.one_after_the_other(partial(warm_up, self._plan))
         device = str(self._plan.device)
         self._observer.on_start(
             RunInfo(run.name, run.task, device, run.output_dir, state.max_steps, run.batch.num_tokens)
@@ -128,7 +129,7 @@ class TrainingLoop:
         """Run the next step and report it."""
         number = self.state.step
         meter.start()
-        num_ticks, num_micro_batches = len(self._plan.program.ticks), self._plan.num_micro_batches
+        num_ticks, num_micro_batches = len(self._plan.program.ticks), self._run.batch.num_micro_batches
         self._activity.begin("step", num_parts=num_ticks, num_micro_batches=num_micro_batches)
         batch = next(self._prepared.loader)
         self._opened.timeline.is_on = number + 1 in self._run.trace_steps

@@ -432,7 +432,9 @@ class Weights:
     def _begin_state(self) -> None:
         """Fill optimizer state with zeros. Kinds that begin as weights (EMA) are filled with the loaded weights."""
         program = self._plan.program
-        copies = {kind.name for kind in self._plan.optimizer.state_kinds(self._is_split) if kind.begins_as_weight}
+        copies = {
+            kind.name for kind in self._plan.traced.optimizer.state_kinds(self._is_split) if kind.begins_as_weight
+        }
         for block in program.blocks.values():
             if block.kind == "optimizer" and kind_of_key(block.key) not in {"low", *copies}:
                 with self._writing(block.key) as tensor:
@@ -645,7 +647,7 @@ def saved_places(plan: Plan) -> dict[str, SavedPlace]:
     for layout in plan.graph.layouts.values():
         weights = program.weight_parts_of(layout), program.owned_weight_parts_of(layout)
         add(program.weight_keys(layout), *weights, None)
-        for kind in plan.optimizer.state_kinds(weight_is_split(plan.graph)):
+        for kind in plan.traced.optimizer.state_kinds(weight_is_split(plan.graph)):
             if kind.name == "weight":
                 continue
             parts, owned = program.parts_of(layout), program.owned_parts_of(layout)

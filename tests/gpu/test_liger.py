@@ -43,7 +43,7 @@ def test_host_waits_only_for_the_end_of_a_step(tiny_model: Path, tmp_path: Path)
     with Trainer(config, plan=plan).open() as trainer:
         trainer.load()
         trainer.store.wait_idle()
-        plan.optimizer.warm_up()
+        plan.traced.optimizer.warm_up()
         engine, loader = trainer.make_engine(4), make_loader(config, plan)
         for number in range(2):  # kernels are compiled
             engine.step(next(loader).micro_batches, number=number, lr=1e-3)

@@ -44,7 +44,7 @@ def engine_in(
     with Trainer(config, plan=plan).open() as trainer:
         trainer.load()
         trainer.store.wait_idle()
-        for optimizer in (plan.optimizer, plan.traced.device_optimizer):
+        for optimizer in (plan.traced.optimizer, plan.traced.device_optimizer):
             if optimizer is not None:
                 optimizer.warm_up()
         yield trainer.make_engine(num_steps), make_loader(config, plan), trainer

@@ -53,7 +53,7 @@ if sys.argv[1] == "train":
 else:
     from megatrain.optim import clip
     import megatrain.data.encoding
-    trainer.make_loader(); trainer.plan.optimizer.warm_up(); clip.warm_up()
+    trainer.make_loader(); trainer.plan.traced.optimizer.warm_up(); clip.warm_up()
 # Not ru_maxrss: a child inherits it from the process that started it.
 peak = int(re.search(r"VmHWM:\\s+([0-9]+) kB", open("/proc/self/status").read())[1]) * 1024
 state = sum(block.nbytes for block in trainer.plan.program.blocks.values() if block.kind in ("weights", "optimizer"))

@@ -163,7 +163,7 @@ class WatchedLoop(TrainingLoop):
             planned.update({link: times * each for link, each in traffic_of_passes(plan, num_passes).items()})
         for sampler in prepared.samplers.values():
             planned.update(sampler.planned_bytes)
-        planned.update({link: end.num_commits * each for link, each in prepared.plan.checkpoint_traffic.items()})
+        planned.update({link: end.num_commits * each for link, each in prepared.plan.checkpoint.traffic.items()})
         end.planned = dict(planned)
         end.moved = dict(link_bytes)
         end.wasted = (moved.prefetch_wasted, moved.schedule_misses)

@@ -232,7 +232,7 @@ def test_a_refusal_names_it_as_a_remedy(tmp_path: Path) -> None:
 
 def _bytes_outside_blocks(plan: Plan) -> tuple[int, int, int]:
     """Return the bytes of all saved inputs, of the workspace, and of a micro-batch's tensors between visits."""
-    trace, num_micro_batches = plan.trace, plan.num_micro_batches
+    trace, num_micro_batches = plan.trace, plan.run.batch.num_micro_batches
     saved = sum(
         torch.Size(shape).numel() * dtype.itemsize
         for visit in trace.visits

@@ -12,7 +12,8 @@ import pytest
 from megatrain.checkpoint.resume import rules_of_newest
 from megatrain.checkpoint.state import DecidedSettings
 from megatrain.config import load_config
-from megatrain.plan.plan import MICRO_BATCH_TOKENS, Plan
+from megatrain.plan.plan import Plan
+from megatrain.plan.run_spec import MICRO_BATCH_TOKENS
 from megatrain.ranks.world import World
 from megatrain.training import start
 from megatrain.training.trainer import Trainer
@@ -45,22 +46,22 @@ def test_a_run_keeps_its_cut_into_micro_batches(
     """In other tiers, and by a version with another token target, the bits equal the unbroken run."""
     monkeypatch.setitem(MICRO_BATCH_TOKENS, "cpu", 128)
     unbroken = trainer(tmp_path / "unbroken", tiny_model, 2)
-    assert (unbroken.plan.micro_batch_size, unbroken.plan.num_micro_batches) == (2, 3)
+    assert (unbroken.plan.run.batch.micro_batch_rows, unbroken.plan.run.batch.num_micro_batches) == (2, 3)
     unbroken.train()
     folder = tmp_path / "resumed"
     trainer(folder, tiny_model, 1).train()
     assert tokens_kept(folder) == 128
     monkeypatch.setitem(MICRO_BATCH_TOKENS, "cpu", 2048)
-    assert trainer(tmp_path / "new", tiny_model, 1).plan.micro_batch_size == 6
+    assert trainer(tmp_path / "new", tiny_model, 1).plan.run.batch.micro_batch_rows == 6
     resumed = trainer(folder, tiny_model, 2, nvme=1, placement='optimizer = ["nvme"]', ram="24MiB")
-    assert resumed.plan.micro_batch_size == 2 and resumed.plan.traffic["nvme->ram"]
+    assert resumed.plan.run.batch.micro_batch_rows == 2 and resumed.plan.traffic["nvme->ram"]
     resumed.train()
     assert weights(folder) == weights(tmp_path / "unbroken")
     ranks = replace(resumed.run, world=World.local(0, 3))
     assert ranks.batch.micro_batch_rows == 2
     assert tokens_kept(folder) == 128
     given = trainer(folder, tiny_model, 3, "per_device_train_batch_size = 3\ngradient_accumulation_steps = 2")
-    assert given.plan.micro_batch_size == 3
+    assert given.plan.run.batch.micro_batch_rows == 3
 
 
 def test_a_checkpoint_without_a_record_keeps_the_former_cut(
@@ -77,7 +78,7 @@ def test_a_checkpoint_without_a_record_keeps_the_former_cut(
     assert tokens_kept(tmp_path / "run") == 2048
     monkeypatch.setitem(MICRO_BATCH_TOKENS, "cpu", 128)
     resumed = trainer(tmp_path / "run", tiny_model, 2)
-    assert resumed.plan.micro_batch_size == 6
+    assert resumed.plan.run.batch.micro_batch_rows == 6
     resumed.train()
     assert tokens_kept(tmp_path / "run") == 2048
 

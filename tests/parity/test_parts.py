@@ -127,7 +127,7 @@ def test_an_update_leases_a_part_at_a_time(tiny_model: Path, tmp_path: Path, sma
         config_text(tmp_path, tiny_model, placement=ALL_NVME, ram="7MiB", precision=BF16)
     )
     plan = plan_run(resolve(load_config(tmp_path / "run.toml").config))
-    for tick in plan.updates:
+    for tick in plan.updates.ticks:
         weight = next(key for key, _ in tick.uses if kind_of_key(key) == "weight")
         layout = plan.graph.layouts[weight.rpartition("/")[0]]
         is_cut = layout.name in plan.program.cuts.weights
@@ -144,7 +144,7 @@ def test_adafactor_needs_whole_parameters_and_has_whole_blocks(
 ) -> None:
     (tmp_path / "run.toml").write_text(config_text(tmp_path, tiny_model, nvme=0, optimizer='optim = "adafactor"'))
     plan = plan_run(resolve(load_config(tmp_path / "run.toml").config))
-    assert not plan.program.cuts.parts and all(not tick.passing for tick in plan.updates)
+    assert not plan.program.cuts.parts and all(not tick.passing for tick in plan.updates.ticks)
 
 
 def test_a_checkpoint_in_parts_is_continued_elsewhere_and_exported(
@@ -203,7 +203,7 @@ def test_the_least_ram_follows_the_part_not_the_layout(
         return max(
             sum(blocks[key].nbytes for key, _ in tick.held)
             + max((sum(blocks[key].nbytes for key, _ in group) for group in tick.passing), default=0)
-            for tick in plan.updates
+            for tick in plan.updates.ticks
         )
 
     whole, parted = update_bytes(16 << 20), update_bytes(PART_ALIGNMENT_ELEMENTS)

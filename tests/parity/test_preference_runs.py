@@ -83,7 +83,11 @@ def test_run_reports_preference_metrics(in_ram: WholeRun) -> None:
     assert 0.0 <= last.preferences["rewards/accuracies"] <= 1.0
     assert [each.step for each in in_ram.told.evaluations] == [3, 4]
     assert set(in_ram.told.evaluations[0].preferences) == set(last.preferences)
-    assert has_asked(in_ram) and in_ram.plan.micro_batch_size == 4 and in_ram.plan.run.data.table.packing is False
+    assert (
+        has_asked(in_ram)
+        and in_ram.plan.run.batch.micro_batch_rows == 4
+        and in_ram.plan.run.data.table.packing is False
+    )
 
 
 def test_second_run_reuses_the_reference_scores(tiny_model: Path, in_ram: WholeRun) -> None:

@@ -38,7 +38,9 @@ def test_all_that_a_layer_reads_to_run_again_is_planned_to_be_there_together(zam
         if tick.phase == "backward":
             kinds = [[plan.program.blocks[key].kind for key, _ in group] for group in tick.passing]
             read = [len(group) for group in kinds if "activations" in group]
-            assert read == ([num_inputs[tick.visit]] * plan.num_micro_batches if num_inputs[tick.visit] else []), tick
+            assert read == (
+                [num_inputs[tick.visit]] * plan.run.batch.num_micro_batches if num_inputs[tick.visit] else []
+            ), tick
 
 
 @pytest.mark.parametrize("order", ["layer", "micro_batch"])

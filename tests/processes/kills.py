@@ -380,7 +380,7 @@ def preload(model: Path, folder: Path) -> None:
     config = load_config(path).config
     traced.trace_visits = keeping(traced.trace_visits)  # children reuse the trace
     plan = planner.plan_run(resolve(config))
-    plan.optimizer.warm_up()
+    plan.traced.optimizer.warm_up()
     clip.warm_up()
     make_loader(config, plan)
 

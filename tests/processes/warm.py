@@ -210,12 +210,13 @@ def _plan_once() -> None:
 
     from megatrain.config import load_config
     from megatrain.plan.planner import plan_run
+    from megatrain.plan.stepping import warm_up
     from megatrain.training.resolve import resolve
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.toml")
         path.write_text(PLANNED.format(folder=folder, root=ROOT))
-        plan_run(resolve(load_config(path).config)).warm_up()
+        warm_up(plan_run(resolve(load_config(path).config)))
     get_checkpoint_conversion_mapping("llama")
 
 

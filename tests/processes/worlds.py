@@ -75,7 +75,11 @@ def plan_of_rank(config: Path, world: World) -> Plan:
         return plan_run(run)
     collectives = Collectives()
     plan = plan_together(run, collectives.gather_objects)
-    check_same(collectives.gather_objects, "program of a step", parts_of_program(plan.program, plan.num_micro_batches))
+    check_same(
+        collectives.gather_objects,
+        "program of a step",
+        parts_of_program(plan.program, plan.run.batch.num_micro_batches),
+    )
     return plan
 
 

@@ -24,8 +24,8 @@ from megatrain.converters.spec import build_graph
 from megatrain.converters.tiled import TiledForward, tile_mlps
 from megatrain.machine.planned_machine import find_machine
 from megatrain.plan import traced
-from megatrain.plan.plan import RunSpec
 from megatrain.plan.planner import plan_run
+from megatrain.plan.run_spec import RunSpec
 from megatrain.training.resolve import resolve
 from megatrain.training.trainer import Trainer
 from oracles.families import tiny_config

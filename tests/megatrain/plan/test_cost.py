@@ -20,10 +20,11 @@ from megatrain.machine import file_systems, profiles, this_machine
 from megatrain.machine.profiles import GpuProfile, LoadedProfile, store_profile
 from megatrain.plan.estimate import estimate_step, nvme_seconds, split
 from megatrain.plan.flops import flops_per_token, tick_flops
-from megatrain.plan.plan import Estimate, Plan, StepShape
+from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import estimate_lines
 from megatrain.plan.simulate import measured_rates, simulate_step
+from megatrain.plan.times import Estimate, StepShape
 from megatrain.plan.traffic import Traffic
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
@@ -295,7 +296,7 @@ def test_gpu_updates_overlap_the_forward(plan: Plan, tmp_path: Path) -> None:
 def test_updates_hide_behind_the_micro_batches_that_run_together(plan: Plan, tmp_path: Path) -> None:
     """Updates that wait for the norm hide behind the first forward; others behind the last backward."""
     updates = plan.program.updates
-    num_parameters = plan.num_updated(on_gpu=False)
+    num_parameters = plan.updates.num_weights(on_gpu=False)
     gpu = GpuProfile(name="some", memory_bytes=1 << 30, h2d_bytes_per_s=2e9, d2h_bytes_per_s=1e9)
     flops = flops_per_token(plan) * 384
     ticks = list(zip(plan.program.ticks, tick_flops(plan), strict=True))
@@ -393,7 +394,7 @@ def test_updates_in_gpu_memory_take_its_own_time(tmp_path: Path) -> None:
     )
     plan = replace(planned, run=replace(planned.run, device=torch.device("cuda")))
     num_trained = sum(block.num_elements for block in plan.program.blocks.values() if block.key.endswith("/m"))
-    assert (plan.num_updated(on_gpu=True), plan.num_updated(on_gpu=False)) == (num_trained, 0)
+    assert (plan.updates.num_weights(on_gpu=True), plan.updates.num_weights(on_gpu=False)) == (num_trained, 0)
     flops = {"cuda/float32": flops_per_token(plan) * 384 / 2}
     gpu = GpuProfile(name="some", memory_bytes=1 << 30, h2d_bytes_per_s=2e9, d2h_bytes_per_s=1e9)
     unknown = estimate(plan, tmp_path, gpu=gpu, matmul_flops_per_s=flops)
@@ -442,7 +443,7 @@ def test_missing_measurements_are_reported(
 def test_the_rate_of_another_optimizer_is_not_taken(plan: Plan, tmp_path: Path) -> None:
     class Other:
         def state_kinds(self, split_master: bool) -> object:
-            return plan.optimizer.state_kinds(split_master)
+            return plan.traced.optimizer.state_kinds(split_master)
 
     other = replace(plan, traced=replace(plan.traced, optimizer=Other()))  # type: ignore[arg-type]
     assert estimate(other, tmp_path).unmeasured == ("optimizer",)
@@ -472,7 +473,7 @@ def test_optimizers_that_move_bytes_alone_take_as_long_as_these_do(
     if touched is None:
         assert found.unmeasured == ("optimizer",)
         return
-    assert found.seconds["optimizer"] == pytest.approx(plan.num_updated(on_gpu=False) * touched / 28 / 1e8)
+    assert found.seconds["optimizer"] == pytest.approx(plan.updates.num_weights(on_gpu=False) * touched / 28 / 1e8)
     assert any("this optimizer was not timed" in line for line in estimate_lines(found))
     assert not any("not timed" in line for line in estimate_lines(estimate(planned_with(tmp_path, ""), tmp_path)))
 

@@ -20,8 +20,9 @@ from megatrain.machine import file_systems
 from megatrain.machine.file_systems import FileSystem
 from megatrain.machine.profiles import DriveProfile, LoadedProfile, MachineProfile
 from megatrain.plan.estimate import estimate_step
-from megatrain.plan.plan import OutsideTraffic, Plan, StepShape
+from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.plan.times import OutsideTraffic, StepShape
 from megatrain.ranks.world import World
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import config_text, write_tiny_model

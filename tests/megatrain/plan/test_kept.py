@@ -20,11 +20,12 @@ from megatrain.machine.profiles import LoadedProfile, MachineProfile, cpu_name
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.flops import flops_per_token
 from megatrain.plan.kept import num_layers_kept, num_parameters_run_once, weights_stay
-from megatrain.plan.plan import Plan, StepShape
+from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.plan.show import messages, table_rows
 from megatrain.plan.simulate import SimulatedRates, simulate_step
+from megatrain.plan.times import StepShape
 from megatrain.trace.counting import step_flops
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
@@ -41,7 +42,7 @@ def make_plan(folder: Path, *, nvme: int = 0, **tables: str) -> Plan:
 
 
 def kept_bytes(plan: Plan, visits: list[int]) -> int:
-    return plan.num_micro_batches * sum(plan.trace.visits[visit].memory.graph_nbytes for visit in visits)
+    return plan.run.batch.num_micro_batches * sum(plan.trace.visits[visit].memory.graph_nbytes for visit in visits)
 
 
 def test_last_layers_are_kept_up_to_the_memory(tmp_path: Path) -> None:

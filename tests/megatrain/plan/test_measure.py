@@ -27,8 +27,9 @@ from megatrain.plan.measure import (
     synthetic_batches,
     timed,
 )
-from megatrain.plan.plan import MeasuredTicks, Plan
+from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.plan.times import MeasuredTicks
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
 from processes.saved_run import command_group
@@ -75,7 +76,7 @@ def test_every_tick_takes_its_time(tables: dict[str, str], write: Write) -> None
     ticks = measure_ticks(plan, budget_s=0.0)
     assert len(ticks.seconds) == len(plan.program.ticks) and min(ticks.seconds) > 0
     assert ticks.between_s >= 0 and ticks.num_steps == measure.LEAST_STEPS
-    assert ticks.is_extrapolated == (ticks.num_micro_batches < plan.num_micro_batches)
+    assert ticks.is_extrapolated == (ticks.num_micro_batches < plan.run.batch.num_micro_batches)
 
 
 def test_the_steps_are_steps(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +173,9 @@ def test_a_timed_plan_has_the_places_of_the_plan(write: Write) -> None:
 
     def fake(plan: Plan, *, flops_per_s: float | None) -> MeasuredTicks:
         rates.append(flops_per_s)
-        return MeasuredTicks(tuple(0.01 for _ in plan.program.ticks), 0.005, 3, plan.num_micro_batches, False, MiB)
+        return MeasuredTicks(
+            tuple(0.01 for _ in plan.program.ticks), 0.005, 3, plan.run.batch.num_micro_batches, False, MiB
+        )
 
     found = timed(plan, measure=fake)
     assert len(rates) == 1 and found.ticks is not None and len(found.ticks.seconds) == len(plan.program.ticks)

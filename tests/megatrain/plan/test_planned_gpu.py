@@ -156,7 +156,9 @@ def test_micro_batches_run_sequentially_if_it_reduces_the_cost(tmp_path: Path) -
     few_words = {"vocab_size": 16_384, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
     by_layer, chosen = plan(48, 5, "layer", **few_words), plan(48, 5, **few_words)
     assert chosen.run.batch.order == "micro_batch"
-    assert chosen.traffic["ram->gpu"] == 2 * chosen.num_updated(on_gpu=False), "weights in bf16, from their updates"
+    assert chosen.traffic["ram->gpu"] == 2 * chosen.updates.num_weights(on_gpu=False), (
+        "weights in bf16, from their updates"
+    )
     assert chosen.estimate is not None and by_layer.estimate is not None
     updates_s, compute_s = (chosen.estimate.seconds[name] for name in ("optimizer", "compute"))
     # Updates wait for the last micro-batch, and hide behind its forward: at most a third of its compute time.

@@ -63,7 +63,7 @@ def test_host_updates_overlap_queued_kernels(tmp_path: Path) -> None:
     )
     queued = replace(waiting, run=replace(waiting.run, device=torch.device("cuda")))
     fast_bus = replace(rates(), bus_bytes_per_s=1e15)
-    updates_s = waiting.num_updated(on_gpu=False) / fast_bus.update_params_per_s
+    updates_s = waiting.updates.num_weights(on_gpu=False) / fast_bus.update_params_per_s
     one_by_one, beside = (simulate_step(plan, TOKENS, fast_bus) for plan in (waiting, queued))
     assert updates_s > 0 and one_by_one.moved_bytes == beside.moved_bytes
     assert max(updates_s, one_by_one.step_s - updates_s) <= beside.step_s < one_by_one.step_s

@@ -16,7 +16,7 @@ from megatrain.engine.program.block_keys import state_key, weight_key
 from megatrain.engine.program.block_plan import BlockPlan, Kind
 from megatrain.engine.program.step_program import GroupUpdates, StepProgram, Tick
 from megatrain.plan.budgets import filling_bytes
-from megatrain.plan.placement import Placement, PlacementSolver, TierBudget
+from megatrain.plan.placement import HomeAssignment, Placement, PlacementSolver, TierBudget
 from megatrain.plan.residents import Residency
 from megatrain.plan.run_tiers import link_pair
 from megatrain.plan.shortfall import DoesNotFitError, Shortfall, require_fit
@@ -62,7 +62,9 @@ READS = program(tick([("a", "r")]), tick([("b", "r")]), tick([("c", "r")]))
 @pytest.mark.parametrize(("ram", "fits"), [(199, False), (200, True)])
 def test_the_first_tick_of_a_step_follows_the_last_of_the_one_before(ram: int, fits: bool) -> None:
     """The largest two neighbours are at the turn of the step."""
-    assert solve(READS, ram).lookahead == fits
+    tiers = [TierBudget("ram", ram, int), TierBudget("nvme", 10_000, int, links=LINKS)]
+    settled = PlacementSolver(READS, tiers, DRIVE).settle()
+    assert isinstance(settled, HomeAssignment) and (settled.state.overfull(ahead=True) is None) == fits
 
 
 def test_pass_through_copies_are_sequential() -> None:

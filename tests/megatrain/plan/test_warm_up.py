@@ -15,6 +15,7 @@ from megatrain.config import load_config
 from megatrain.optim.base import FORMATS, Format
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.plan.stepping import warm_up
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import config_text, write_tiny_model
 
@@ -48,22 +49,22 @@ def watched_plan(folder: Path, **tables: str) -> tuple[Any, Plan, WatchedOptimiz
     (folder / "run.toml").write_text(text)
     config = load_config(folder / "run.toml").config
     plan = plan_run(resolve(config))
-    host, device = WatchedOptimizer(plan.optimizer), WatchedOptimizer(plan.traced.device_optimizer)
+    host, device = WatchedOptimizer(plan.traced.optimizer), WatchedOptimizer(plan.traced.device_optimizer)
     return config, replace(plan, traced=replace(plan.traced, optimizer=host, device_optimizer=device)), host, device
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_formats_of_the_run(dtype: str, tmp_path: Path) -> None:
     _, plan, host, device = watched_plan(tmp_path, precision=f'grad_dtype = "{dtype}"')
-    plan.warm_up()
-    assert plan.device_updates
+    warm_up(plan)
+    assert plan.updates.in_gpu_memory
     assert host.formats == device.formats == [((True, getattr(torch, dtype)), 0)]
 
 
 def test_warm_up_skips_a_device_without_updates(tmp_path: Path) -> None:
     _, plan, host, device = watched_plan(tmp_path, placement=ALL_RAM)
-    plan.warm_up()
-    assert host.formats and not plan.device_updates and not device.formats
+    warm_up(plan)
+    assert host.formats and not plan.updates.in_gpu_memory and not device.formats
 
 
 def test_benches_compile_the_kernels_of_the_device_before_the_first_step(tmp_path: Path) -> None:

@@ -1,0 +1,40 @@
+"""Bytes of one checkpoint of a run, by the place that keeps them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from megatrain.engine.program.step_program import StepProgram
+from megatrain.plan.placement import Placement, TierBudget
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointBytes:
+    """Bytes of one checkpoint.
+
+    Attributes:
+        in_output_dir: Bytes that are written to ``output_dir``, because no durable tier contains them.
+        on_drives: Bytes that stay on the drives. A whole copy also writes them to ``output_dir``.
+        traffic: Bytes moved to RAM from tiers that are neither addressable nor durable, by link.
+    """
+
+    in_output_dir: int
+    on_drives: int
+    traffic: Mapping[str, int]
+
+    @classmethod
+    def of(cls, program: StepProgram, placement: Placement, budgets: Mapping[str, TierBudget]) -> Self:
+        """Return the bytes of a checkpoint of placed blocks."""
+        nbytes, moved = {True: 0, False: 0}, Counter[str]()
+        for key, home in placement.homes.items():
+            budget, block = budgets[home], program.blocks[key]
+            if not block.is_saved:
+                continue
+            nbytes[budget.is_durable] += block.nbytes
+            if not budget.is_addressable and not budget.is_durable:
+                for src, dst in placement.routes.between(home, "ram"):
+                    moved[f"{src}->{dst}"] += block.nbytes
+        return cls(nbytes[False], nbytes[True], moved)

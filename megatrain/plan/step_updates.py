@@ -1,0 +1,38 @@
+"""Updates of a step, and the memory in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from megatrain.engine.program.step_program import StepProgram, Tick
+
+
+class StepUpdates:
+    """The updates of a step.
+
+    Args:
+        homes: Home tier by block key.
+        device: Device that computes.
+
+    Attributes:
+        ticks: All updates.
+        in_gpu_memory: The updates that run in GPU memory, or in the part of RAM that emulates it.
+    """
+
+    def __init__(self, program: StepProgram, homes: Mapping[str, str], device: torch.device) -> None:
+        self._blocks, self._has_gpu = program.blocks, device.type == "cuda"
+        self.ticks = [tick for tick in program.ticks if tick.phase == "update"]
+        compute_tier = program.compute_tier
+        self.in_gpu_memory = [tick for tick in self.ticks if program.tier_of(tick, homes) == compute_tier != "ram"]
+
+    def num_weights(self, *, on_gpu: bool) -> int:
+        """Return the number of weights that a step updates, on a GPU or on the host (which can emulate a GPU)."""
+        there = self.in_gpu_memory if self._has_gpu else ()
+        return self.num_weights_of(there if on_gpu else [tick for tick in self.ticks if tick not in there])
+
+    def num_weights_of(self, updates: Iterable[Tick]) -> int:
+        """Return the number of weights that these updates change."""
+        blocks = [self._blocks[key] for tick in updates for key, _ in tick.uses]
+        return sum(block.num_elements for block in blocks if block.kind == "weights")
