@@ -32,15 +32,14 @@ from torch import Tensor
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.base.progress import Activity
 from megatrain.engine.device.host_io import read_numbers
-from megatrain.engine.head.chunked_head import ChunkedHead, HeadTiling
+from megatrain.engine.head.chunked_head import PassLosses
 from megatrain.engine.head.cross_entropy import PLAIN
-from megatrain.engine.head.head_model import HeadModel, TrunkOutput, without_auxiliary_loss
-from megatrain.engine.head.head_plan import HeadPlan, plan_head
-from megatrain.engine.head.head_weights import HeadWeights
+from megatrain.engine.head.cut_head import CutHead, OwnLoss
+from megatrain.engine.head.head_model import TrunkOutput, without_auxiliary_loss
+from megatrain.engine.head.head_plan import plan_head
 from megatrain.engine.head.loss import MicroBatchLoss, PartialMean
 from megatrain.engine.head.objective import Objective
-from megatrain.engine.head.token_scores import RunningTopK, TokenScores, joined_scores
-from megatrain.engine.head.vocabulary import PartWeight
+from megatrain.engine.head.token_scores import TokenScores
 from megatrain.engine.micro_batches import (
     LabelledRows,
     MicroBatches,
@@ -50,8 +49,8 @@ from megatrain.engine.micro_batches import (
     without_labels,
 )
 from megatrain.engine.program.visit_trace import KEEP_NOTHING, Recompute
-from megatrain.engine.trunk import SuspendedOutput, Trunk
-from megatrain.engine.unit.bound_unit import BoundUnit, installed_stubs
+from megatrain.engine.trunk import Trunk
+from megatrain.engine.unit.bound_unit import BoundUnit
 from megatrain.engine.unit.state import RandomStates
 from megatrain.engine.unit.visit import VisitSequence
 
@@ -125,6 +124,7 @@ class LayerRunner:
 
     Attributes:
         bounds: All units, in order, with slots for their weights.
+        head: End of the model: its head behind a cut, or its own loss.
     """
 
     def __init__(
@@ -142,7 +142,6 @@ class LayerRunner:
         context: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._graph = graph
-        self._access = access
         self._device = torch.device(device)
         self._order = order
         self._objective = objective or Objective()
@@ -150,86 +149,39 @@ class LayerRunner:
         self._micro_batches = MicroBatches(self._device)
         move_buffers(graph.model, self._device)
         self.bounds = [BoundUnit(unit, self._device, compiler) for unit in graph.units]
-        self._plan: HeadPlan | None = plan_head(graph)
-        refusal = self._objective.loss.refusal
-        if refusal and self._plan is None:
-            raise UnsupportedModelError(type(graph.model).__name__, f"it has its own loss function, {refusal}")
-        self._recompute, self._part_weight = recompute, self._make_part_weight()
-        self._figures: list[PartialMean] = []
-        default = self._plan.default_columns if self._plan and self._part_weight is not None else 0
-        self._head_columns = default if order.head_columns is None else min(order.head_columns, default)
-        self._head_rows = order.head_rows or (self._plan.default_rows(self._head_columns) if self._plan else 0)
-        self._activity = activity or Activity()
+        #: Visits of the current pass, without the head.
+        self.visits = VisitSequence(access, self._random, activity or Activity())
+        self.head = self._make_head(recompute)
         self._trunk = Trunk(
             graph,
-            VisitSequence(access, self._random, self._activity),
+            self.visits,
             self.bounds,
             self._device,
-            self._plan,
+            self.head.trunk,
             trace,
             self._micro_batches.mirror,
             recompute,
             context or partial(graph.computing, is_compiled=compiler is not None),
         )
 
-    def _make_part_weight(self) -> PartWeight | None:
-        """Return a placeholder for the weight that computes the logits, or None if logits must be whole."""
-        if self._plan is None or self._plan.cut_weight is None:
-            return None
-        name = self._plan.cut_weight
-        bounds = (self.bounds[unit.index] for unit in self._plan.units)
-        return PartWeight.in_place_of(next(bound.absent(name) for bound in bounds if bound.has(name)))
-
-    @property
-    def head_units(self) -> tuple[int, ...]:
-        """Indexes of the units that run in the head phase, after all other units."""
-        return tuple(unit.index for unit in self._plan.units) if self._plan else ()
-
-    @property
-    def visits(self) -> VisitSequence:
-        """Visits of the current pass, without the head."""
-        return self._trunk.visits
-
-    @property
-    def head_rows(self) -> int:
-        """Number of rows whose logits are computed together; 0 if the head is not chunked."""
-        return self._head_rows if self._plan else 0
-
-    @property
-    def head_columns(self) -> int:
-        """Number of vocabulary columns computed together; 0 if logits are whole."""
-        return self._head_columns
-
-    @property
-    def head_parts(self) -> int:
-        """Number of parts of the vocabulary; 1 if logits are whole."""
-        if self._plan is None or not self._head_columns:
-            return 1
-        return len(self._plan.ranges(self._head_columns))
-
-    @property
-    def logits_flops(self) -> int:
-        """FLOPs needed for one row of logits, or 0 if logits are whole."""
-        return 2 * self._part_weight.numel() if self._part_weight is not None and self._head_columns else 0
-
-    @property
-    def by_part_in_head(self) -> frozenset[str]:
-        """Name of the head's weight, if its gradient can be computed one part at a time; otherwise empty.
-
-        Empty if the head has other trainable weights, because their gradients would be summed in a different order.
-        """
-        if self._plan is None or not self._head_columns or not self._plan.boundaries:
-            return frozenset()
-        trained = {name for unit in self._plan.units for name in self.bounds[unit.index].trainable}
-        return frozenset(trained) if trained == {self._plan.cut_weight} else frozenset()
-
-    @property
-    def head_part_nbytes(self) -> int:
-        """Size of the graph that the head keeps for one vocabulary part of a full piece; 0 if logits are whole."""
-        if self._plan is None or not self._head_columns:
-            return 0
-        start, stop = max(self._plan.ranges(self._head_columns), key=lambda words: words[1] - words[0])
-        return self._head_rows * (stop - start) * self._plan.logit_nbytes
+    def _make_head(self, recompute: Recompute) -> CutHead | OwnLoss:
+        """Return the end of the model. Raise `UnsupportedModelError` if the loss needs a head that cannot be cut."""
+        model, order, refusal = self._graph.model, self._order, self._objective.loss.refusal
+        plan = plan_head(self._graph)
+        if plan is not None:
+            return CutHead(
+                model,
+                plan,
+                self.bounds,
+                self.visits,
+                rows=order.head_rows,
+                columns=order.head_columns,
+                kept_parts=recompute.kept_parts,
+                in_turn=order.parts_in_turn,
+            )
+        if refusal:
+            raise UnsupportedModelError(type(model).__name__, f"it has its own loss function, {refusal}")
+        return OwnLoss(model)
 
     def queue(
         self,
@@ -266,6 +218,7 @@ class LayerRunner:
         numbers = list(range(len(micro_batches)))
         groups = [numbers] if self._order.by == "layer" else [[number] for number in numbers]
         losses: list[Tensor] = []
+        figures: list[PartialMean] = []
         random_state = self._random.get()
         loss, labelled = self._objective.loss, {number: labelled_rows(labels) for number, labels in enumerate(shifted)}
         read = {
@@ -278,11 +231,12 @@ class LayerRunner:
             by_number = {number: loss.for_micro_batch(read[number], placed[number], size) for number in numbers}
             for group in groups:
                 own = {number: batches.pop(number) for number in group}
-                losses += self.run_pass(own, rows, by_number, total, seed, first_number)
+                terms, own_figures = self.run_pass(own, rows, by_number, total, seed, first_number)
+                losses += terms
+                figures += own_figures
         finally:
             self._end_pass(random_state)
-        figures, self._figures = tuple(self._figures), []
-        return QueuedLoss(tuple(losses), sum(counts), figures)
+        return QueuedLoss(tuple(losses), sum(counts), tuple(figures))
 
     def evaluate(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> SummedLoss:
         """Run the forward of all micro-batches in eval mode and in layer order.
@@ -294,8 +248,12 @@ class LayerRunner:
         counts = {number: count_labels(labels) for number, labels in enumerate(shifted)}
         # Skip micro-batches without a label, but run at least one, because the pass must run all planned ticks.
         counts = {number: count for number, count in counts.items() if count} or {0: 0}
-        with self._evaluating(micro_batches, {number: shifted[number] for number in counts}) as (batches, rows):
-            losses = self._forward_pass(batches, rows, counts)
+        with (
+            self._evaluating(micro_batches, {number: shifted[number] for number in counts}) as (batches, rows),
+            self._forwarded(batches, rows) as items,
+            self.head.started() as head,
+        ):
+            losses = head.evaluate(items)
         return SummedLoss(tuple(read_numbers(losses)), sum(counts.values()))
 
     @contextmanager
@@ -310,11 +268,10 @@ class LayerRunner:
         model, random_state = self._graph.model, self._random.get()
         model.eval()
         try:
-            with torch.no_grad(), without_auxiliary_loss(model):
-                chosen = {number: micro_batches[number] for number in shifted}
-                labelled = {number: labelled_rows(labels) for number, labels in shifted.items()}
-                batches, rows, _ = self._micro_batches.place(chosen, labelled)
-                yield batches, rows
+            chosen = {number: micro_batches[number] for number in shifted}
+            labelled = {number: labelled_rows(labels) for number, labels in shifted.items()}
+            batches, rows, _ = self._micro_batches.place(chosen, labelled)
+            yield batches, rows
         finally:
             model.train()
             self._end_pass(random_state)
@@ -353,40 +310,52 @@ class LayerRunner:
         on_hidden: Callable[[int, Tensor], None] | None = None,
     ) -> Iterator[TokenScores]:
         """Yield the scores of each micro-batch. The inputs are on the compute device; see `score`."""
-        with torch.no_grad(), without_auxiliary_loss(self._graph.model), self._trunk.prepared():
-            outputs = self._trunk.run(batches, 0)
+        with self._forwarded(batches, rows) as items:
             if on_hidden is not None:
-                for number, output, _ in outputs:
-                    on_hidden(number, self._last_hidden(output))
-            if self._plan is not None:
-                with self._head_on(batches, rows, outputs) as (head, items):
-                    yield from head.score(items, k, temperature)
-                return
-            for number, output, _ in outputs:
-                positions, labels = rows[number]
-                logits = output["logits"].flatten(0, -2).index_select(0, positions)
-                top = RunningTopK(labels, k, temperature)
-                top.add(logits, 0)
-                yield joined_scores([top.scores()])
+                for item in items:
+                    on_hidden(item.micro_batch, self.head.last_hidden(item.output))
+            with self.head.started() as head:
+                yield from head.score(items, k, temperature)
+
+    @contextmanager
+    def _forwarded(
+        self, batches: Mapping[int, dict[str, Any]], rows: Mapping[int, LabelledRows]
+    ) -> Iterator[list[TrunkOutput]]:
+        """Run the forwards of an evaluation up to the head, and yield their outputs."""
+        with torch.no_grad(), without_auxiliary_loss(self._graph.model), self._trunk.prepared():
+            yield self._run_trunk(batches, rows)
+
+    def _run_trunk(
+        self,
+        batches: Mapping[int, dict[str, Any]],
+        rows: Mapping[int, LabelledRows],
+        losses: Mapping[int, MicroBatchLoss] = MappingProxyType({}),
+        *,
+        seed: int = 0,
+        first_number: int = 0,
+    ) -> list[TrunkOutput]:
+        """Run the forwards up to the head, and return the inputs of the head. Evaluations pass no losses."""
+        return [
+            TrunkOutput(
+                number,
+                output,
+                without_labels(batches[number]),
+                *rows[number],
+                random_state,
+                losses.get(number, PLAIN),
+            )
+            for number, output, random_state in self._trunk.run(batches, seed, first_number)
+        ]
 
     def outputs(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """Run the forward of all micro-batches like `evaluate`, and return their logits on the host.
 
         The model must not have a chunked head. Such a model has only a few outputs per text or token.
         """
-        assert self._plan is None, "a model with a chunked head has no whole logits"
+        assert isinstance(self.head, OwnLoss), "a model with a chunked head has no whole logits"
         shifted = {number: shifted_labels(batch["labels"]).reshape(-1) for number, batch in enumerate(micro_batches)}
-        with self._evaluating(micro_batches, shifted) as (batches, _), self._trunk.prepared():
-            outputs = self._trunk.run(batches, 0)
-            return [output["logits"].float().cpu() for _, output, _ in outputs]
-
-    def _last_hidden(self, output: Any) -> Tensor:
-        if self._plan is None:
-            raise UnsupportedModelError(
-                type(self._graph.model).__name__, "its hidden states are not available without its head: no embeddings"
-            )
-        hidden: Tensor = output["last_hidden_state"]
-        return hidden
+        with self._evaluating(micro_batches, shifted) as (batches, rows), self._forwarded(batches, rows) as items:
+            return [item.output["logits"].float().cpu() for item in items]
 
     def log_probs(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> list[list[float]]:
         """Run the forward like `evaluate`, and return the log-probability of each row's labels, by micro-batch.
@@ -399,10 +368,13 @@ class LayerRunner:
         # Run at least one micro-batch, even without a label, because the pass must run all planned ticks.
         chosen = [number for number, own in enumerate(counts) if any(own)] or [0]
         labels_of_chosen = {number: shifted[number].reshape(-1) for number in chosen}
-        with self._evaluating(micro_batches, labels_of_chosen) as (batches, rows), self._trunk.prepared():
-            outputs = self._trunk.run(batches, 0)
-            with self._head_on(batches, rows, outputs) as (head, items):
-                found = head.log_probs(items)
+        assert isinstance(self.head, CutHead), "a model with its own loss has no log-probabilities"
+        with (
+            self._evaluating(micro_batches, labels_of_chosen) as (batches, rows),
+            self._forwarded(batches, rows) as items,
+            self.head.started() as head,
+        ):
+            found = head.log_probs(items)
             sums = [
                 part.sum()
                 for number, each in zip(chosen, found, strict=True)
@@ -422,8 +394,8 @@ class LayerRunner:
         num_items: int,
         seed: int,
         first_number: int = 0,
-    ) -> list[Tensor]:
-        """Run forward and backward of one group of micro-batches, and return their loss terms.
+    ) -> tuple[list[Tensor], list[PartialMean]]:
+        """Run forward and backward of one group of micro-batches, and return their loss terms and metrics.
 
         Args:
             rows: Labelled positions and their shifted labels.
@@ -435,94 +407,19 @@ class LayerRunner:
             self._objective.applied(self._graph.model),
             torch.autograd.set_multithreading_enabled(False),  # leases and greenlets belong to this thread
         ):
-            outputs = self._trunk.run(batches, seed, first_number)
-            losses, roots, grads = self._run_heads(outputs, batches, rows, losses_by_number, num_items)
-            del outputs  # frees outputs that the backward does not need
-            self.visits.start_backward()
-            if roots:
-                torch.autograd.backward(roots, grads)
-            self.visits.end_backward()
-        return losses
-
-    def _forward_pass(
-        self,
-        batches: Mapping[int, dict[str, Any]],
-        rows: Mapping[int, LabelledRows],
-        counts: Mapping[int, int],
-    ) -> list[Tensor]:
-        """Run only the forward, and return loss terms. Each term is a sum over tokens."""
-        with self._trunk.prepared():
-            outputs = self._trunk.run(batches, 0)
-            if self._plan is None:  # the model's own loss is a mean, so convert it to a sum
-                return [output["loss"] * counts[number] for number, output, _ in outputs if counts[number]]
-            with self._head_on(batches, rows, outputs) as (head, items):
-                return head.evaluate(items)
-
-    def _run_heads(
-        self,
-        outputs: Sequence[SuspendedOutput],
-        batches: Mapping[int, dict[str, Any]],
-        rows: Mapping[int, LabelledRows],
-        losses_by_number: Mapping[int, MicroBatchLoss],
-        num_items: int,
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return the loss terms, the tensors from which the backward starts, and the gradients of these tensors."""
-        losses: list[Tensor] = []
-        roots: list[Tensor] = []
-        grads: list[Tensor] = []
-        if self._plan is None:
-            for number, output, _ in outputs:
-                count = len(rows[number][1])
-                if count:  # the model's own loss is a mean, which is NaN without labels
-                    losses.append(output["loss"].detach() * (count / num_items))
-                    roots.append(output["loss"])
-                    grads.append(torch.full_like(output["loss"], count / num_items))
-            return losses, roots, grads
-        with self._head_on(batches, rows, outputs, losses_by_number) as (head, items):
-            for _, terms, crossing, gradients in head.run(items, num_items):
-                losses += terms
-                roots += crossing
-                grads += gradients
-            self._figures += head.figures
-        return losses, roots, grads
-
-    @contextmanager
-    def _head_on(
-        self,
-        batches: Mapping[int, dict[str, Any]],
-        rows: Mapping[int, LabelledRows],
-        outputs: Sequence[SuspendedOutput],
-        losses_by_number: Mapping[int, MicroBatchLoss] = MappingProxyType({}),
-    ) -> Iterator[tuple[ChunkedHead, list[TrunkOutput]]]:
-        """Yield the head and its inputs. The stubs of the head's units are removed. Evaluations pass no losses."""
-        assert self._plan is not None
-        plan, first = self._plan, len(self.visits)
-        bounds = [(self.bounds[unit.index], first + offset) for offset, unit in enumerate(plan.units)]
-        tiling = HeadTiling(
-            plan.vocab_size,
-            self._head_rows,
-            self._head_columns,
-            self._recompute.kept_parts,
-            self._order.parts_in_turn,
-        )
-        part_weight = self._part_weight if tiling.columns else None
-        model = HeadModel(self._graph.model, plan.trunk, part_weight, is_product=plan.is_product)
-        ranges = plan.ranges(tiling.columns) if tiling.columns else ()
-        weights = HeadWeights(bounds, self._access, plan.cut_weight or "", part_weight, ranges)
-        head = ChunkedHead(model, weights, tiling, self._random, self._activity)
-        items = [
-            TrunkOutput(
-                number,
-                output,
-                without_labels(batches[number]),
-                *rows[number],
-                random_state,
-                losses_by_number.get(number, PLAIN),
+            # Keep no reference to the outputs, so that those that the backward does not need are freed.
+            found = self._run_head(
+                self._run_trunk(batches, rows, losses_by_number, seed=seed, first_number=first_number), num_items
             )
-            for number, output, random_state in outputs
-        ]
-        with installed_stubs({bound.unit.module: bound.forward for bound, _ in bounds}):
-            yield head, items
+            self.visits.start_backward()
+            if found.roots:
+                torch.autograd.backward(found.roots, found.gradients)
+            self.visits.end_backward()
+        return found.terms, found.figures
+
+    def _run_head(self, items: Sequence[TrunkOutput], num_items: int) -> PassLosses:
+        with self.head.started() as head:
+            return head.run(items, num_items)
 
     def _end_pass(self, random_state: tuple[Tensor, ...]) -> None:
         self._random.set(random_state)

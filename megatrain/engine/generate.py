@@ -48,8 +48,7 @@ class GenerationRunner:
         bounds: All units, in order, with slots for their weights; None to create them.
         trace: Planned visits, with which each forward is compared; None for no comparison.
         num_micro_batches: Planned number of micro-batches. If fewer functions run, all planned cache blocks are leased.
-        any_rank: Collective that takes whether this rank continues, and returns whether any rank does. All ranks
-            therefore run the same number of passes. None for a single process.
+        any_rank: See ``RepeatedPasses``.
 
     Attributes:
         kept_nbytes: Final size in bytes, by visit, of the first micro-batch's cache in the last run.
@@ -123,7 +122,7 @@ class GenerationRunner:
         self._access.begin("forward", visit)
         results: list[Callable[[], Any]] = []
         calls = [forward.call for forward in stop.waiting if forward.call is not None]
-        if not calls:  # all prompts of this rank have ended, but its traffic must match the other ranks
+        if not calls:  # all prompts of this process have ended, but other processes continue
             with self._access.weights(bound.unit, visit):
                 for number in range(max(len(forwards), self._num_micro_batches)):
                     with self._access.cache_block(visit, number):

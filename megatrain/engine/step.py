@@ -20,7 +20,7 @@ import torch
 
 from megatrain.base.progress import Activity
 from megatrain.engine.forward import LayerRunner, PassOrder, QueuedLoss
-from megatrain.engine.head.loss import PartialMean, mean_figures
+from megatrain.engine.head.loss import mean_figures
 from megatrain.engine.micro_batches import count_labels, shifted_labels
 from megatrain.engine.tape.access import StoreAccess
 from megatrain.engine.tape.updates import LayerScales, PendingUpdate, Updater
@@ -32,6 +32,7 @@ from megatrain.ranks.collectives import SingleRank
 
 if TYPE_CHECKING:
     from megatrain.base.timeline import Timeline
+    from megatrain.engine.tape.leased import HostResults
     from megatrain.engine.tape.streamed import StepRecipe, StreamedModel
     from megatrain.ranks.collectives import Collectives
     from tiered import TieredStore
@@ -91,6 +92,7 @@ class StepEngine:
         self._recipe, self._program = recipe, program
         self._collectives = collectives or SingleRank()
         self._updater = Updater(model, recipe)
+        self._layouts = [layout for layout, _ in self._updater.trained.values()]
         self._access = StoreAccess(
             store, model, threads or KernelThreads(), self._collectives, self._updater, timeline, activity
         )
@@ -139,10 +141,13 @@ class StepEngine:
             queued = self._queue(micro_batches, seed=self._recipe.seed + number)
             self._access.end_step()
             self._pending = None  # the step has updated all groups
-            arriving = self._send(queued)
+            # Queue the transfer of loss, norms and figures to the host.
+            arriving = self._access.sharding.collect_results(self._layouts, queued.terms, queued.figures)
             if self._access.updates_ahead:
                 # Queue updates before the host waits. The device then updates while the host begins the next step.
-                self._access.update_ahead(PendingUpdate(number, self._update_on_device(lr), self._access.with_gradient))
+                self._access.update_ahead(
+                    PendingUpdate(number, self._update_on_device(lr), self._access.step_gradients.with_gradient)
+                )
         result = self._read(queued, arriving)
         loss, norm = result.loss, result.grad_norm
         if scales is not None:
@@ -158,7 +163,7 @@ class StepEngine:
         else:
             return replace(result, skipped=True)
         if not self._access.updates_ahead:
-            self._pending = PendingUpdate(number, update, self._access.with_gradient)
+            self._pending = PendingUpdate(number, update, self._access.step_gradients.with_gradient)
         return result
 
     def _with_skipped_layers(self, scales: LayerScales, result: StepResult, number: int) -> StepResult:
@@ -199,29 +204,19 @@ class StepEngine:
         )
         return replace(queued, num_trained_tokens=sum(counts))
 
-    def _send(self, queued: QueuedLoss) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
-        """Queue the transfer of loss, norms and figures to the host. Return a function that waits for the transfer."""
-        layouts = [layout for layout, _ in self._updater.trained.values()]
-        own = [(figure.name, figure.total, figure.count) for figure in queued.figures]
-        return self._access.collect_results(layouts, queued.terms, own)
-
-    def _read(
-        self, queued: QueuedLoss, arriving: Callable[[], tuple[list[float], list[tuple[str, float, int]]]]
-    ) -> StepResult:
+    def _read(self, queued: QueuedLoss, arriving: Callable[[], HostResults]) -> StepResult:
         """Wait for the results of all ranks, and return the step's result. A step has no other host sync."""
-        layouts = [layout for layout, _ in self._updater.trained.values()]
         terms, figures = arriving()
-        means = mean_figures([PartialMean(*each) for each in figures], [total for _, total, _ in figures])
         return StepResult(
             float(sum(terms)),
-            global_norm([float(self._access.squared_norms[layout.name]) for layout in layouts]),
+            global_norm([float(self._access.step_gradients.squared_norms[layout.name]) for layout in self._layouts]),
             queued.num_trained_tokens,
-            figures=self._recipe.objective.loss.step_metrics(means),
+            figures=self._recipe.objective.loss.step_metrics(mean_figures(figures)),
         )
 
     def _update_on_device(self, lr: float) -> Update:
         """Return the finished step's update. The device computes its factor, and cancels the update if necessary."""
-        norms = [self._access.squared_norms[layout.name] for layout, _ in self._updater.trained.values()]
+        norms = [self._access.step_gradients.squared_norms[layout.name] for layout in self._layouts]
         squares = [norm for norm in norms if isinstance(norm, torch.Tensor)]
         assert len(squares) == len(norms), "a norm is on the host"
         decision = decide_on_device(squares, self._recipe.max_grad_norm, self._recipe.nonfinite)
@@ -242,7 +237,7 @@ class StepEngine:
     @property
     def window_bytes(self) -> int:
         """Peak total bytes of full copies of weights, gradient sums and received data."""
-        return self._access.window_bytes
+        return self._access.sharding.window_bytes
 
     @property
     def moving_s(self) -> Mapping[str, float]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.head.head_model import accepts_use_cache
-from megatrain.engine.head.head_plan import HeadPlan
 from megatrain.engine.lockstep import SinglePass, Stop, run_in_lockstep
 from megatrain.engine.program.visit_trace import KEEP_NOTHING, Recompute
 from megatrain.engine.unit.bound_unit import BoundUnit, read_containers, units_stubbed
@@ -51,7 +50,7 @@ class Trunk:
     Args:
         visits: Sequence to which each pass appends its visits.
         bounds: All units, in order, with slots for their weights.
-        head: Plan of the cut before the head; None if the forward runs to its end.
+        cut: Module whose output ends the forward; None if the forward runs to its end.
         trace: Planned visits, with which each forward is compared; None for no comparison.
         mirror: Context in which the model's own code reads inputs from host copies; None to read from the device.
         recompute: Forward results that visits keep for the backward.
@@ -63,7 +62,7 @@ class Trunk:
         visits: VisitSequence,
         bounds: Sequence[BoundUnit],
         device: torch.device,
-        head: HeadPlan | None,
+        cut: torch.nn.Module | None,
         trace: VisitTrace | None,
         mirror: AbstractContextManager[Any] | None = None,
         recompute: Recompute = KEEP_NOTHING,
@@ -72,17 +71,15 @@ class Trunk:
         self._context = context
         self._mirror = mirror
         self._graph, self.visits, self._bounds, self._device = graph, visits, bounds, device
-        self._head, self._trace = head, trace
+        self._cut, self._trace = cut, trace
         self._recompute = recompute
         self._accepts_use_cache = accepts_use_cache(graph.model)
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
         """Replace all weights by placeholders and all units' forwards by stubs within the context."""
-        cut: dict[torch.nn.Module, Callable[..., Any]] = {}
-        if self._head is not None:
-            cut[self._head.trunk] = _trunk_stub(self._head.trunk.forward)
-        with units_stubbed(self._bounds, cut), self._context():
+        stubs = {} if self._cut is None else {self._cut: _trunk_stub(self._cut.forward)}
+        with units_stubbed(self._bounds, stubs), self._context():
             yield
 
     def run(self, batches: Mapping[int, dict[str, Any]], seed: int, first_number: int = 0) -> list[SuspendedOutput]:

@@ -343,7 +343,7 @@ class CollectedExamples:
         if not count:
             return float("nan"), 0, {}
         loss, figures = preference.loss(logps.reshape(-1), examples, size)
-        means = mean_figures(figures, [float(figure.total) for figure in figures])
+        means = mean_figures(figures)
         return float(loss), sum(counts), preference.step_metrics(means)
 
 

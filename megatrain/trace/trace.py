@@ -81,7 +81,7 @@ def trace_visits(
                 tracer.counts.set_values(batch[name], value)
             with tracer.counts.paused():
                 # Trace only a few pieces of the head. All pieces have the same cost, so the rest is added below.
-                num_rows = min(num_tokens, _TRACED_PIECES * tracer.runner.head_rows) or num_tokens
+                num_rows = min(num_tokens, _TRACED_PIECES * tracer.runner.head.rows) or num_tokens
                 rows = torch.zeros(num_rows, dtype=torch.long, device=device)
                 loss = objective.loss.for_micro_batch({}, objective.loss.synthetic_inputs(num_rows, device), None)
             with _counted_run(tracer, graph.model, "text" if example is None else "images", padded=padded):

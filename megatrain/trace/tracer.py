@@ -249,22 +249,22 @@ class Tracer:
         if self._phase.name == "forward":
             self._record_stays()
         visits = list(self._visits.values())
-        first_head = len(visits) - len(self.runner.head_units)
-        head = visits[first_head].phases["head"] if self.runner.head_units else PhaseCounts("head", first_head)
+        first_head = len(visits) - len(self.runner.head.units)
+        head = visits[first_head].phases["head"] if self.runner.head.units else PhaseCounts("head", first_head)
         last_stays = max((visit.stays_nbytes for visit in visits), default=0)
-        in_head = (visit.traced_in_head(head, last_stays, self.runner.by_part_in_head) for visit in visits[first_head:])
+        in_head = (visit.traced_in_head(head, last_stays, self.runner.head.by_part) for visit in visits[first_head:])
         return VisitTrace(
             visits=(*self.trunk_visits(), *in_head),
             head_nbytes=head.peak_nbytes,
-            head_rows=self.runner.head_rows,
-            head_columns=self.runner.head_columns,
-            head_parts=self.runner.head_parts,
-            head_part_nbytes=self.runner.head_part_nbytes,
+            head_rows=self.runner.head.rows,
+            head_columns=self.runner.head.columns,
+            head_parts=self.runner.head.parts,
+            head_part_nbytes=self.runner.head.part_nbytes,
             guesses=self.counts.guesses,
             uncounted=tuple(self.counts.uncounted),
             head=head.work,
             dense_masks=tuple(self._dense_masks),
-            logits_flops=self.runner.logits_flops,
+            logits_flops=self.runner.head.logits_flops,
         )
 
 

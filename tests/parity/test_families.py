@@ -72,13 +72,13 @@ def compare(
 @pytest.mark.parametrize("family", sorted(FAMILIES | RECENT))
 def test_family_untied(family: str) -> None:
     runner = compare(tiny_config(family, tied=False), padded_batches(), tolerance=NOISY.get(family, 1e-5))
-    assert runner.head_rows
+    assert runner.head.rows
 
 
 @pytest.mark.parametrize("family", TIED)
 def test_family_tied_with_small_pieces_of_the_head(family: str) -> None:
     runner = compare(tiny_config(family, tied=True), padded_batches(), head_rows=4)
-    assert runner.head_rows == 4
+    assert runner.head.rows == 4
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
@@ -86,7 +86,7 @@ def test_router_auxiliary_loss(family: str) -> None:
     config = tiny_config(family, output_router_logits=True, router_aux_loss_coef=0.3)
     without = tiny_config(family)
     runner = compare(config, padded_batches(), head_rows=4)
-    assert runner.head_rows
+    assert runner.head.rows
     model = build_model(config)
     with_term, _, _ = streamed(config, model, padded_batches())
     plain, _, _ = streamed(without, model, padded_batches())

@@ -108,7 +108,7 @@ class Setup:
     def step(self, **options: Any) -> tuple[float, dict[str, float], dict[str, Tensor]]:
         runner, access = make_runner(self.config, self.policy, Objective(self.loss), **options)
         queued = runner.queue(self.batches)
-        means = mean_figures(queued.figures, read_numbers([each.total for each in queued.figures]))
+        means = mean_figures(queued.figures)
         figures = self.loss.step_metrics(means)
         return sum(read_numbers(queued.terms)), figures, access.finish()
 

@@ -118,7 +118,7 @@ def plan_of(graph: ModelGraph) -> HeadPlan:
 def test_losses_and_gradients_match_hugging_face(family: str, tied: bool) -> None:
     config = tiny_config(family, tied=tied)
     runner, _ = runner_of(config)
-    assert (runner.head_columns, runner.head_parts) == (COLUMNS, PARTS)
+    assert (runner.head.columns, runner.head.parts) == (COLUMNS, PARTS)
     expected = train_step(build_model(config), padded_batches(), SEED)
     found = step(config)
     assert_close(found, (expected.loss, expected.gradients))
@@ -259,7 +259,7 @@ def with_a_second_use(module: Any, args: Any, logits: Tensor) -> Tensor:
 def test_logits_that_are_more_than_elementwise_are_whole(hook: Any) -> None:
     config = tiny_config("llama", tied=False)
     runner, _ = runner_of(config, hook=hook)
-    assert runner.head_rows == ROWS and runner.head_columns == 0 and runner.head_parts == 1
+    assert runner.head.rows == ROWS and runner.head.columns == 0 and runner.head.parts == 1
 
 
 def test_elementwise_code_of_the_model_runs_on_a_part() -> None:
@@ -268,7 +268,7 @@ def test_elementwise_code_of_the_model_runs_on_a_part() -> None:
 
     config = tiny_config("llama", tied=False)
     runner, _ = runner_of(config, hook=capped)
-    assert runner.head_columns == COLUMNS
+    assert runner.head.columns == COLUMNS
     assert_close(step(config, hook=capped), step(config, hook=capped, head_columns=0))
 
 

@@ -116,11 +116,7 @@ class PendingScalars:
 
 
 def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
-    """Return scalars in double precision. All device scalars share one copy and one host sync.
-
-    Args:
-        values: Numbers, and tensors of one element of any float dtype; all tensors are on one device.
-    """
+    """Return scalars in double precision. All device scalars share one copy and one host sync; see `PendingScalars`."""
     return PendingScalars(values).read()
 
 

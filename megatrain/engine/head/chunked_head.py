@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,8 +39,21 @@ if TYPE_CHECKING:
     from megatrain.engine.unit.state import RandomStates
 
 
-#: A micro-batch's loss terms, its tensors that cross the cut, and the gradients of these tensors.
-HeadResult = tuple[list[Tensor], list[Tensor], list[Tensor]]
+@dataclass(slots=True, eq=False)
+class PassLosses:
+    """Losses of a pass, and the start of its backward.
+
+    Attributes:
+        terms: Scalars whose sum is the loss.
+        roots: Tensors from which the backward starts: the trunk's outputs.
+        gradients: Gradients of ``roots``.
+        figures: Metrics of the loss.
+    """
+
+    terms: list[Tensor] = field(default_factory=list)
+    roots: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    figures: list[PartialMean] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +76,7 @@ class HeadTiling:
 
 
 class ChunkedHead:
-    """Head that computes the loss of a pass, and the gradients of the trunk's outputs.
-
-    Attributes:
-        figures: Metrics of the loss for the micro-batches run so far.
-    """
+    """Head that computes the loss of one pass, and the gradients of the trunk's outputs."""
 
     def __init__(
         self,
@@ -79,28 +88,25 @@ class ChunkedHead:
     ) -> None:
         self._model, self._weights, self._tiling = model, weights, tiling
         self._random, self._activity = random, activity or Activity()
-        self.figures: list[PartialMean] = []
+        self._found = PassLosses()
 
-    def run(
-        self, outputs: Sequence[TrunkOutput], num_items: int
-    ) -> Iterator[tuple[int, list[Tensor], list[Tensor], list[Tensor]]]:
-        """Yield `(micro-batch, loss terms, tensors that cross the cut, their gradients)` for each output, in order.
+    def run(self, outputs: Sequence[TrunkOutput], num_items: int) -> PassLosses:
+        """Compute the losses of all outputs, and the gradients of the outputs and of the head's weights.
 
         The head leases its weights and gradient accumulators once for all outputs.
+
+        Args:
+            num_items: Number of labels in the whole step.
         """
-        with ExitStack() as stack:
+        with ExitStack() as stack, torch.enable_grad():
             if self._tiling.in_turn and self._tiling.columns:
-                with torch.enable_grad():
-                    results = self._run_in_turn(outputs, num_items, stack)
-                for item, result in zip(outputs, results, strict=True):
-                    yield (item.micro_batch, *result)
-                return
+                self._run_in_turn(outputs, num_items, stack)
+                return self._found
             leaves = self._weights.leaves(stack, self._weights.bound(stack))
             for item in outputs:
                 self._resume(item)
-                with torch.enable_grad():
-                    result = self._run_one(item, num_items, leaves)
-                yield (item.micro_batch, *result)
+                self._run_one(item, num_items, leaves)
+        return self._found
 
     def evaluate(self, outputs: Sequence[TrunkOutput]) -> list[Tensor]:
         """Return the summed loss of each piece of all outputs, in order. Call this within `no_grad`.
@@ -148,7 +154,7 @@ class ChunkedHead:
         self._activity.micro_batch = item.micro_batch + 1
         self._random.set(item.random_state)
 
-    def _run_one(self, item: TrunkOutput, num_items: int, leaves: HeadGradients) -> HeadResult:
+    def _run_one(self, item: TrunkOutput, num_items: int, leaves: HeadGradients) -> None:
         """Run all pieces of one micro-batch in order. The caller has leased all weights."""
         losses: list[Tensor] = []
         leaves.at(item)
@@ -156,11 +162,11 @@ class ChunkedHead:
         with self._model.without_auxiliary_loss():
             if item.loss.compares_rows:
                 losses.append(self._run_compared(item, num_items, leaves, hidden_grad))
-                return self._result(item, num_items, losses, hidden_grad)
+                return self._record(item, num_items, losses, hidden_grad)
             for piece in self._pieces(item, num_items):
                 losses.append(self._run_piece(piece, num_items, leaves))
                 piece.store_gradient(hidden_grad)
-        return self._result(item, num_items, losses, hidden_grad)
+        self._record(item, num_items, losses, hidden_grad)
 
     def _run_compared(
         self, item: TrunkOutput, num_items: int, leaves: HeadGradients, hidden_grad: Tensor | None
@@ -190,7 +196,7 @@ class ChunkedHead:
     def _compare(self, item: TrunkOutput, rows: Sequence[RowsLoss]) -> Tensor:
         """Return a micro-batch's loss, for losses that compare rows. Call this after all rows have been added."""
         loss, figures = item.loss.compare(rows)
-        self.figures += figures
+        self._found.figures += figures
         return loss
 
     def _whole_or_parts(self) -> Sequence[VocabularyPart | None]:
@@ -217,7 +223,7 @@ class ChunkedHead:
         empty = torch.zeros(0)
         return [torch.cat([each.log_probs() for each in own]) if own else empty for own in softmaxes]
 
-    def _run_in_turn(self, outputs: Sequence[TrunkOutput], num_items: int, stack: ExitStack) -> list[HeadResult]:
+    def _run_in_turn(self, outputs: Sequence[TrunkOutput], num_items: int, stack: ExitStack) -> None:
         """Run all pieces of all micro-batches, one part of the vocabulary at a time.
 
         Results are bit-identical to ``_run_one``, because the operations and the order of each sum are the same.
@@ -242,14 +248,12 @@ class ChunkedHead:
                             for piece in together:
                                 leaves.at(piece.item)
                                 self._add_gradients(piece, part, leaves)
-        results: list[HeadResult] = []
         for item, own, loss in zip(outputs, pieces, compared, strict=True):
             hidden_grad = self._hidden_grad(item)
             for piece in own:
                 piece.store_gradient(hidden_grad)
             losses = [loss] if loss is not None else [each.loss.loss() for each in own if each.loss is not None]
-            results.append(self._result(item, num_items, losses, hidden_grad))
-        return results
+            self._record(item, num_items, losses, hidden_grad)
 
     def _add_all_logits(self, pieces: Sequence[HeadRows]) -> None:
         """Add the logits of all pieces to their losses, one part of the vocabulary at a time."""
@@ -298,15 +302,16 @@ class ChunkedHead:
             )
             yield HeadRows(item, output, rows, labels, leaf, loss)
 
-    def _result(
-        self, item: TrunkOutput, num_items: int, losses: list[Tensor], hidden_grad: Tensor | None
-    ) -> HeadResult:
+    def _record(self, item: TrunkOutput, num_items: int, losses: list[Tensor], hidden_grad: Tensor | None) -> None:
+        """Record a micro-batch's loss terms, and the tensors that cross the cut with their gradients."""
         hidden: Tensor = item.output["last_hidden_state"]
-        crossing = [] if hidden_grad is None else [hidden]
-        grads = [] if hidden_grad is None else [hidden_grad.view(hidden.shape)]
+        self._found.terms += losses
+        if hidden_grad is not None:
+            self._found.roots.append(hidden)
+            self._found.gradients.append(hidden_grad.view(hidden.shape))
         if self._model.has_auxiliary_loss and len(item.rows):
-            losses.append(self._model.auxiliary(item, num_items, crossing, grads))
-        return losses, crossing, grads
+            auxiliary = self._model.auxiliary(item, num_items, self._found.roots, self._found.gradients)
+            self._found.terms.append(auxiliary)
 
     def _run_piece(self, piece: HeadRows, num_items: int, leaves: HeadGradients) -> Tensor:
         """Return the loss of a piece, and accumulate the gradients of weights and hidden states."""

@@ -153,11 +153,11 @@ class Loss(Protocol):
         return means
 
 
-def mean_figures(figures: Iterable[PartialMean], numbers: Sequence[float]) -> dict[str, float]:
-    """Return the mean of each metric by name. ``numbers`` are the totals of ``figures`` on the host."""
+def mean_figures(figures: Iterable[PartialMean]) -> dict[str, float]:
+    """Return the mean of each metric by name. Reads the totals, which should be on the host."""
     totals: dict[str, list[float]] = {}
     counts: dict[str, int] = {}
-    for figure, number in zip(figures, numbers, strict=True):
-        totals.setdefault(figure.name, []).append(number)
+    for figure in figures:
+        totals.setdefault(figure.name, []).append(float(figure.total))
         counts[figure.name] = counts.get(figure.name, 0) + figure.count
     return {name: fsum(values) / max(1, counts[name]) for name, values in totals.items()}

@@ -66,12 +66,7 @@ def reading_averages(program: StepProgram, graph: ModelGraph, kind: str) -> Step
     return replace(program, blocks=blocks, ticks=ticks, encodings=encodings)
 
 
-def frozen_program(
-    graph: ModelGraph,
-    *,
-    compute_tier: str,
-    frozen: FrozenWeights,
-) -> StepProgram:
+def frozen_program(graph: ModelGraph, *, compute_tier: str, frozen: FrozenWeights) -> StepProgram:
     """Return a program for a model that is not trained. It has one block per layout's weight, and no ticks."""
     blocks: dict[str, BlockPlan] = {}
     for layout in graph.layouts.values():

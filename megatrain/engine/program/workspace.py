@@ -1,7 +1,7 @@
 """Workspace of a step: memory that counts toward a tier's capacity but belongs to no block.
 
 The engine allocates and frees workspace as ticks run: scratch memory of visits, gradient sums that are not in blocks,
-and full copies that ranks gather. Each allocation is a `Transient`, derived from the ticks of the program. A tier needs
+and full copies that are gathered. Each allocation is a `Transient`, derived from the ticks of the program. A tier needs
 memory for the largest sum of simultaneous transients (`peak_bytes`). This file computes all planned workspace.
 """
 

@@ -7,7 +7,7 @@ hold shards, and the hooks communicate with the other ranks (`ranked.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatrain.engine.program.block_access import GradientSink, MatrixParts
     from megatrain.engine.program.step_program import ModelPhase
     from megatrain.engine.tape.background import BackgroundUpdates
-    from megatrain.engine.tape.leased import CountedTotal, ShardingHooks
+    from megatrain.engine.tape.leased import ShardingHooks
     from megatrain.engine.tape.streamed import StreamedModel
     from megatrain.engine.tape.tape import Op
     from megatrain.engine.tape.updates import LayerScales, Updater
@@ -51,6 +51,8 @@ class StoreAccess:
     Used only by the thread that runs the step.
 
     Attributes:
+        step_gradients: Records of the running step's gradients.
+        sharding: Hooks for all behavior that depends on the number of ranks.
         updates_ahead: Whether a step can queue its own updates before the host knows the clipping factor.
     """
 
@@ -66,12 +68,12 @@ class StoreAccess:
     ) -> None:
         self._graph, self._program = model.graph, model.program
         self._execution = TapeExecution(store, model, timeline, activity)
-        self._gradients = StepGradients(model, threads)
-        self._sharding: ShardingHooks
+        self.step_gradients = StepGradients(model, threads)
+        self.sharding: ShardingHooks
         if isinstance(collectives, SingleRank):
-            self._sharding = OneProcess(self._execution, self._gradients)
+            self.sharding = OneProcess(self._execution, self.step_gradients)
         else:
-            self._sharding = Ranks(collectives, self._execution, self._gradients)
+            self.sharding = Ranks(collectives, self._execution, self.step_gradients)
         self._updates = None if updater is None else UpdateOps(self._execution, updater)
         is_alone = isinstance(collectives, SingleRank)
         self.updates_ahead = is_alone and self._updates is not None and self._updates.are_all_on_device()
@@ -84,21 +86,6 @@ class StoreAccess:
     def background(self) -> BackgroundUpdates:
         """Context for updates that run concurrently with the layers. Entered by the caller of ``start_step``."""
         return self._execution.background
-
-    @property
-    def squared_norms(self) -> Mapping[str, float | torch.Tensor]:
-        """Squared norms of the gradients, by layout. They are floats after the results have been collected."""
-        return self._gradients.squared_norms
-
-    @property
-    def with_gradient(self) -> Mapping[str, set[str]]:
-        """Parameters that have a gradient in this step, by layout."""
-        return self._gradients.with_gradient
-
-    @property
-    def window_bytes(self) -> int:
-        """Peak total bytes of full copies of weights, gradient sums and received data."""
-        return self._sharding.window_bytes
 
     # -- the tape ----------------------------------------------------------------------------------------------
 
@@ -121,16 +108,18 @@ class StoreAccess:
             num_tokens: Number of tokens in the step; None to assume that tokens reach all experts.
         """
         # Clean up first, because a failed step may have left work on a device and may still hold memory.
-        self._sharding.start_step()
+        self.sharding.start_step()
         if self._program.updates.are_deferred and pending is None and not self._has_updated_ahead:
             self.finish()  # evict copies that were pinned for cancelled updates, which the plan has no memory for
         self._has_updated_ahead = False
         self._execution.start(step, updates=pending is not None, passes=True)
         if num_tokens is not None:
-            self._sharding.weights.skip_unlikely(num_tokens)
-        self._gradients.start_step(scales)
+            self.sharding.weights.skip_unlikely(num_tokens)
+        self.step_gradients.start_step(scales)
         # The backward fills `with_gradient`. An immediate update reads a layout's entry when the gradient is complete.
-        self._pending = pending if immediate is None else PendingUpdate(step, immediate, self.with_gradient, scales)
+        self._pending = (
+            pending if immediate is None else PendingUpdate(step, immediate, self.step_gradients.with_gradient, scales)
+        )
 
     def run_updates(self, pending: PendingUpdate) -> None:
         """Run the updates of a finished step without starting another step."""
@@ -154,62 +143,57 @@ class StoreAccess:
     def begin(self, phase: ModelPhase, visit: int) -> None:
         """Advance to a visit's op. First run all ops before it, which the model does not announce."""
         # Drop the current op's tensors before the next op begins, because the next gather can reuse their memory.
-        self._sharding.after_visit()
+        self.sharding.after_visit()
         while (op := self._execution.next_op()) is not None and op.phase not in _MODEL_PHASES:
             self._run(op)
         assert op is not None, f"the step is over before {phase} {visit}"
         assert (op.phase, op.visit) == (phase, visit), f"planned {op.phase} {op.visit}, not {phase} {visit}"
-        self._sharding.before_visit(op)
+        self.sharding.before_visit(op)
 
     def end_step(self) -> None:
         """Run the ops that remain after the last visit."""
-        self._sharding.end_visits()
+        self.sharding.after_visit()
+        self.sharding.end_visits()
         while (op := self._execution.next_op()) is not None:
             assert op.phase not in _MODEL_PHASES, f"the step ended before {op}"
             self._run(op)
-        self._sharding.end_step()
+        self.sharding.end_step()
 
     def _run(self, op: Op) -> None:
         """Run an op that the model does not announce."""
         if op.phase != "update":
-            self._sharding.run(op)
+            self.sharding.run(op)
             return
         assert self._updates is not None and self._pending is not None, f"no pending update: {op}"
         if not self._program.updates.are_deferred:
-            self._sharding.before_update(self._updates.layout_of(op))
+            self.sharding.before_update(self._updates.layout_of(op))
         self._updates.run(op, self._pending)
-
-    def collect_results(
-        self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
-    ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
-        """Start to collect the step's results from all ranks; see ``ShardingHooks.collect_results``."""
-        return self._sharding.collect_results(layouts, terms, figures)
 
     # -- weights and gradients ---------------------------------------------------------------------------------
 
     def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, torch.Tensor | MatrixParts]]:
         """Lease the unit's parameters, by full name."""
-        return self._sharding.weights.for_visit(self._layouts_of(unit), visit)
+        return self.sharding.weights.for_visit(self._layouts_of(unit), visit)
 
     def skip_weights(self, unit: Unit, visit: int) -> None:
         """Skip the unit's weights, because no token is routed to it."""
-        self._sharding.weights.skip(self._layouts_of(unit), visit)
+        self.sharding.weights.skip(self._layouts_of(unit), visit)
 
     def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
         """Cancel the prefetch of weights that only idle visits need."""
-        self._sharding.weights.announce_idle(visits, idle)
+        self.sharding.weights.announce_idle(visits, idle)
 
     @contextmanager
     def gradients(self, unit: Unit, visit: int) -> Iterator[GradientSink]:
         """Yield the accumulators of a visit. The last use site to run adds up the gradients of all sites."""
-        place = self._sharding.gradients
+        place = self.sharding.gradients
         layouts = [layout for layout in self._layouts_of(unit) if layout.trainable]
         by_part = [layout for layout in layouts if (visit, layout.name) in self._program.cuts.passing]
         held = [layout for layout in layouts if layout not in by_part]
         passing: dict[str, PassingGradient] = {}
         for layout in by_part:
-            keys = self._program.gradient_keys(layout, self._gradients.use_of(layout.name, visit))
-            passing[layout.entries[0].name] = PassingGradient(place, self._gradients, layout, visit, keys)
+            keys = self._program.gradient_keys(layout, self.step_gradients.use_of(layout.name, visit))
+            passing[layout.entries[0].name] = PassingGradient(place, self.step_gradients, layout, visit, keys)
         with place.held(held, visit) as sums:
             sink = UseSiteGradients(sums if held else None, passing)
             del sums  # drop the reference, so that closing the sink frees the memory

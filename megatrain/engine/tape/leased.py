@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatrain.base.layout import Piece, SplitTensor, UnitLayout, pieces_of_parts, views, views_of_pieces
 from megatrain.engine.device.host_io import PendingScalars
+from megatrain.engine.head.loss import PartialMean
 from megatrain.engine.program.visit_trace import layouts_of_unit
 from megatrain.engine.program.workspace import decoded_bytes
 from megatrain.engine.tape.pieces import DecodedWeights, LeasedParts, fp32_like, fp32_sum, zero_gaps
@@ -23,25 +25,27 @@ if TYPE_CHECKING:
     from megatrain.engine.tape.tape import Op
 
 
-#: Contribution to a mean: name, total and count. The total can be a device scalar.
-CountedTotal = tuple[str, torch.Tensor | float, int]
+#: Loss terms and figures of all ranks in the order of micro-batches, on the host.
+HostResults = tuple[list[float], list[PartialMean]]
 
 
-class WeightPlace(Protocol):
+class WeightPlace:
     """Interface that converts leased blocks to the weights that a visit uses."""
 
     def for_visit(
-        self, layouts: Sequence[UnitLayout], visit: int, /
+        self, layouts: Sequence[UnitLayout], visit: int
     ) -> AbstractContextManager[Mapping[str, torch.Tensor | MatrixParts]]:
         """Lease layouts for the duration of a visit, and yield their parameters by full name."""
+        raise NotImplementedError
 
-    def skip(self, layouts: Sequence[UnitLayout], visit: int, /) -> None:
+    def skip(self, layouts: Sequence[UnitLayout], visit: int) -> None:
         """Skip weights. Called instead of ``for_visit`` if no token is routed to the unit."""
+        raise NotImplementedError
 
-    def announce_idle(self, visits: Sequence[int], idle: Collection[int], /) -> None:
-        """Announce which visits, starting with the current visit, will skip their weights."""
+    def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+        """Announce which visits, starting with the current visit, will skip their weights. Ranks need not know."""
 
-    def skip_unlikely(self, num_tokens: int, /) -> None:
+    def skip_unlikely(self, num_tokens: int) -> None:
         """Cancel prefetches for experts that will probably get no token in a step of ``num_tokens`` tokens."""
 
 
@@ -71,7 +75,7 @@ class ShardingHooks:
         """Drop the tensors of the current op's visit. Called before the next op begins."""
 
     def end_visits(self) -> None:
-        """Drop the tensors of the last visit. Called before the remaining exchanges and updates."""
+        """Free memory of visits. Called after the last visit, before the remaining exchanges and updates."""
 
     def end_step(self) -> None:
         """Drop all remaining tensors. Called after the last op."""
@@ -84,8 +88,8 @@ class ShardingHooks:
         """Combine a layout's gradient norm over all ranks. Called before an update that is not deferred."""
 
     def collect_results(
-        self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
-    ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
+        self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[PartialMean]
+    ) -> Callable[[], HostResults]:
         """Queue the transfer of a step's results to the host, for all ranks.
 
         Args:
@@ -94,8 +98,7 @@ class ShardingHooks:
             figures: Contributions of this process to the metrics of the loss.
 
         Returns:
-            A function that waits for the results. Call it once. It returns all terms, and all figures with totals as
-            floats, in the order of micro-batches.
+            A function that waits for the results. Call it once.
         """
         raise NotImplementedError
 
@@ -113,24 +116,24 @@ class OneProcess(ShardingHooks):
         self.weights.free()
 
     def collect_results(
-        self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
-    ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
+        self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[PartialMean]
+    ) -> Callable[[], HostResults]:
         """Queue the transfer of a step's results to the host, which needs one host sync; see ``ShardingHooks``."""
         squared_norms = self._step_gradients.squared_norms
         squares = [squared_norms[layout.name] for layout in layouts]
-        arriving = PendingScalars([*terms, *(total for _, total, _ in figures), *squares])
+        arriving = PendingScalars([*terms, *(figure.total for figure in figures), *squares])
 
-        def read() -> tuple[list[float], list[tuple[str, float, int]]]:
+        def read() -> HostResults:
             numbers = iter(arriving.read())
             found = [next(numbers) for _ in terms]
-            totals = [(name, next(numbers), count) for name, _, count in figures]
+            totals = [replace(figure, total=next(numbers)) for figure in figures]
             squared_norms.update(zip([layout.name for layout in layouts], numbers, strict=True))
             return found, totals
 
         return read
 
 
-class LeasedWeights:
+class LeasedWeights(WeightPlace):
     """``WeightPlace`` that provides weights as views of leased blocks, or decodes them from leased blocks."""
 
     def __init__(self, execution: TapeExecution) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GradientPlace(Protocol):
-    """Interface that provides memory for a visit's gradient sums. The sums are stored, or sent to other ranks."""
+    """Interface that provides memory for a visit's gradient sums. The sums are stored, or exchanged."""
 
     def held(self, layouts: Sequence[UnitLayout], visit: int, /) -> AbstractContextManager[LaneAccumulator]:
         """Yield accumulators for some layouts at a use site. On exit, the sums are stored or kept for an exchange."""

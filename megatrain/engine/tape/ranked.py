@@ -17,7 +17,7 @@ after both streams have finished with it, so the counted bytes of copies and sum
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,8 @@ from torch import Tensor
 
 from megatrain.base.layout import SplitTensor, views, views_of_parts
 from megatrain.engine.device.host_io import sent_to_host
-from megatrain.engine.tape.leased import ShardingHooks
+from megatrain.engine.head.loss import PartialMean
+from megatrain.engine.tape.leased import ShardingHooks, WeightPlace
 from megatrain.engine.tape.pieces import LeasedParts, zero_gaps
 from megatrain.engine.unit.weight_gradients import GradientAccumulator, LaneAccumulator
 from megatrain.optim.clip import add_in_order, partial_squares
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from megatrain.engine.program.step_program import Phase, StepProgram
     from megatrain.engine.tape.execution import TapeExecution
     from megatrain.engine.tape.gradients import StepGradients
-    from megatrain.engine.tape.leased import CountedTotal
+    from megatrain.engine.tape.leased import HostResults
     from megatrain.engine.tape.tape import Op
     from megatrain.ranks.collectives import Collectives
     from megatrain.ranks.lanes import Subtree
@@ -91,10 +92,6 @@ class Ranks(ShardingHooks):
         self.gradients.drop_sent_sums()
         self.weights.drop(op)
 
-    def end_visits(self) -> None:
-        """Drop the tensors of the last visit."""
-        self.after_visit()
-
     def end_step(self) -> None:
         """Drop the sums that the last exchange sent."""
         self.gradients.drop_sent_sums()
@@ -109,37 +106,25 @@ class Ranks(ShardingHooks):
 
     def before_update(self, layout: UnitLayout) -> None:
         """Combine the ranks' gradient norms of a layer, and the sets of its parameters that have a gradient."""
-        self._collect_now([layout], (), ())
+        self.collect_results([layout], (), ())
 
     def collect_results(
-        self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor], figures: Sequence[CountedTotal]
-    ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
-        """Exchange the results of all ranks immediately; see ``ShardingHooks``."""
-        found = self._collect_now(layouts, terms, figures)
-        return lambda: found
-
-    def _collect_now(
-        self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor], figures: Sequence[CountedTotal]
-    ) -> tuple[list[float], list[tuple[str, float, int]]]:
-        """Combine the ranks' gradient norms, and return the loss terms and metrics of all ranks.
-
-        Waits for all ranks and for the device.
+        self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor], figures: Sequence[PartialMean]
+    ) -> Callable[[], HostResults]:
+        """Exchange the results of all ranks immediately; see ``ShardingHooks``. Waits for all ranks and for the device.
 
         Args:
             layouts: Layouts with complete gradients, the same on all ranks. Layouts with a known norm are skipped.
             terms: Scalars whose sum is this rank's loss.
             figures: This rank's contributions to the metrics of the loss.
-
-        Returns:
-            Terms and figures of all ranks, in the order of their micro-batches.
         """
         self.window.wait_for_collectives()
         known, shards = self._step_gradients.squared_norms, self._program.sharding.shards
         layouts = [layout for layout in layouts if layout.name not in known]
         partials = [each for layout in layouts for each in self.gradients.take_partials(layout)]
-        numbers = _on_host([*terms, *(torch.as_tensor(sum_) for _, sum_, _ in figures), *partials])
+        numbers = _on_host([*terms, *(torch.as_tensor(figure.total) for figure in figures), *partials])
         filled = {layout.name: self._step_gradients.filled(layout.name) for layout in layouts}
-        counts = [(name, count) for name, _, count in figures]
+        counts = [(figure.name, figure.count) for figure in figures]
         records = self._collectives.gather_objects((len(terms), counts, numbers.numpy(), filled))
         found = [torch.from_numpy(of_rank) for _, _, of_rank, _ in records]
         positions = [count + len(of_rank) for count, of_rank, _, _ in records]
@@ -154,12 +139,12 @@ class Ranks(ShardingHooks):
             of_all = set[str]().union(*(names[layout.name] for *_, names in records))
             self._step_gradients.record_complete(layout.name, add_in_order(torch.cat(squares)), of_all)
         all_terms: list[float] = []
-        all_figures: list[tuple[str, float, int]] = []
+        all_figures: list[PartialMean] = []
         for count, described, of_rank, _ in records:
             all_terms += of_rank[:count].tolist()
             for (name, weight), number in zip(described, of_rank[count:].tolist(), strict=False):
-                all_figures.append((name, number, weight))
-        return all_terms, all_figures
+                all_figures.append(PartialMean(name, number, weight))
+        return lambda: (all_terms, all_figures)
 
     def _parts_in_turn(self, op: Op) -> Iterator[deque[str]]:
         """Yield the keys of the parts to gather or exchange while a visit's op runs, one deque per group."""
@@ -320,7 +305,7 @@ class _ExchangedSums:
     event: Any
 
 
-class FullCopies:
+class FullCopies(WeightPlace):
     """``WeightPlace`` that provides full copies of weights, gathered from the shards of all ranks."""
 
     def __init__(
@@ -410,12 +395,6 @@ class FullCopies:
         """Wait for the full copies without using them. Ranks gather together, so other ranks may need the weights."""
         with self.for_visit(layouts, visit):
             pass
-
-    def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
-        """Do nothing, because all ranks fetch together."""
-
-    def skip_unlikely(self, num_tokens: int) -> None:
-        """Do nothing, because all ranks fetch together."""
 
     @contextmanager
     def _part_in_turn(self, keys: Sequence[str]) -> Iterator[dict[str, Tensor]]:

@@ -88,11 +88,9 @@ class BoundUnit:
             for owner, absent in self._absent.items()
         }
 
-    @contextmanager
-    def with_placeholders(self) -> Iterator[None]:
-        """Replace the parameters by placeholders without memory, within the context."""
-        with self._in_slots(self._absent):
-            yield
+    def with_placeholders(self) -> AbstractContextManager[None]:
+        """Return a context in which placeholders without memory replace the parameters."""
+        return self._in_slots(self._absent)
 
     @contextmanager
     def bound(self, weights: Mapping[str, Tensor | MatrixParts]) -> Iterator[dict[str, Tensor]]:

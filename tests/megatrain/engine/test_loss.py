@@ -131,7 +131,7 @@ def step(loss: Loss, **options: Any) -> tuple[float, dict[str, float], dict[str,
         **options,
     )
     queued = runner.queue(padded_batches())
-    means = mean_figures(queued.figures, read_numbers([each.total for each in queued.figures]))
+    means = mean_figures(queued.figures)
     return sum(read_numbers(queued.terms)), means, access.finish()
 
 

@@ -39,7 +39,7 @@ def test_exchange_memory_matches_the_plan(
     with mock.patch.object(collectives, "Collectives", Twins.of(world)), Trainer(config, plan=plan).open() as trainer:
         trainer.load()
         engine = trainer.make_engine(1)
-        sharding, lanes, held_at_once = engine._access._sharding, plan.program.sharding.lanes, set()
+        sharding, lanes, held_at_once = engine._access.sharding, plan.program.sharding.lanes, set()
         assert isinstance(sharding, Ranks)
         window, added = sharding.window, sharding.gradients._added
 
