@@ -195,10 +195,9 @@ class ActivationCache:
         return self._store.acquire(block.key, staging[-1], mode, timeout_s=_MAX_WAIT_S if mode == "w" else None)
 
     def _route(self, device: torch.device) -> _Route:
-        route = self._routes.get(device)
-        if route is None:
-            route = self._routes[device] = self._new_route(device)
-        return route
+        if device not in self._routes:
+            self._routes[device] = self._new_route(device)
+        return self._routes[device]
 
     def _new_route(self, device: torch.device) -> _Route:
         places = [(name, self._store.tier(name).device) for name in self._names]

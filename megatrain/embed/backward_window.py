@@ -68,11 +68,7 @@ class BackwardWindow:
                 lease.release()
 
     def close(self, block: WeightBlock) -> None:
-        """Release a block's lease before the block changes.
-
-        Raises:
-            WeightInUseError: A graph still uses the weights.
-        """
+        """Release a lease before its block changes. Raise ``WeightInUseError`` if a graph still uses the weights."""
         if block not in self._open:
             return
         lease, num_references = self._open[block]

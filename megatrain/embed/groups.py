@@ -135,6 +135,10 @@ class StateGroup(ABC):
     def _apply(self, work: DueUpdate, tensors: Mapping[str, Tensor]) -> None:
         """Call the update rules. ``tensors`` contains the contents of all blocks by key."""
 
+    def close(self) -> None:
+        """Unregister the state blocks. Committed generations keep their contents."""
+        shared_state(self.store).unregister(*self.keys.values())
+
     def prefetch(self) -> None:
         """Prefetch as much of the state for the next update as fits in RAM."""
         for key in self._elsewhere:
@@ -226,9 +230,9 @@ class OffloadedGroup(StateGroup):
         assert self.weights.updater is None, self.layout.name
         self.weights.updater = self.gradients.updater = self
 
-    def detach(self) -> None:
-        """Stop being the updater of the weights."""
+    def close(self) -> None:
         self.weights.updater = self.gradients.updater = None
+        super().close()
 
     def defer(self, work: DueUpdate) -> None:
         """Defer an update until the next use of the weights. This makes the graphs of earlier forwards stale."""
@@ -304,7 +308,7 @@ def take_gradients(groups: Sequence[StateGroup]) -> list[tuple[StateGroup, Mappi
         WeightInUseError: ``gathered`` or a running forward uses weights that the step would change.
     """
     for group in groups:
-        if isinstance(group, OffloadedGroup) and group.weights.is_held and group.gradients.filled:
+        if isinstance(group, OffloadedGroup) and group.weights.held is not None and group.gradients.filled:
             raise WeightInUseError(
                 f"optimizer.step() while {group.layout.name} is in use. Call it outside of "
                 "`with megatrain.gathered(...)` and after the forward has ended"

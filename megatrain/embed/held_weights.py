@@ -19,7 +19,7 @@ class HeldWeights:
 
     Args:
         missing: Names of parameters that have no values yet.
-        is_watched: Whether to detect changes that autograd does not see, such as changes through ``data`` or numpy.
+        is_watched: Whether to detect changes that autograd does not see.
 
     Attributes:
         num_holders: Number of users that have not released the weights yet.

@@ -57,8 +57,6 @@ class OffloadedModule:
     Attributes:
         blocks: blocks that contain the module's parameters, in definition order.
         window: leases of the backward.
-        order: order in which units were used.
-        calls: running forwards.
     """
 
     def __init__(self, units: Sequence[UnitPart], homes: Homes, access: WholeBlocks) -> None:
@@ -127,11 +125,9 @@ class OffloadedModule:
         release_all(blocks, is_failing=is_failing)
 
     def close_backward(self, block: WeightBlock) -> None:
-        """Release the backward's lease of a block. Raise ``WeightInUseError`` if a graph still uses the weights."""
         self.window.close(block)
 
     def saving_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return hooks that make the graph save block references instead of weights."""
         return weight_hooks(self.window)
 
     def finish_updates(self) -> None:

@@ -6,50 +6,31 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from megatrain.embed.groups import (
-    DeferredUpdates,
-    DueUpdate,
-    OffloadedGroup,
-    Settings,
-    StateGroup,
-    take_gradients,
-    update_in_order,
-)
-from megatrain.embed.optimizer_checks import (
-    UNSUPPORTED,
-    check_arguments,
-    check_blocks,
-    check_groups,
-    check_settings,
-    check_sharded,
-    check_state,
-)
-from megatrain.embed.ordinary_groups import DeviceCopies, OrdinaryGroup, check_update_room, ordinary_groups
+from megatrain.embed import optimizer_checks
+from megatrain.embed.groups import DueUpdate, OffloadedGroup, StateGroup, take_gradients, update_in_order
+from megatrain.embed.optimizer_groups import OptimizerGroups
+from megatrain.embed.ordinary_groups import OrdinaryGroup
 from megatrain.embed.partition import mark_optimized
 from megatrain.embed.saved_state import SavedState, StoredState
-from megatrain.embed.shared import SharedGradients, SharedGroup, exchange_gradients
-from megatrain.embed.stores import home_order, shared_state
+from megatrain.embed.shared import SharedGroup, exchange_gradients
+from megatrain.embed.step_settings import StepCounter
+from megatrain.embed.stores import shared_state
 from megatrain.embed.updates_in_ram import UpdatesInRam, norms_in_ram
 from megatrain.embed.weights import block_of
 from megatrain.optim.average import EMA, WeightAverage
 from megatrain.optim.base import Optimizer as Arithmetic
 from megatrain.optim.base import StateKind
 from megatrain.optim.clip import NonFiniteGradientError, global_norm, gradient_scale
-from megatrain.optim.moments import STATE_DTYPES
 from megatrain.optim.table import StateDtype
 from megatrain.optim.threads import KernelThreads
 from megatrain.ranks.dtensors import add_over_shards, is_dtensor
 from tiered import TieredStore
-
-#: Bytes per parameter for the states and gradients of two groups: the updated group and the group being fetched.
-_BYTES_AT_ONCE = 2 * (12 + 4)
-#: Maximum number of cached update rules.
-_MAX_ARITHMETICS = 64
 
 _CONSUMED = (
     "step() was called without a backward since the last step, which consumed the gradients in the store. Their "
@@ -119,35 +100,23 @@ class TieredOptimizer(torch.optim.Optimizer):
         checkpoint: Literal["auto", "generation", "tensors"] = "auto",
         **unknown: Any,
     ) -> None:
-        check_arguments(type(self).__name__, params, store, unknown)
-        if checkpoint not in ("auto", "generation", "tensors"):
-            raise ValueError(f'checkpoint="{checkpoint}": pass "auto", "generation" or "tensors"')
-        if not max_grad_norm >= 0:
-            raise ValueError(f"max_grad_norm={max_grad_norm}: pass the maximum norm, or 0 for no clipping")
-        if state_dtype not in STATE_DTYPES:
-            raise ValueError(f'state_dtype="{state_dtype}": pass one of {", ".join(STATE_DTYPES)}')
-        if not 0 <= ema_decay < 1:
-            raise ValueError(f"ema_decay={ema_decay}: it must be at least 0 (no average) and below 1")
+        optimizer_checks.check_arguments(type(self).__name__, params, store, unknown)
+        optimizer_checks.check_options(checkpoint, max_grad_norm, state_dtype, ema_decay)
         self.max_grad_norm, self.nonfinite = max_grad_norm, nonfinite
-        self.ema_decay = ema_decay
-        self._is_averaged = False  # whether masters and averages are swapped
-        self.state_dtype, self.seed = state_dtype, seed
-        self.grad_norm: float | None = None
+        self.state_dtype, self.seed, self.ema_decay = state_dtype, seed, ema_decay
         self.threads = KernelThreads(among_operations=True)
-        self.steps: dict[nn.Parameter, int] = {}
-        self.groups: list[StateGroup] = []
-        self._measured: object = None
-        self._deferred = DeferredUpdates()
-        self._has_consumed = False  # whether step() consumed gradients since the last zero_grad()
+        self.grad_norm: float | None = None
+        self._store, self._checkpoint = store, checkpoint
+        averages = [EMA] if ema_decay else []
+        self._state_groups = OptimizerGroups(name, state, averages, offload_gradients=offload_gradients)
+        self.groups: Sequence[StateGroup] = self._state_groups.groups
+        self._counter = StepCounter(self.setting_names, self._make_rule)
+        self.steps = self._counter.steps
         self._in_ram = UpdatesInRam(self.threads)
-        self._with_state: set[int] = set()  # id() of each parameter with state
-        self._name, self._offload, self._homes = name, offload_gradients, state
-        self._copies = DeviceCopies()
-        self._scratch_bytes = 0  # bytes of RAM that are reserved for updates
-        self._checkpoint = checkpoint
-        self._store = store
-        self._rules: dict[tuple[Any, ...], Arithmetic] = {}
         self._saved = SavedState(self)
+        self._measured: object = None  # state of the gradients whose norm is grad_norm
+        self._has_consumed = False  # whether step() consumed gradients since the last zero_grad()
+        self._is_averaged = False  # whether masters and averages are swapped
         super().__init__(params, defaults)
         shared_state(self.store).optimizers.add(self)
         self.state = StoredState(self)  # type: ignore[assignment]
@@ -163,18 +132,10 @@ class TieredOptimizer(torch.optim.Optimizer):
     def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
         """Return the update rule that applies a group's settings."""
 
-    def _rule(self, settings: Mapping[str, Any]) -> Arithmetic:
-        """Return the update rule that applies a group's settings. With averages, it is wrapped in ``WeightAverage``.
-
-        Groups with equal settings share one object.
-        """
-        key = tuple(_comparable(settings[name]) for name in self.setting_names)
-        if key not in self._rules:
-            if len(self._rules) >= _MAX_ARITHMETICS:  # for example, if a scheduler changes betas in every step
-                self._rules.clear()
-            made, decay = self.make_arithmetic(settings), self.ema_decay
-            self._rules[key] = WeightAverage(made, decay, self.threads) if decay else made
-        return self._rules[key]
+    def _make_rule(self, settings: Mapping[str, Any]) -> Arithmetic:
+        """Return the update rule that applies a group's settings and, with averages, also updates the averages."""
+        made = self.make_arithmetic(settings)
+        return WeightAverage(made, self.ema_decay, self.threads) if self.ema_decay else made
 
     def _kernel_options(self) -> dict[str, Any]:
         """Return the arguments that all elementwise update rules receive."""
@@ -200,7 +161,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def check_group(self, param_group: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` if a group's setting is out of range, or if a parameter cannot be updated."""
-        check_settings(param_group)
+        optimizer_checks.check_settings(param_group)
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Raise ``TypeError``, because the state in the store cannot be copied."""
@@ -222,63 +183,29 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _make_state(self, param_group: Mapping[str, Any]) -> None:
         """Create state for a group's trained parameters that have none. After an error, no state is created."""
-        new = [p for p in param_group["params"] if id(p) not in self._with_state and p.requires_grad]
+        new = [p for p in param_group["params"] if id(p) not in self._state_groups.with_state and p.requires_grad]
         if not new:
             return
         blocks = dict.fromkeys(block for p in new if (block := block_of(p)) is not None)
         self._store = self._store or next((block.store for block in blocks), None)
-        store = self.store
-        check_blocks(blocks, store)
-
-        def kinds(split_master: bool, parameters: Mapping[str, nn.Parameter]) -> Sequence[StateKind]:
-            own = self.kinds_of(param_group, split_master, parameters)
-            return [*own, EMA] if self.ema_decay else own
-
-        check_sharded(
+        optimizer_checks.check_blocks(blocks, self.store)
+        kinds = partial(self.kinds_of, param_group)
+        optimizer_checks.check_sharded(
             new,
             kinds(False, {str(number): p for number, p in enumerate(new)}),
             type(self).__name__,
-            is_lost=not self._with_state <= set(map(id, self.parameters())),
-            offloads_gradients=self._offload,
+            is_lost=not self._state_groups.with_state <= set(map(id, self.parameters())),
+            offloads_gradients=self._state_groups.offload_gradients,
         )
         if self.saves_tensors and (blocks or any(isinstance(group, OffloadedGroup) for group in self.groups)):
             raise ValueError(
                 'checkpoint="tensors" (the default with sharded parameters) saves no weights of offloaded modules. '
                 'Pass checkpoint="generation"'
             )
-        homes = home_order(store, self._homes)
-        num_before, scratch = len(self.groups), max(0, self.scratch_bytes(new) - self._scratch_bytes)
-        store.reserve("ram", scratch)
-        try:
-            with shared_state(store).all_or_nothing():
-                for block in blocks:
-                    kind_of_group = SharedGroup if isinstance(block.gradients, SharedGradients) else OffloadedGroup
-                    own_kinds = kinds(block.dtype.itemsize == 2, block.parameters)
-                    self.groups.append(kind_of_group(block, own_kinds, homes, deferred=self._deferred))
-                self.groups += ordinary_groups(
-                    store,
-                    [p for p in new if block_of(p) is None],
-                    kinds,
-                    homes,
-                    name=self._name,
-                    first=sum(isinstance(group, OrdinaryGroup) for group in self.groups),
-                    bytes_at_once=_BYTES_AT_ONCE + (2 * EMA.dtype.itemsize if self.ema_decay else 0),
-                    offload_gradients=self._offload,
-                    copies=self._copies,
-                )
-                check_update_room(store, self.groups)
-        except BaseException:
-            del self.groups[num_before:]
-            store.reserve("ram", -scratch)
-            raise
-        self._scratch_bytes += scratch
         numbers = {id(parameter): str(number) for number, parameter in enumerate(self.parameters())}
-        for group in self.groups[num_before:]:
+        for group in self._state_groups.add(self.store, new, blocks, kinds, self.scratch_bytes(new)):
             group.names = {name: numbers.get(id(p), name) for name, p in group.parameters.items()}
-            self._with_state.update(map(id, group.parameters.values()))
-            if isinstance(group, OffloadedGroup):
-                group.attach()
-            else:
+            if isinstance(group, OrdinaryGroup):
                 mark_optimized(group.parameters.values(), self)
 
     @torch.no_grad()
@@ -315,7 +242,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._has_consumed and not has_any:
             warnings.warn(_CONSUMED, stacklevel=2)
         self._has_consumed = has_any
-        all_settings = self._settings(taken)
+        all_settings = self._counter.count(self.param_groups, taken)
         shared_state(self.store).num_changes += 1
         works: dict[StateGroup, DueUpdate] = {}
         for group, found in taken:
@@ -325,35 +252,9 @@ class TieredOptimizer(torch.optim.Optimizer):
                 group.defer(DueUpdate(mine, scale * group.gradient_factor, gradients))
             elif mine:
                 works[group] = DueUpdate(mine, scale, gradients)
-        with self._deferred.applying(is_atomic=False):
+        with self._state_groups.deferred.applying(is_atomic=False):
             update_in_order(self._in_ram.update(works))
         return loss
-
-    def _settings(self, taken: Sequence[tuple[StateGroup, Mapping[str, object]]]) -> dict[int, Settings]:
-        """Count a step for each parameter with a gradient, and return these parameters' settings by ``id()``.
-
-        Parameters of a group with the same step count share one object.
-
-        Args:
-            taken: State groups, each with the names of its parameters that have a gradient.
-
-        Raises:
-            ValueError: A changed setting needs state that does not exist. No step is counted.
-        """
-        with_gradient = {id(group.parameters[name]) for group, names in taken for name in names}
-        found: dict[int, Settings] = {}
-        counted: dict[nn.Parameter, int] = {}
-        for param_group in self.param_groups:
-            own = [parameter for parameter in param_group["params"] if id(parameter) in with_gradient]
-            arithmetic, lr = self._rule(param_group), float(param_group["lr"])
-            decay = float(param_group.get("weight_decay", 0.0))
-            check_state({kind.name for kind in arithmetic.state_kinds(False)} - {"weight"}, own, taken)
-            counts = [self.steps.get(parameter, 0) + 1 for parameter in own]
-            at_step = {step: Settings(arithmetic, step, lr, decay) for step in set(counts)}
-            counted.update(zip(own, counts, strict=True))
-            found.update(zip(map(id, own), map(at_step.__getitem__, counts), strict=True))
-        self.steps.update(counted)
-        return found
 
     def finish_updates(self) -> None:
         """Apply all deferred updates, so that the store contains the weights and state after the last step.
@@ -361,7 +262,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         Raises:
             InterruptedUpdateError: An earlier update was partially applied. This is raised only once.
         """
-        self._deferred.finish()
+        self._state_groups.deferred.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, including gradients in the store. ``set_to_none`` has no effect."""
@@ -381,14 +282,15 @@ class TieredOptimizer(torch.optim.Optimizer):
         The norm is summed over parameters in the optimizer's order, so it does not depend on which parameters are
         offloaded (the engine sums over blocks). With sharded parameters, this is a collective.
         """
-        squares = norms_in_ram([group for group in self.groups if isinstance(group, OrdinaryGroup)], self.threads)
-        squares.update(exchange_gradients(self.groups, self.threads))
-        for group in self.groups:
+        groups = self.groups
+        squares = norms_in_ram([group for group in groups if isinstance(group, OrdinaryGroup)], self.threads)
+        squares.update(exchange_gradients(groups, self.threads))
+        for group in groups:
             if not isinstance(group, SharedGroup) and squares.keys().isdisjoint(group.parameters.values()):
                 found = group.squared_norms(self.threads)
                 squares.update((group.parameters[name], square) for name, square in found.items())
         # Include parameters without a gradient, because all ranks must sum over the same parameters.
-        owners = [parameter for parameter in self.parameters() if id(parameter) in self._with_state]
+        owners = [parameter for parameter in self.parameters() if id(parameter) in self._state_groups.with_state]
         if any(map(is_dtensor, owners)):
             totals = add_over_shards(owners, [squares.get(parameter, 0.0) for parameter in owners])
             squares.update(zip(owners, totals, strict=True))
@@ -432,15 +334,15 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._is_averaged = True
         try:
             for group in self.groups:
-                updated = {name: None for name, parameter in group.parameters.items() if self.steps.get(parameter, 0)}
+                updated = {name: None for name, p in group.parameters.items() if self.steps.get(p, 0)}
                 if updated:
-                    with self._deferred.applying():
+                    with self._state_groups.deferred.applying():
                         group.swap_averages(updated)
                     swapped.append((group, updated))
             yield
         finally:
             for group, names in swapped:
-                with self._deferred.applying():
+                with self._state_groups.deferred.applying():
                     group.swap_averages(names)
             self._is_averaged = False
 
@@ -471,7 +373,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             saved["state"] = {
                 number: self._saved.tensors_of(parameter, with_master=True)
                 for number, parameter in enumerate(self.parameters())
-                if id(parameter) in self._with_state
+                if id(parameter) in self._state_groups.with_state
             }
             return saved
         saved["tiered"] = self._saved.record()
@@ -492,7 +394,9 @@ class TieredOptimizer(torch.optim.Optimizer):
             numbers[id(p)]: {name: values for name, values in self.state[p].items() if name != EMA.name}
             for p in self.steps
         }
-        saved["param_groups"] = [{**dict.fromkeys(UNSUPPORTED, 0), **group} for group in saved["param_groups"]]
+        saved["param_groups"] = [
+            {**dict.fromkeys(optimizer_checks.UNSUPPORTED, 0), **group} for group in saved["param_groups"]
+        ]
         return saved
 
     @torch.no_grad()
@@ -506,7 +410,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         self.check_not_averaged("load_state_dict()")
         groups = state_dict["param_groups"]
-        check_groups(self.param_groups, groups)
+        optimizer_checks.check_groups(self.param_groups, groups)
         shared_state(self.store).finish_updates()  # so that the weights are complete if loading fails
         if "tiered" in state_dict:
             self._saved.load_generation(state_dict["tiered"])
@@ -540,23 +444,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.check_not_averaged("release()")
         self.finish_updates()
         self.zero_grad()
+        self._state_groups.release(self.store)
         shared = shared_state(self.store)
-        for group in self.groups:
-            if isinstance(group, OffloadedGroup):
-                group.detach()
-            elif group.gradients is not None:
-                group.gradients.close()
-            shared.unregister(*group.keys.values())
-        self.groups.clear()
-        self.store.reserve("ram", -self._scratch_bytes)
-        self._scratch_bytes = 0
         shared.optimizers.discard(self)
         self.threads.close()
         shared.num_changes += 1
-
-
-def _comparable(value: Any) -> Any:
-    """Convert a number or sequence to floats, so that it compares by value. Return text and None unchanged."""
-    if value is None or isinstance(value, str):
-        return value
-    return tuple(float(one) for one in value) if isinstance(value, list | tuple) else float(value)

@@ -12,6 +12,7 @@ from megatrain.embed.groups import StateGroup
 from megatrain.embed.stores import check_store
 from megatrain.embed.weights import WeightBlock
 from megatrain.optim.base import StateKind
+from megatrain.optim.moments import STATE_DTYPES
 from megatrain.ranks.dtensors import check_parameter, is_dtensor, is_unsharded
 from tiered import TieredStore
 
@@ -43,6 +44,18 @@ def check_arguments(kind: str, params: object, store: object, unknown: Mapping[s
             raise TypeError(f"{kind} has no option {name!r}")
         if value:
             raise TypeError(f"{kind} has no option {name!r}: {_REJECTED_OPTIONS[name]}")
+
+
+def check_options(checkpoint: str, max_grad_norm: float, state_dtype: str, ema_decay: float) -> None:
+    """Raise ``ValueError`` if an option that all optimizers share is invalid."""
+    if checkpoint not in ("auto", "generation", "tensors"):
+        raise ValueError(f'checkpoint="{checkpoint}": pass "auto", "generation" or "tensors"')
+    if not max_grad_norm >= 0:
+        raise ValueError(f"max_grad_norm={max_grad_norm}: pass the maximum norm, or 0 for no clipping")
+    if state_dtype not in STATE_DTYPES:
+        raise ValueError(f'state_dtype="{state_dtype}": pass one of {", ".join(STATE_DTYPES)}')
+    if not 0 <= ema_decay < 1:
+        raise ValueError(f"ema_decay={ema_decay}: it must be at least 0 (no average) and below 1")
 
 
 def check_groups(own: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -99,16 +112,13 @@ def check_sharded(
     is_lost: bool,
     offloads_gradients: bool,
 ) -> None:
-    """Raise an error if settings or parameters do not support sharding.
+    """Raise ``ValueError`` if settings or parameters do not support sharding.
 
     Args:
         parameters: Parameters that get state. Unsharded parameters are skipped.
         optimizer: Name of the optimizer's class.
         is_lost: Whether state exists for parameters that are no longer in a group.
         offloads_gradients: Whether gradients move to the store as soon as autograd computes them.
-
-    Raises:
-        ValueError: A setting or parameter is not supported.
     """
     for parameter in parameters:
         if not is_dtensor(parameter):

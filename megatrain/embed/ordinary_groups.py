@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from megatrain.base.layout import TensorEntry, UnitLayout, build_layout
+from megatrain.base.layout import TensorEntry, UnitLayout
 from megatrain.embed.gradient_block import GradientBlock
 from megatrain.embed.groups import DueUpdate, StateGroup
-from megatrain.embed.stores import num_ranks, room_for_homes, shared_state
+from megatrain.embed.stores import num_ranks, shared_state
 from megatrain.engine.program.block_keys import gradient_key
 from megatrain.optim.average import EMA, begin_average, swap_average
 from megatrain.optim.base import GRADIENT_DTYPES, StateKind, Update
@@ -21,7 +21,6 @@ from megatrain.optim.clip import squared_norm
 from megatrain.optim.threads import KernelThreads
 from megatrain.ranks.dtensors import check_gradient, first_element, is_dtensor, local_of, version_of
 from tiered import TieredStore
-from tiered.errors import CapacityError
 from tiered.ext import HostSlab
 
 #: Ordinary parameters share a group up to the size of the largest parameter, which must fit in RAM anyway. The limit is
@@ -131,6 +130,11 @@ class OrdinaryGroup(StateGroup):
             self.gradients = GradientBlock(store, key, layout, parameters)
         if self._on_device:
             self.copy_masters()
+
+    def close(self) -> None:
+        if self.gradients is not None:
+            self.gradients.close()
+        super().close()
 
     def gradients_now(self) -> object:
         if self.gradients is not None:
@@ -287,46 +291,7 @@ def _follow(blocks: Mapping[str, Tensor], values: Tensor) -> None:
     blocks["weight"].copy_(values)
 
 
-def ordinary_groups(
-    store: TieredStore,
-    parameters: Sequence[nn.Parameter],
-    kinds: Callable[[bool, Mapping[str, nn.Parameter]], Sequence[StateKind]],
-    homes: Sequence[str],
-    *,
-    name: str,
-    first: int,
-    bytes_at_once: int,
-    offload_gradients: bool,
-    copies: DeviceCopies,
-) -> Iterator[OrdinaryGroup]:
-    """Create groups of ordinary parameters.
-
-    Args:
-        parameters: Parameters in the order of the optimizer's groups.
-        kinds: Returns the kinds of state, given whether the master is split and the parameters by name.
-        homes: Allowed home tiers of the state, preferred first.
-        name: Prefix of all keys.
-        first: Number of existing groups.
-        bytes_at_once: Bytes per parameter that an update needs in RAM.
-
-    Raises:
-        ValueError: The store already has blocks with this prefix.
-    """
-    if parameters and not first and any(s.key.startswith(f"{name}/") for s in store.blocks()):
-        raise ValueError(f'this store already has blocks named "{name}". Pass name="..." to the optimizer')
-    shared = shared_state(store)
-    packs = list(_packed(parameters))
-    largest = max((sum(local_of(parameter).numel() for parameter in together) for together in packs), default=0)
-    shared.working_bytes = max(shared.working_bytes, bytes_at_once * largest)
-    for number, together in enumerate(packs, first):
-        named = {f"{number}.{index}": parameter for index, parameter in enumerate(together)}
-        root = f"{name}/{number:05d}"
-        layout = build_layout(root, ((each, local_of(p).shape) for each, p in named.items()), True)
-        own = kinds(together[0].dtype.itemsize == 2, named)
-        yield OrdinaryGroup(store, root, layout, named, own, homes, offload_gradients=offload_gradients, copies=copies)
-
-
-def _packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Yield groups of consecutive parameters with the same dtype and device, limited by this process's elements."""
     together: list[nn.Parameter] = []
     fewest, most = _GROUP_ELEMENTS
@@ -342,19 +307,3 @@ def _packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         together.append(parameter)
     if together:
         yield together
-
-
-def check_update_room(store: TieredStore, groups: Iterable[StateGroup]) -> None:
-    """Raise an error if RAM cannot hold the blocks of an update in addition to homes."""
-    ram, room = store.tier("ram"), room_for_homes(store, "ram")
-    known = {spec.key: spec for spec in store.blocks()}
-    for group in groups:
-        specs = [known[key] for key in group.keys_at_once()]
-        need = sum(ram.slot_bytes(spec.nbytes) for spec in specs if spec.home != "ram")
-        if need > room:
-            raise CapacityError(
-                "ram",
-                need,
-                max(0, room),
-                detail=f"to update {group.layout.name} with its state and gradient. Increase the size of ram",
-            )

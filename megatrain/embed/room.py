@@ -107,14 +107,11 @@ class WholeBlocks:
         """Reserve memory outside of blocks. A single process needs none."""
 
     def check_working_set(self, units: Sequence[UnitPart], homes: Homes, taken: Callable[[str], int]) -> None:
-        """Raise an error if a layer and its enclosing modules do not fit in the compute tier in addition to homes.
+        """Raise ``CapacityError`` if a layer and its enclosing modules do not fit in the compute tier next to homes.
 
         Args:
             homes: Home tiers of the module's blocks, by key.
             taken: Returns the bytes of these homes in a tier.
-
-        Raises:
-            CapacityError: A layer does not fit. The error contains the tier and the bytes that the layer needs.
         """
         where = self.tier
         tier = self.store.tier(where)
@@ -138,7 +135,6 @@ def find_homes(
     """Reserve the working set of a module, and return the home tiers of its blocks by key.
 
     Args:
-        name: Name of the module in the store.
         weights: Allowed home tiers of weights, preferred first.
         gradients: Allowed home tiers of gradients, preferred first.
 

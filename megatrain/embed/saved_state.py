@@ -42,7 +42,7 @@ class _SavedOptimizer(Protocol):
         steps: Number of updates of each parameter. Parameters that were never updated are missing.
     """
 
-    groups: list[StateGroup]
+    groups: Sequence[StateGroup]
     steps: dict[nn.Parameter, int]
     torch_names: Mapping[str, str]
 
@@ -105,7 +105,8 @@ class SavedState:
             )
         self._load_blocks(record)
         parameters = self._optimizer.parameters()
-        self._optimizer.steps = {parameters[number]: count for number, count in record["steps"].items()}
+        self._optimizer.steps.clear()
+        self._optimizer.steps.update((parameters[number], count) for number, count in record["steps"].items())
 
     def _load_blocks(self, record: Mapping[str, Any]) -> None:
         store, shared = self._store, shared_state(self._store)

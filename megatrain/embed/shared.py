@@ -39,8 +39,6 @@ from tiered.errors import CapacityError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_FP32_BYTES = 4
-
 
 class ModuleRanks(WholeBlocks):
     """One rank's access to an offloaded module that several ranks share. Used by one thread at a time.
@@ -52,6 +50,7 @@ class ModuleRanks(WholeBlocks):
         num_lanes: Number of gradient lanes, a multiple of the number of ranks; None for one lane per rank.
 
     Attributes:
+        collectives: Collectives of the group. Call ``announce`` before each of them.
         shards: Computes which elements of a block this rank owns.
         lane: Lane of this rank that currently receives gradients.
 
@@ -60,8 +59,8 @@ class ModuleRanks(WholeBlocks):
     """
 
     def __init__(self, group: ProcessGroup, store: TieredStore, num_lanes: int | None) -> None:
-        self._collectives = Collectives(group)
-        if not self._collectives.serves("cpu"):
+        self.collectives = Collectives(group)
+        if not self.collectives.serves("cpu"):
             raise ValueError(
                 "group=... has no backend for host memory. Create it with gloo, or create the default group with "
                 'init_process_group("cpu:gloo,cuda:nccl")'
@@ -69,7 +68,7 @@ class ModuleRanks(WholeBlocks):
         super().__init__(store)
         self.compute_tier, self.device = self.tier, compute_device(store)
         self.tier = "ram"
-        self.rank, self.size = self._collectives.rank, self._collectives.size
+        self.rank, self.size = self.collectives.rank, self.collectives.size
         count = self.size if num_lanes is None else num_lanes
         if count < 1 or count % self.size:  # all ranks must run the same number of forwards and backwards
             raise ValueError(f"gradient_lanes={count} for {self.size} ranks: pass a multiple of the number of ranks")
@@ -80,19 +79,15 @@ class ModuleRanks(WholeBlocks):
         self._num_announced = 0
 
     def announce(self, what: str) -> None:
-        """Announce the next collective of this rank to all ranks.
-
-        Raises:
-            RanksDifferError: The announcements differ. All ranks raise it before the collective.
-        """
+        """Announce this rank's next collective. All ranks raise ``RanksDifferError`` if their announcements differ."""
         self._num_announced += 1
         own = torch.frombuffer(bytearray(xxh3_128_digest(f"{self._num_announced} {what}".encode())), dtype=torch.uint8)
         found = torch.empty(self.size * len(own), dtype=torch.uint8)
-        self._collectives.gather(found, own)
+        self.collectives.gather(found, own)
         rows = found.view(self.size, -1)
         if bool((rows == rows[0]).all()):
             return
-        texts = self._collectives.gather_objects((self._num_announced, what))
+        texts = self.collectives.gather_objects((self._num_announced, what))
         other = next(rank for rank, each in enumerate(texts) if each != texts[0])
         raise RanksDifferError(
             f"the ranks of an offloaded module do different things: rank 0 comes to {_name(texts[0])}, rank {other} to "
@@ -100,10 +95,6 @@ class ModuleRanks(WholeBlocks):
             "and must all call step(), state_dict() and gathered(). Give a rank without data a batch without labels "
             "(loss * 0), and skip modules either on all ranks or on none"
         )
-
-    def gather_objects(self, item: object) -> list[Any]:
-        """Return the objects of all ranks, in rank order. Call ``announce`` first."""
-        return self._collectives.gather_objects(item)
 
     def num_elements(self, layout: UnitLayout) -> int:
         """Return the number of elements in each rank's shard of a layout, which includes padding."""
@@ -152,11 +143,7 @@ class ModuleRanks(WholeBlocks):
 
     def exchange_bytes(self, layout: UnitLayout) -> int:
         """Return the bytes that a gradient exchange needs to receive shards of a layout."""
-        return self.lanes.num_sums * self.num_elements(layout) * _FP32_BYTES
-
-    def gather(self, full: Tensor, shard: Tensor) -> None:
-        """Write the concatenated shards of all ranks to ``full``."""
-        self._collectives.gather(full, shard)
+        return self.lanes.num_sums * self.num_elements(layout) * torch.float32.itemsize
 
     def add_up(self, sums: Mapping[int, Tensor]) -> Tensor:
         """Return this rank's shard of the sum over all lanes. The sum is bit-identical for any number of ranks.
@@ -176,7 +163,7 @@ class ModuleRanks(WholeBlocks):
             stop = start + sum(lengths)
             has_one = number < len(mine)
             sent = mine[number] if has_one else received[:0]
-            self._collectives.exchange(received[start:stop], sent, lengths, [length * has_one] * self.size)
+            self.collectives.exchange(received[start:stop], sent, lengths, [length * has_one] * self.size)
             rows = iter(received[start:stop].view(-1, length))
             found.update((ranges[number], next(rows)) for ranges in of_ranks if number < len(ranges))
             start = stop
@@ -226,7 +213,7 @@ class ModuleRanks(WholeBlocks):
         shared = shared_state(self.store)
         before = shared.working_bytes
         try:
-            homes = self._collectives.all_or_none(find_homes)
+            homes = self.collectives.all_or_none(find_homes)
             check_same_module(self, model, [part.layout for part in parts])
         except BaseException:  # another rank may have failed, although the module fits on this rank
             self.unreserve()
@@ -243,13 +230,10 @@ class ModuleRanks(WholeBlocks):
         return most
 
     def reserve_room(self, units: Sequence[UnitPart]) -> None:
-        """Reserve memory outside of blocks.
+        """Reserve memory outside of blocks. Raise ``CapacityError`` if a tier is too small.
 
         The compute tier needs space for the full copies of a unit and its enclosing modules. RAM needs space for the
         shards received in an exchange and, if a GPU computes, for gathering a full copy.
-
-        Raises:
-            CapacityError: A tier is too small.
         """
         computes_in_ram = self.compute_tier == "ram"
         copies = scratch_bytes = 0
@@ -309,7 +293,7 @@ class UnshardedBlock:
         with ranks.room("ram", 0 if ranks.compute_tier == "ram" else nbytes):
             full = torch.empty(count, dtype=dtype)
             with self._ranks.store.acquire(self._part.weight_key, "ram", "r") as lease:
-                ranks.gather(full, lease.tensor)
+                ranks.collectives.gather(full, lease.tensor)
             return full.to(ranks.device)  # the call waits for the copy, because the source is not pinned
 
     def release(self) -> None:
@@ -456,13 +440,13 @@ def exchange_gradients(
         mine = [group for group in shared if group.ranks is ranks]
         gradients = [group.gradients for group in mine if isinstance(group.gradients, SharedGradients)]
         if not all(one.is_exchanged for one in gradients):
-            filled = ranks.gather_objects([one.filled for one in gradients])
+            filled = ranks.collectives.gather_objects([one.filled for one in gradients])
             for one, *names in zip(gradients, *filled, strict=True):
                 one.agreed(frozenset().union(*names))
                 one.exchange()
         if not with_norm:
             continue
-        partials = ranks.gather_objects([one.partial_squares(threads) for one in gradients])
+        partials = ranks.collectives.gather_objects([one.partial_squares(threads) for one in gradients])
         for group, *of_ranks in zip(mine, *partials, strict=True):
             squares = add_in_order(torch.tensor([one for each in of_ranks for one in each], dtype=torch.float64))
             if group.gradients.filled:
@@ -489,7 +473,7 @@ def check_same_module(ranks: ModuleRanks, model: nn.Module, layouts: Sequence[Un
         is_here = parameter.device.type != "meta"
         numbers = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data if is_here else b""
         parts[name] = f"{parameter.dtype}, {parameter.requires_grad}, {xxh3_128_digest(numbers).hex()}"
-    check_same(ranks.gather_objects, "offloaded module", parts)
+    check_same(ranks.collectives.gather_objects, "offloaded module", parts)
 
 
 def _name(announced: tuple[int, str]) -> str:

@@ -11,7 +11,7 @@ import logging
 import operator
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +75,7 @@ def open_store(
     folders = [nvme] if isinstance(nvme, str | os.PathLike) else list(nvme)
     if nvme_size is not None and not folders:
         raise ValueError(f'nvme_size={nvme_size!r} needs a folder on a drive: nvme="state/store"')
-    rank = _rank_folder()
+    rank = f"rank{this_rank()}" if num_ranks() > 1 else ""
     drives = [Path(folder, rank).expanduser() for folder in folders]
     tiers: list[Tier] = []
     try:
@@ -87,7 +87,7 @@ def open_store(
             tiers.append(
                 GpuTier(_bytes("gpu", gpu, total, int(torch.cuda.mem_get_info(device)[0])), device=str(device))
             )
-        here = _processes_here()
+        here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if rank else 1  # torchrun sets the variable
         available = int(available_ram_bytes() * (1 - _RAM_MARGIN))
         ram_bytes, total = _bytes("ram", ram, total_ram_bytes() // here, available // here), total_ram_bytes()
         if ram_bytes > total:
@@ -260,11 +260,7 @@ class SharedState:
         return name
 
     def placed(self, blocks: Sequence[HomeRequest]) -> list[str]:
-        """Return the homes that the blocks would get if they were registered in this order.
-
-        Raises:
-            CapacityError: No tier has enough space for one of the blocks.
-        """
+        """Return the homes of blocks, in order of registration. Raise ``CapacityError`` if one fits in no tier."""
         store = self._store
         taken: dict[str, int] = {}
         names = []
@@ -392,11 +388,11 @@ def _example_of(nbytes: int) -> str:
 
 def _free_bytes(folders: Sequence[Path]) -> int:
     """Return the free bytes on the folders' file systems. Folders on the same file system count once."""
-    found: Mapping[int, int] = {}
+    found: dict[int, int] = {}
     for folder in folders:
         existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
         stat = os.statvfs(existing)
-        found = {**found, existing.stat().st_dev: stat.f_bavail * stat.f_frsize}
+        found[existing.stat().st_dev] = stat.f_bavail * stat.f_frsize
     return sum(found.values())
 
 
@@ -410,12 +406,3 @@ def num_ranks() -> int:
 def this_rank() -> int:
     """Return the rank of this process in ``torch.distributed``, or 0 if it is not initialized."""
     return torch.distributed.get_rank() if num_ranks() > 1 else 0
-
-
-def _rank_folder() -> str:
-    return f"rank{this_rank()}" if num_ranks() > 1 else ""
-
-
-def _processes_here() -> int:
-    """Return the number of ranks on this machine, which ``torchrun`` sets."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if _rank_folder() else 1

@@ -126,11 +126,6 @@ class WeightBlock:
     def _detach(self, name: str) -> None:
         attach(self.parameters[name], self, self._device)
 
-    @property
-    def is_held(self) -> bool:
-        """Whether the parameters are currently in memory."""
-        return self._held is not None
-
     @past_modes
     def hold(self, mode: Literal["r", "rw"] = "r", *, is_watched: bool = False) -> None:
         """Load the parameters into memory. They stay until ``release`` was called as often as ``hold``.
@@ -145,7 +140,7 @@ class WeightBlock:
         if self._held is None:
             if self.updater is not None:
                 self.updater.finish_update()
-            lease = self._acquire(mode)
+            lease = self.lease(mode)
             self._held = HeldWeights(self.part, lease, self.missing, is_watched=is_watched)
             _HELD[_address(lease.tensor)] = self
         elif mode == "rw" and self._held.lease.mode == "r":
@@ -217,9 +212,9 @@ class WeightBlock:
         Raises:
             WeightInUseError: The weights are held, or a graph still uses them.
         """
-        if self.is_held:
+        if self._held is not None:
             self.owner.recover()
-        if self.is_held:
+        if self._held is not None:
             raise WeightInUseError(
                 f"the weights of {self.layout.name} are in use and cannot be updated. Step outside of "
                 "megatrain.gathered and of the module's forward"
@@ -239,10 +234,6 @@ class WeightBlock:
         if self.updater is not None:
             self.updater.weights_changed(names)
 
-    def lease(self) -> WeightLease:
-        """Return a lease for the backward. The caller must release it. The parameters are not loaded."""
-        return self._acquire("r")
-
     def provide(self) -> bool:
         """Hold the block for code that reads weights outside of their module. Return False if that is impossible."""
         return self.owner.provide(self)
@@ -252,7 +243,8 @@ class WeightBlock:
         """Flat weights while the block is held, otherwise None."""
         return None if self._held is None else self._held.lease.tensor
 
-    def _acquire(self, mode: Literal["r", "rw"]) -> WeightLease:
+    def lease(self, mode: Literal["r", "rw"] = "r") -> WeightLease:
+        """Return a lease, which the caller must release. The parameters are not loaded."""
         if self.missing and mode == "r":
             raise WeightInUseError(
                 f"{sorted(self.missing)[0]} has no values yet, because the model was created on the meta device. "

@@ -1,0 +1,132 @@
+"""Groups of an optimizer's parameters. They are created with zero state, and released together with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from torch import nn
+
+from megatrain.base.layout import build_layout
+from megatrain.embed.groups import DeferredUpdates, OffloadedGroup, StateGroup
+from megatrain.embed.ordinary_groups import DeviceCopies, OrdinaryGroup, packed
+from megatrain.embed.shared import SharedGradients, SharedGroup
+from megatrain.embed.stores import home_order, room_for_homes, shared_state
+from megatrain.embed.weights import WeightBlock, block_of
+from megatrain.optim.base import StateKind
+from megatrain.ranks.dtensors import local_of
+from tiered import TieredStore
+from tiered.errors import CapacityError
+
+#: Returns the kinds of state, given whether masters are split and the parameters by their names in the layout.
+Kinds = Callable[[bool, Mapping[str, nn.Parameter]], Sequence[StateKind]]
+#: Bytes per parameter for the states and gradients of two groups: the updated group and the group being fetched.
+_BYTES_AT_ONCE = 2 * (12 + 4)
+
+
+class OptimizerGroups:
+    """Groups of one optimizer's parameters that have state in a store.
+
+    Args:
+        name: Prefix of the block keys of ordinary parameters.
+        homes: Allowed home tiers of the state, preferred first, or "auto".
+        extra_kinds: State of all parameters in addition to the state that their update rule needs.
+
+    Attributes:
+        groups: Groups of parameters that share state blocks.
+        deferred: Updates of offloaded groups that wait for the next use of their weights.
+        with_state: ``id()`` of each parameter in a group.
+    """
+
+    def __init__(
+        self, name: str, homes: Sequence[str] | str, extra_kinds: Sequence[StateKind], *, offload_gradients: bool
+    ) -> None:
+        self.groups: list[StateGroup] = []
+        self.deferred = DeferredUpdates()
+        self.offload_gradients, self._extra_kinds = offload_gradients, extra_kinds
+        self._name, self._homes = name, homes
+        self.with_state: set[int] = set()
+        self._copies = DeviceCopies()
+        self._scratch_bytes = 0  # bytes of RAM that are reserved for updates
+
+    def add(
+        self,
+        store: TieredStore,
+        parameters: Sequence[nn.Parameter],
+        blocks: Iterable[WeightBlock],
+        kinds: Kinds,
+        scratch_bytes: int,
+    ) -> list[StateGroup]:
+        """Create and return groups with zero state. After an error, no group is created.
+
+        Args:
+            parameters: Trained parameters without state.
+            blocks: Weight blocks of the offloaded parameters.
+            scratch_bytes: Bytes of RAM that updating these parameters one at a time needs in addition to blocks.
+        """
+        homes, scratch = home_order(store, self._homes), max(0, scratch_bytes - self._scratch_bytes)
+        store.reserve("ram", scratch)
+        try:
+            with shared_state(store).all_or_nothing():
+                added: list[StateGroup] = []
+                for block in blocks:
+                    own = [*kinds(block.dtype.itemsize == 2, block.parameters), *self._extra_kinds]
+                    kind_of_group = SharedGroup if isinstance(block.gradients, SharedGradients) else OffloadedGroup
+                    added.append(kind_of_group(block, own, homes, deferred=self.deferred))
+                added += self._ordinary(store, [p for p in parameters if block_of(p) is None], kinds, homes)
+                _check_update_room(store, [*self.groups, *added])
+        except BaseException:
+            store.reserve("ram", -scratch)
+            raise
+        self._scratch_bytes += scratch
+        self.groups += added
+        for group in added:
+            self.with_state.update(map(id, group.parameters.values()))
+            if isinstance(group, OffloadedGroup):
+                group.attach()
+        return added
+
+    def _ordinary(
+        self, store: TieredStore, parameters: Sequence[nn.Parameter], kinds: Kinds, homes: Sequence[str]
+    ) -> Iterator[OrdinaryGroup]:
+        """Yield new groups of ordinary parameters, which are given in the order of the optimizer's groups."""
+        first = sum(isinstance(group, OrdinaryGroup) for group in self.groups)
+        if parameters and not first and any(s.key.startswith(f"{self._name}/") for s in store.blocks()):
+            raise ValueError(f'this store already has blocks named "{self._name}". Pass name="..." to the optimizer')
+        shared = shared_state(store)
+        packs = list(packed(parameters))
+        largest = max((sum(local_of(parameter).numel() for parameter in together) for together in packs), default=0)
+        bytes_at_once = _BYTES_AT_ONCE + sum(2 * kind.dtype.itemsize for kind in self._extra_kinds)
+        shared.working_bytes = max(shared.working_bytes, bytes_at_once * largest)
+        for number, together in enumerate(packs, first):
+            named = {f"{number}.{index}": parameter for index, parameter in enumerate(together)}
+            root = f"{self._name}/{number:05d}"
+            layout = build_layout(root, ((each, local_of(p).shape) for each, p in named.items()), True)
+            own = [*kinds(together[0].dtype.itemsize == 2, named), *self._extra_kinds]
+            copies, offload_gradients = self._copies, self.offload_gradients
+            yield OrdinaryGroup(
+                store, root, layout, named, own, homes, offload_gradients=offload_gradients, copies=copies
+            )
+
+    def release(self, store: TieredStore) -> None:
+        """Unregister all state blocks and release the reserved memory."""
+        for group in self.groups:
+            group.close()
+        self.groups.clear()
+        store.reserve("ram", -self._scratch_bytes)
+        self._scratch_bytes = 0
+
+
+def _check_update_room(store: TieredStore, groups: Iterable[StateGroup]) -> None:
+    """Raise an error if RAM cannot hold the blocks of an update in addition to homes."""
+    ram, room = store.tier("ram"), room_for_homes(store, "ram")
+    known = {spec.key: spec for spec in store.blocks()}
+    for group in groups:
+        specs = [known[key] for key in group.keys_at_once()]
+        need = sum(ram.slot_bytes(spec.nbytes) for spec in specs if spec.home != "ram")
+        if need > room:
+            raise CapacityError(
+                "ram",
+                need,
+                max(0, room),
+                detail=f"to update {group.layout.name} with its state and gradient. Increase the size of ram",
+            )
