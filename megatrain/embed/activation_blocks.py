@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from megatrain.embed.stores import shared_state
+from megatrain.embed.block_homes import shared_state
 from tiered import TieredStore, Transfer
 from tiered.errors import CapacityError
 from tiered.units import PAGE_BYTES, round_up

@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatrain.base.layout import TensorEntry, UnitLayout
 from megatrain.embed.absent_parameters import Placeholder, gradient_of, holder_of, make_placeholder, set_gradient
-from megatrain.embed.stores import compute_tier, shared_state
+from megatrain.embed.block_homes import compute_tier, shared_state
 from megatrain.engine.unit.weight_gradients import GradientAccumulator
 from megatrain.optim.clip import squared_norm
 from megatrain.optim.threads import KernelThreads

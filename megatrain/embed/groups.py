@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.base.layout import TensorEntry, UnitLayout
+from megatrain.embed.block_homes import shared_state
 from megatrain.embed.gradient_block import GradientBlock
-from megatrain.embed.stores import shared_state
 from megatrain.embed.weights import WeightBlock, WeightInUseError
 from megatrain.engine.program.block_keys import state_key, weight_key
 from megatrain.optim.average import EMA, begin_average, swap_average

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
+from megatrain.embed.block_homes import compute_device, home_order
 from megatrain.embed.offloaded_module import OffloadedModule, offloaded_module
 from megatrain.embed.partition import OffloadError, partition
 from megatrain.embed.patches.adapter_methods import install_adapter_methods
@@ -16,7 +17,7 @@ from megatrain.embed.patches.foreign_optimizers import refuse_foreign_optimizers
 from megatrain.embed.patches.module_methods import install_methods
 from megatrain.embed.room import WholeBlocks, find_homes
 from megatrain.embed.shared import ModuleRanks
-from megatrain.embed.stores import check_store, compute_device, home_order
+from megatrain.embed.stores import check_store
 from tiered import TieredStore
 
 if TYPE_CHECKING:

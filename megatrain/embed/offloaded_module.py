@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.embed.backward_window import BackwardWindow, weight_hooks
+from megatrain.embed.block_homes import shared_state
 from megatrain.embed.partition import UnitPart, parts_of
 from megatrain.embed.room import Homes, WholeBlocks
 from megatrain.embed.running_calls import Call, Calls
-from megatrain.embed.stores import shared_state
 from megatrain.embed.use_order import UseOrder
 from megatrain.embed.weights import WeightBlock, block_of, release_all
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megatrain.embed import optimizer_checks
+from megatrain.embed.block_homes import shared_state
 from megatrain.embed.groups import DueUpdate, OffloadedGroup, StateGroup, take_gradients, update_in_order
 from megatrain.embed.optimizer_groups import OptimizerGroups
 from megatrain.embed.ordinary_groups import OrdinaryGroup
@@ -20,7 +21,6 @@ from megatrain.embed.partition import mark_optimized
 from megatrain.embed.saved_state import SavedState, StoredState
 from megatrain.embed.shared import SharedGroup, exchange_gradients
 from megatrain.embed.step_settings import StepCounter
-from megatrain.embed.stores import shared_state
 from megatrain.embed.updates_in_ram import UpdatesInRam, norms_in_ram
 from megatrain.embed.weights import block_of
 from megatrain.optim.average import EMA, WeightAverage
@@ -101,7 +101,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         **unknown: Any,
     ) -> None:
         optimizer_checks.check_arguments(type(self).__name__, params, store, unknown)
-        optimizer_checks.check_options(checkpoint, max_grad_norm, state_dtype, ema_decay)
+        optimizer_checks.check_options(checkpoint, max_grad_norm, state_dtype)
+        if not 0 <= ema_decay < 1:
+            raise ValueError(f"ema_decay={ema_decay}: it must be at least 0 (no average) and below 1")
         self.max_grad_norm, self.nonfinite = max_grad_norm, nonfinite
         self.state_dtype, self.seed, self.ema_decay = state_dtype, seed, ema_decay
         self.threads = KernelThreads(among_operations=True)
@@ -282,10 +284,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         The norm is summed over parameters in the optimizer's order, so it does not depend on which parameters are
         offloaded (the engine sums over blocks). With sharded parameters, this is a collective.
         """
-        groups = self.groups
-        squares = norms_in_ram([group for group in groups if isinstance(group, OrdinaryGroup)], self.threads)
-        squares.update(exchange_gradients(groups, self.threads))
-        for group in groups:
+        squares = norms_in_ram([group for group in self.groups if isinstance(group, OrdinaryGroup)], self.threads)
+        squares.update(exchange_gradients(self.groups, self.threads))
+        for group in self.groups:
             if not isinstance(group, SharedGroup) and squares.keys().isdisjoint(group.parameters.values()):
                 found = group.squared_norms(self.threads)
                 squares.update((group.parameters[name], square) for name, square in found.items())
@@ -302,11 +303,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Return the factor by which all gradients are multiplied, or None to skip the update because of the norm."""
         if self.max_grad_norm == 0:
             return 1.0
-        if self.grad_norm is None or self._measured != [group.gradients_now() for group in self.groups]:
-            self.measure_grad_norm()
+        is_current = self._measured == [group.gradients_now() for group in self.groups]
+        norm = self.grad_norm if is_current and self.grad_norm is not None else self.measure_grad_norm()
         self._measured = None
-        assert self.grad_norm is not None
-        return gradient_scale(self.grad_norm, self.max_grad_norm, self.nonfinite)
+        return gradient_scale(norm, self.max_grad_norm, self.nonfinite)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of all groups, in order."""
@@ -394,9 +394,8 @@ class TieredOptimizer(torch.optim.Optimizer):
             numbers[id(p)]: {name: values for name, values in self.state[p].items() if name != EMA.name}
             for p in self.steps
         }
-        saved["param_groups"] = [
-            {**dict.fromkeys(optimizer_checks.UNSUPPORTED, 0), **group} for group in saved["param_groups"]
-        ]
+        unsupported = dict.fromkeys(optimizer_checks.UNSUPPORTED, 0)
+        saved["param_groups"] = [{**unsupported, **group} for group in saved["param_groups"]]
         return saved
 
     @torch.no_grad()

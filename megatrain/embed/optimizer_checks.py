@@ -46,7 +46,7 @@ def check_arguments(kind: str, params: object, store: object, unknown: Mapping[s
             raise TypeError(f"{kind} has no option {name!r}: {_REJECTED_OPTIONS[name]}")
 
 
-def check_options(checkpoint: str, max_grad_norm: float, state_dtype: str, ema_decay: float) -> None:
+def check_options(checkpoint: str, max_grad_norm: float, state_dtype: str) -> None:
     """Raise ``ValueError`` if an option that all optimizers share is invalid."""
     if checkpoint not in ("auto", "generation", "tensors"):
         raise ValueError(f'checkpoint="{checkpoint}": pass "auto", "generation" or "tensors"')
@@ -54,8 +54,6 @@ def check_options(checkpoint: str, max_grad_norm: float, state_dtype: str, ema_d
         raise ValueError(f"max_grad_norm={max_grad_norm}: pass the maximum norm, or 0 for no clipping")
     if state_dtype not in STATE_DTYPES:
         raise ValueError(f'state_dtype="{state_dtype}": pass one of {", ".join(STATE_DTYPES)}')
-    if not 0 <= ema_decay < 1:
-        raise ValueError(f"ema_decay={ema_decay}: it must be at least 0 (no average) and below 1")
 
 
 def check_groups(own: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:

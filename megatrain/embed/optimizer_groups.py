@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
-from megatrain.base.layout import build_layout
+from megatrain.embed.block_homes import home_order, room_for_homes, shared_state
 from megatrain.embed.groups import DeferredUpdates, OffloadedGroup, StateGroup
-from megatrain.embed.ordinary_groups import DeviceCopies, OrdinaryGroup, packed
+from megatrain.embed.ordinary_groups import DeviceCopies, OrdinaryGroup, grouped
 from megatrain.embed.shared import SharedGradients, SharedGroup
-from megatrain.embed.stores import home_order, room_for_homes, shared_state
 from megatrain.embed.weights import WeightBlock, block_of
 from megatrain.optim.base import StateKind
-from megatrain.ranks.dtensors import local_of
 from tiered import TieredStore
 from tiered.errors import CapacityError
 
@@ -93,18 +91,16 @@ class OptimizerGroups:
         if parameters and not first and any(s.key.startswith(f"{self._name}/") for s in store.blocks()):
             raise ValueError(f'this store already has blocks named "{self._name}". Pass name="..." to the optimizer')
         shared = shared_state(store)
-        packs = list(packed(parameters))
-        largest = max((sum(local_of(parameter).numel() for parameter in together) for together in packs), default=0)
+        parts = list(grouped(parameters))
+        largest = max((num_elements for num_elements, _ in parts), default=0)
         bytes_at_once = _BYTES_AT_ONCE + sum(2 * kind.dtype.itemsize for kind in self._extra_kinds)
         shared.working_bytes = max(shared.working_bytes, bytes_at_once * largest)
-        for number, together in enumerate(packs, first):
+        for number, (_, together) in enumerate(parts, first):
             named = {f"{number}.{index}": parameter for index, parameter in enumerate(together)}
             root = f"{self._name}/{number:05d}"
-            layout = build_layout(root, ((each, local_of(p).shape) for each, p in named.items()), True)
             own = [*kinds(together[0].dtype.itemsize == 2, named), *self._extra_kinds]
-            copies, offload_gradients = self._copies, self.offload_gradients
             yield OrdinaryGroup(
-                store, root, layout, named, own, homes, offload_gradients=offload_gradients, copies=copies
+                store, root, named, own, homes, offload_gradients=self.offload_gradients, copies=self._copies
             )
 
     def release(self, store: TieredStore) -> None:
@@ -124,9 +120,5 @@ def _check_update_room(store: TieredStore, groups: Iterable[StateGroup]) -> None
         specs = [known[key] for key in group.keys_at_once()]
         need = sum(ram.slot_bytes(spec.nbytes) for spec in specs if spec.home != "ram")
         if need > room:
-            raise CapacityError(
-                "ram",
-                need,
-                max(0, room),
-                detail=f"to update {group.layout.name} with its state and gradient. Increase the size of ram",
-            )
+            detail = f"to update {group.layout.name} with its state and gradient. Increase the size of ram"
+            raise CapacityError("ram", need, max(0, room), detail=detail)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from megatrain.base.layout import TensorEntry, UnitLayout
+from megatrain.base.layout import TensorEntry, build_layout
+from megatrain.embed.block_homes import shared_state
 from megatrain.embed.gradient_block import GradientBlock
 from megatrain.embed.groups import DueUpdate, StateGroup
-from megatrain.embed.stores import num_ranks, shared_state
+from megatrain.embed.stores import num_ranks
 from megatrain.engine.program.block_keys import gradient_key
 from megatrain.optim.average import EMA, begin_average, swap_average
 from megatrain.optim.base import GRADIENT_DTYPES, StateKind, Update
@@ -103,7 +104,6 @@ class OrdinaryGroup(StateGroup):
         self,
         store: TieredStore,
         root: str,
-        layout: UnitLayout,
         parameters: Mapping[str, nn.Parameter],
         kinds: Sequence[StateKind],
         homes: Sequence[str],
@@ -123,6 +123,7 @@ class OrdinaryGroup(StateGroup):
         self._places = {name: (value.dtype, value.device) for name, value in values.items()}
         self._versions: dict[str, object] = {}  # device parameters' versions when they last equaled their masters
         own = [kind for kind in kinds if self._on_device or kind.name != "weight"]
+        layout = build_layout(root, ((name, value.shape) for name, value in values.items()), True)
         super().__init__(store, root, layout, parameters, own, homes)
         if offload_gradients:
             key = gradient_key(root, 0)
@@ -291,8 +292,8 @@ def _follow(blocks: Mapping[str, Tensor], values: Tensor) -> None:
     blocks["weight"].copy_(values)
 
 
-def packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield groups of consecutive parameters with the same dtype and device, limited by this process's elements."""
+def grouped(parameters: Sequence[nn.Parameter]) -> Iterator[tuple[int, list[nn.Parameter]]]:
+    """Yield groups of consecutive parameters with the same dtype and device, and this process's number of elements."""
     together: list[nn.Parameter] = []
     fewest, most = _GROUP_ELEMENTS
     values = [local_of(parameter) for parameter in parameters]
@@ -301,9 +302,9 @@ def packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     for parameter, value in zip(parameters, values, strict=True):
         own_kind = (value.dtype, value.device)
         if together and (own_kind != kind or num_elements + value.numel() > limit):
-            yield together
+            yield num_elements, together
             together, num_elements = [], 0
         kind, num_elements = own_kind, num_elements + value.numel()
         together.append(parameter)
     if together:
-        yield together
+        yield num_elements, together

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from megatrain.base.layout import build_layout, views
+from megatrain.embed.block_homes import compute_device
 from megatrain.embed.offload import move_buffers, offload
 from megatrain.embed.offloaded_module import offloaded_module
-from megatrain.embed.stores import compute_device
 from megatrain.embed.weights import block_of
 from megatrain.models.folder import join_names
 from megatrain.models.hub import fetch_weights, locate

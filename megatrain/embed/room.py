@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.base.layout import UnitLayout
+from megatrain.embed.block_homes import HomeRequest, compute_tier, room_for_homes, shared_state
 from megatrain.embed.gradient_block import GradientBlock
 from megatrain.embed.partition import OffloadError, Part, UnitPart, parts_around, parts_of
-from megatrain.embed.stores import HomeRequest, compute_tier, room_for_homes, shared_state
 from tiered import Mode, TieredStore
 from tiered.errors import CapacityError
 
@@ -121,12 +121,8 @@ class WholeBlocks:
             needed.update((part.gradient_key, part.gradient_bytes) for part in unit.parts if part.layout.trainable)
             need = sum(tier.slot_bytes(nbytes) for key, nbytes in needed.items() if homes[key] != where)
             if need > room:
-                raise CapacityError(
-                    where,
-                    need,
-                    max(0, room),
-                    detail=f"to run {unit.name or 'the module'} with its parts. Increase the size of {where}",
-                )
+                detail = f"to run {unit.name or 'the module'} with its parts. Increase the size of {where}"
+                raise CapacityError(where, need, max(0, room), detail=detail)
 
 
 def find_homes(
@@ -134,9 +130,7 @@ def find_homes(
 ) -> Homes:
     """Reserve the working set of a module, and return the home tiers of its blocks by key.
 
-    Args:
-        weights: Allowed home tiers of weights, preferred first.
-        gradients: Allowed home tiers of gradients, preferred first.
+    ``weights`` and ``gradients`` are the allowed home tiers of these blocks, preferred first.
 
     Raises:
         CapacityError: The module does not fit. The error contains the tier and the needed bytes.

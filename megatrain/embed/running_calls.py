@@ -104,13 +104,10 @@ class Calls:
 
 
 def _caller() -> FrameType | None:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name != _CALLER:
-        frame = frame.f_back
-    return frame
+    return next((frame for frame in _frames() if frame.f_code.co_name == _CALLER), None)
 
 
-def _frames() -> Iterator[FrameType | None]:
+def _frames() -> Iterator[FrameType]:
     """Yield the stack frames of the calling thread."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:

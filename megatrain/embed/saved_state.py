@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.base.layout import TensorEntry
+from megatrain.embed.block_homes import mapped_copy, shared_state
 from megatrain.embed.groups import OffloadedGroup, StateGroup
 from megatrain.embed.ordinary_groups import OrdinaryGroup
 from megatrain.embed.shared import SharedGroup
-from megatrain.embed.stores import mapped_copy, num_ranks, shared_state, this_rank
+from megatrain.embed.stores import num_ranks, this_rank
 from megatrain.optim.average import EMA, begin_average
 from megatrain.optim.moments import decode_moments, encode_moments, is_signed
 from megatrain.ranks.dtensors import is_dtensor, is_unsharded, like_parameter, local_of

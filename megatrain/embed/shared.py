@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from xxhash import xxh3_128_digest
 
 from megatrain.base.layout import TensorEntry, UnitLayout
+from megatrain.embed.block_homes import compute_device, room_for_homes, shared_state
 from megatrain.embed.gradient_block import GradientBlock
 from megatrain.embed.groups import DeferredUpdates, OffloadedGroup, Settings, StateGroup
 from megatrain.embed.partition import OffloadError, Part, UnitPart, parts_around, parts_of
 from megatrain.embed.room import UPDATE_BYTES, Homes, WeightLease, WholeBlocks
-from megatrain.embed.stores import compute_device, room_for_homes, shared_state
 from megatrain.embed.weights import WeightBlock, WeightInUseError
 from megatrain.engine.unit.weight_gradients import GradientAccumulator
 from megatrain.optim.base import Segment, StateKind

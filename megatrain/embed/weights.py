@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from megatrain.base.layout import views
 from megatrain.embed.absent_parameters import attach, holder_of, make_absent
+from megatrain.embed.block_homes import compute_device, shared_state
 from megatrain.embed.gradient_block import BlockUpdater, GradientBlock
 from megatrain.embed.held_weights import HeldWeights
 from megatrain.embed.partition import Part
 from megatrain.embed.patches.modes import past_modes
 from megatrain.embed.room import Homes, WeightLease, WholeBlocks
-from megatrain.embed.stores import compute_device, shared_state
 from tiered import Mode
 
 
@@ -98,15 +98,15 @@ class WeightBlock:
 
         Parameters on the meta device have no values, so they stay missing until the block is filled.
         """
+        for name in self.missing:
+            attach(self.parameters[name], self, self._device)
         if len(self.missing) == len(self.parameters):
-            for name in self.parameters:
-                self._detach(name)
             return
         with self.filling() as flat:
             for name, place in views(flat, self.layout).items():
                 if name not in self.missing:
                     place.copy_(self.parameters[name])
-                self._detach(name)
+                    attach(self.parameters[name], self, self._device)
         _trim_heap()
         self._evict()
 
@@ -122,9 +122,6 @@ class WeightBlock:
     def _evict(self) -> None:
         if self.home != "ram":
             self.store.evict(self.key, "ram")
-
-    def _detach(self, name: str) -> None:
-        attach(self.parameters[name], self, self._device)
 
     @past_modes
     def hold(self, mode: Literal["r", "rw"] = "r", *, is_watched: bool = False) -> None:

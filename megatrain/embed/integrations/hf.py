@@ -17,11 +17,11 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from megatrain.embed.block_homes import shared_state
 from megatrain.embed.integrations.vllm import follow
 from megatrain.embed.offloaded_module import offloaded_module
 from megatrain.embed.optimizer import TieredOptimizer
 from megatrain.embed.partition import OffloadError
-from megatrain.embed.stores import shared_state
 from megatrain.embed.update_rules import TieredAdafactor, TieredAdamW, TieredLion, TieredSGD
 from megatrain.models.internals import check_internals
 from tiered import TieredStore

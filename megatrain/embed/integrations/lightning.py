@@ -27,11 +27,12 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
+from megatrain.embed.block_homes import compute_device, shared_state
 from megatrain.embed.integrations.lightning_files import KeptGenerations, MappedCheckpointIO, file_exists, local_path
 from megatrain.embed.offload import offload
 from megatrain.embed.optimizer import TieredOptimizer
 from megatrain.embed.partition import OffloadError
-from megatrain.embed.stores import compute_device, open_store, shared_state
+from megatrain.embed.stores import open_store
 from megatrain.embed.weights import block_of
 from tiered import TieredStore
 

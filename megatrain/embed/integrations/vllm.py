@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatrain.embed.block_homes import compute_tier
 from megatrain.embed.named import named_shapes, named_tensors
 from megatrain.embed.partition import OffloadError
-from megatrain.embed.stores import compute_tier, release
+from megatrain.embed.stores import release
 from tiered import TieredStore
 
 

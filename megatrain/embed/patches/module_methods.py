@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.embed.absent_parameters import AbsentWeightError
+from megatrain.embed.block_homes import compute_device, mapped_copy
 from megatrain.embed.offloaded_module import OffloadedModule
 from megatrain.embed.partition import OffloadError
-from megatrain.embed.stores import compute_device, mapped_copy
 from megatrain.embed.weights import WeightBlock, block_of, release_all
 from tiered.units import round_up
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import megatrain
+from megatrain.embed.block_homes import home_order, shared_state
 from megatrain.embed.partition import OffloadError
-from megatrain.embed.stores import home_order, shared_state
 from megatrain.machine.cgroups import total_ram_bytes
 from tiered import CapacityError, LockedError, MiB, format_size
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import megatrain
-from megatrain.embed.stores import shared_state
+from megatrain.embed.block_homes import shared_state
 from oracles.embedded import assert_same_weights, pair_of, run_backward, small_store
 from processes import warm
 from tiered import GenerationError, TieredStore

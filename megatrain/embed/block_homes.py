@@ -1,0 +1,214 @@
+"""Home tiers of blocks, and other state that the offloaded modules, optimizers and activations of a store share.
+
+The engine knows its program, so its placement minimizes traffic (``megatrain.plan.placement``). Other trainers add
+modules and optimizers one at a time, and their program is unknown, so each block goes to the first tier with space.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+from torch import Tensor
+
+from tiered import TieredStore
+from tiered.errors import CapacityError
+from tiered.units import format_size
+
+
+def compute_tier(store: TieredStore) -> str:
+    """Return the tier in which modules compute, which is the fastest tier."""
+    return next(iter(store.stats().tiers))
+
+
+def compute_device(store: TieredStore) -> torch.device:
+    """Return the device of the tier in which modules compute."""
+    device = store.tier(compute_tier(store)).device
+    assert device is not None, "the fastest tier of a store is addressable"
+    return device
+
+
+def mapped_copy(tensor: Tensor, store: TieredStore) -> Tensor:
+    """Return a CPU copy of a tensor in an unlinked memory-mapped file. The file is freed with the copy.
+
+    The file is created in the store's folder if it has one, else in the temporary folder.
+
+    Raises:
+        OSError: The drive has no space.
+    """
+    if not tensor.numel():
+        return tensor.cpu().clone()
+    folder = store.path if store.path is not None and os.path.isdir(store.path) else None
+    descriptor, path = tempfile.mkstemp(prefix=".state-", dir=folder)
+    try:
+        os.posix_fallocate(descriptor, 0, tensor.numel() * tensor.element_size())  # a full drive would be a bus error
+        copy = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+    finally:
+        os.close(descriptor)
+        os.unlink(path)
+    return copy.copy_(tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class HomeRequest:
+    """A block that needs a home. ``homes`` lists the allowed tiers, preferred first."""
+
+    key: str
+    nbytes: int
+    homes: tuple[str, ...]
+    durable: bool
+
+
+class SharedState:
+    """State shared by the offloaded modules, optimizers and activations of one store.
+
+    Attributes:
+        working_bytes: RAM in bytes that is reserved for fetching blocks from other tiers. It contains no homes.
+        num_changes: Number of updates and other writes of weights and state so far.
+        committed: (num_changes, generation) of the last commit or load.
+        mark: Random text that distinguishes the committed generation from other generations with the same number.
+    """
+
+    def __init__(self, store: TieredStore) -> None:
+        self._of = ref(store)  # weak, because this object is a value in a dictionary whose weak keys are stores
+        self._last_tier = tuple(store.stats().tiers)[-1]
+        self._undo: list[str] | None = None
+        self.working_bytes = 0
+        self.num_changes = 0
+        self.committed: tuple[int, int | None] = (0, None)
+        self.mark = ""
+        self.optimizers: WeakSet[Any] = WeakSet()
+        self.modules: WeakSet[Any] = WeakSet()
+
+    @property
+    def _store(self) -> TieredStore:
+        store = self._of()
+        assert store is not None
+        return store
+
+    def finish_updates(self) -> None:
+        """Apply the deferred updates of all optimizers that use this store."""
+        for optimizer in list(self.optimizers):
+            optimizer.finish_updates()
+
+    def register(self, key: str, num_elements: int, dtype: torch.dtype, homes: Sequence[str], *, durable: bool) -> str:
+        """Register a block in the first tier of ``homes`` with enough space, and return this tier.
+
+        If a durable block gets a home on a drive, space for its copies in generations is also reserved.
+
+        Raises:
+            CapacityError: No tier has enough space.
+            ValueError: A block with this key exists.
+        """
+        store = self._store
+        wanted = HomeRequest(key, num_elements * dtype.itemsize, tuple(homes), durable)
+        (name,) = self.placed([wanted])
+        store.register(key, (num_elements,), dtype, home=name, durable=durable)
+        kept = _kept_bytes(store, name, wanted)
+        if kept:
+            store.reserve(name, kept)
+        if self._undo is not None:
+            self._undo.append(key)
+        return name
+
+    def placed(self, blocks: Sequence[HomeRequest]) -> list[str]:
+        """Return the homes of blocks, in order of registration. Raise ``CapacityError`` if one fits in no tier."""
+        store = self._store
+        taken: dict[str, int] = {}
+        names = []
+        for block in blocks:
+            tried = []
+            for name in block.homes:
+                tier = store.tier(name)
+                is_last = name == self._last_tier
+                open_bytes = 0 if is_last or tier.device is None else self.working_bytes
+                need = tier.slot_bytes(block.nbytes) + _kept_bytes(store, name, block)
+                other_bytes = open_bytes + taken.get(name, 0)
+                free = tier.usage().free_bytes
+                if need + other_bytes > free:  # count copies as free space, because they can be evicted
+                    free = room_for_homes(store, name)
+                if need + other_bytes <= free:
+                    taken[name] = taken.get(name, 0) + need
+                    names.append(name)
+                    break
+                tried.append(f"{name} has {format_size(max(0, free - other_bytes))} left")
+            else:
+                hint = "Increase the size of a tier, or open the store with nvme=[...]"
+                raise CapacityError(
+                    block.homes[-1],
+                    block.nbytes,
+                    max(0, free - other_bytes),
+                    detail=f"for '{block.key}': {'; '.join(tried)}. {hint}",
+                )
+        return names
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """If the context ends with an error, unregister all blocks that were registered inside it."""
+        assert self._undo is None, self._undo
+        registered: list[str] = []
+        self._undo = registered
+        try:
+            yield
+        except BaseException:
+            self.unregister(*registered)
+            raise
+        finally:
+            self._undo = None
+
+    def unregister(self, *keys: str) -> None:
+        """Unregister blocks and release the space that was reserved for their generations."""
+        store = self._store
+        specs = {spec.key: spec for spec in store.blocks()}
+        for key in keys:
+            spec = specs[key]
+            tier = store.tier(spec.home)
+            store.unregister(key)
+            if spec.durable and tier.durable:
+                store.reserve(spec.home, -tier.slot_bytes(spec.nbytes) * store.keep_generations)
+
+
+_SHARED: WeakKeyDictionary[TieredStore, SharedState] = WeakKeyDictionary()
+
+
+def shared_state(store: TieredStore) -> SharedState:
+    """Return the shared state of a store. The first call creates it."""
+    if store not in _SHARED:
+        _SHARED[store] = SharedState(store)
+    return _SHARED[store]
+
+
+def room_for_homes(store: TieredStore, name: str) -> int:
+    """Return a tier's free space for homes, in bytes. Space of copies counts as free, because copies can be evicted."""
+    tier = store.tier(name)
+    if tier.device is None:
+        return tier.usage().free_bytes  # a drive has no copies, and its generations also use space
+    return tier.capacity_bytes - store.stats().tiers[name].home_bytes
+
+
+def _kept_bytes(store: TieredStore, name: str, block: HomeRequest) -> int:
+    """Return the bytes that generations of a block use on a drive in addition to its home."""
+    tier = store.tier(name)
+    return tier.slot_bytes(block.nbytes) * store.keep_generations if block.durable and tier.durable else 0
+
+
+def home_order(store: TieredStore, homes: Sequence[str] | str) -> tuple[str, ...]:
+    """Return the names of the allowed home tiers, preferred first. "auto" means RAM, then drives.
+
+    Raises:
+        ValueError: The store does not have one of these tiers.
+    """
+    names = tuple(store.stats().tiers)
+    if homes == "auto":
+        return tuple(name for name in names if name != "gpu") or names
+    wanted = (homes,) if isinstance(homes, str) else tuple(homes)
+    for name in wanted:
+        if name not in names:
+            raise ValueError(f'this store has no tier "{name}", only {", ".join(names)}. Pass "auto" or one of these')
+    return wanted
