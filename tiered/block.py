@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tiered.errors import shortened
+from tiered.errors import shorten_key
 
 _MAX_KEY, _MAX_SEGMENT = 2000, 255
 _SEGMENT = r"(?!\.\.?(?:/|\Z))[A-Za-z0-9_.\-]+"  # The lookahead rejects '.' and '..'.
@@ -38,11 +38,11 @@ class BlockSpec:
         is_long = len(self.key) > _MAX_SEGMENT and any(len(part) > _MAX_SEGMENT for part in self.key.split("/"))
         if is_long or len(self.key) > _MAX_KEY:
             raise ValueError(
-                f"block key '{shortened(self.key)}' has {len(self.key)} characters: use at most {_MAX_KEY}, and "
+                f"block key '{shorten_key(self.key)}' has {len(self.key)} characters: use at most {_MAX_KEY}, and "
                 f"at most {_MAX_SEGMENT} between two '/' (the limit of file names)"
             )
         if not _KEY.fullmatch(self.key):
-            raise ValueError(f"block key '{shortened(self.key)}': use letters, digits, '_', '.', '-', joined by '/'")
+            raise ValueError(f"block key '{shorten_key(self.key)}': use letters, digits, '_', '.', '-', joined by '/'")
         if self.shape and min(self.shape) < 0:
             raise ValueError(f"block '{self.key}': negative size in shape {self.shape}")
 

@@ -21,8 +21,8 @@ from tiered.tiers.nvme import NvmeTier
 from tiered.units import PAGE_BYTES, round_up
 
 
-class ByName:
-    """Reads and writes copies of blocks and rows. Uses leases, or reads files directly."""
+class NamedAccess:
+    """Reader and writer of blocks and rows by name, through leases or directly from files."""
 
     def __init__(self, movement: Movement, leasing: Leasing) -> None:
         self._movement, self._leasing = movement, leasing
@@ -33,7 +33,7 @@ class ByName:
 
     def write(self, spec: BlockSpec, tensor: torch.Tensor, start: int | None) -> None:
         """Write a whole block, or rows from ``start`` on, in the nearest addressable tier."""
-        where = self._place(spec.key) or self._movement.nearest_addressable(spec.home)
+        where = self._slowest_valid_tier(spec.key) or self._movement.nearest_addressable(spec.home)
         if start is None:
             with self._leasing.acquire(spec.key, where, "w") as lease:
                 lease.tensor.copy_(tensor)
@@ -49,12 +49,12 @@ class ByName:
 
     def read(self, spec: BlockSpec) -> torch.Tensor:
         """Return a copy of a whole block. If the block fits in the nearest tier, the store also keeps a copy there."""
-        where = self._place(spec.key) or self._movement.nearest_addressable(spec.home)
+        where = self._slowest_valid_tier(spec.key) or self._movement.nearest_addressable(spec.home)
         try:
             with self._leasing.acquire(spec.key, where, "r") as lease:
                 return lease.tensor.to("cpu", copy=True)
         except CapacityError:
-            found = self._from_files(spec, 0, spec.nbytes)
+            found = self._read_files(spec, 0, spec.nbytes)
             if found is None:
                 raise
             return found.view(spec.dtype).view(spec.shape)
@@ -63,10 +63,10 @@ class ByName:
         """Return a copy of rows ``start`` to ``stop`` of a block."""
         if not spec.shape or not 0 <= start <= stop <= spec.shape[0]:
             raise ValueError(_no_rows_text(spec, start, stop))
-        where = self._place(spec.key)
+        where = self._slowest_valid_tier(spec.key)
         if where is None:
             row_bytes = spec.nbytes // max(1, spec.shape[0])
-            found = self._from_files(spec, start * row_bytes, stop * row_bytes)
+            found = self._read_files(spec, start * row_bytes, stop * row_bytes)
             if found is not None:
                 return found.view(spec.dtype).view(stop - start, *spec.shape[1:])
         with self._leasing.acquire(spec.key, where or self._movement.nearest_addressable(spec.home), "r") as lease:
@@ -85,7 +85,7 @@ class ByName:
             self._leasing.tier(tier)
             first = movement.prefetcher.now + 1
             schedule = Schedule(Access(first + at, key, tier, mode) for at, key in enumerate(keys))
-            movement.prefetcher.follow(schedule, None)
+            movement.prefetcher.set_schedule(schedule, None)
             movement.prefetcher.pump()
         try:
             for at, key in enumerate(keys):
@@ -97,9 +97,9 @@ class ByName:
         finally:
             with movement.changed:
                 if movement.prefetcher.schedule is schedule:
-                    movement.prefetcher.follow(None, 0)
+                    movement.prefetcher.set_schedule(None, 0)
 
-    def _place(self, key: str) -> str | None:
+    def _slowest_valid_tier(self, key: str) -> str | None:
         """Return the slowest addressable tier with the newest bytes of a block, or None if only files have them."""
         movement = self._movement
         with movement.changed:
@@ -110,7 +110,7 @@ class ByName:
                     return name
         return None
 
-    def _from_files(self, spec: BlockSpec, start: int, stop: int) -> torch.Tensor | None:
+    def _read_files(self, spec: BlockSpec, start: int, stop: int) -> torch.Tensor | None:
         """Read bytes of a block from its files as 1-D uint8. Return None if the files do not have the newest bytes."""
         movement = self._movement
         with movement.changed:
@@ -125,15 +125,15 @@ class ByName:
             block.home.readers += 1  # A reader keeps other callers from changing or freeing the files.
         try:
             is_checked = isinstance(tier, NvmeTier) and tier.verify == "always" and home.checksums is not None
-            return _checked(home, spec, start, stop) if is_checked else _unchecked(home, spec, start, stop)
+            return _read_checked(home, spec, start, stop) if is_checked else _read_unchecked(home, spec, start, stop)
         finally:
             with movement.changed:
                 block.home.readers -= 1
                 movement.changed.notify_all()
 
 
-def _unchecked(home: HomeFiles, spec: BlockSpec, start: int, stop: int) -> torch.Tensor:
-    """Read the pages that hold bytes ``start`` to ``stop``."""
+def _read_unchecked(home: HomeFiles, spec: BlockSpec, start: int, stop: int) -> torch.Tensor:
+    """Return bytes ``start`` to ``stop`` of a block. Reads whole pages and compares no checksums."""
     first, last = start // PAGE_BYTES * PAGE_BYTES, round_up(stop, PAGE_BYTES)
     pages = page_aligned(last - first)
     for path, begin, end, at in parts_of(home.files, first, last):
@@ -149,8 +149,8 @@ def _unchecked(home: HomeFiles, spec: BlockSpec, start: int, stop: int) -> torch
     return pages[start - first : stop - first]
 
 
-def _checked(home: HomeFiles, spec: BlockSpec, start: int, stop: int) -> torch.Tensor:
-    """Read the 16 MiB pieces that hold bytes ``start`` to ``stop`` completely, and compare their checksums."""
+def _read_checked(home: HomeFiles, spec: BlockSpec, start: int, stop: int) -> torch.Tensor:
+    """Return bytes ``start`` to ``stop`` of a block. Reads whole 16 MiB pieces and compares their checksums."""
     assert home.checksums is not None, home.key
     first, last = start // PIECE_BYTES * PIECE_BYTES, min(round_up(stop, PIECE_BYTES), spec.nbytes)
     found = page_aligned(last - first)

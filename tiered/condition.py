@@ -23,15 +23,15 @@ class StoreCondition(threading.Condition):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made_after, self._pid = _num_forks, os.getpid()
+        self._num_forks_at_creation, self._pid = _num_forks, os.getpid()
 
     @property
-    def is_of_parent(self) -> bool:
+    def is_in_forked_child(self) -> bool:
         """Whether this process is a forked child of the process that created the store."""
-        return self._made_after != _num_forks
+        return self._num_forks_at_creation != _num_forks
 
     def __enter__(self) -> bool:
-        if self._made_after != _num_forks:
+        if self._num_forks_at_creation != _num_forks:
             raise TieredError(
                 f"process {os.getpid()} was forked from process {self._pid}, which made this store: the child has"
                 " neither the store's memory nor its threads. Use the store only in the process that made it, or start"

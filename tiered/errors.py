@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from tiered.units import format_size
 
 
-def shortened(text: object) -> str:
-    """Return a key for use in a message. Long keys are shortened in the middle."""
+def shorten_key(text: object) -> str:
+    """Return a key for use in a message, with the middle of a long key omitted."""
     whole = str(text)
     return whole if len(whole) <= 200 else f"{whole[:100]}...{whole[-60:]}"
 
@@ -58,7 +58,7 @@ class BlockNotFoundError(TieredError, KeyError):
 
     def __init__(self, key: str, hint: str = "") -> None:
         self.key = key
-        super().__init__(f"no block named '{shortened(key)}' is registered" + (f" ({hint})" if hint else ""))
+        super().__init__(f"no block named '{shorten_key(key)}' is registered" + (f" ({hint})" if hint else ""))
 
     # ``KeyError.__str__`` returns the repr of the argument.
     def __str__(self) -> str:

@@ -131,20 +131,20 @@ class DueBytes:
     """Counts the bytes that links move, by the tick that needs the bytes. Guarded by the store's lock."""
 
     def __init__(self) -> None:
-        self._asked = Counter[tuple[str, str]]()
-        self._ahead: list[tuple[int, tuple[str, str], int]] = []  # (tick, link, bytes) of uses at later ticks
+        self._total = Counter[tuple[str, str]]()
+        self._future: list[tuple[int, tuple[str, str], int]] = []  # (tick, link, bytes) of uses at later ticks
 
-    def ask(self, link: tuple[str, str], nbytes: int, *, for_use: int, now: int) -> None:
-        """Count bytes that a link moves for tick ``for_use``. A negative number cancels a failed transfer's count."""
-        self._asked[link] += nbytes
-        self._ahead = [each for each in self._ahead if each[0] > now]
-        if for_use > now:
-            self._ahead.append((for_use, link, nbytes))
+    def add(self, link: tuple[str, str], nbytes: int, *, tick: int, now: int) -> None:
+        """Count bytes that a link moves for tick ``tick``. A negative number cancels a failed transfer's count."""
+        self._total[link] += nbytes
+        self._future = [each for each in self._future if each[0] > now]
+        if tick > now:
+            self._future.append((tick, link, nbytes))
 
-    def up_to(self, now: int) -> Mapping[tuple[str, str], int]:
+    def until(self, now: int) -> Mapping[tuple[str, str], int]:
         """Return the bytes that were needed up to tick ``now``, by link."""
-        found = Counter(self._asked)
-        for tick, link, nbytes in self._ahead:
+        found = Counter(self._total)
+        for tick, link, nbytes in self._future:
             if tick > now:
                 found[link] -= nbytes
         return found

@@ -60,8 +60,8 @@ class Routes:
         return paths[dst]
 
 
-def stops(routes: Routes, block: Block, access: Access) -> Sequence[str]:
-    """Return the tiers between a block's home and an access in which the block has or will have a copy."""
+def intermediate_tiers(routes: Routes, block: Block, access: Access) -> Sequence[str]:
+    """Return the tiers, between a block's home and an access's tier, that have or will get a copy of the block."""
     between = routes.tiers_between(block.spec.home, access.tier)
     target = block.copies.get(access.tier)
     # A valid copy that is only read does not move again, so only the existing copies count.

@@ -37,7 +37,7 @@ def lazy_names(
 
     def __getattr__(name: str) -> Any:
         if name == "__version__" and distribution is not None:
-            from importlib.metadata import version  # takes half of the import of a package that needs no version
+            from importlib.metadata import version  # imported late, because it takes half of the import time
 
             return version(distribution)
         if name not in homes:

@@ -44,7 +44,7 @@ class Leasing:
         self.leases: set[Lease] = set()
         self.trace: Trace | None = None
         self.closed = False
-        self._gathering = StoreCondition()
+        self._acquire_many_lock = StoreCondition()
 
     # -- lookup ------------------------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ class Leasing:
             raise ValueError(f"acquire_many got the same block twice: {[key for key, _, _ in requests]}")
         # Only one caller collects copies at a time. Otherwise, two callers that each hold part of the space could
         # deadlock.
-        with self._gathering:
+        with self._acquire_many_lock:
             return LeaseGroup(self._acquire(requests, stream, timeout_s))
 
     def _acquire(self, requests: Sequence[Request], stream: Any, timeout_s: float | None) -> list[Lease]:
@@ -104,12 +104,12 @@ class Leasing:
             for _, copy, _ in targets:
                 copy.wanted += 1
             try:
-                has_waited = asks_again = False
+                has_waited = is_retry = False
                 while (waiting := self._first_obstacle(targets)) is not None:
                     if self._cancel_evictions(targets, waiting):
                         continue
                     self._check_can_succeed(targets, waiting)
-                    asks_again = not self._wait(waiting, targets[0][0], deadline, asks_again=asks_again)
+                    is_retry = not self._wait(waiting, targets[0][0], deadline, is_retry=is_retry)
                     has_waited = True
                 streams = _streams_of(self.movement.stream_tiers, {copy.tier for _, copy, _ in targets}, stream)
                 return [self._grant(block, copy, mode, streams, late=has_waited) for block, copy, mode in targets]
@@ -135,7 +135,7 @@ class Leasing:
         # If the home copy is CLEAN, no copy is newer, so no fetch is needed. Most blocks of a step are in this state.
         is_at_home = copy.is_home and copy.state is CopyState.CLEAN
         if mode != "w" and not is_at_home:
-            waiting = self.movement.bring(block, copy.tier, for_use=self.movement.prefetcher.now, demand=True)
+            waiting = self.movement.advance_fetch(block, copy.tier, tick=self.movement.prefetcher.now, on_demand=True)
             if waiting is not None:
                 return waiting
         if mode == "r":
@@ -145,14 +145,14 @@ class Leasing:
         if block.num_readers:
             return WaitReason("lease")
         if copy.slot is None:
-            slot = self.movement.make_room(block, copy.tier, for_use=self.movement.prefetcher.now, demand=True)
+            slot = self.movement.make_space(block, copy.tier, tick=self.movement.prefetcher.now, on_demand=True)
             if slot is None:
-                return self.movement.no_room(block, copy.tier)
+                return self.movement.space_wait_reason(block, copy.tier)
             self.movement.occupancy.take_slot(copy, slot)
             copy.move(CopyState.FILLING)
         return None
 
-    def _wait(self, waiting: WaitReason, block: Block, deadline: float | None, *, asks_again: bool) -> bool:
+    def _wait(self, waiting: WaitReason, block: Block, deadline: float | None, *, is_retry: bool) -> bool:
         """Wait once. If the space has become free, return False at once, because no notification would come.
 
         Raises:
@@ -161,7 +161,7 @@ class Leasing:
         """
         if waiting.cause == "space":
             free_bytes = self.movement.tiers[waiting.tier].usage().free_bytes
-            if free_bytes >= waiting.need_bytes and asks_again:
+            if free_bytes >= waiting.need_bytes and is_retry:
                 raise TieredError(
                     f"tier '{waiting.tier}' reports {free_bytes} free bytes but allocates no slot of "
                     f"{waiting.need_bytes} bytes: its usage() and allocate() contradict each other. "
@@ -263,14 +263,14 @@ class Leasing:
                         if abandoned and lease.mode == "w":
                             self._invalidate(copy)
                         else:
-                            self._written(block, copy)
-                    movement.settle(block, copy)
+                            self._mark_newest(block, copy)
+                    movement.advance_eviction(block, copy)
             movement.changed.notify_all()
 
-    def _written(self, block: Block, copy: Copy) -> None:
+    def _mark_newest(self, block: Block, copy: Copy) -> None:
         """Make a copy the newest version of its block. Drop or invalidate all other copies."""
         block.version += 1
-        self.movement.occupancy.note_valid()
+        self.movement.occupancy.count_valid_copy()
         for other in block.copies.values():
             if other is copy:
                 continue
@@ -296,7 +296,7 @@ class Leasing:
     def _check_can_succeed(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: WaitReason) -> None:
         """Raise an error if waiting cannot help, because the tier is too small or the caller's own lease blocks it."""
         if waiting.cause == "lease":
-            own_threads = threads_of_caller()
+            own_threads = caller_thread_ids()
             for block, _, mode in targets:
                 for lease in self.leases:
                     if lease._block is block and lease.thread_id in own_threads and (mode != "r" or lease.mode != "r"):
@@ -306,7 +306,7 @@ class Leasing:
         if waiting.cause == "space":
             requested = [(b, c) for b, c, _ in targets if c.tier == waiting.tier and not c.is_home]
             need = sum(self.tier(waiting.tier).slot_bytes(b.spec.nbytes) for b, _ in requested) or waiting.need_bytes
-            if need > self._max_free_bytes(waiting.tier, also_freeable=[c for _, c in requested]):
+            if need > self._max_free_bytes(waiting.tier, freeable_copies=[c for _, c in requested]):
                 keys = ", ".join(b.spec.key for b, _, _ in targets)
                 raise self._capacity_error(waiting.tier, need, f"to acquire {keys}")
 
@@ -320,17 +320,17 @@ class Leasing:
             copy.drop_when_clean = False
         return bool(leaving)
 
-    def _max_free_bytes(self, tier: str, also_freeable: Sequence[Copy] = ()) -> int:
+    def _max_free_bytes(self, tier: str, freeable_copies: Sequence[Copy] = ()) -> int:
         """Return the bytes of ``tier`` that could become free if all other callers released their leases."""
         usage = self.movement.tiers[tier].usage()
-        threads = threads_of_caller()
+        threads = caller_thread_ids()
         own_copies = {lease._copy for lease in self.leases if lease.thread_id in threads}
         freeable = 0
         for block in self.movement.blocks.values():
             copy = block.copies.get(tier)
             if copy is None or copy.is_home or copy.slot is None:
                 continue
-            if copy in also_freeable or not (copy.pins or copy in own_copies):
+            if copy in freeable_copies or not (copy.pins or copy in own_copies):
                 freeable += copy.slot_bytes
         return usage.free_bytes + freeable
 
@@ -356,17 +356,17 @@ class Leasing:
     def home_slot_locked(self, block: Block, tier: Tier) -> Slot:
         """Allocate the home slot of a new block. Evicts copies if needed."""
         nbytes, need = block.spec.nbytes, tier.slot_bytes(block.spec.nbytes)
-        asks_again = False
+        is_retry = False
         # Skip the scan of all blocks (up to 100,000) if enough bytes are free.
         while need <= tier.usage().free_bytes or need <= self._max_free_bytes(tier.name):
-            slot = self.movement.make_room(block, tier.name, for_use=-1, demand=True, home=True)
+            slot = self.movement.make_space(block, tier.name, tick=-1, on_demand=True, home=True)
             if slot is not None:
                 return slot
             # Wait for evictions in progress. If a write-back fails, this raises TransferError.
-            asks_again = not self._wait(self.movement.no_room(block, tier.name), block, None, asks_again=asks_again)
+            is_retry = not self._wait(self.movement.space_wait_reason(block, tier.name), block, None, is_retry=is_retry)
         raise self._capacity_error(tier.name, need, f"to register '{block.spec.key}' ({nbytes} bytes)")
 
-    def wait_quiet_locked(self, block: Block) -> None:
+    def wait_until_idle_locked(self, block: Block) -> None:
         """Wait until all transfers of the block have ended and no commit holds the block.
 
         Raises:
@@ -385,7 +385,7 @@ class Leasing:
             TransferError: a write-back failed.
         """
         self._check_can_succeed([(block, block.home, "r")], waiting)
-        self._wait(waiting, block, None, asks_again=True)
+        self._wait(waiting, block, None, is_retry=True)
 
     # -- placement ---------------------------------------------------------------------------------------------
 
@@ -394,13 +394,13 @@ class Leasing:
         with self.movement.changed:
             for key in keys:
                 block = self.block(key)
-                self.wait_quiet_locked(block)
+                self.wait_until_idle_locked(block)
                 for copy in block.copies.values():
                     if not copy.is_home and copy.slot is not None:
                         self.movement.drop(copy)
                 if block.home.state is CopyState.CLEAN and block.spec.home not in self.movement.read_only_tiers:
                     block.home.move(CopyState.STALE)
-                self.movement.unsaved.pop(block, None)
+                self.movement.write_back_errors.pop(block, None)
             self.movement.prefetcher.pump()
             self.movement.changed.notify_all()
 
@@ -444,7 +444,7 @@ class Leasing:
             copy = block.copy_in(tier)
             if copy.state.is_valid:
                 return skipped
-            self.movement.bring(block, tier, for_use=self.movement.prefetcher.now, demand=True)
+            self.movement.advance_fetch(block, tier, tick=self.movement.prefetcher.now, on_demand=True)
             if copy.state is not CopyState.FILLING or copy.transfer is None:
                 return skipped
             copy.prefetched = True
@@ -463,7 +463,7 @@ class Leasing:
                 copy.drop_when_clean = True
             elif copy.state is not CopyState.FILLING:
                 self.movement.evict(block, copy)
-            self.movement.send_held_up()
+            self.movement.start_blocked()
             self.movement.changed.notify_all()
             draining = copy.transfer if copy.state is CopyState.DRAINING else None
             return draining or Transfer(tier, block.spec.home, 0, skipped=True)
@@ -475,7 +475,7 @@ class Leasing:
             while nbytes > owner.usage().free_bytes and any(block.num_transfers for block in movement.blocks.values()):
                 movement.changed.wait()
             if nbytes > owner.usage().free_bytes:
-                movement.raise_unsaved()  # A failed write-back is the most likely reason why space is lacking.
+                movement.raise_write_back_error()  # A failed write-back is the most likely reason why space is lacking.
             owner.reserve(nbytes)
             movement.occupancy.reserved_bytes[tier] += nbytes
             movement.changed.notify_all()
@@ -485,7 +485,7 @@ class Leasing:
 _CAN_SEE_FRAMES = sys.version_info >= (3, 12)
 
 
-def threads_of_caller() -> Sequence[int]:
+def caller_thread_ids() -> Sequence[int]:
     """Return the threads whose leases the caller must not wait for: itself, then threads that wait for its backward.
 
     On a CPU, a backward runs in the calling thread. On a device, it runs in a thread of autograd. This thread must not

@@ -98,7 +98,7 @@ class DirectoryLock:
 
     def check(self) -> None:
         """Raise ``LockedError`` if the LOCK file was deleted or replaced, so that others can lock the directory."""
-        if not _is_named(self._fd, self.path / LOCK_NAME):
+        if not _is_file_at(self._fd, self.path / LOCK_NAME):
             text = f"an unknown process: the file '{self.path / LOCK_NAME}' was deleted or replaced while in use"
             raise LockedError(str(self.path), text)
 
@@ -126,9 +126,9 @@ def lock_directory(path: Path) -> DirectoryLock:
         try:
             try:
                 lock(fd, path / LOCK_NAME)
-                directory_fd = _lock_folder_itself(path)
+                directory_fd = _lock_folder(path)
             except BlockingIOError:
-                holder = _text(fd)
+                holder = _read_text(fd)
                 if collected or not holder.startswith(_own_name()):
                     raise LockedError(str(path), holder or "another process") from None
                 # A tier of this process holds the lock. If the tier is garbage (for example because a store refused
@@ -137,12 +137,12 @@ def lock_directory(path: Path) -> DirectoryLock:
                 gc.collect()
                 os.close(fd)
                 continue
-            if not _is_named(fd, path / LOCK_NAME):
+            if not _is_file_at(fd, path / LOCK_NAME):
                 os.close(fd)  # The file was deleted between the two calls, so lock the file that has the name now.
                 if directory_fd >= 0:
                     os.close(directory_fd)
                 continue
-            dead_owner = _text(fd) or None
+            dead_owner = _read_text(fd) or None
             _write_owner(fd)
             return DirectoryLock(path, dead_owner, fd, directory_fd)
         except BaseException:
@@ -167,7 +167,7 @@ def holder_text(path: Path | str) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        text = _text(fd)
+        text = _read_text(fd)
         try:
             lock(fd, file, shared=True)
         except BlockingIOError:
@@ -178,7 +178,7 @@ def holder_text(path: Path | str) -> str | None:
             return None
     finally:
         os.close(fd)  # Close it first, because the search below may cover this process's own open files.
-    return text if text and _may_live(text, file) else None
+    return text if text and _may_be_running(text, file) else None
 
 
 def owner_in(text: str) -> tuple[int | None, str | None]:
@@ -199,7 +199,7 @@ def has_open(pid: int, file: Path) -> bool:
     return any(os.path.samestat(os.stat(entry), status) for entry in entries if entry.exists())
 
 
-def _may_live(text: str, file: Path) -> bool:
+def _may_be_running(text: str, file: Path) -> bool:
     pid, host = owner_in(text)
     if pid is None or host != socket.gethostname():
         return True
@@ -211,7 +211,7 @@ def _may_live(text: str, file: Path) -> bool:
         return False
 
 
-def _lock_folder_itself(path: Path) -> int:
+def _lock_folder(path: Path) -> int:
     """Also lock the folder; return -1 if its file system cannot. Raises ``BlockingIOError`` if it is locked."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -228,7 +228,7 @@ def _lock_folder_itself(path: Path) -> int:
     return fd
 
 
-def _is_named(fd: int, path: Path) -> bool:
+def _is_file_at(fd: int, path: Path) -> bool:
     """Return whether a path leads to the file of an open descriptor."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
@@ -236,7 +236,7 @@ def _is_named(fd: int, path: Path) -> bool:
         return False
 
 
-def _text(fd: int) -> str:
+def _read_text(fd: int) -> str:
     return os.pread(fd, 4096, 0).decode(errors="replace").strip()
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from tiered.block import BlockSpec
-from tiered.by_name import ByName
+from tiered.by_name import NamedAccess
 from tiered.errors import BlockNotFoundError
 from tiered.events import StoreStats
 from tiered.units import format_size
@@ -33,7 +33,7 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
     * A store equals only itself, and is truthy even if it is empty.
     """
 
-    _by_name: ByName
+    _named_access: NamedAccess
 
     @abstractmethod
     def register(
@@ -79,7 +79,7 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
         is_new = key not in self
         if is_new:
             spec = self.register(
-                key, tensor.shape, tensor.dtype, home=home or self._by_name.default_home(), durable=durable
+                key, tensor.shape, tensor.dtype, home=home or self._named_access.default_home(), durable=durable
             )
         else:
             spec = self.spec(key)
@@ -90,7 +90,7 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
                     f"{given[1]} and '{given[2]}': convert it, or unregister the block first (del store['{key}'])"
                 )
         try:
-            self._by_name.write(spec, tensor, None)
+            self._named_access.write(spec, tensor, None)
         except BaseException:
             if is_new:
                 self.unregister(key)
@@ -99,7 +99,7 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
 
     def __getitem__(self, key: str) -> torch.Tensor:
         """Return a copy of a block in host memory that no tier counts. Raises the errors of ``acquire``."""
-        return self._by_name.read(self.spec(key))
+        return self._named_access.read(self.spec(key))
 
     def __setitem__(self, key: str, tensor: Writable) -> None:
         """Write a block. A new block is durable, and its home is the slowest tier. Raises the errors of ``put``."""

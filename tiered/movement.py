@@ -1,8 +1,8 @@
 """Transfers of blocks between tiers: fetch, write back, evict. Everything here runs under the store's lock.
 
-The functions are level-triggered: ``bring`` takes the next possible step toward a valid copy in a tier and returns the
-reason to wait. After the wait, the caller or the prefetcher calls ``bring`` again. So there is no multi-step plan that
-other threads could invalidate by changing the state.
+The functions are level-triggered: ``advance_fetch`` takes the next possible step toward a valid copy in a tier and
+returns the reason to wait. After the wait, the caller or the prefetcher calls it again. So there is no multi-step plan
+that other threads could invalidate by changing the state.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Movement:
         inflight_bytes: bytes of all fetches in progress.
         failed_write_backs: errors of write-backs. If an error is added while a caller waits for space, the caller
             raises it.
-        unsaved: errors of failed write-backs, by block. The newest bytes of these blocks are not at home.
+        write_back_errors: errors of failed write-backs, by block. The newest bytes of these blocks are not at home.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Movement:
         self.pausing_tiers = [tier for tier in tiers if isinstance(tier, PausingTier)]
         self.durable_tiers = {tier.name: tier for tier in tiers if isinstance(tier, DurableTier)}
         self.read_only_tiers = {tier.name for tier in tiers if isinstance(tier, ReadOnlyTier) and tier.is_read_only}
-        self._place = {name: at for at, name in enumerate(self.order)}
+        self._index = {name: at for at, name in enumerate(self.order)}
         self.links = {(link.src, link.dst): link for link in links}
         self.routes = Routes(tuple(self.links))
         self.policy = policy
@@ -76,9 +76,9 @@ class Movement:
         self.on_event = on_event
         self.occupancy = Occupancy(tiers, self.blocks)
         self.prefetcher = Prefetcher(self, max_inflight_bytes)
-        self._held_up: dict[Copy, Block] = {}  # evicted copies that wait for space in an intermediate tier
+        self._blocked: dict[Copy, Block] = {}  # evicted copies that wait for space in an intermediate tier
         self.failed_write_backs: list[BaseException] = []
-        self.unsaved: dict[Block, BaseException] = {}
+        self.write_back_errors: dict[Block, BaseException] = {}
         self.inflight_bytes = 0
         self._num_uses = 0
 
@@ -100,11 +100,11 @@ class Movement:
 
     # -- fetching ----------------------------------------------------------------------------------------------
 
-    def bring(self, block: Block, tier: str, *, for_use: int, demand: bool) -> WaitReason | None:
+    def advance_fetch(self, block: Block, tier: str, *, tick: int, on_demand: bool) -> WaitReason | None:
         """Take the next step toward a valid copy of ``block`` in ``tier``. Return the reason to wait, or None if valid.
 
         Args:
-            for_use: tick that needs the copy. Unless ``demand`` is set, only copies that are needed later are evicted.
+            tick: tick that needs the copy. Without ``on_demand``, only copies that are needed later are evicted.
 
         Raises:
             UninitializedBlockError: the block has no contents.
@@ -132,13 +132,13 @@ class Movement:
             raise UninitializedBlockError(block.spec.key)
         hop = self.routes.between(source.tier, tier)[-1][0]
         if hop != source.tier:
-            waiting = self.bring(block, hop, for_use=for_use, demand=demand)
-            return waiting or self.bring(block, tier, for_use=for_use, demand=demand)
-        slot = self.make_room(block, tier, for_use=for_use, demand=demand)
+            waiting = self.advance_fetch(block, hop, tick=tick, on_demand=on_demand)
+            return waiting or self.advance_fetch(block, tier, tick=tick, on_demand=on_demand)
+        slot = self.make_space(block, tier, tick=tick, on_demand=on_demand)
         if slot is None:
-            return self.no_room(block, tier)
+            return self.space_wait_reason(block, tier)
         self.occupancy.take_slot(target, slot)
-        self._fill(block, source, target, for_use)
+        self._fill(block, source, target, tick)
         return self.waiting_for_transfer(target, "fill")
 
     @staticmethod
@@ -151,41 +151,41 @@ class Movement:
     def _nearest_source(self, block: Block, tier: str) -> Copy | None:
         def distance(copy: Copy) -> tuple[int, bool, int]:
             is_slow = copy.tier in self.read_only_tiers  # Prefer any other copy that is equally near.
-            return len(self.routes.between(copy.tier, tier)), is_slow, abs(self._place[copy.tier] - self._place[tier])
+            return len(self.routes.between(copy.tier, tier)), is_slow, abs(self._index[copy.tier] - self._index[tier])
 
         return min((copy for copy in block.copies.values() if copy.state.is_valid), key=distance, default=None)
 
-    def _fill(self, block: Block, source: Copy, target: Copy, for_use: int) -> None:
+    def _fill(self, block: Block, source: Copy, target: Copy, tick: int) -> None:
         assert source.slot is not None and target.slot is not None
         target.move(CopyState.FILLING)
         source.readers += 1
         block.num_transfers += 1
         nbytes = block.spec.nbytes
         self.inflight_bytes += nbytes
-        self.due.ask((source.tier, target.tier), nbytes, for_use=for_use, now=self.prefetcher.now)
+        self.due.add((source.tier, target.tier), nbytes, tick=tick, now=self.prefetcher.now)
         transfer = self.links[source.tier, target.tier].submit(source.slot, target.slot, nbytes)
         target.transfer = transfer
         self.mark_used(target)
         source.prefetched = False  # The source was prefetched for this fetch, so do not count it as wasted.
         # Add the callback last: if the transfer has ended, it runs at once and needs the state set above.
-        transfer.add_done_callback(lambda done: self._filled(block, source, target, for_use, done))
+        transfer.add_done_callback(lambda done: self._on_fetched(block, source, target, tick, done))
 
-    def _filled(self, block: Block, source: Copy, target: Copy, for_use: int, transfer: Transfer) -> None:
+    def _on_fetched(self, block: Block, source: Copy, target: Copy, tick: int, transfer: Transfer) -> None:
         with self.changed:
             source.readers -= 1
             block.num_transfers -= 1
             self.inflight_bytes -= block.spec.nbytes
-            self.occupancy.note_valid()
+            self.occupancy.count_valid_copy()
             if transfer.error is None:
                 target.move(CopyState.CLEAN)
             else:
                 hop, nbytes = (source.tier, target.tier), block.spec.nbytes
-                self.due.ask(hop, -nbytes, for_use=for_use, now=self.prefetcher.now)
+                self.due.add(hop, -nbytes, tick=tick, now=self.prefetcher.now)
                 self.occupancy.release_slot(target)
                 target.move(CopyState.ABSENT)
             self._emit("fetch", block, target.tier, transfer)
-            self.settle(block, source)
-            self.settle(block, target)
+            self.advance_eviction(block, source)
+            self.advance_eviction(block, target)
             self.prefetcher.pump()
             self.changed.notify_all()
 
@@ -206,14 +206,14 @@ class Movement:
         elif middle is not None:
             if middle.state is CopyState.FILLING:  # Wait for a fetch of the same bytes, and write those.
                 return WaitReason("fill", middle.transfer)
-            slot = self.make_room(block, hop, for_use=self.prefetcher.now, demand=True, waits=False)
+            slot = self.make_space(block, hop, tick=self.prefetcher.now, on_demand=True, waits=False)
             if slot is None:
-                return self.no_room(block, hop)
+                return self.space_wait_reason(block, hop)
             self.occupancy.take_slot(middle, slot)
         copy.move(CopyState.DRAINING)
         block.home.move(CopyState.FILLING)
         block.num_transfers += 1
-        _ask_for_write(self, block, hops, 1)
+        _count_write_back(self, block, hops, 1)
         if middle is None:
             transfer = self.links[copy.tier, block.spec.home].submit(copy.slot, block.home.slot, block.spec.nbytes)
         else:
@@ -221,43 +221,43 @@ class Movement:
             transfer = submit_two_hops(self.links, block, copy, middle)
         copy.transfer = block.home.transfer = transfer
         # Add the callback last: if the transfer has ended, it runs at once and needs the state set above.
-        transfer.add_done_callback(lambda done: self._drained(block, copy, middle, hops, done))
+        transfer.add_done_callback(lambda done: self._on_written_back(block, copy, middle, hops, done))
         return None
 
-    def _drained(
+    def _on_written_back(
         self, block: Block, copy: Copy, middle: Copy | None, hops: Sequence[tuple[str, str]], transfer: Transfer
     ) -> None:
         with self.changed:
             block.num_transfers -= 1
-            self.occupancy.note_valid()
+            self.occupancy.count_valid_copy()
             if transfer.error is None:
                 copy.move(CopyState.CLEAN)
                 block.home.move(CopyState.CLEAN)
-                self.unsaved.pop(block, None)
+                self.write_back_errors.pop(block, None)
             else:  # The copy keeps the only valid bytes. Callers that wait for space or the home raise the error.
-                _ask_for_write(self, block, hops, -1)
+                _count_write_back(self, block, hops, -1)
                 self.failed_write_backs.append(transfer.error)
-                self.unsaved[block] = transfer.error
+                self.write_back_errors[block] = transfer.error
                 copy.move(CopyState.DIRTY)
                 copy.drop_when_clean = False
                 block.home.move(CopyState.STALE)
             if middle is not None:
                 self._end_relay(block, middle, transfer)
             self._emit("write_back", block, block.spec.home, transfer)
-            self.settle(block, copy)
+            self.advance_eviction(block, copy)
             self.prefetcher.pump()
             self.changed.notify_all()
 
     def is_moving(self) -> bool:
-        """Start held-up write-backs if space is now free. Return whether a transfer is in progress."""
+        """Start blocked write-backs if space is now free. Return whether a transfer is in progress."""
         while not any(block.num_transfers for block in self.blocks.values()):
-            if not self.send_held_up():
+            if not self.start_blocked():
                 return False
         return True
 
-    def retry_unsaved(self) -> None:
+    def retry_failed_write_backs(self) -> None:
         """Retry every failed write-back. After a success, evict the copy unless it is pinned."""
-        for block in list(self.unsaved):
+        for block in list(self.write_back_errors):
             newest = block.newest()
             if newest is not None and newest.state is CopyState.DIRTY:
                 if newest.pins:
@@ -265,9 +265,9 @@ class Movement:
                 else:
                     self.evict(block, newest)
 
-    def raise_unsaved(self) -> None:
+    def raise_write_back_error(self) -> None:
         """Raise the error of the first block whose last write-back failed, if any."""
-        for error in self.unsaved.values():
+        for error in self.write_back_errors.values():
             raise error
 
     def give_up_waiting(self) -> None:
@@ -285,12 +285,12 @@ class Movement:
         elif middle.state is CopyState.FILLING:
             middle.move(CopyState.CLEAN)
             middle.drop_when_clean = True
-        self.settle(block, middle)
+        self.advance_eviction(block, middle)
 
     # -- making space ------------------------------------------------------------------------------------------
 
-    def make_room(
-        self, block: Block, tier: str, *, for_use: int, demand: bool, home: bool = False, waits: bool = True
+    def make_space(
+        self, block: Block, tier: str, *, tick: int, on_demand: bool, home: bool = False, waits: bool = True
     ) -> Slot | None:
         """Return a slot in ``tier``, or None if space is still lacking. Evicts copies in the policy's order.
 
@@ -302,9 +302,9 @@ class Movement:
         owner = self.tiers[tier]
         name, nbytes = block.spec.key, block.spec.nbytes
         keeps_to_size = not home and tier in self.occupancy.copy_buffers
-        if keeps_to_size and not self._make_buffer(block, tier, for_use=for_use, demand=demand):
-            is_near = waits and self.occupancy.leaving(block, tier) is not None
-            if is_near or not demand:
+        if keeps_to_size and not self._make_buffer(block, tier, tick=tick, on_demand=on_demand):
+            is_near = waits and self.occupancy.evicting_copy(block, tier) is not None
+            if is_near or not on_demand:
                 return None
             # No buffer of this size will become free, so a buffer of another size must be dropped.
         slot = owner.allocate(nbytes, name=name, home=home)
@@ -314,37 +314,37 @@ class Movement:
         for _, copy in self.occupancy.copies(tier):
             if copy.drop_when_clean and copy.state is CopyState.DRAINING:
                 missing -= copy.slot_bytes
-        evictable = {b.spec.key: (b, c) for b, c in self.occupancy.copies(tier) if self._may_evict(b, c)}
+        evictable = {b.spec.key: (b, c) for b, c in self.occupancy.copies(tier) if self._is_evictable(b, c)}
         for candidate in self._ranked(evictable):
             if missing <= 0:
                 break
-            if not demand and candidate.next_use <= for_use:
+            if not on_demand and candidate.next_use <= tick:
                 continue
             victim_block, victim = evictable[candidate.key]
             missing -= victim.slot_bytes
             self.evict(victim_block, victim)
         return owner.allocate(nbytes, name=name, home=home)
 
-    def _make_buffer(self, block: Block, tier: str, *, for_use: int, demand: bool) -> bool:
+    def _make_buffer(self, block: Block, tier: str, *, tick: int, on_demand: bool) -> bool:
         """If no buffer is free, evict a copy of the same size. Return whether a buffer is free now."""
         owner, nbytes = self.occupancy.buffer_tiers[tier], block.spec.nbytes
         if owner.has_buffer(nbytes):
             return True
-        if self.occupancy.leaving(block, tier) is not None:
+        if self.occupancy.evicting_copy(block, tier) is not None:
             return False
         slot_bytes = self.tiers[tier].slot_bytes(nbytes)
         alike = [(b, c) for b, c in self.occupancy.copies(tier) if c.slot_bytes == slot_bytes]
-        evictable = {b.spec.key: (b, c) for b, c in alike if self._may_evict(b, c)}
-        victim = next((each for each in self._ranked(evictable) if demand or each.next_use > for_use), None)
+        evictable = {b.spec.key: (b, c) for b, c in alike if self._is_evictable(b, c)}
+        victim = next((each for each in self._ranked(evictable) if on_demand or each.next_use > tick), None)
         if victim is not None:
             self.evict(*evictable[victim.key])
         return owner.has_buffer(nbytes)
 
-    def no_room(self, block: Block, tier: str) -> WaitReason:
-        """Return the reason to wait after ``make_room`` returned None."""
-        leaving = self.occupancy.leaving(block, tier) if tier in self.occupancy.copy_buffers else None
-        if leaving is not None:
-            return WaitReason("drain", leaving.transfer)
+    def space_wait_reason(self, block: Block, tier: str) -> WaitReason:
+        """Return the reason to wait after ``make_space`` returned None."""
+        evicting_copy = self.occupancy.evicting_copy(block, tier) if tier in self.occupancy.copy_buffers else None
+        if evicting_copy is not None:
+            return WaitReason("drain", evicting_copy.transfer)
         return WaitReason("space", tier=tier, need_bytes=self.tiers[tier].slot_bytes(block.spec.nbytes))
 
     def evict(self, block: Block, copy: Copy) -> None:
@@ -355,9 +355,9 @@ class Movement:
             self.counters.evictions_dirty += is_first
         else:
             self.counters.evictions_clean += is_first
-        self.settle(block, copy)
+        self.advance_eviction(block, copy)
 
-    def settle(self, block: Block, copy: Copy) -> None:
+    def advance_eviction(self, block: Block, copy: Copy) -> None:
         """Take the next step of a requested eviction. Does nothing while a pin, lease or transfer uses the copy."""
         if not copy.drop_when_clean or block.writer is not None:
             return
@@ -367,31 +367,31 @@ class Movement:
             copy.drop_when_clean = False
         elif copy.state is CopyState.DIRTY:
             if self.write_back(block, copy) is not None:
-                self._held_up[copy] = block
+                self._blocked[copy] = block
         elif copy.state is CopyState.CLEAN and not copy.readers:
             self.drop(copy)
 
-    def send_held_up(self) -> bool:
-        """Start held-up write-backs of evicted copies if space is now free. Return whether any started.
+    def start_blocked(self) -> bool:
+        """Start blocked write-backs of evicted copies if space is now free. Return whether any started.
 
         They start even if no caller needs the space. Otherwise the number of moved bytes would depend on timing: a copy
         may or may not be written before its next use.
         """
-        num_before = len(self._held_up)
-        for copy, block in list(self._held_up.items()):
-            if self._held_up.pop(copy, None) is not None and copy.state is CopyState.DIRTY:
-                self.settle(block, copy)
-        return len(self._held_up) < num_before
+        num_before = len(self._blocked)
+        for copy, block in list(self._blocked.items()):
+            if self._blocked.pop(copy, None) is not None and copy.state is CopyState.DIRTY:
+                self.advance_eviction(block, copy)
+        return len(self._blocked) < num_before
 
     @property
-    def has_held_up(self) -> bool:
+    def has_blocked(self) -> bool:
         """Whether a write-back waits for space in an intermediate tier."""
-        return bool(self._held_up)
+        return bool(self._blocked)
 
-    def held_up_slots(self) -> Mapping[tuple[str, int], int]:
-        """Return the number of intermediate slots that held-up write-backs need, by (tier, slot bytes)."""
+    def blocked_slots(self) -> Mapping[tuple[str, int], int]:
+        """Return the number of intermediate slots that blocked write-backs need, by (tier, slot bytes)."""
         slots = Counter[tuple[str, int]]()
-        for copy, block in self._held_up.items():
+        for copy, block in self._blocked.items():
             hop = self.routes.between(copy.tier, block.spec.home)[0][1]
             if hop != block.spec.home:
                 slots[hop, self.occupancy.slot_bytes(block, hop)] += 1
@@ -406,7 +406,7 @@ class Movement:
         copy.move(CopyState.ABSENT)
 
     @staticmethod
-    def _may_evict(block: Block, copy: Copy) -> bool:
+    def _is_evictable(block: Block, copy: Copy) -> bool:
         return (
             not copy.is_home
             and copy.state in (CopyState.CLEAN, CopyState.DIRTY)
@@ -444,18 +444,18 @@ class Movement:
 
 def due_bytes(movement: Movement) -> Mapping[tuple[str, str], int]:
     """Return the bytes per link for all uses up to the current tick, regardless of when they move."""
-    found = Counter(movement.due.up_to(movement.prefetcher.now))
-    for copy, block in movement._held_up.items():
+    found = Counter(movement.due.until(movement.prefetcher.now))
+    for copy, block in movement._blocked.items():
         for hop in movement.routes.between(copy.tier, block.spec.home):
             found[hop] += block.spec.nbytes
     return found
 
 
-def _ask_for_write(movement: Movement, block: Block, hops: Sequence[tuple[str, str]], count: int) -> None:
+def _count_write_back(movement: Movement, block: Block, hops: Sequence[tuple[str, str]], count: int) -> None:
     """Count a write-back's bytes on its links. A ``count`` of -1 cancels a failed write-back."""
     now = movement.prefetcher.now
     for hop in hops:
-        movement.due.ask(hop, count * block.spec.nbytes, for_use=now, now=now)
+        movement.due.add(hop, count * block.spec.nbytes, tick=now, now=now)
 
 
 def submit_two_hops(links: Mapping[tuple[str, str], Link], block: Block, copy: Copy, middle: Copy) -> Transfer:

@@ -49,8 +49,8 @@ class Occupancy:
         copy.slot = slot
         self.copy_bytes[copy.tier] += slot.slot_bytes
 
-    def note_valid(self) -> None:
-        """Count a copy that became valid as a change if this can leave more space for other copies."""
+    def count_valid_copy(self) -> None:
+        """Count a change for a copy that became valid, if this can free space in intermediate tiers."""
         self.num_changes += len(self._tiers) > 2
 
     def release_slot(self, copy: Copy) -> None:
@@ -94,7 +94,7 @@ class Occupancy:
         """Return the blocks and copies that have a slot in a tier, including home copies."""
         return [(b, c) for b in self._blocks.values() if (c := b.copies.get(tier)) is not None and c.slot is not None]
 
-    def leaving(self, block: Block, tier: str) -> Copy | None:
+    def evicting_copy(self, block: Block, tier: str) -> Copy | None:
         """Return a copy that is being evicted and has a buffer of the right size for ``block``, or None."""
         slot_bytes = self._tiers[tier].slot_bytes(block.spec.nbytes)
         for _, copy in self.copies(tier):
@@ -106,21 +106,21 @@ class Occupancy:
         """Return the bytes of a tier that are available to copies: all except home slots and reservations."""
         return self._tiers[tier].usage().free_bytes + self.copy_bytes[tier]
 
-    def free_for_prefetch(self, held_up: Mapping[tuple[str, int], int]) -> dict[str, int]:
+    def prefetch_bytes(self, blocked: Mapping[tuple[str, int], int]) -> dict[str, int]:
         """Return the bytes of each tier that are available to prefetched copies.
 
         Args:
-            held_up: number of slots that held-up write-backs need, by (tier, slot size).
+            blocked: number of slots that blocked write-backs need, by (tier, slot size).
         """
         taken = (self.home_bytes, self.reserved_bytes, self.pinned_bytes, self._relayed_bytes)
         free = {name: tier.capacity_bytes - sum(each[name] for each in taken) for name, tier in self._tiers.items()}
-        for (name, size), count in held_up.items():
+        for (name, size), count in blocked.items():
             free[name] -= count * size
         return free
 
-    def buffers(self, held_up: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], int]:
+    def prefetch_buffers(self, blocked: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], int]:
         """Return the number of buffers that are available to prefetched copies, by (tier, slot size)."""
-        taken = (self.pinned_buffers, self._relayed_buffers, held_up)
+        taken = (self.pinned_buffers, self._relayed_buffers, blocked)
         return {
             (tier, size): count - sum(each.get((tier, size), 0) for each in taken)
             for tier, counts in self.copy_buffers.items()

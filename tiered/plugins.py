@@ -16,7 +16,7 @@ ENTRY_POINT_GROUP = "tiered.tiers"
 #: A tier class, or a function that returns a tier. Each tier defines its own arguments.
 TierFactory = Callable[..., Tier]
 
-_OWN: dict[str, TierFactory] = {"gpu": GpuTier, "ram": RamTier, "nvme": NvmeTier}
+_BUILT_IN: dict[str, TierFactory] = {"gpu": GpuTier, "ram": RamTier, "nvme": NvmeTier}
 
 
 def available_tiers() -> tuple[str, ...]:
@@ -24,7 +24,7 @@ def available_tiers() -> tuple[str, ...]:
 
     Does not import these packages.
     """
-    return (*_OWN, *sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)} - set(_OWN)))
+    return (*_BUILT_IN, *sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)} - set(_BUILT_IN)))
 
 
 def tier_class(name: str) -> TierFactory:
@@ -35,8 +35,8 @@ def tier_class(name: str) -> TierFactory:
     Raises:
         TieredError: no installed package provides the tier, several packages provide it, or the import fails.
     """
-    if name in _OWN:
-        return _OWN[name]
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
     points = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
     if not points:
         raise TieredError(
@@ -44,20 +44,20 @@ def tier_class(name: str) -> TierFactory:
             f"Install the package that provides it by an entry point in the group '{ENTRY_POINT_GROUP}'"
         )
     if len({point.value for point in points}) > 1:
-        places = " and ".join(sorted(_place_of(point) for point in points))
+        places = " and ".join(sorted(_provider(point) for point in points))
         raise TieredError(f"tier '{name}' is in {places}: uninstall one package, or import the class directly")
     try:
         found = points[0].load()
     except Exception as cause:  # Importing a package can raise any exception.
-        text = f"tier '{name}' of {_place_of(points[0])} cannot be imported: {type(cause).__name__}: {cause}"
+        text = f"tier '{name}' of {_provider(points[0])} cannot be imported: {type(cause).__name__}: {cause}"
         raise TieredError(f"{text}. Install its dependencies, or another version") from cause
     if not callable(found):
-        text = f"the entry point of tier '{name}' of {_place_of(points[0])} is wrong: it names a {type(found).__name__}"
+        text = f"the entry point of tier '{name}' of {_provider(points[0])} is wrong: it names a {type(found).__name__}"
         raise TieredError(f"{text}, not a class or function that creates a tier")
     factory: TierFactory = found
     return factory
 
 
-def _place_of(point: EntryPoint) -> str:
+def _provider(point: EntryPoint) -> str:
     package = "an unknown package" if point.dist is None else f"package '{point.dist.name}' {point.dist.version}"
     return f"{package} ({point.value})"

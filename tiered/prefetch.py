@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from tiered.block import CopyState
-from tiered.hops import Routes, stops
+from tiered.hops import Routes, intermediate_tiers
 from tiered.schedule import Access, Schedule
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class FetchSchedule:
         if block.spec.key in self._all.keys:
             self._part = None
 
-    def among(self, blocks: Mapping[str, Block]) -> Schedule:
+    def for_blocks(self, blocks: Mapping[str, Block]) -> Schedule:
         """Return the accesses of the registered ``blocks`` (by key) that are used outside their home."""
         if self._part is None:
             accesses = [access for access in self._all.accesses if access.key in blocks]
@@ -47,7 +47,7 @@ def next_fetches(
     lookahead_bytes: int | None,
     free_bytes: Mapping[str, int],
     inspect: Callable[[Access], tuple[bool, int]],
-    passing: Callable[[Access], Mapping[str, int]] | None = None,
+    hop_bytes: Callable[[Access], Mapping[str, int]] | None = None,
     buffers: Mapping[tuple[str, int], int] | None = None,
     skipped: Container[tuple[int, str]] = (),
 ) -> Iterator[Access]:
@@ -63,15 +63,15 @@ def next_fetches(
         lookahead_bytes: maximum bytes of distinct future copies. If None, only space limits them.
         free_bytes: bytes of each tier that are available to copies (capacity minus home slots and reservations).
         inspect: returns whether an access has a copy (arrived or in flight), and the size of the slot that it needs (0
-            if none). ``inspect`` and ``passing`` get accesses with ticks of the first period.
-        passing: returns the bytes that an access needs in tiers between its tier and the block's home. None if no route
-            has such tiers.
+            if none). ``inspect`` and ``hop_bytes`` get accesses with ticks of the first period.
+        hop_bytes: returns the bytes that an access needs in tiers between its tier and the block's home. None if no
+            route has such tiers.
         buffers: number of buffers by (tier, size). Sizes without an entry share the remaining bytes.
         skipped: (tick, key) pairs of reads that will not happen.
     """
     if lookahead_bytes == 0:
         return
-    free = _FreeBytes(free_bytes, passing, buffers)
+    free = _FreeBytes(free_bytes, hop_bytes, buffers)
     ahead_bytes = 0
     settled: set[str] = set()
     for access in schedule.used_at(now):
@@ -81,7 +81,7 @@ def next_fetches(
     free.counted.clear()  # Copies in use now will have left by their next use, so the next use needs space again.
     for tick, access in schedule.walk(now):
         key = access.key
-        if key in settled and (key, access.tier) in free.counted and not (passing is not None and passing(access)):
+        if key in settled and (key, access.tier) in free.counted and not (hop_bytes is not None and hop_bytes(access)):
             continue  # The steps below would change nothing.
         is_present, nbytes = inspect(access)
         if not free.take(access, nbytes):
@@ -109,15 +109,15 @@ class _FreeBytes:
     def __init__(
         self,
         free_bytes: Mapping[str, int],
-        passing: Callable[[Access], Mapping[str, int]] | None = None,
+        hop_bytes: Callable[[Access], Mapping[str, int]] | None = None,
         buffers: Mapping[tuple[str, int], int] | None = None,
     ) -> None:
-        self._left, self._passing, self._buffers = dict(free_bytes), passing, dict(buffers or {})
+        self._left, self._hop_bytes, self._buffers = dict(free_bytes), hop_bytes, dict(buffers or {})
         self.counted: set[tuple[str, str]] = set()
 
     def take(self, access: Access, nbytes: int) -> bool:
         """Subtract the bytes of an access, once per copy. Return False if a tier lacks space."""
-        others = self._passing(access) if self._passing is not None else None
+        others = self._hop_bytes(access) if self._hop_bytes is not None else None
         if not others:  # This common case is inlined, because a step calls this method about 10,000 times.
             tier, place = access.tier, (access.key, access.tier)
             if place not in self.counted:
@@ -151,13 +151,13 @@ class Mover(Protocol):
     inflight_bytes: int
 
     @property
-    def has_held_up(self) -> bool: ...
+    def has_blocked(self) -> bool: ...
 
-    def bring(self, block: Block, tier: str, *, for_use: int, demand: bool) -> WaitReason | None: ...
+    def advance_fetch(self, block: Block, tier: str, *, tick: int, on_demand: bool) -> WaitReason | None: ...
 
-    def send_held_up(self) -> bool: ...
+    def start_blocked(self) -> bool: ...
 
-    def held_up_slots(self) -> Mapping[tuple[str, int], int]: ...
+    def blocked_slots(self) -> Mapping[tuple[str, int], int]: ...
 
 
 class Prefetcher:
@@ -165,7 +165,7 @@ class Prefetcher:
 
     Attributes:
         lookahead_bytes: maximum bytes of copies to fetch ahead. If None, only space limits them.
-        settled: state of the store in which nothing is left to fetch, or None if unknown.
+        idle_state: state of the store in which nothing is left to fetch, or None if unknown.
     """
 
     def __init__(self, mover: Mover, max_inflight_bytes: int) -> None:
@@ -180,14 +180,14 @@ class Prefetcher:
         self._skipped: set[tuple[int, str]] = set()  # (tick, key) pairs of accesses that will not happen
         self.lookahead_bytes: int | None = 0
         self.now = 0
-        self.settled: object = None
+        self.idle_state: object = None
         self._is_pumping = False
 
     def add_block(self, block: Block) -> None:
         """Update the schedule for a newly registered block, which may already have accesses."""
         self._away.add_block(block)
 
-    def follow(self, schedule: Schedule | None, lookahead_bytes: int | None) -> None:
+    def set_schedule(self, schedule: Schedule | None, lookahead_bytes: int | None) -> None:
         """Replace the schedule."""
         self._mover.occupancy.num_changes += 1
         self.schedule, self.lookahead_bytes, self._away = schedule, lookahead_bytes, FetchSchedule(schedule)
@@ -209,17 +209,17 @@ class Prefetcher:
         """Start the scheduled fetches that fit. Cheap if there is nothing to fetch."""
         if self._is_pumping:
             return
-        if not self._away.among(self._mover.blocks).accesses and not self._mover.has_held_up:
+        if not self._away.for_blocks(self._mover.blocks).accesses and not self._mover.has_blocked:
             return
         self._is_pumping = True
         try:
-            # Start held-up write-backs first, because fetches must not take their intermediate space.
-            self._mover.send_held_up()
+            # Start blocked write-backs first, because fetches must not take their intermediate space.
+            self._mover.start_blocked()
             state = self.fetch_state()
-            if state == self.settled:
+            if state == self.idle_state:
                 return
-            self.settled, has_begun_all = None, True
-            for access in self.wanted():
+            self.idle_state, has_begun_all = None, True
+            for access in self.missing_accesses():
                 if self._mover.inflight_bytes >= self._max_inflight_bytes:
                     return
                 waits_for = self._prefetch(access)
@@ -227,21 +227,21 @@ class Prefetcher:
                     return
                 has_begun_all &= waits_for == ""
             if has_begun_all:
-                self.settled = state  # Use the earlier state: if a copy has left since, search again.
+                self.idle_state = state  # Use the earlier state: if a copy has left since, search again.
         finally:
             self._is_pumping = False
 
     def fetch_state(self) -> object:
         """Return all values that determine what to fetch. Equal states lead to the same fetches."""
-        occupancy, held_up = self._mover.occupancy, self._mover.held_up_slots()
-        return self.now, occupancy.num_changes, occupancy.free_for_prefetch(held_up), occupancy.buffers(held_up)
+        occupancy, blocked = self._mover.occupancy, self._mover.blocked_slots()
+        return self.now, occupancy.num_changes, occupancy.prefetch_bytes(blocked), occupancy.prefetch_buffers(blocked)
 
-    def wanted(self) -> Iterator[Access]:
+    def missing_accesses(self) -> Iterator[Access]:
         """Yield scheduled accesses that have no copy yet, nearest deadline first, as far as space allows."""
-        away, held_up = self._away.among(self._mover.blocks), self._mover.held_up_slots()
-        free, buffers = self._mover.occupancy.free_for_prefetch(held_up), self._mover.occupancy.buffers(held_up)
-        passing = self._passing if len(self._mover.order) > 2 else None
-        return next_fetches(away, self.now, self.lookahead_bytes, free, self._inspect, passing, buffers, self._skipped)
+        away, blocked = self._away.for_blocks(self._mover.blocks), self._mover.blocked_slots()
+        free, buffers = self._mover.occupancy.prefetch_bytes(blocked), self._mover.occupancy.prefetch_buffers(blocked)
+        hops = self._hop_bytes if len(self._mover.order) > 2 else None
+        return next_fetches(away, self.now, self.lookahead_bytes, free, self._inspect, hops, buffers, self._skipped)
 
     @contextmanager
     def pumping_once(self) -> Iterator[None]:
@@ -266,11 +266,11 @@ class Prefetcher:
             return False, 0 if is_pinned else self._mover.occupancy.slot_bytes(block, access.tier)
         return True, 0 if copy.pins else copy.slot.slot_bytes  # The copy is valid or in flight.
 
-    def _passing(self, access: Access) -> dict[str, int]:
+    def _hop_bytes(self, access: Access) -> dict[str, int]:
         block = self._mover.blocks.get(access.key)
         if block is None:
             return {}
-        names = stops(self._mover.routes, block, access)
+        names = intermediate_tiers(self._mover.routes, block, access)
         return {name: self._mover.occupancy.slot_bytes(block, name) for name in names}
 
     def _prefetch(self, access: Access) -> str:
@@ -278,7 +278,7 @@ class Prefetcher:
         block = self._mover.blocks[access.key]
         if not block.has_contents or block.writer is not None:
             return "contents"
-        waiting = self._mover.bring(block, access.tier, for_use=access.tick, demand=False)
+        waiting = self._mover.advance_fetch(block, access.tier, tick=access.tick, on_demand=False)
         if waiting is not None and waiting.cause == "space":
             return "space"
         copy = block.copy_in(access.tier)

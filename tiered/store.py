@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tiered.block import BlockSpec, CopyState
-from tiered.by_name import ByName
+from tiered.by_name import NamedAccess
 from tiered.durable.commit import Commit
 from tiered.durable.generations import Generations, default_path, refuse_clashes, refuse_committed
 from tiered.durable.manifest import JSON, Manifest
@@ -99,7 +99,7 @@ class TieredStore(BlockMapping):
         self._leasing = Leasing(self._movement)
         notice = on_notice or logging.getLogger(__name__).warning
         full = FullDrives(on_full, notice)
-        self._by_name = ByName(self._movement, self._leasing)
+        self._named_access = NamedAccess(self._movement, self._leasing)
         self._generations = Generations(self._movement, self._leasing, path, keep_generations, full, notice)
 
     @classmethod
@@ -290,7 +290,7 @@ class TieredStore(BlockMapping):
         Raises:
             ValueError: the rows are out of range. ``acquire`` can raise other errors.
         """
-        return self._by_name.read_rows(self.spec(key), start, stop)
+        return self._named_access.read_rows(self.spec(key), start, stop)
 
     def write_rows(self, key: str, start: int, tensor: Writable) -> None:
         """Replace rows of a block, beginning at row ``start``.
@@ -302,7 +302,7 @@ class TieredStore(BlockMapping):
             ValueError: the rows are out of range, or their shape or dtype differs. ``acquire`` can raise other errors.
             TypeError: see ``put``.
         """
-        self._by_name.write(self.spec(key), as_tensor(key, tensor), start)
+        self._named_access.write(self.spec(key), as_tensor(key, tensor), start)
 
     def stream(self, keys: Iterable[str], tier: str, mode: Mode = "r") -> Iterator[Lease]:
         """Yield leases on blocks one at a time, and prefetch the next blocks as far as space allows.
@@ -314,7 +314,7 @@ class TieredStore(BlockMapping):
         Raises:
             ValueError: the caller has set a schedule. ``acquire`` can raise other errors.
         """
-        return self._by_name.stream(list(keys), tier, mode)
+        return self._named_access.stream(list(keys), tier, mode)
 
     # -- placement ---------------------------------------------------------------------------------------------
 
@@ -378,7 +378,7 @@ class TieredStore(BlockMapping):
     def set_schedule(self, schedule: Schedule | None, *, lookahead_bytes: int | None = None) -> None:
         """Set the access schedule and the prefetcher's look-ahead (as far as space allows if None; 0 disables it)."""
         with self._changed:
-            self._movement.prefetcher.follow(schedule, lookahead_bytes)
+            self._movement.prefetcher.set_schedule(schedule, lookahead_bytes)
             self._movement.prefetcher.pump()
 
     @contextmanager
@@ -413,7 +413,7 @@ class TieredStore(BlockMapping):
     def wait_idle(self) -> None:
         """Wait until all transfers have ended. Retries failed write-backs once, then raises ``TransferError``."""
         with self._changed:
-            for what_next in (self._movement.retry_unsaved, self._movement.raise_unsaved):
+            for what_next in (self._movement.retry_failed_write_backs, self._movement.raise_write_back_error):
                 while self._movement.is_moving():
                     self._changed.wait()
                 what_next()
@@ -539,14 +539,14 @@ class TieredStore(BlockMapping):
         Emits a ``RuntimeWarning`` if a commit failed and no caller waited for the commit. Does nothing in a forked
         child.
         """
-        if self._changed.is_of_parent:
+        if self._changed.is_in_forked_child:
             return
         self._generations.join()
         with self._changed:
             if self._leasing.closed:
                 return
             self._leasing.closed = True
-            self._movement.prefetcher.follow(None, 0)
+            self._movement.prefetcher.set_schedule(None, 0)
             while any(block.num_transfers for block in self._blocks.values()):
                 self._changed.wait()
             self._changed.notify_all()
@@ -559,7 +559,7 @@ class TieredStore(BlockMapping):
 
     def give_up_waiting(self) -> None:
         """Make current and future writes fail if a drive is full, instead of waiting. No-op in a forked child."""
-        if self._changed.is_of_parent:
+        if self._changed.is_in_forked_child:
             return
         self._movement.give_up_waiting()
         self._generations.full.give_up()

@@ -40,17 +40,17 @@ class _ZarrState:
         return self._locks[hash(block_key) % _NUM_LOCKS]
 
 
-_shared_of: WeakKeyDictionary[TieredStore, _ZarrState] = WeakKeyDictionary()
-_living: WeakValueDictionary[str, TieredStore] = WeakValueDictionary()
+_states: WeakKeyDictionary[TieredStore, _ZarrState] = WeakKeyDictionary()
+_open_stores: WeakValueDictionary[str, TieredStore] = WeakValueDictionary()
 _registering = threading.Lock()
 
 
 def _shared(store: TieredStore) -> _ZarrState:
     with _registering:
-        shared = _shared_of.get(store)
+        shared = _states.get(store)
         if shared is None:
-            shared = _shared_of[store] = _ZarrState()
-            _living[shared.token] = store
+            shared = _states[store] = _ZarrState()
+            _open_stores[shared.token] = store
         return shared
 
 
@@ -106,7 +106,7 @@ class ZarrStore(Store):
             )
         self._store = store
         self._prefix = prefix
-        self._home = store._by_name.default_home() if home is None else store.tier(home).name
+        self._home = store._named_access.default_home() if home is None else store.tier(home).name
         self._tier = (in_host_memory or addressable)[-1] if tier is None else store.tier(tier).name
         if self._tier not in addressable:
             raise ValueError(f"tier '{self._tier}' is not addressable: read through one of {', '.join(addressable)}")
@@ -325,7 +325,7 @@ class ZarrStore(Store):
 
 
 def _from_living(kind: type[ZarrStore], token: str, arguments: dict[str, Any], read_only: bool) -> ZarrStore:
-    store = _living.get(token)
+    store = _open_stores.get(token)
     if store is None:
         raise TieredError(
             "a ZarrStore uses memory of the process that made it and cannot be sent to another process. "

@@ -37,7 +37,7 @@ class BlockView:
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:
-        """Shape of all chunks: some rows, and all of every other axis. zarr requires sizes of at least 1."""
+        """Shape of each chunk: some rows, and the full size of all other axes. zarr requires sizes of at least 1."""
         shape = self.spec.shape
         if not shape:
             return ()

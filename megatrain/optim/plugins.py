@@ -42,9 +42,9 @@ def make_custom_optimizer(name: str, arguments: Mapping[str, Any]) -> Optimizer:
             f"whose entry point in the group '{ENTRY_POINT_GROUP}' has this name"
         )
     if len({point.value for point in points}) > 1:
-        places = " and ".join(sorted(_place_of(point) for point in points))
+        places = " and ".join(sorted(_package_text(point) for point in points))
         raise OptimizerError(f"{where} is defined in {places}. Uninstall one of them")
-    place = _place_of(points[0])
+    place = _package_text(points[0])
     try:
         factory = points[0].load()
     except Exception as cause:  # importing a module can raise any error
@@ -65,6 +65,6 @@ def make_custom_optimizer(name: str, arguments: Mapping[str, Any]) -> Optimizer:
     return made
 
 
-def _place_of(point: EntryPoint) -> str:
+def _package_text(point: EntryPoint) -> str:
     package = "an unknown package" if point.dist is None else f"package '{point.dist.name}' {point.dist.version}"
     return f"{package} ({point.value})"

@@ -33,4 +33,4 @@ def test_the_suites_of_the_page_pass(page: dict[str, Any]) -> None:
                 except unittest.SkipTest:
                     skipped.append(name)
     assert passed > 25
-    assert skipped == ["test_a_refusing_machine_is_not_a_full_ledger"]
+    assert skipped == ["test_lack_of_machine_memory_raises_transfer_error"]

@@ -91,7 +91,7 @@ def test_a_child_refuses_every_use_of_its_parents_store(tmp_path: Path) -> None:
 
 
 def test_a_child_refuses_also_while_a_thread_of_the_parent_holds_the_lock(tmp_path: Path) -> None:
-    with made_store(tmp_path) as store, store._changed, store._leasing._gathering:
+    with made_store(tmp_path) as store, store._changed, store._leasing._acquire_many_lock:
         for keys in (["a"], []):
             requests = [(key, "ram", "r") for key in keys]
             assert "was forked" in in_child(lambda requests=requests: str(store.acquire_many(requests)))  # type: ignore

@@ -144,7 +144,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.alive: dict[int, int] = {}
-        self.most_bytes = 0
+        self.max_bytes = 0
         self.num_made = 0
         self.lock = threading.Lock()
 
@@ -152,7 +152,7 @@ class Recorder:
         with self.lock:
             self.num_made += 1
             self.alive[self.num_made] = nbytes
-            self.most_bytes = max(self.most_bytes, sum(self.alive.values()))
+            self.max_bytes = max(self.max_bytes, sum(self.alive.values()))
             return self.num_made
 
     def drop(self, buffer: int) -> None:
@@ -171,7 +171,7 @@ def test_pool_reuses_same_size_and_drops_before_making() -> None:
     assert pool.take(60) == 1
     pool.give(60, first)
     assert pool.take(50) == 2
-    assert recorder.most_bytes == 60
+    assert recorder.max_bytes == 60
     assert ledger.usage().high_water_bytes == 60
     pool.close()
     pool.give(50, 2)
@@ -239,7 +239,7 @@ def test_pool_never_exceeds_capacity_under_threads() -> None:
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
-    assert 667 < recorder.most_bytes <= 1000, "333 are refused only if fewer are free"
+    assert 667 < recorder.max_bytes <= 1000, "333 are refused only if fewer are free"
     assert ledger.used_bytes == 0
     assert sum(recorder.alive.values()) == pool.pooled_bytes
 

@@ -22,7 +22,7 @@ from tiered import (
     prefetch,
 )
 from tiered.block import BlockSpec, CopyState
-from tiered.hops import Routes, stops
+from tiered.hops import Routes, intermediate_tiers
 from tiered.prefetch import next_fetches
 from tiered.records import Block
 from tiered.schedule import Mode
@@ -113,15 +113,15 @@ def test_a_copy_that_will_change_takes_room_for_its_way_back() -> None:
     copy = block.copy_in("gpu")
     for state in (CopyState.FILLING, CopyState.CLEAN):
         copy.move(state)
-    assert [*stops(routes, block, Access(1, "a", "gpu", "r"))] == []
-    assert [*stops(routes, block, Access(1, "a", "gpu", "rw"))] == ["ram"]
-    assert [*stops(routes, block, Access(1, "a", "gpu", "w"))] == ["ram"]
-    assert [*stops(Routes((*links, ("nvme", "gpu"))), block, Access(1, "a", "gpu", "rw"))] == []
+    assert [*intermediate_tiers(routes, block, Access(1, "a", "gpu", "r"))] == []
+    assert [*intermediate_tiers(routes, block, Access(1, "a", "gpu", "rw"))] == ["ram"]
+    assert [*intermediate_tiers(routes, block, Access(1, "a", "gpu", "w"))] == ["ram"]
+    assert [*intermediate_tiers(Routes((*links, ("nvme", "gpu"))), block, Access(1, "a", "gpu", "rw"))] == []
     middle = block.copy_in("ram")
     middle.slot = Slot("ram", 8, 8, None)
-    assert [*stops(routes, block, Access(1, "a", "gpu", "r"))] == ["ram"]
+    assert [*intermediate_tiers(routes, block, Access(1, "a", "gpu", "r"))] == ["ram"]
     copy.move(CopyState.DIRTY)
-    assert [*stops(routes, block, Access(1, "a", "gpu", "rw"))] == ["ram"]
+    assert [*intermediate_tiers(routes, block, Access(1, "a", "gpu", "rw"))] == ["ram"]
 
 
 def test_a_block_that_is_settled_takes_room_in_every_tier_it_is_used_in() -> None:
@@ -158,14 +158,14 @@ def test_blocks_that_stay_at_home_are_no_part_of_the_walk_also_if_registered_lat
         store.set_schedule(
             Schedule([Access(tick, key, "fast") for tick, key in enumerate(("home", "away", "late"))], 3)
         )
-        assert store._movement.prefetcher._away.among(store._blocks).keys == {"away"}
+        assert store._movement.prefetcher._away.for_blocks(store._blocks).keys == {"away"}
         store.register("other", (8,), torch.float32, home="slow")
         away = store._movement.prefetcher._away
-        assert away.among(store._blocks).keys == {"away"}, "the schedule does not contain it"
+        assert away.for_blocks(store._blocks).keys == {"away"}, "the schedule does not contain it"
         store.register("late", (8,), torch.float32, home="slow")
-        assert store._movement.prefetcher._away.among(store._blocks).keys == {"away", "late"}
+        assert store._movement.prefetcher._away.for_blocks(store._blocks).keys == {"away", "late"}
         store.set_schedule(Schedule([Access(0, "home", "fast")], 1))
-        assert not store._movement.prefetcher._away.among(store._blocks).keys
+        assert not store._movement.prefetcher._away.for_blocks(store._blocks).keys
 
 
 KEYS, MODES = st.sampled_from("abc"), st.sampled_from(["r", "rw", "w"])
@@ -217,7 +217,7 @@ def test_walk_is_skipped_only_if_nothing_changed(future: list[tuple[str, Mode]],
                 store.unpin(what[0], "gpu")
             else:
                 getattr(store, name)(what[0], "gpu")
-        if prefetcher.settled == prefetcher.fetch_state():
-            assert not list(prefetcher.wanted()), (name, what)
+        if prefetcher.idle_state == prefetcher.fetch_state():
+            assert not list(prefetcher.missing_accesses()), (name, what)
         with store._movement.changed:
             prefetcher.pump()

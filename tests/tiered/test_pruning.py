@@ -80,11 +80,11 @@ def watching(monkeypatch: pytest.MonkeyPatch, look: Callable[[], None]) -> Itera
 def test_room_is_bounded_and_a_whole_generation_exists_at_every_instant(
     keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    most_bytes = 0
+    max_bytes = 0
 
     def look() -> None:
-        nonlocal most_bytes
-        most_bytes = max(most_bytes, bytes_on_disk(tmp_path / "drive"))
+        nonlocal max_bytes
+        max_bytes = max(max_bytes, bytes_on_disk(tmp_path / "drive"))
         newest = newest_first(tmp_path / "generations")[0]  # openable after a crash at this instant
         assert list(GenerationReader(tmp_path / "generations", newest).problems()) == []
 
@@ -100,7 +100,7 @@ def test_room_is_bounded_and_a_whole_generation_exists_at_every_instant(
                 commit.wait(60)
                 store.wait_idle()
         assert count[0] > 50
-        assert SET_BYTES < most_bytes <= (1 + max(keep, 2)) * SET_BYTES
+        assert SET_BYTES < max_bytes <= (1 + max(keep, 2)) * SET_BYTES
         assert list_generations(tmp_path / "generations") == list(range(6 - keep, 6))
         nvme = store.tier("nvme")
         assert isinstance(nvme, NvmeTier) and nvme.snapshots.nbytes == keep * SET_BYTES

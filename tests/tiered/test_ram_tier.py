@@ -68,7 +68,7 @@ def test_growing_machine_memory_is_awaited(monkeypatch: pytest.MonkeyPatch) -> N
         return answers.pop(0)
 
     monkeypatch.setattr(slab_module, "_advise", advise)
-    monkeypatch.setattr(slab_module, "_memory_of_machine", lambda: next(totals))
+    monkeypatch.setattr(slab_module, "_managed_ram_kb", lambda: next(totals))
     take(RamTier(MiB), 4096)
     assert populated == [4096] * 3 and not answers
 
@@ -85,7 +85,7 @@ def test_failed_slab_part_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(slab_module, "_advise", advise)
     monkeypatch.setattr(slab_module, "_GROWTH_S", 0.0)
     monkeypatch.setattr(slab_module, "_POPULATE_BYTES", 4096)
-    monkeypatch.setattr(slab_module, "_MOST_POPULATING_THREADS", 1)
+    monkeypatch.setattr(slab_module, "_MAX_POPULATE_THREADS", 1)
     with pytest.raises(TransferError, match="fewer bytes"):
         RamTier(MiB).allocate(MiB, name="a", home=True)
     assert len(tried) == 2, "again after the size of memory is read; then no part tries"

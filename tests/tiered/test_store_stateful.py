@@ -162,8 +162,8 @@ class StoreMachine(RuleBasedStateMachine):
     def what_is_looked_for_no_more_is_not_wanted(self) -> None:
         """Assert that a skipped walk of the schedule would find nothing: the last one did not, and nothing changed."""
         prefetcher = self.store._movement.prefetcher
-        if prefetcher.schedule is not None and prefetcher.settled == prefetcher.fetch_state():
-            assert not list(prefetcher.wanted())
+        if prefetcher.schedule is not None and prefetcher.idle_state == prefetcher.fetch_state():
+            assert not list(prefetcher.missing_accesses())
 
     @invariant()
     def leased_bytes_stand_still(self) -> None:

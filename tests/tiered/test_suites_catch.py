@@ -154,7 +154,7 @@ def test_a_sound_tier_passes() -> None:
     ("broken", "seen_by"),
     [
         (KeepsEveryRecord, "the_ledger_counts_whole_slots"),
-        (FreesTwice, "a_slot_is_freed_once"),
+        (FreesTwice, "freeing_a_slot_twice_raises"),
         (CountsContentsOnly, "the_ledger_counts_whole_slots"),
         (IsLarger, "allocation_without_space_returns_none_at_no_cost"),
         (KeepsALittle, "requests_within_the_free_bytes_are_granted"),
@@ -165,7 +165,7 @@ def test_a_sound_tier_passes() -> None:
         (GivesCopies, "tensors_are_views_of_the_slot"),
         (SharesBytes, "slots_do_not_overlap"),
         (ClosesOnce, "close_is_idempotent"),
-        (CountsWithoutLock, "threads_share_it"),
+        (CountsWithoutLock, "concurrent_threads_keep_the_ledger_exact"),
     ],
 )
 def test_a_broken_tier_is_seen(broken: type[Sound], seen_by: str) -> None:
@@ -287,15 +287,15 @@ def test_sound_links_pass() -> None:
 @pytest.mark.parametrize(
     ("broken", "seen_by"),
     [
-        (LosesTheEnd, "bytes_of_every_size_come_back"),
-        (EatsTheSource, "bytes_of_every_size_come_back"),
-        (FirstWriteStays, "the_last_write_counts"),
-        (UsesOneBuffer, "many_transfers_at_once_both_ways"),
+        (LosesTheEnd, "round_trip_keeps_bytes_of_every_size"),
+        (EatsTheSource, "round_trip_keeps_bytes_of_every_size"),
+        (FirstWriteStays, "last_write_wins"),
+        (UsesOneBuffer, "concurrent_transfers_in_both_directions"),
         (CountsPages, "counters_count_contents"),
         (RaisesInSubmit, "failures_end_in_the_transfer"),
         (ReportsOwnErrors, "failures_end_in_the_transfer"),
-        (HoldsALock, "submit_and_usage_wait_for_no_callback"),
-        (LeavesItsEventOpen, "bytes_of_every_size_come_back"),
+        (HoldsALock, "submit_and_usage_do_not_wait_for_callbacks"),
+        (LeavesItsEventOpen, "round_trip_keeps_bytes_of_every_size"),
         (ClosesInAHurry, "close_finishes_pending_transfers"),
     ],
 )
@@ -349,7 +349,7 @@ class IgnoresTies(LRU):
         (KeepsDirtyOnes, "all_candidates_are_ranked_once"),
         (SortsInPlace, "the_arguments_are_not_changed"),
         (TakesTurns, "rank_is_repeatable"),
-        (IgnoresTies, "the_order_of_the_question_does_not_matter"),
+        (IgnoresTies, "rank_ignores_the_order_of_candidates"),
     ],
 )
 def test_a_broken_policy_is_seen(broken: type[LRU], seen_by: str) -> None:

@@ -28,7 +28,7 @@ def test_workers_run_urgent_jobs_first_and_drain_on_close() -> None:
 
 
 def test_urgent_jobs_leave_a_thread_for_patient_jobs() -> None:
-    workers = Workers(3, "test", num_patient=1)
+    workers = Workers(3, "test", num_reserved=1)
     gate, patient_ran, num_holding = threading.Event(), threading.Event(), threading.Semaphore(0)
 
     def hold() -> None:

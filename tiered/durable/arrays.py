@@ -1,4 +1,4 @@
-"""Arrays of committed generations: writes, reads and verifies a block's chunk files, 16 MiB at a time.
+"""Arrays of committed generations: writing, reading and verifying a block's chunk files in 16 MiB pieces.
 
 An array is a folder with a zarr document and the files ``c/0``, ``c/1``, ... of equal size. A piece is 16 MiB of
 contents with one checksum. It can span two files of a tier, but never two files of ``write_array``.
@@ -33,7 +33,7 @@ from tiered.file_io import (
     write_all,
 )
 from tiered.tiers.directory import documents_and_folders, make_groups, read_document, write_document
-from tiered.tiers.layout import DOCUMENT_NAME, ChunkFile, array_document, document_chunk_bytes, parts_of, place_of
+from tiered.tiers.layout import DOCUMENT_NAME, ChunkFile, array_document, document_chunk_bytes, parts_of, place_text
 from tiered.units import PAGE_BYTES, MiB, round_up
 
 #: Maximum size of a chunk file of a block whose home is not a file tier.
@@ -46,16 +46,16 @@ _NUM_THREADS = 4
 _SCRATCH_BYTES = 4 * MiB
 #: Maximum size of a block for ``read_small``. Larger blocks gain nothing from fewer system calls.
 SMALL_BYTES = 1 * MiB
-_of_thread = threading.local()
+_thread_local = threading.local()
 
-#: Advice in messages about a part of a generation that is not in its place.
+#: Remedy in messages about a missing part of a generation.
 ADVICE = "Name the paths of the run that wrote it, or open another generation"
 
 
 # -- location of the bytes -------------------------------------------------------------------------------------------
 
 
-def chunk_bytes_written(spec: BlockSpec) -> int:
+def new_chunk_bytes(spec: BlockSpec) -> int:
     """Return the size of each file that ``write_array`` creates. No 16 MiB piece spans two files."""
     num_files = math.ceil(spec.nbytes / _CHUNK_BYTES)
     if num_files < 2:
@@ -65,7 +65,7 @@ def chunk_bytes_written(spec: BlockSpec) -> int:
 
 def array_bytes(spec: BlockSpec) -> int:
     """Return the total size of the files that ``write_array`` creates."""
-    chunk_bytes = chunk_bytes_written(spec)
+    chunk_bytes = new_chunk_bytes(spec)
     return chunk_bytes * len(range(0, spec.nbytes, chunk_bytes))
 
 
@@ -77,17 +77,17 @@ def array_chunk_bytes(folder: Path) -> int | None:
 def chunk_files(
     folder: Path,
     spec: BlockSpec,
-    elsewhere: Sequence[Path] = (),
+    other_folders: Sequence[Path] = (),
     chunk_bytes: int | None = None,
-    moved: Mapping[Path, Path] | None = None,
+    moved_paths: Mapping[Path, Path] | None = None,
 ) -> list[ChunkFile]:
     """Return all chunk files of an array in order, including files that do not exist.
 
     Args:
-        elsewhere: folders of the same array on other paths, where files missing in ``folder`` are looked up.
+        other_folders: folders of the same array on other paths, searched for files that are missing in ``folder``.
         chunk_bytes: size of each file, if already known.
-        moved: current paths of moved drives, by recorded path. Links to a recorded path are followed to the current
-            path.
+        moved_paths: current paths of moved drives, by recorded path. A link to a recorded path is resolved to the
+            current path.
 
     Raises:
         GenerationError: the folder has no array.
@@ -100,19 +100,19 @@ def chunk_files(
     if len(starts) > _MAX_FILES:
         raise GenerationError(f"the document of block '{spec.key}' in '{folder}' claims {len(starts)} files. {ADVICE}")
     for number, start in enumerate(starts):
-        paths = [_target(place / "c" / str(number), moved) for place in (folder, *elsewhere)]
+        paths = [_current_path(place / "c" / str(number), moved_paths) for place in (folder, *other_folders)]
         path = next((path for path in paths if path.exists()), paths[0])  # A dangling link does not "exist".
         files.append(ChunkFile(path, start, chunk_bytes))
     return files
 
 
-def _target(file: Path, moved: Mapping[Path, Path] | None) -> Path:
-    """Return the path of a chunk file. Follow a link to a moved drive to the file's current path."""
-    if not moved or not file.is_symlink():
+def _current_path(file: Path, moved_paths: Mapping[Path, Path] | None) -> Path:
+    """Return the path of a chunk file. A link to a moved drive is resolved to the drive's current path."""
+    if not moved_paths or not file.is_symlink():
         return file
     target = Path(os.readlink(file))
-    drive = next((parent for parent in target.parents if parent in moved), None)
-    return file if drive is None else moved[drive] / target.relative_to(drive)
+    drive = next((parent for parent in target.parents if parent in moved_paths), None)
+    return file if drive is None else moved_paths[drive] / target.relative_to(drive)
 
 
 def snapshot_of(file: Path, key: str) -> Path:
@@ -159,7 +159,7 @@ def write_array(root: Path, spec: BlockSpec, contents: Contents, *, num_threads:
     Raises:
         TransferError: the drive returned an error.
     """
-    chunk_bytes = chunk_bytes_written(spec)
+    chunk_bytes = new_chunk_bytes(spec)
     folder = root / spec.key
     found: list[str] = []
     try:
@@ -173,7 +173,7 @@ def write_array(root: Path, spec: BlockSpec, contents: Contents, *, num_threads:
                     return write_range(fd, piece[0], contents(start + piece[0], start + piece[1]))
 
                 os.posix_fallocate(fd, 0, chunk_bytes)  # If the drive is full, this fails before the first write.
-                found += _in_parallel(write, pieces(min(chunk_bytes, spec.nbytes - start)), num_threads)
+                found += _map_pieces(write, pieces(min(chunk_bytes, spec.nbytes - start)), num_threads)
                 os.fsync(fd)
                 drop_cached(fd)  # Only flushed pages can be dropped. Later reads then come from the drive.
     except TransferError:  # ``contents`` raised this error, which is also an OSError.
@@ -193,7 +193,7 @@ def write_range(fd: int, offset: int, data: torch.Tensor) -> str:
         data: 1-D uint8 on any device.
     """
     digest = Digest()
-    whole = _num_bytes_in_place(data)
+    whole = _num_direct_bytes(data)
     if whole:
         view = memoryview(data[:whole].numpy().data)
         digest.update(view)
@@ -253,7 +253,7 @@ def read_array(files: Sequence[ChunkFile], spec: BlockSpec, into: torch.Tensor |
     def read(piece: tuple[int, int]) -> str:
         return read_piece(files, spec, piece, None if into is None else into[slice(*piece)])
 
-    return tuple(_in_parallel(read, pieces(spec.nbytes), _NUM_THREADS))
+    return tuple(_map_pieces(read, pieces(spec.nbytes), _NUM_THREADS))
 
 
 def read_small(path: str, into: torch.Tensor) -> str | None:
@@ -318,7 +318,7 @@ def read_range(fd: int, offset: int, nbytes: int, into: torch.Tensor | None, dig
         into: destination, 1-D uint8 of ``nbytes`` on any device, or None.
     """
     done = 0
-    whole = 0 if into is None else _num_bytes_in_place(into)
+    whole = 0 if into is None else _num_direct_bytes(into)
     if into is not None and whole:
         view = memoryview(into[:whole].numpy().data)
         done = read_all(fd, view, offset)
@@ -352,7 +352,7 @@ def check_pieces(
         wanted = expected[number] if number < len(expected) else "none"
         actual = found[number] if number < len(found) else "none"
         if actual != wanted:
-            raise CorruptBlockError(key, wanted, actual, place=place_of(files, *piece), generation=generation)
+            raise CorruptBlockError(key, wanted, actual, place=place_text(files, *piece), generation=generation)
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -369,7 +369,7 @@ def page_aligned(nbytes: int) -> torch.Tensor:
     return whole[skip : skip + nbytes]
 
 
-def _num_bytes_in_place(data: torch.Tensor) -> int:
+def _num_direct_bytes(data: torch.Tensor) -> int:
     """Return the number of bytes that O_DIRECT can move without a copy: whole pages of page-aligned host memory."""
     is_aligned = data.device.type == "cpu" and data.data_ptr() % PAGE_BYTES == 0
     return data.numel() // PAGE_BYTES * PAGE_BYTES if is_aligned else 0
@@ -377,15 +377,15 @@ def _num_bytes_in_place(data: torch.Tensor) -> int:
 
 def _scratch() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """Return page-aligned scratch memory of the calling thread. The memory is freed when the thread ends."""
-    found: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = getattr(_of_thread, "scratch", None)
+    found: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = getattr(_thread_local, "scratch", None)
     if found is None:
-        found = _of_thread.scratch = page_aligned(_SCRATCH_BYTES).numpy()
+        found = _thread_local.scratch = page_aligned(_SCRATCH_BYTES).numpy()
     return found
 
 
-def _in_parallel(act: Callable[[tuple[int, int]], str], todo: Iterator[tuple[int, int]], num_threads: int) -> list[str]:
+def _map_pieces(task: Callable[[tuple[int, int]], str], todo: Iterator[tuple[int, int]], num_threads: int) -> list[str]:
     all_pieces = list(todo)
     if len(all_pieces) < 2 or num_threads == 1:
-        return list(map(act, all_pieces))
+        return list(map(task, all_pieces))
     with ThreadPoolExecutor(min(num_threads, len(all_pieces)), thread_name_prefix="tiered-pieces") as threads:
-        return list(threads.map(act, all_pieces))
+        return list(threads.map(task, all_pieces))

@@ -155,7 +155,7 @@ class FrozenBlocks:
 
     Args:
         full: waits for space if the drive of the store's directory is full.
-        counted: tier that owns this directory and counts the bytes written there, or None.
+        owner_tier: tier that owns this directory and counts the bytes written there, or None.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class FrozenBlocks:
         identity: StoreIdentity,
         generation: int,
         full: FullDrives,
-        counted: DurableTier | None,
+        owner_tier: DurableTier | None,
     ) -> None:
         self.folder = generation_folder(identity.path, generation)
         self._movement = movement
@@ -173,13 +173,13 @@ class FrozenBlocks:
         self._identity = identity
         self._name = generation_name(generation)
         self._full = full
-        self._counted = counted
+        self._owner_tier = owner_tier
         self._frozen: list[_FrozenCopy] = []
         self._start_s = self._frozen_s = time.perf_counter()
 
     # -- in the caller's thread --------------------------------------------------------------------------------
 
-    def writes_before_return(self) -> bool:
+    def has_blocking_writes(self) -> bool:
         """Return whether ``freeze`` will write blocks because their home tier does not support leases."""
         movement = self._movement
         with movement.changed:
@@ -196,9 +196,9 @@ class FrozenBlocks:
             blocks = [block for block in self._movement.blocks.values() if block.spec.durable]
             _check_keys(blocks)
             for block in blocks:
-                self._advance_home(block)  # Start all write-backs first, so that the drive has a queue.
-                # Write the notes of ownership before any link. If this process crashes, the notes show that this store
-                # owns the files.
+                self._advance_write_back(block)  # Start all write-backs first, so that the drive has a queue.
+        # Write the ownership notes before any link. If this process crashes, the notes show that this store owns the
+        # files.
         for tier in self._movement.durable_tiers.values():
             tier.full.retry(tier.paths[0], PAGE_BYTES, partial(tier.snapshots.mark, self._name, self._identity))
         written = [block.spec for block in blocks if block.spec.home not in self._movement.durable_tiers]
@@ -226,7 +226,7 @@ class FrozenBlocks:
         write_document(self.folder.parent, group_document())
         write_document(self.folder, group_document())
 
-    def _advance_home(self, block: Block) -> WaitReason | None:
+    def _advance_write_back(self, block: Block) -> WaitReason | None:
         """Take the next step to write the newest bytes home. Return the reason to wait, or None if they are home."""
         if block.writer is not None:
             return WaitReason("lease")
@@ -241,7 +241,7 @@ class FrozenBlocks:
             return tier.full.retry(tier.paths[0], PAGE_BYTES, partial(self._link, block, tier))
         spec = block.spec
         with self._movement.changed:
-            if not self._is_at_home_locked(block):
+            if not self._wait_until_home_locked(block):
                 return None
             where = self._movement.nearest_addressable(spec.home)
             is_fetched = block.copy_in(where).slot is None
@@ -251,7 +251,7 @@ class FrozenBlocks:
 
     def _link(self, block: Block, tier: DurableTier) -> _FrozenCopy | None:
         with self._movement.changed:  # Hold the lock, so that no write happens between the wait and the link.
-            if not self._is_at_home_locked(block):
+            if not self._wait_until_home_locked(block):
                 return None
             assert block.home.slot is not None
             tier.snapshots.take(block.home.slot, self._name)
@@ -259,9 +259,9 @@ class FrozenBlocks:
             home = files_of(block.home.slot)
             return _FrozenCopy(block, folder, block.version, home.checksums, home.is_flushed, None, home.nbytes)
 
-    def _is_at_home_locked(self, block: Block) -> bool:
+    def _wait_until_home_locked(self, block: Block) -> bool:
         """Wait until the newest bytes of a block are home. Return False if the block is empty or unregistered."""
-        while (waiting := self._advance_home(block)) is not None:
+        while (waiting := self._advance_write_back(block)) is not None:
             self._leasing.wait_for_locked(waiting, block)
         return self._movement.blocks.get(block.spec.key) is block and block.home.state is CopyState.CLEAN
 
@@ -324,23 +324,23 @@ class FrozenBlocks:
 
     def _write(self, frozen: _FrozenCopy, need_bytes: int) -> tuple[str, ...]:
         """Write a leased block. If the drive is full, wait until ``need_bytes`` (all leased blocks) fit."""
-        spec, path, counted = frozen.block.spec, str(self._identity.path), self._counted
-        if counted is not None:
-            counted.count_wear({counted.paths.index(path): array_bytes(spec)})
+        spec, path, owner_tier = frozen.block.spec, str(self._identity.path), self._owner_tier
+        if owner_tier is not None:
+            owner_tier.count_wear({owner_tier.paths.index(path): array_bytes(spec)})
         return self._full.retry(path, need_bytes, partial(self._write_once, spec, self._tensor_of(frozen)))
 
     def _write_once(self, spec: BlockSpec, tensor: torch.Tensor) -> tuple[str, ...]:
-        counted = self._counted
-        if counted is not None:
-            counted.snapshots.count(array_bytes(spec))  # Count first: this can delete kept files to free space.
+        owner_tier = self._owner_tier
+        if owner_tier is not None:
+            owner_tier.snapshots.count(array_bytes(spec))  # Count first, to free space by deleting kept files.
         try:
             return write_array(self.folder, spec, contents_of(tensor))
         except BaseException as error:
             shutil.rmtree(self.folder / spec.key, ignore_errors=True)
-            if counted is not None:
-                counted.snapshots.count(-array_bytes(spec))
+            if owner_tier is not None:
+                owner_tier.snapshots.count(-array_bytes(spec))
                 is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-                if is_full and counted.snapshots.drop_kept_files():
+                if is_full and owner_tier.snapshots.drop_kept_files():
                     return self._write_once(spec, tensor)
             raise
 

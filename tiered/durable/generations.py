@@ -30,12 +30,12 @@ from tiered.durable.manifest import (
 )
 from tiered.durable.ownership import (
     StoreIdentity,
-    numbers_taken,
     read_owner,
     read_store_id,
     remove_if_empty,
     remove_snapshot_folder,
     snapshot_folders,
+    used_numbers,
 )
 from tiered.durable.reader import GenerationReader
 from tiered.durable.zarr_folder import write_members
@@ -60,7 +60,7 @@ from tiered.units import PAGE_BYTES
 
 #: Number of threads that read small blocks, and number of blocks per task.
 _NUM_THREADS = 4
-_NUM_AT_A_TIME = 64
+_BLOCKS_PER_TASK = 64
 
 #: Type of ``TieredStore.register``.
 Register = Callable[..., BlockSpec]
@@ -73,7 +73,7 @@ class Generations:
         path: directory of the generations, or None if the store cannot commit.
         keep: number of newest generations that commits keep, at least 1.
         full: waits if the drive of ``path`` is full and no tier owns the directory.
-        notice: called with sentences for the user.
+        notice: called with each message for the user.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Generations:
         with self._committing:
             if self._last is not None:
                 self._last.wait_before_next()
-            store, full = self._ready_directory()
+            store, full = self._prepare_directory()
             if self._directory is not None:
                 self._directory.check_lock()
             number = self._next_number(store)
@@ -126,7 +126,7 @@ class Generations:
                 # Prune before freezing, so that at most ``keep`` generations exist (two if ``keep`` is 1).
                 make_room = partial(self._forget_old, store, max(min(1, self.num_kept), self.num_kept - 1))
                 doomed = full.retry(str(store.path), PAGE_BYTES, make_room)
-                if frozen.writes_before_return():
+                if frozen.has_blocking_writes():
                     self._delete(store, doomed)  # The new generation may need the space of the old generations.
                     doomed = []
                 frozen.freeze()
@@ -175,7 +175,7 @@ class Generations:
             commit.end(error, figures)
 
     def _undo(self, store: StoreIdentity, frozen: FrozenBlocks, generation: int) -> None:
-        """Remove a failed commit's files, unless the top file names its generation, which is then complete."""
+        """Remove a failed commit's files, except if the top file names the generation, so that it is complete."""
         frozen.release()
         # The next commit deletes files that cannot be deleted now. If the top file is unreadable, it may name this
         # generation.
@@ -214,7 +214,7 @@ class Generations:
                 self._identity.mark(folder)  # The directory was moved, so update the path in the note.
         return self._identity
 
-    def _ready_directory(self) -> tuple[StoreIdentity, FullDrives]:
+    def _prepare_directory(self) -> tuple[StoreIdentity, FullDrives]:
         """Remove unfinished generations. Return the store's identity and the ``FullDrives`` of its directory."""
         path = Path(os.path.abspath(self.path or ""))
         owner = next((tier for tier in self._file_tiers if str(path) in tier.paths), None)
@@ -239,12 +239,12 @@ class Generations:
 
     def _next_number(self, store: StoreIdentity) -> int:
         """Return a number that no store has used for a generation on these paths."""
-        return 1 + max([*newest_first(store.path), *numbers_taken(self._paths(store))], default=0)
+        return 1 + max([*newest_first(store.path), *used_numbers(self._paths(store))], default=0)
 
     # -- removal -----------------------------------------------------------------------------------------------
 
     def _forget_old(self, store: StoreIdentity, keep: int) -> list[int]:
-        """Invalidate all generations except ``keep`` of them, and return the invalid numbers for ``_delete``.
+        """Invalidate all but ``keep`` generations, and return the invalidated numbers for ``_delete``.
 
         Invalidates abandoned newer generations first, then the oldest. This is fast, because it only renames files on
         file tiers.
@@ -312,7 +312,7 @@ class Generations:
             loader = self._loader(reader)
             loader.check_registered()
             loader.fill_all(reader.blocks, on_bytes)
-            self._loaded(reader)
+            self._mark_abandoned(reader)
             return reader.manifest
 
     def open(self, generation: int | None, register: Register, unregister: Callable[..., None]) -> None:
@@ -329,12 +329,12 @@ class Generations:
         """
         with self._committing:
             if generation is None:
-                reader = self._fill_newest_whole(register, unregister)
+                reader = self._fill_newest_complete(register, unregister)
                 self._skipped = {number for number in newest_first(reader.path) if number > reader.generation}
             else:
                 reader = self._reader(generation)
                 self._fill(reader, register)
-                self._loaded(reader)
+                self._mark_abandoned(reader)
 
     def _fill(self, reader: GenerationReader, register: Register) -> None:
         def registered() -> Iterator[str]:
@@ -346,9 +346,9 @@ class Generations:
 
         self._loader(reader).fill_all(registered())
 
-    def _fill_newest_whole(self, register: Register, unregister: Callable[..., None]) -> GenerationReader:
+    def _fill_newest_complete(self, register: Register, unregister: Callable[..., None]) -> GenerationReader:
         """Fill the store from the newest complete generation, and report damaged newer generations."""
-        path, reader = self._known_path(), None
+        path, reader = self._require_path(), None
         try:
             reader = self._open_reader(None)
             self._fill(reader, register)
@@ -376,7 +376,7 @@ class Generations:
         Args:
             problems: this method appends a sentence about each unusable generation and about the used generation.
         """
-        for number in newest_first(self._known_path()):
+        for number in newest_first(self._require_path()):
             unregister(*self._movement.blocks)
             if number >= newest:
                 continue
@@ -398,21 +398,21 @@ class Generations:
             self._notice(reader.notice)
         return reader
 
-    def _known_path(self) -> str:
+    def _require_path(self) -> str:
         if self.path is None:
             raise GenerationError("this store has no directory of generations: pass path=..., or give it an NvmeTier")
         return self.path
 
     def _open_reader(self, generation: int | None) -> GenerationReader:
         return GenerationReader(
-            self._known_path(), generation, [path for tier in self._file_tiers for path in tier.paths]
+            self._require_path(), generation, [path for tier in self._file_tiers for path in tier.paths]
         )
 
     def _loader(self, reader: GenerationReader) -> _Loader:
-        store, _ = self._ready_directory()  # Called after a generation was found, so a wrong path stays unchanged
+        store, _ = self._prepare_directory()  # The generation exists, so this changes no wrong path.
         return _Loader(self._movement, self._leasing, reader, store)
 
-    def _loaded(self, reader: GenerationReader) -> None:
+    def _mark_abandoned(self, reader: GenerationReader) -> None:
         self._abandoned = {number for number in newest_first(reader.path) if number > reader.generation}
 
     # -- verification ------------------------------------------------------------------------------------------
@@ -553,7 +553,7 @@ class _Loader:
                 home_device = self.movement.tiers[spec.home].device
                 if spec.nbytes <= SMALL_BYTES and home_device is not None and home_device.type == "cpu":
                     small.append(spec)
-                    if len(small) == _NUM_THREADS * _NUM_AT_A_TIME:
+                    if len(small) == _NUM_THREADS * _BLOCKS_PER_TASK:
                         read_small_ones()
                     continue
                 self.leasing.discard([key])
@@ -574,8 +574,8 @@ class _Loader:
 
         if requests:
             with self.leasing.acquire_many(requests, stream=None, timeout_s=None) as leases:
-                starts = range(0, len(leases), _NUM_AT_A_TIME)
-                reads = [threads.submit(read, leases[start : start + _NUM_AT_A_TIME]) for start in starts]
+                starts = range(0, len(leases), _BLOCKS_PER_TASK)
+                reads = [threads.submit(read, leases[start : start + _BLOCKS_PER_TASK]) for start in starts]
                 wait(reads)  # Wait for all reads, because no thread may write to a slot after the lease has ended.
                 for each in reads:
                     each.result()

@@ -28,7 +28,7 @@ MANIFEST_VERSION = 1
 #: Maximum size of a block in bytes. Larger sizes are refused, because a reader would list very many pieces.
 _MAX_BYTES = 1 << 44
 
-_BEFORE_BODY = '{"body": '
+_BODY_PREFIX = '{"body": '
 
 JSON = None | bool | int | float | str | Sequence[Any] | Mapping[str, Any]
 
@@ -89,12 +89,12 @@ def manifest_text(manifest: Manifest) -> str:
         "store": manifest.store,
         "blocks": [{name: getattr(block, name) for name in BlockRecord.__slots__} for block in manifest.blocks],
     }
-    return _sealed(body)
+    return _checksummed_text(body)
 
 
 def top_text(generation: int) -> str:
     """Return the text of the top file that names a generation."""
-    return _sealed({"generation": generation})
+    return _checksummed_text({"generation": generation})
 
 
 def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> None:
@@ -144,7 +144,7 @@ def read_manifest(directory: str | os.PathLike[str], generation: int | None = No
             f"no generation {generation} in '{os.fspath(directory)}' ('{path}' does not exist). "
             f"Existing generations: {known}"
         )
-    body = _read_sealed(path)
+    body = _read_checksummed(path)
     try:
         blocks = tuple(_block_record(record) for record in body["blocks"])
         paths = {tier: tuple(map(str, paths)) for tier, paths in body.get("paths", {}).items()}
@@ -221,7 +221,7 @@ def current_generation(directory: str | os.PathLike[str]) -> int | None:
     path = Path(directory, MANIFEST_NAME)
     if not path.exists():
         return None
-    generation = _read_sealed(path).get("generation")
+    generation = _read_checksummed(path).get("generation")
     if not isinstance(generation, int):
         raise GenerationError(f"'{path}' names no generation")
     return generation
@@ -270,17 +270,17 @@ def _show_latest(directory: Path, generation: Path | None) -> None:
     show_latest(directory, generation)
 
 
-def _sealed(body: Mapping[str, Any]) -> str:
+def _checksummed_text(body: Mapping[str, Any]) -> str:
     """Return a JSON document with a body, a version and a checksum of the body."""
     text = json.dumps(body, sort_keys=True)
-    return _BEFORE_BODY + text + _after_body(MANIFEST_VERSION, checksum(text.encode()))
+    return _BODY_PREFIX + text + _body_suffix(MANIFEST_VERSION, checksum(text.encode()))
 
 
-def _after_body(version: int, seal: str) -> str:
+def _body_suffix(version: int, seal: str) -> str:
     return f', "format": {json.dumps(version)}, "xxh3_64": {json.dumps(seal)}}}'
 
 
-def _read_sealed(path: Path) -> dict[str, Any]:
+def _read_checksummed(path: Path) -> dict[str, Any]:
     try:
         content = read_document_file(path)
         document = json.loads(content)
@@ -290,14 +290,14 @@ def _read_sealed(path: Path) -> dict[str, Any]:
         raise GenerationError(f"'{path}' cannot be read as a manifest: {error}") from error
     if is_newer:
         raise NewerFormatError(f"'{path}' has format {version}, this version reads up to {MANIFEST_VERSION}: upgrade")
-    if not isinstance(body, dict) or expected not in _seals_of(content, body, _after_body(version, expected)):
+    if not isinstance(body, dict) or expected not in _valid_checksums(content, body, _body_suffix(version, expected)):
         raise GenerationError(f"'{path}' is damaged: its checksum does not match. Open another generation")
     return body
 
 
-def _seals_of(content: bytes, body: Mapping[str, Any], after: str) -> Iterator[str]:
-    """Yield the checksums that a document can have: of the stored body, and of the body serialized again."""
-    before, end = _BEFORE_BODY.encode(), after.encode()
+def _valid_checksums(content: bytes, body: Mapping[str, Any], after: str) -> Iterator[str]:
+    """Yield the valid checksums of a document: of the stored text of the body, and of the reserialized body."""
+    before, end = _BODY_PREFIX.encode(), after.encode()
     if content.startswith(before) and content.endswith(end):
         yield checksum(memoryview(content)[len(before) : -len(end)])
     yield checksum(json.dumps(body, sort_keys=True).encode())

@@ -56,7 +56,7 @@ class StoreIdentity:
         """Create a folder with a note that this store owns the folder. Does not flush the note."""
         folder.mkdir(parents=True, exist_ok=True)
         path = str(self.path)
-        write_json(folder / OWNER_NAME, {"id": self.id, "path": path, "xxh3_64": _seal(self.id, path)})
+        write_json(folder / OWNER_NAME, {"id": self.id, "path": path, "xxh3_64": _note_digest(self.id, path)})
 
     def owns(self, folder: Path) -> bool:
         """Return whether this store owns a folder ``<path>/snap/<generation>``.
@@ -67,12 +67,12 @@ class StoreIdentity:
         """
         owner = read_owner(folder)
         # Resolve links, because this store does not own another user's files behind a link.
-        is_here = _is_same(Path(os.path.realpath(folder)).parent.parent, self.path)
+        is_here = _is_same_folder(Path(os.path.realpath(folder)).parent.parent, self.path)
         if owner is None or is_here:
             return is_here and (owner is None or owner.id == self.id)
         if owner.id != self.id:
             return False
-        return _is_same(Path(owner.path), self.path) or read_store_id(Path(owner.path)) != self.id
+        return _is_same_folder(Path(owner.path), self.path) or read_store_id(Path(owner.path)) != self.id
 
 
 def read_store_id(directory: Path) -> str | None:
@@ -87,7 +87,7 @@ def read_owner(folder: Path) -> Owner | None:
         return None
     found = read_note(folder / OWNER_NAME)
     owner, path = str(found.get("id")), str(found.get("path"))
-    return Owner(owner, path) if _is_id(owner) and found.get("xxh3_64") == _seal(owner, path) else Owner("", "")
+    return Owner(owner, path) if _is_id(owner) and found.get("xxh3_64") == _note_digest(owner, path) else Owner("", "")
 
 
 def snapshot_folders(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[int, Path]]:
@@ -99,7 +99,7 @@ def snapshot_folders(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[
                 yield int(folder.name), folder
 
 
-def numbers_taken(paths: Sequence[str | os.PathLike[str]]) -> set[int]:
+def used_numbers(paths: Sequence[str | os.PathLike[str]]) -> set[int]:
     """Return the numbers of all entries under ``snap/`` of these paths, including files and links."""
     snaps = [snap for path in paths if (snap := Path(path, SNAPSHOT_FOLDER)).is_dir()]
     return {int(entry.name) for snap in snaps for entry in snap.iterdir() if is_number(entry.name)}
@@ -124,7 +124,7 @@ def remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _seal(owner: str, path: str) -> str:
+def _note_digest(owner: str, path: str) -> str:
     return checksum(f"{owner} {path}".encode())
 
 
@@ -132,7 +132,7 @@ def _is_id(text: object) -> bool:
     return isinstance(text, str) and _ID.fullmatch(text) is not None
 
 
-def _is_same(one: Path, other: Path) -> bool:
+def _is_same_folder(one: Path, other: Path) -> bool:
     """Return whether two paths name the same existing directory."""
     try:
         return os.path.samefile(one, other)

@@ -54,7 +54,7 @@ from tiered.tiers.layout import (
     dtype_from_name,
     group_document,
     parts_of,
-    place_of,
+    place_text,
 )
 from tiered.units import PAGE_BYTES
 
@@ -92,7 +92,7 @@ class GenerationReader:
         self.path = Path(os.path.abspath(path))
         self.notice: str | None = None
         if generation is None and list_generations(self.path) and (problem := top_problem(self.path)) is not None:
-            generation, skipped = _newest_whole(self.path, search)
+            generation, skipped = _newest_complete(self.path, search)
             texts = [problem, *skipped, f"Using generation {generation}, the newest complete one"]
             self.notice = ". ".join(texts)
         self.manifest: Manifest = read_manifest(self.path, generation)
@@ -222,7 +222,7 @@ class GenerationReader:
         expected = self._expected(key, piece)
         found = read_piece(files, self.spec(key), piece, into)
         if found != expected:
-            raise CorruptBlockError(key, expected, found, place=place_of(files, *piece), generation=self.generation)
+            raise CorruptBlockError(key, expected, found, place=place_text(files, *piece), generation=self.generation)
 
     def _expected(self, key: str, piece: tuple[int, int]) -> str:
         recorded, number = self.blocks[key].xxh3_64, piece[0] // PIECE_BYTES
@@ -265,8 +265,8 @@ class GenerationReader:
             GenerationError: the block's array was not found.
         """
         place, chunk_bytes, folders = self._array(key)
-        elsewhere = [each for each in folders if each != place]
-        return chunk_files(place, self.spec(key), elsewhere, chunk_bytes, self._moved)
+        other_folders = [each for each in folders if each != place]
+        return chunk_files(place, self.spec(key), other_folders, chunk_bytes, self._moved)
 
     def place(self, key: str) -> Path:
         """Return the folder that has the document of a block's array.
@@ -317,7 +317,7 @@ class GenerationReader:
         check_pieces(key, files, record.nbytes, record.xxh3_64, found, self.generation)
 
 
-def _newest_whole(path: Path, search: Sequence[str | os.PathLike[str]]) -> tuple[int, list[str]]:
+def _newest_complete(path: Path, search: Sequence[str | os.PathLike[str]]) -> tuple[int, list[str]]:
     """Return the newest generation with a readable manifest and all files, and reasons for skipping newer ones.
 
     Raises:
@@ -369,7 +369,7 @@ class _Inspection:
         self._seen.add(root)
         directory, own = root.parent.parent, group_document({"page_bytes": PAGE_BYTES})
         # If a crash follows a commit, the document lists the previous generation until the next commit.
-        yield from self._document_problems(directory, own, lambda: directory_document(directory, own), may_lag=True)
+        yield from self._document_problems(directory, own, lambda: directory_document(directory, own), allow_stale=True)
         yield from self._document_problems(root.parent, group_document())
         keys = [record.key for record in self._reader.manifest.blocks]
         yield from self._document_problems(root, group_document(), lambda: generation_document(root, keys))
@@ -400,8 +400,8 @@ class _Inspection:
         for group in place.parents[:depth]:
             yield from self._document_problems(group, group_document())
         chunk_bytes = array_chunk_bytes(place)
-        wanted = array_document(spec.key, spec.shape, spec.dtype, chunk_bytes or PAGE_BYTES)
-        yield from self._document_problems(place, wanted)
+        expected = array_document(spec.key, spec.shape, spec.dtype, chunk_bytes or PAGE_BYTES)
+        yield from self._document_problems(place, expected)
         if chunk_bytes is not None:
             files = self._reader.files(spec.key)
             for root in dict.fromkeys(snapshot_of(file.path, spec.key) for file in files if file.path.exists()):
@@ -411,16 +411,16 @@ class _Inspection:
     def _document_problems(
         self,
         folder: Path,
-        wanted: Mapping[str, Any],
-        with_members: Callable[[], Mapping[str, Any]] | None = None,
+        expected: Mapping[str, Any],
+        expected_with_members: Callable[[], Mapping[str, Any]] | None = None,
         *,
-        may_lag: bool = False,
+        allow_stale: bool = False,
     ) -> Iterator[str]:
         """Check a document. Its list of members is optional, and a running process may be changing the list.
 
         Args:
-            with_members: returns the expected document, with the current list of members.
-            may_lag: whether an outdated list of members is valid. Only viewers read this list.
+            expected_with_members: returns the expected document, with the current list of members.
+            allow_stale: whether an outdated list of members is valid. Only viewers read this list.
         """
         path = folder / DOCUMENT_NAME
         if path in self._seen:
@@ -435,14 +435,14 @@ class _Inspection:
         except (ValueError, RecursionError):
             yield f"'{path}' is damaged: it is not JSON"
         else:
-            if may_lag and isinstance(found, dict) and isinstance(found.get("consolidated_metadata", {}), dict):
+            if allow_stale and isinstance(found, dict) and isinstance(found.get("consolidated_metadata", {}), dict):
                 found = {name: value for name, value in found.items() if name != "consolidated_metadata"}
-            if with_members is not None and found != wanted:
-                wanted = with_members()
-                if found != wanted:
-                    found, wanted = read_document(folder), with_members()
-            if found != wanted:
-                names = [name for name in {**wanted, **_dict(found)} if wanted.get(name) != _dict(found).get(name)]
+            if expected_with_members is not None and found != expected:
+                expected = expected_with_members()
+                if found != expected:
+                    found, expected = read_document(folder), expected_with_members()
+            if found != expected:
+                names = [name for name in {**expected, **_dict(found)} if expected.get(name) != _dict(found).get(name)]
                 yield f"'{path}' is damaged: {', '.join(names) or 'its content'} has a wrong value"
 
 

@@ -28,11 +28,11 @@ from tiered.durable.manifest import (
 )
 from tiered.durable.ownership import (
     StoreIdentity,
-    numbers_taken,
     read_owner,
     remove_if_empty,
     remove_snapshot_folder,
     snapshot_folders,
+    used_numbers,
 )
 from tiered.durable.reader import GenerationReader
 from tiered.durable.zarr_folder import write_members
@@ -44,7 +44,7 @@ from tiered.tiers.layout import array_document, group_document
 
 @dataclass(frozen=True, slots=True)
 class CopyFigures:
-    """Number and bytes of a copy.
+    """Generation number and byte counts of a copy.
 
     Attributes:
         copied_bytes: size of the written files.
@@ -107,7 +107,7 @@ class WholeCopies:
             TransferError: a drive returned an error.
         """
         self._remove_unfinished()
-        number = max([source.generation, *(known + 1 for known in numbers_taken([self.path]))])
+        number = max([source.generation, *(known + 1 for known in used_numbers([self.path]))])
         folder = generation_folder(self.path, number)
         copied = linked = 0
         try:

@@ -123,19 +123,19 @@ class Workers:
     If a job raises an exception, ``threading.excepthook`` reports it, and the thread continues with other jobs.
 
     Args:
-        num_patient: number of threads that urgent jobs leave free for ordinary jobs. A drive can read and write at the
+        num_reserved: number of threads that urgent jobs leave free for ordinary jobs. A drive can read and write at the
             same time, so if all threads read, half of the bandwidth is unused.
     """
 
-    def __init__(self, num_threads: int, name: str, *, num_patient: int = 0) -> None:
-        assert 0 <= num_patient < num_threads, (num_patient, num_threads)
+    def __init__(self, num_threads: int, name: str, *, num_reserved: int = 0) -> None:
+        assert 0 <= num_reserved < num_threads, (num_reserved, num_threads)
         self._num_threads = num_threads
-        self._max_urgent = num_threads - num_patient
+        self._max_urgent = num_threads - num_reserved
         self._num_urgent_running = 0
         self._name = name
         self._changed = threading.Condition()
         self._urgent: deque[Callable[[], None]] = deque()
-        self._patient: deque[Callable[[], None]] = deque()
+        self._ordinary: deque[Callable[[], None]] = deque()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
 
@@ -143,7 +143,7 @@ class Workers:
         """Queue a job; never blocks."""
         with self._changed:
             assert not self._is_closed, f"{self._name}: job submitted after close"
-            (self._urgent if urgent else self._patient).append(job)
+            (self._urgent if urgent else self._ordinary).append(job)
             if len(self._threads) < self._num_threads:
                 thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
                 self._threads.append(thread)
@@ -153,12 +153,12 @@ class Workers:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._urgent and not self._patient and not self._is_closed:
+                while not self._urgent and not self._ordinary and not self._is_closed:
                     self._changed.wait()
-                if not self._urgent and not self._patient:
+                if not self._urgent and not self._ordinary:
                     return
-                is_urgent = bool(self._urgent) and (self._num_urgent_running < self._max_urgent or not self._patient)
-                job = (self._urgent if is_urgent else self._patient).popleft()
+                is_urgent = bool(self._urgent) and (self._num_urgent_running < self._max_urgent or not self._ordinary)
+                job = (self._urgent if is_urgent else self._ordinary).popleft()
                 self._num_urgent_running += is_urgent
             try:
                 job()

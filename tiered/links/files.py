@@ -19,7 +19,7 @@ from tiered.file_io import PIECE_BYTES, checksum, drop_cached, pieces, read_all,
 from tiered.links.base import LinkUsage, Meter, Workers
 from tiered.tiers.base import Slot
 from tiered.tiers.gpu import DeviceBuffer, GpuTier
-from tiered.tiers.layout import ChunkFile, HomeFiles, files_of, place_of
+from tiered.tiers.layout import ChunkFile, HomeFiles, files_of, place_text
 from tiered.tiers.nvme import NvmeTier
 from tiered.tiers.ram import HostSlab, RamTier
 from tiered.transfer import Transfer
@@ -28,7 +28,7 @@ from tiered.units import PAGE_BYTES, MiB, round_up
 PART_BYTES = 16 * MiB
 _MIN_THREADS = 8
 _THREADS_PER_PATH = 4
-_PATIENT_SHARE = 2  # Reads leave one half of the threads free for writes.
+_RESERVED_SHARE = 2  # Reads leave one half of the threads free for writes.
 #: Resource of the memory slot of a transfer.
 Memory = HostSlab | DeviceBuffer
 
@@ -82,7 +82,7 @@ class _FileTransfer:
         self._uncounted_bytes: Counter[int] = Counter()  # bytes not yet counted as wear, by index of the path
         for part in parts:
             self._uncounted_bytes[part.file.path_index] += part.stop - part.start
-        self._num_left = max(1, len(parts))  # remaining calls to `task_done`, at least one
+        self._num_left = max(1, len(parts))  # remaining calls to `finish_task`, at least one
         self._parts_left = {
             piece: sum(part.start < piece[1] and piece[0] < part.stop for part in parts)
             for piece in pieces(transfer.nbytes)
@@ -100,7 +100,7 @@ class _FileTransfer:
                 tier.count_wear(self._uncounted_bytes)
                 self._uncounted_bytes.clear()
 
-    def arrived(self, part: FilePart) -> list[tuple[int, int]]:
+    def mark_moved(self, part: FilePart) -> list[tuple[int, int]]:
         """Mark a part as moved, and return the pieces that this completes."""
         completed = []
         with self._lock:
@@ -111,7 +111,7 @@ class _FileTransfer:
                         completed.append(piece)
         return completed
 
-    def digest_from(self, part: FilePart) -> None:
+    def store_checksums(self, part: FilePart) -> None:
         """Compute and store the checksums of the pieces that begin in this part."""
         for start in range(round_up(part.start, PIECE_BYTES), min(part.stop, self.transfer.nbytes), PIECE_BYTES):
             self.found[start] = self.digest((start, min(start + PIECE_BYTES, self.transfer.nbytes)))
@@ -121,7 +121,7 @@ class _FileTransfer:
         with self.memory.view(*piece) as view:
             return checksum(view)
 
-    def task_done(self, error: BaseException | None) -> bool:
+    def finish_task(self, error: BaseException | None) -> bool:
         """Count an ended task. Return whether it was the last one."""
         with self._lock:
             self.error = self.error or error
@@ -153,8 +153,8 @@ class FileEngine:
         self.tier, self.mover = tier, mover
         self._part_bytes = part_bytes
         num_threads = num_threads or max(_MIN_THREADS, _THREADS_PER_PATH * len(tier.paths))
-        self._workers = Workers(num_threads, f"tiered-{tier.name}", num_patient=num_threads // _PATIENT_SHARE)
-        self._order = Workers(2, f"tiered-{tier.name}-order", num_patient=1)
+        self._workers = Workers(num_threads, f"tiered-{tier.name}", num_reserved=num_threads // _RESERVED_SHARE)
+        self._order = Workers(2, f"tiered-{tier.name}-order", num_reserved=1)
         self._counting = threading.Lock()
         self._num_links = 0
 
@@ -202,18 +202,18 @@ class FileEngine:
         if job.error is None and part is not None:  # Otherwise the transfer is empty or has failed.
             try:
                 if is_write and self.tier.verify != "off" and isinstance(job.memory, HostSlab):
-                    job.digest_from(part)  # Compute checksums first, so the write finds the bytes in the CPU cache.
+                    job.store_checksums(part)  # Compute checksums first, so the write finds the bytes in the CPU cache.
                 self._move(job, part, is_write)
                 if not is_write and self.tier.verify == "always":
-                    self._compare(job, job.arrived(part))
+                    self._verify(job, job.mark_moved(part))
             except TieredError as cause:  # The message is complete: damage, wear limit, truncated file.
                 error = cause
             except OSError as cause:
-                error = self._wrap(cause, part, is_write)
+                error = self._transfer_error(cause, part, is_write)
             except Exception as cause:  # Every exception must end the transfer, because its waiters would hang.
                 error = TransferError(f"transfer failed: {cause!r}", tier=self.tier.name, path=str(part.file.path))
                 error.__cause__ = cause
-        if job.task_done(error):
+        if job.finish_task(error):
             self._finish(job, is_write)
 
     def _finish(self, job: _FileTransfer, is_write: bool) -> None:
@@ -246,7 +246,7 @@ class FileEngine:
                     break
                 except OSError as cause:
                     self.tier.full.wait(self.tier.paths[part.file.path_index], part.file.nbytes, cause)
-        self.tier.full.wrote(self.tier.paths[part.file.path_index])
+        self.tier.full.mark_writable(self.tier.paths[part.file.path_index])
         contents_end = min(part.stop, job.transfer.nbytes)
         self.tier.count_written(part.file.path_index, contents_end - part.start)
 
@@ -262,16 +262,16 @@ class FileEngine:
             ),
         )
 
-    def _compare(self, job: _FileTransfer, completed: list[tuple[int, int]]) -> None:
+    def _verify(self, job: _FileTransfer, completed: list[tuple[int, int]]) -> None:
         """Compare completed pieces with the checksums from the last write."""
         if job.home.checksums is None:
             return  # No write has computed checksums yet.
         for start, stop in completed:
             expected, found = job.home.checksums[start // PIECE_BYTES], job.digest((start, stop))
             if found != expected:
-                raise CorruptBlockError(job.home.key, expected, found, place=place_of(job.home.files, start, stop))
+                raise CorruptBlockError(job.home.key, expected, found, place=place_text(job.home.files, start, stop))
 
-    def _wrap(self, cause: OSError, part: FilePart, is_write: bool) -> TransferError:
+    def _transfer_error(self, cause: OSError, part: FilePart, is_write: bool) -> TransferError:
         error = TransferError(
             f"{'write' if is_write else 'read'} failed: {explain(cause)}",
             tier=self.tier.name,
@@ -284,12 +284,12 @@ class FileEngine:
 
     # -- threads -----------------------------------------------------------------------------------------------
 
-    def link_opened(self) -> None:
+    def add_link(self) -> None:
         """Add a link that uses this engine."""
         with self._counting:
             self._num_links += 1
 
-    def link_closed(self) -> None:
+    def remove_link(self) -> None:
         """Remove a link. After the last link, run all queued parts and stop the threads."""
         with self._counting:
             self._num_links -= 1
@@ -309,7 +309,7 @@ class _FileLink:
         self.engine = engine
         self._meter = Meter()
         self._is_closed = False
-        engine.link_opened()
+        engine.add_link()
 
     @property
     def path(self) -> str:
@@ -324,7 +324,7 @@ class _FileLink:
         """Finish transfers in progress. The threads stop when the engine's last link is closed. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
-            self.engine.link_closed()
+            self.engine.remove_link()
 
 
 class FileReadLink(_FileLink):
@@ -402,18 +402,18 @@ class PosixMover:
         """Do nothing, because no file stays open."""
 
 
-_DEAD = "The drive or its connection is failing: read the kernel's log (dmesg) and check the drive"
+_DRIVE_FAILING = "The drive or its connection is failing: read the kernel's log (dmesg) and check the drive"
 _ADVICE = {
     errno.ENOSPC: "Free space on that drive",
     errno.EDQUOT: "Free space there, or raise the quota",
     errno.EROFS: "The file system became read-only, usually after the drive has failed: read the kernel's log (dmesg), "
     "repair the file system and mount it again",
-    errno.EIO: _DEAD,
-    errno.ENXIO: _DEAD,
-    errno.ENODEV: _DEAD,
-    errno.EREMOTEIO: _DEAD,
-    errno.ENOTCONN: _DEAD,
-    errno.ESTALE: _DEAD,
+    errno.EIO: _DRIVE_FAILING,
+    errno.ENXIO: _DRIVE_FAILING,
+    errno.ENODEV: _DRIVE_FAILING,
+    errno.EREMOTEIO: _DRIVE_FAILING,
+    errno.ENOTCONN: _DRIVE_FAILING,
+    errno.ESTALE: _DRIVE_FAILING,
     errno.ENOENT: "Another program removed the file while it was in use",
     errno.EACCES: "Another program changed the permissions of the file",
 }

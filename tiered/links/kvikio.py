@@ -30,7 +30,7 @@ _tuning = threading.Lock()  # kvikio's settings are global.
 _Identity = tuple[int, int, bool]  # (device, inode, whether opened for writing)
 
 #: Error numbers by error message, because kvikio reports system errors only as text.
-_ERRNO_OF = {os.strerror(number): number for number in errno.errorcode}
+_ERRNO_BY_TEXT = {os.strerror(number): number for number in errno.errorcode}
 
 
 @dataclass(slots=True)
@@ -78,11 +78,11 @@ class KvikioMover:
 
     def read(self, file: ChunkFile, offset: int, view: memoryview | torch.Tensor) -> None:
         """Fill ``view`` from the file; see ``PartMover``."""
-        self._with_fallback(file, offset, view, is_write=False)
+        self._move_or_retry(file, offset, view, is_write=False)
 
     def write(self, file: ChunkFile, offset: int, view: memoryview | torch.Tensor) -> None:
         """Write ``view`` to the file; see ``PartMover``."""
-        self._with_fallback(file, offset, view, is_write=True)
+        self._move_or_retry(file, offset, view, is_write=True)
 
     def close(self) -> None:
         """Close all files, and stop counting their bytes. Idempotent."""
@@ -95,7 +95,7 @@ class KvikioMover:
 
     # -- one part ----------------------------------------------------------------------------------------------
 
-    def _with_fallback(self, file: ChunkFile, offset: int, view: memoryview | torch.Tensor, *, is_write: bool) -> None:
+    def _move_or_retry(self, file: ChunkFile, offset: int, view: memoryview | torch.Tensor, *, is_write: bool) -> None:
         was_direct = self._tier.is_direct
         try:
             self._move(file, offset, view, is_write)
@@ -203,10 +203,10 @@ class KvikioMover:
         return TransferError(text, tier=self._tier.name, path=str(file.path), offset=offset)
 
     def _translate(self, cause: RuntimeError, file: ChunkFile, offset: int) -> OSError:
-        """Return the system error at the end of kvikio's message, or else an error with the whole message."""
+        """Return the system error that ends kvikio's message, or a ``TransferError`` with the whole message."""
         last = str(cause).rsplit(": ", 1)[-1]
-        if last in _ERRNO_OF:
-            return OSError(_ERRNO_OF[last], last, str(file.path))
+        if last in _ERRNO_BY_TEXT:
+            return OSError(_ERRNO_BY_TEXT[last], last, str(file.path))
         return self._error(f"kvikio failed: {cause}", file, offset)
 
 

@@ -112,7 +112,7 @@ class _Findings:
     def __init__(self) -> None:
         self._facts: dict[str, Any] = {}
 
-    def say(self, step: str, **facts: Any) -> None:
+    def report(self, step: str, **facts: Any) -> None:
         self._facts.update(facts)
         print(json.dumps({**self._facts, "step": step}), flush=True)
 
@@ -175,23 +175,23 @@ def _gpu_round_trip(handle: Any, cuda: ctypes.CDLL, pattern: bytes) -> str:
 
 
 def _probe(file: str, findings: _Findings) -> None:
-    findings.say("import kvikio")
+    findings.report("import kvikio")
     try:
         import kvikio
         import kvikio.cufile_driver
         import kvikio.defaults
         import kvikio.statistics
     except ModuleNotFoundError as error:
-        return findings.say("end", reason=f"the package {error.name} is not installed")
+        return findings.report("end", reason=f"the package {error.name} is not installed")
     except Exception as error:
-        return findings.say("end", reason=f"kvikio does not load: {error}")
-    findings.say("load libcuda.so.1", installed=True, version=str(kvikio.__version__))
+        return findings.report("end", reason=f"kvikio does not load: {error}")
+    findings.report("load libcuda.so.1", installed=True, version=str(kvikio.__version__))
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        return findings.say("end", reason=f"the NVIDIA driver is missing ({error})")
+        return findings.report("end", reason=f"the NVIDIA driver is missing ({error})")
     reason = ""
-    findings.say("open the driver of cuFile", libcuda=True)
+    findings.report("open the driver of cuFile", libcuda=True)
     is_open = False
     if not may_open_driver():
         reason = f"cuFile needs {' and '.join(_DRIVER_NEEDS)}, but they do not both exist"
@@ -202,7 +202,7 @@ def _probe(file: str, findings: _Findings) -> None:
         except Exception as error:
             reason = f"the driver of cuFile does not open: {error}"
     kvikio.defaults.set({"compat_mode": kvikio.CompatMode.AUTO if is_open else kvikio.CompatMode.ON})
-    findings.say("host memory", driver_opened=is_open)
+    findings.report("host memory", driver_opened=is_open)
     pattern = bytes(range(256)) * (_PROBE_BYTES // 256)
     back = bytearray(_PROBE_BYTES)
     with kvikio.statistics.SummaryMonitor() as monitor, kvikio.CuFile(file, "r+") as handle:
@@ -210,19 +210,19 @@ def _probe(file: str, findings: _Findings) -> None:
         handle.pwrite(pattern).get()
         handle.pread(back).get()
         if bytes(back) != pattern:
-            return findings.say("end", reason="kvikio read back different bytes than it wrote")
-        findings.say("GPU memory", host_bytes=_PROBE_BYTES)
+            return findings.report("end", reason="kvikio read back different bytes than it wrote")
+        findings.report("GPU memory", host_bytes=_PROBE_BYTES)
         try:
             wrong = _gpu_round_trip(handle, cuda, pattern)
         except (OSError, RuntimeError) as error:
-            return findings.say("end", reason=str(error))
+            return findings.report("end", reason=str(error))
         if wrong:
-            return findings.say("end", reason=wrong)
-        findings.say("counters", gpu_bytes=_PROBE_BYTES)
+            return findings.report("end", reason=wrong)
+        findings.report("counters", gpu_bytes=_PROBE_BYTES)
         gds_bytes = int(monitor.get().by_backend["GDS"]["bytes_transferred"])
     if not gds_bytes:
         reason = reason or "kvikio moved the bytes through host memory"
-    findings.say("end", gds_bytes=gds_bytes, reason=reason if not gds_bytes else "")
+    findings.report("end", gds_bytes=gds_bytes, reason=reason if not gds_bytes else "")
 
 
 if __name__ == "__main__":

@@ -99,12 +99,12 @@ def links_between(fast: Tier, slow: Tier, *, has_device: bool = False) -> Sequen
 
 def _check_directions(tier: Tier, neighbour: Tier, slow: Tier, links: Sequence[Link]) -> None:
     found = sorted((link.src, link.dst) for link in links)
-    wanted = {(tier.name, neighbour.name), (neighbour.name, tier.name)}
+    expected = {(tier.name, neighbour.name), (neighbour.name, tier.name)}
     text = "one link each way"
     if isinstance(slow, ReadOnlyTier) and slow.is_read_only:
-        wanted = {(src, dst) for src, dst in wanted if src == slow.name}
+        expected = {(src, dst) for src, dst in expected if src == slow.name}
         text = f"one link out of the read-only '{slow.name}'"
-    if found != sorted(wanted):
+    if found != sorted(expected):
         raise ValueError(
             f"{type(tier).__name__}.links_with must return {text} between '{tier.name}' and '{neighbour.name}', or "
             f"None; it returned {[f'{src}->{dst}' for src, dst in found]}"

@@ -131,7 +131,7 @@ class SourceLink:
                 number = cause.errno if isinstance(cause, OSError) else None
                 error = TransferError(f"block '{key}' could not be read: {cause}", tier=self.src, errno=number)
                 error.__cause__ = cause
-        if job.part_done(error):
+        if job.finish_part(error):
             self._meter.end(transfer.nbytes, moved=job.error is None)
             transfer.finish(job.error)
 
@@ -152,7 +152,7 @@ class _SourceRead:
         self._num_left = num_parts
         self._lock = threading.Lock()
 
-    def part_done(self, error: BaseException | None) -> bool:
+    def finish_part(self, error: BaseException | None) -> bool:
         """Count an ended part. Return whether it was the last one."""
         with self._lock:
             self.error = self.error or error

@@ -130,10 +130,10 @@ class DeviceOrderedLink:
         if buffer.is_idle():
             return start()
         transfer = Transfer(self.src, self.dst, nbytes, self.path)
-        self._order.submit(lambda: self._start_behind(buffer, start, transfer), urgent=not is_write)
+        self._order.submit(lambda: self._start_when_idle(buffer, start, transfer), urgent=not is_write)
         return transfer
 
-    def _start_behind(self, buffer: DeviceBuffer, start: Callable[[], Transfer], transfer: Transfer) -> None:
+    def _start_when_idle(self, buffer: DeviceBuffer, start: Callable[[], Transfer], transfer: Transfer) -> None:
         try:
             buffer.wait()
             started = start()
@@ -154,7 +154,7 @@ class DeviceOrderedLink:
         self._inner.close()
 
 
-class _AddressForCuda:
+class _CudaArrayView:
     """Host memory with the CUDA array interface. It keeps the memory alive while a tensor is created from it."""
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -188,7 +188,7 @@ def device_view(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
     if not memory.numel():
         return torch.empty(0, dtype=torch.uint8, device=device)
     if memory.is_pinned():
-        view: torch.Tensor = torch.as_tensor(_AddressForCuda(memory), device=device)
+        view: torch.Tensor = torch.as_tensor(_CudaArrayView(memory), device=device)
     else:  # torch rejects memory that is not registered with CUDA, so construct the storage directly.
         storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), device, memory.numel())
         view = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -32,7 +32,7 @@ class LinkSuite(PairSubject):
         unit = self.unit_bytes
         return [0, 1, 2, 3, 511, 513, 4095, 4096, 4097, unit - 1, unit, unit + 1, 3 * unit + 7]
 
-    def test_they_are_links(self) -> None:
+    def test_links_implement_the_protocol(self) -> None:
         with self.rig() as rig:
             for link in (rig.down, rig.up):
                 assert isinstance(link, Link), f"{type(link).__name__} does not implement tiered.Link"
@@ -41,7 +41,7 @@ class LinkSuite(PairSubject):
                 assert (usage.num_bytes, usage.busy_s, usage.inflight_bytes, usage.num_transfers) == (0, 0, 0, 0), usage
                 assert usage.path == link.path, (usage.path, link.path)
 
-    def test_bytes_of_every_size_come_back(self) -> None:
+    def test_round_trip_keeps_bytes_of_every_size(self) -> None:
         with self.rig() as rig:
             for seed, nbytes in enumerate(self._sizes()):
                 data = random_bytes(nbytes, seed)
@@ -58,7 +58,7 @@ class LinkSuite(PairSubject):
                 rig.fast.free(fast)
                 rig.slow.free(slow)
 
-    def test_the_last_write_counts(self) -> None:
+    def test_last_write_wins(self) -> None:
         with self.rig() as rig:
             nbytes = self.unit_bytes + 1
             fast, slow = rig.fast_slot(nbytes), rig.slow_slot(nbytes)
@@ -67,7 +67,7 @@ class LinkSuite(PairSubject):
                 rig.send(fast, slow)
             assert torch.equal(rig.fetch(slow, fast), random_bytes(nbytes, 3))
 
-    def test_other_slots_are_untouched(self) -> None:
+    def test_transfer_leaves_other_slots_unchanged(self) -> None:
         with self.rig() as rig:
             nbytes = 2 * self.unit_bytes + 3
             slots = [(rig.fast_slot(nbytes, f"block.{n}"), rig.slow_slot(nbytes, f"block.{n}")) for n in range(3)]
@@ -84,7 +84,7 @@ class LinkSuite(PairSubject):
                 )
                 assert torch.equal(rig.fetch(slow, fast), random_bytes(nbytes, number)), "another home was changed"
 
-    def test_many_transfers_at_once_both_ways(self) -> None:
+    def test_concurrent_transfers_in_both_directions(self) -> None:
         with self.rig() as rig:
             homes = self._stored(rig, 12)
             news = [self._filled(rig, number + 100) for number in range(12)]
@@ -116,7 +116,7 @@ class LinkSuite(PairSubject):
                 assert usage.num_transfers == len(slots) and usage.inflight_bytes == 0, usage
                 assert usage.busy_s > 0, usage
 
-    def test_submit_and_usage_wait_for_no_callback(self) -> None:
+    def test_submit_and_usage_do_not_wait_for_callbacks(self) -> None:
         """The store submits with its lock held, and callbacks of transfers take the same lock."""
         with self.rig() as rig:
             homes = self._stored(rig, 6)

@@ -42,37 +42,37 @@ class PolicySuite(ABC):
             self.make_policy().rank(tuple(candidates), now)  # A policy must accept any sequence.
 
     def test_rank_is_repeatable(self) -> None:
-        """Otherwise the number of moved bytes would depend on the number of waits."""
+        """A repeatable rank keeps the number of moved bytes independent of the number of waits."""
         policy, cases = self.make_policy(), _cases()
         first = [list(policy.rank(candidates, now)) for candidates, now in cases]
         for (candidates, now), answer in zip(cases, first, strict=True):
             assert list(policy.rank(candidates, now)) == answer, "the ranking depends on earlier calls"
             assert list(self.make_policy().rank(candidates, now)) == answer, "two policies rank differently"
 
-    def test_the_order_of_the_question_does_not_matter(self) -> None:
+    def test_rank_ignores_the_order_of_candidates(self) -> None:
         """The store passes candidates in the order of its dict, so a policy needs a rule for ties, such as the key."""
-        policy, chance = self.make_policy(), random.Random(1)
+        policy, rng = self.make_policy(), random.Random(1)
         for candidates, now in _cases():
             answer = list(policy.rank(candidates, now))
-            shuffled = chance.sample(candidates, len(candidates))
+            shuffled = rng.sample(candidates, len(candidates))
             assert list(policy.rank(shuffled, now)) == answer, (answer, shuffled)
 
 
 def _cases() -> Sequence[tuple[list[Candidate], int]]:
     """Return test cases: (candidates with many ties, current tick)."""
-    chance = random.Random(0)
+    rng = random.Random(0)
     cases = []
     for _ in range(_NUM_CASES):
-        now = chance.randrange(20)
+        now = rng.randrange(20)
         candidates = [
             Candidate(
                 key=f"block.{number}",
-                nbytes=chance.choice([0, 1, 4096, 10_000]),
-                dirty=chance.random() < 0.5,
-                last_use=chance.randrange(-1, 6),
-                next_use=chance.choice([NEVER, now + 1, now + 2, now + 50]),
+                nbytes=rng.choice([0, 1, 4096, 10_000]),
+                dirty=rng.random() < 0.5,
+                last_use=rng.randrange(-1, 6),
+                next_use=rng.choice([NEVER, now + 1, now + 2, now + 50]),
             )
-            for number in chance.sample(range(30), chance.randrange(1, 12))
+            for number in rng.sample(range(30), rng.randrange(1, 12))
         ]
         cases.append((candidates, now))
     return cases

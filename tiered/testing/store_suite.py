@@ -78,7 +78,7 @@ class StoreSuite(PairSubject):
             with store.acquire("block", fast.name, timeout_s=TIMEOUT_S) as lease:
                 assert torch.equal(lease.tensor.cpu(), random_bytes(self.unit_bytes, 1))
 
-    def test_more_than_the_fast_tier_holds_is_committed(self) -> None:
+    def test_commit_can_exceed_the_fast_tier(self) -> None:
         num_blocks = 3 * _FAST_UNITS
         with self._folder() as folder:
             with self._store(folder) as store:
@@ -115,9 +115,9 @@ class StoreSuite(PairSubject):
         fast, slow = self._tiers()
         return TieredStore([fast, slow], None, self.make_links(fast, slow), path=folder)
 
-    def _work_and_reopen(self, folder: str, chance: random.Random) -> None:
+    def _work_and_reopen(self, folder: str, rng: random.Random) -> None:
         with self._store(folder) as store:
-            work = RandomOperations(store, chance, self.unit_bytes)
+            work = RandomOperations(store, rng, self.unit_bytes)
             work.run(self.num_operations)
             committed = dict(work.contents)
             store.commit({"step": 1}).wait(TIMEOUT_S)
@@ -125,7 +125,7 @@ class StoreSuite(PairSubject):
             work.check_at_rest()
         fast, slow = self._tiers()
         with TieredStore.open(folder, [fast, slow], links=self.make_links(fast, slow)) as store:
-            work = RandomOperations(store, chance, self.unit_bytes)
+            work = RandomOperations(store, rng, self.unit_bytes)
             work.contents = committed
             found = {spec.key for spec in store.blocks()}
             assert found == set(committed), f"opened {sorted(found)}, committed {sorted(committed)}"
@@ -136,22 +136,22 @@ class StoreSuite(PairSubject):
             work.check_at_rest()
 
     def _thread(self, store: TieredStore, number: int, problems: list[str]) -> None:
-        chance = random.Random(number)
+        rng = random.Random(number)
         fast, slow = list(store.stats().tiers)
         contents: dict[str, torch.Tensor] = {}
         try:
             for step in range(50):
-                key = f"thread.{number}/{chance.randrange(4)}"
+                key = f"thread.{number}/{rng.randrange(4)}"
                 if key not in contents:
                     store.register(key, (self.unit_bytes,), torch.uint8, home=slow)
-                mode = "r" if key in contents and chance.random() < 0.5 else "w"
+                mode = "r" if key in contents and rng.random() < 0.5 else "w"
                 with store.acquire(key, fast, mode, timeout_s=TIMEOUT_S) as lease:  # type: ignore[arg-type]
                     if mode == "w":
                         contents[key] = random_bytes(self.unit_bytes, 1000 * number + step)
                         lease.tensor.copy_(contents[key])
                     elif not torch.equal(lease.tensor.cpu(), contents[key]):
                         problems.append(f"{key} differs from the last write")
-                if chance.random() < 0.3:
+                if rng.random() < 0.3:
                     store.evict(key, fast)
         except Exception as error:
             problems.append(f"thread {number}: {error!r}")
@@ -165,14 +165,14 @@ class RandomOperations:
         specs: shape and dtype of all blocks, by key.
     """
 
-    def __init__(self, store: TieredStore, chance: random.Random, unit_bytes: int) -> None:
-        self.store, self.chance, self.unit_bytes = store, chance, unit_bytes
+    def __init__(self, store: TieredStore, rng: random.Random, unit_bytes: int) -> None:
+        self.store, self.rng, self.unit_bytes = store, rng, unit_bytes
         self.contents: dict[str, torch.Tensor] = {}
         self.specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._pinned: str | None = None
         tiers = store.stats().tiers
         self.fast, self.slow = list(tiers)
-        self._in = [name for name in tiers if store.tier(name).device is not None]
+        self._addressable = [name for name in tiers if store.tier(name).device is not None]
 
     def run(self, num_operations: int, *, commits: bool = True) -> None:
         """Run ``num_operations`` random operations, and check the ledgers after each."""
@@ -182,11 +182,11 @@ class RandomOperations:
         for _ in range(num_operations):
             if not self.specs:
                 self.register()
-            act = self.chance.choice(acts)
+            act = self.rng.choice(acts)
             if act in (self.register, self.commit):
                 act()
             else:
-                act(self.chance.choice(sorted(self.specs)))  # type: ignore[call-arg]
+                act(self.rng.choice(sorted(self.specs)))  # type: ignore[call-arg]
             for name, tier in self.store.stats().tiers.items():
                 assert 0 <= tier.used_bytes <= tier.high_water_bytes <= tier.capacity_bytes, (name, tier)
 
@@ -204,20 +204,20 @@ class RandomOperations:
     # -- operations --------------------------------------------------------------------------------------------
 
     def register(self) -> None:
-        key = f"group.{self.chance.randrange(3)}/block.{self.chance.randrange(6)}"
+        key = f"group.{self.rng.randrange(3)}/block.{self.rng.randrange(6)}"
         if key in self.specs:
             return
-        dtype = self.chance.choice(_DTYPES)
-        num_elements = self.chance.choice([0, 1, 7, 1000, self.unit_bytes // 8, self.unit_bytes // 4])
-        shape = self.chance.choice([(num_elements,), (2, num_elements)])
+        dtype = self.rng.choice(_DTYPES)
+        num_elements = self.rng.choice([0, 1, 7, 1000, self.unit_bytes // 8, self.unit_bytes // 4])
+        shape = self.rng.choice([(num_elements,), (2, num_elements)])
         num_at_fast = sum(spec.home == self.fast for spec in self.store.blocks())
-        home = self.fast if num_at_fast == 0 and self.chance.random() < 0.3 else self.slow
+        home = self.fast if num_at_fast == 0 and self.rng.random() < 0.3 else self.slow
         self.store.register(key, shape, dtype, home=home)
         self.specs[key] = (shape, dtype)
 
     def write(self, key: str) -> None:
         shape, dtype = self.specs[key]
-        data = random_bytes(torch.Size(shape).numel() * dtype.itemsize, self.chance.randrange(1 << 30))
+        data = random_bytes(torch.Size(shape).numel() * dtype.itemsize, self.rng.randrange(1 << 30))
         with self.store.acquire(key, self._tier_for(key), "w", timeout_s=TIMEOUT_S) as lease:
             assert (tuple(lease.tensor.shape), lease.tensor.dtype) == (shape, dtype), (key, lease.tensor.shape)
             byte_view(lease.tensor).copy_(data)
@@ -243,7 +243,7 @@ class RandomOperations:
     def evict(self, key: str) -> None:
         if key != self._pinned:
             transfer = self.store.evict(key, self.fast)
-            if self.chance.random() < 0.5:
+            if self.rng.random() < 0.5:
                 transfer.wait(TIMEOUT_S)
 
     def prefetch(self, key: str) -> None:
@@ -275,4 +275,4 @@ class RandomOperations:
     def _tier_for(self, key: str) -> str:
         """Return a tier for a lease: usually the fast tier, sometimes an addressable home."""
         home = next(spec.home for spec in self.store.blocks() if spec.key == key)
-        return home if home in self._in and self.chance.random() < 0.3 else self.fast
+        return home if home in self._addressable and self.rng.random() < 0.3 else self.fast

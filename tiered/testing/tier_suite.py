@@ -86,32 +86,32 @@ class TierSuite(TierSubject):
 
     def test_requests_within_the_free_bytes_are_granted(self) -> None:
         """The store evicts until enough bytes are free, and then relies on the allocation to succeed."""
-        chance = random.Random(0)
+        rng = random.Random(0)
         with self._tier() as tier:
             held: list[Slot] = []
             for step in range(120):
                 usage = tier.usage()
                 rest = min(usage.free_bytes, 3 * self.unit_bytes)
-                nbytes = chance.choice([*self._sizes(tier), chance.randrange(3 * self.unit_bytes), rest, rest])
+                nbytes = rng.choice([*self._sizes(tier), rng.randrange(3 * self.unit_bytes), rest, rest])
                 slot = tier.allocate(nbytes, name=f"block.{step}", home=not self.takes_copies)
                 fits = tier.slot_bytes(nbytes) <= usage.free_bytes
                 assert (slot is not None) == fits, f"{nbytes} bytes, slot {tier.slot_bytes(nbytes)}, {usage}"
                 if slot is not None:
                     held.append(slot)
-                while held and (slot is None or chance.random() < 0.4):
-                    tier.free(held.pop(chance.randrange(len(held))))
+                while held and (slot is None or rng.random() < 0.4):
+                    tier.free(held.pop(rng.randrange(len(held))))
                     slot = held[0] if held else None
                 expected = sum(slot.slot_bytes for slot in held)
                 assert tier.usage().used_bytes == expected <= tier.capacity_bytes, (tier.usage(), expected)
 
-    def test_a_slot_is_freed_once(self) -> None:
+    def test_freeing_a_slot_twice_raises(self) -> None:
         with self._tier() as tier:
             kept, slot = self.allocate(tier, self.unit_bytes, "kept"), self.allocate(tier, self.unit_bytes, "gone")
             tier.free(slot)
             assert raised_by(lambda: tier.free(slot)) is not None, "a slot was freed twice without an error"
             assert tier.usage().used_bytes == kept.slot_bytes, tier.usage()
 
-    def test_a_name_can_come_back(self) -> None:
+    def test_freed_names_can_be_reused(self) -> None:
         with self._tier() as tier:
             for nbytes in (self.unit_bytes, 1, 2 * self.unit_bytes):
                 slot = self.allocate(tier, nbytes, "model.layers.0/self_attn.q-proj_weight")
@@ -140,7 +140,7 @@ class TierSuite(TierSubject):
             assert tier.usage().used_bytes == 0, tier.usage()
             self.allocate(tier, self.unit_bytes, "again")
 
-    def test_a_refusing_machine_is_not_a_full_ledger(self) -> None:
+    def test_lack_of_machine_memory_raises_transfer_error(self) -> None:
         with self._tier() as tier:
             with self.refusing(tier):
                 error = raised_by(lambda: tier.allocate(self.unit_bytes, name="block", home=not self.takes_copies))
@@ -187,7 +187,7 @@ class TierSuite(TierSubject):
                 found = tier.tensor(slot, (slot.nbytes,), torch.uint8)
                 assert torch.equal(found.cpu(), expected), f"another slot changed the slot of {slot.nbytes} bytes"
 
-    def test_a_tensor_may_be_smaller_than_the_slot_and_never_larger(self) -> None:
+    def test_tensor_cannot_exceed_the_slot(self) -> None:
         with self._tier() as tier:
             if tier.device is None:
                 return
@@ -214,7 +214,7 @@ class TierSuite(TierSubject):
             tier.free(slot)  # A lease can outlive the store.
         tier.close()
 
-    def test_threads_share_it(self) -> None:
+    def test_concurrent_threads_keep_the_ledger_exact(self) -> None:
         """Threads do not exceed the capacity or change each other's slots. At the end, the ledger is empty."""
         problems: list[str] = []
         with self._tier() as tier:
@@ -230,23 +230,23 @@ class TierSuite(TierSubject):
             assert tier.usage().used_bytes == 0, tier.usage()
 
     def _work(self, tier: Tier, number: int, problems: list[str]) -> None:
-        chance = random.Random(number)
+        rng = random.Random(number)
         held: list[tuple[Slot, int]] = []
         try:
             for step in range(60):
-                nbytes = chance.choice([100, self.unit_bytes // 2, self.unit_bytes, 2 * self.unit_bytes])
+                nbytes = rng.choice([100, self.unit_bytes // 2, self.unit_bytes, 2 * self.unit_bytes])
                 slot = tier.allocate(nbytes, name=f"thread.{number}/{step}", home=not self.takes_copies)
                 if slot is not None:
-                    held.append((slot, chance.randrange(256)))
+                    held.append((slot, rng.randrange(256)))
                     self._fill(tier, *held[-1])
-                if slot is None or chance.random() < 0.5:
-                    self._check_and_free(tier, held, chance, problems)
+                if slot is None or rng.random() < 0.5:
+                    self._check_and_free(tier, held, rng, problems)
                 usage = tier.usage()
                 mine = sum(slot.slot_bytes for slot, _ in held)
                 if not mine <= usage.used_bytes <= usage.high_water_bytes <= tier.capacity_bytes:
                     problems.append(f"thread {number} holds {mine} bytes, {usage}")
             while held:
-                self._check_and_free(tier, held, chance, problems)
+                self._check_and_free(tier, held, rng, problems)
         except Exception as error:
             problems.append(f"thread {number}: {error!r}")
 
@@ -256,10 +256,10 @@ class TierSuite(TierSubject):
             tier.tensor(slot, (slot.nbytes,), torch.uint8).fill_(value)
 
     @staticmethod
-    def _check_and_free(tier: Tier, held: list[tuple[Slot, int]], chance: random.Random, problems: list[str]) -> None:
+    def _check_and_free(tier: Tier, held: list[tuple[Slot, int]], rng: random.Random, problems: list[str]) -> None:
         if not held:
             return
-        slot, value = held.pop(chance.randrange(len(held)))
+        slot, value = held.pop(rng.randrange(len(held)))
         if tier.device is not None and not bool((tier.tensor(slot, (slot.nbytes,), torch.uint8) == value).all()):
             problems.append(f"a slot of {slot.nbytes} bytes was changed by another thread")
         tier.free(slot)

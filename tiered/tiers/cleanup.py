@@ -146,7 +146,7 @@ def remove_orphan(orphan: Orphan) -> Orphan:
     lock = lock_directory(orphan.path.parent.parent)
     try:
         owner = read_owner(orphan.path)
-        if owner is not None and not _is_known(orphan.generation, owner):
+        if owner is not None and not _is_listed(orphan.generation, owner):
             remove_snapshot_folder(orphan.path)
     finally:
         lock.release()
@@ -157,7 +157,7 @@ def _find(path: Path) -> list[Orphan]:
     found: list[tuple[int, Path, Owner]] = []
     for number, folder in snapshot_folders([path]):
         owner = read_owner(folder)
-        if owner is not None and owner.id and not _is_known(number, owner):
+        if owner is not None and owner.id and not _is_listed(number, owner):
             found.append((number, folder, owner))
     num_links = Counter(status.st_ino for _, folder, _ in found for status in _chunk_files(folder))
     counted: set[int] = set()
@@ -173,7 +173,7 @@ def _find(path: Path) -> list[Orphan]:
     return orphans
 
 
-def _is_known(number: int, owner: Owner) -> bool:
+def _is_listed(number: int, owner: Owner) -> bool:
     """Return whether the store lists the generation, or is in use and may soon list the generation."""
     directory = Path(owner.path)
     if read_store_id(directory) != owner.id:

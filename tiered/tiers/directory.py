@@ -25,7 +25,7 @@ from tiered.units import PAGE_BYTES, format_size, is_number
 STORE_NAME = "STORE.json"
 _LATEST_NAME = "latest"  # same as LATEST_NAME in tiered.durable.zarr_folder
 _OWN_FOLDERS = ("live", "snap", ".pool")
-_BEFORE_MEMBERS = b', "consolidated_metadata": '
+_MEMBERS_PREFIX = b', "consolidated_metadata": '
 _UNFINISHED_DOCUMENT = Path(DOCUMENT_NAME).with_suffix(".tmp").name  # A crash during the first write leaves this file.
 
 
@@ -47,7 +47,7 @@ def check_claimable(path: Path) -> None:
 
 
 def refuse_links(path: Path, patterns: Sequence[str] = ("*",)) -> None:
-    """Refuse a directory that has symbolic links with names of our files, because writes would follow the links.
+    """Refuse a directory that has symbolic links with names of a tier's files, because writes would follow the links.
 
     An untrusted folder can contain such links. Users keep checkpoints on other drives through links to folders, so
     links to folders are allowed, except with the names of a tier's folders.
@@ -364,7 +364,7 @@ def read_own_attributes(folder: Path) -> dict[str, Any] | None:
     """
     try:
         content = read_document_file(folder / DOCUMENT_NAME)
-        head, found, _ = content.partition(_BEFORE_MEMBERS)
+        head, found, _ = content.partition(_MEMBERS_PREFIX)
         own = own_attributes(json.loads(head + b"}")) if found else None
         return own_attributes(json.loads(content)) if own is None else own
     except (OSError, ValueError, RecursionError):

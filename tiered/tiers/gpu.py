@@ -116,7 +116,7 @@ class GpuTier:
         self.name = name
         self.capacity_bytes = capacity_bytes
         self.alignment_bytes = alignment_bytes
-        self._device = _numbered(torch.device(device))
+        self._device = _with_index(torch.device(device))
         self.device: torch.device | None = self._device
         self.durable = False
         self.num_drops = 0
@@ -243,7 +243,7 @@ class GpuTier:
         self._pool.close()
 
 
-def _numbered(device: torch.device) -> torch.device:
+def _with_index(device: torch.device) -> torch.device:
     """Add the index to a device. "cuda" without an index means the calling thread's current device.
 
     Before CUDA is initialized, the current device is always the first one.

@@ -75,26 +75,26 @@ class FullDrives:
         if self._is_giving_up.wait(RETRY_S):
             raise cause
 
-    def retry(self, path: str, need_bytes: int, act: Callable[[], Result]) -> Result:
-        """Call ``act`` and return its result. While the drive is full, wait and call ``act`` again.
+    def retry(self, path: str, need_bytes: int, operation: Callable[[], Result]) -> Result:
+        """Call ``operation`` and return its result. While the drive is full, wait and call ``operation`` again.
 
         Args:
-            act: function that leaves no files behind when it fails.
+            operation: function that leaves no files behind when it fails.
 
         Raises:
             OSError: the function failed for another reason, or waiting is disabled.
         """
         while True:
             try:
-                result = act()
+                result = operation()
             except OSError as error:
                 self.wait(path, need_bytes, error)
             else:
-                self.wrote(path)
+                self.mark_writable(path)
                 return result
 
-    def wrote(self, path: str) -> None:
-        """Note that a write succeeded. If the path was full, notify the user."""
+    def mark_writable(self, path: str) -> None:
+        """Record a successful write. If the path was full, notify the user."""
         if path not in self._full_paths:
             return
         with self._lock:

@@ -161,20 +161,20 @@ class ArrayKeys:
             raise ValueError(f"'{key}' cannot name files: no segment may be empty, '.', '..' or '{DOCUMENT_NAME}'")
         if key in self._keys:
             raise ValueError(f"tier '{self._tier}' already has a slot for '{key}'")
-        inside = next((group for group in _groups_of(key) if group in self._keys), None)
+        inside = next((group for group in _parent_groups(key) if group in self._keys), None)
         if inside is not None or self._groups[key]:
             raise ValueError(f"'{key}': a block cannot be inside another block ('{inside or key + '/...'}')")
 
     def add(self, key: str) -> None:
         self._keys.add(key)
-        self._groups.update(_groups_of(key))
+        self._groups.update(_parent_groups(key))
 
     def remove(self, key: str) -> None:
         self._keys.remove(key)
-        self._groups.subtract(_groups_of(key))
+        self._groups.subtract(_parent_groups(key))
 
 
-def _groups_of(key: str) -> list[str]:
+def _parent_groups(key: str) -> list[str]:
     """Return all parent groups of a key: ``a`` and ``a/b`` for ``a/b/c``."""
     segments = key.split("/")
     return ["/".join(segments[:end]) for end in range(1, len(segments))]
@@ -232,13 +232,13 @@ def parts_of(files: Sequence[ChunkFile], start: int, stop: int) -> Iterator[tupl
             yield file.path, first - file.offset, last - file.offset, first
 
 
-def place_of(files: Sequence[ChunkFile], start: int, stop: int) -> str:
+def place_text(files: Sequence[ChunkFile], start: int, stop: int) -> str:
     """Describe the files and byte ranges that hold bytes ``start`` to ``stop`` of a block, for a message."""
     parts = parts_of(files, start, stop)
     return ", ".join(f"'{os.path.realpath(path)}' bytes {first} to {last}" for path, first, last, _ in parts)
 
 
-def no_files_error(error: OSError, tier: str, path: str, key: str, nbytes: int) -> TransferError:
+def allocation_error(error: OSError, tier: str, path: str, key: str, nbytes: int) -> TransferError:
     """Return the error for failing to create a new block's files. ``path`` is used if ``error`` names no file."""
     return TransferError(
         f"no files for {format_size(nbytes)} of block '{key}': {error.strerror}. Free space on the drive, "

@@ -16,7 +16,7 @@ from tiered.file_io import flush_contents, folder_clashes, open_direct, sync_pat
 from tiered.tiers.base import Ledger, Slot, TierUsage
 from tiered.tiers.directory import open_directories, write_document
 from tiered.tiers.health import FullDrives, OnFull, PathMeter, count_writes
-from tiered.tiers.layout import ArrayKeys, ChunkFile, HomeFiles, array_document, files_of, no_files_error
+from tiered.tiers.layout import ArrayKeys, ChunkFile, HomeFiles, allocation_error, array_document, files_of
 from tiered.tiers.snapshots import Snapshots
 from tiered.tiers.stripe import check_rates, plan_chunks
 from tiered.units import PAGE_BYTES
@@ -166,7 +166,7 @@ class NvmeTier:
             except BaseException as error:
                 self._ledger.give(plan.slot_bytes)
                 if isinstance(error, OSError):
-                    raise no_files_error(error, self.name, self.paths[0], name, plan.slot_bytes) from error
+                    raise allocation_error(error, self.name, self.paths[0], name, plan.slot_bytes) from error
                 raise
             self._slots[name] = slot
             self._keys.add(name)
@@ -228,7 +228,7 @@ class NvmeTier:
             if os.fstat(fd).st_nlink == 1:
                 return fd
             os.close(fd)
-            self.snapshots.before_write(file)
+            self.snapshots.replace_if_linked(file)
             return self._open(file.path, os.O_RDWR)
 
     def stop_direct_io(self) -> None:

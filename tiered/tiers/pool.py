@@ -46,7 +46,7 @@ class SlabPool(Generic[Buffer]):
         self._lock = threading.RLock()  # Reentrant, because ``make`` may read ``free_bytes``.
         self._pooled: dict[int, list[Buffer]] = {}  # by size, oldest first
         self._num_made = Counter[int]()  # number of existing buffers, by size
-        self._kept: Mapping[int, int] = {}
+        self._requested: Mapping[int, int] = {}
         self._is_closed = False
 
     def keep(self, counts: Mapping[int, int]) -> None:
@@ -59,7 +59,7 @@ class SlabPool(Generic[Buffer]):
         """
         with self._lock:
             assert not self._is_closed, "pool used after close"
-            self._kept = dict(counts)
+            self._requested = dict(counts)
             for nbytes, count in counts.items():
                 while self._num_made[nbytes] < count and self._available_bytes() >= nbytes:
                     self._drop_pooled(nbytes)
@@ -81,8 +81,8 @@ class SlabPool(Generic[Buffer]):
         with self._lock:
             if self._pooled.get(nbytes):
                 return True
-            if self._kept.get(nbytes, 0) or not self._kept:
-                has_all = bool(self._kept) and self._num_made[nbytes] >= self._kept[nbytes]
+            if self._requested.get(nbytes, 0) or not self._requested:
+                has_all = bool(self._requested) and self._num_made[nbytes] >= self._requested[nbytes]
                 return not has_all and self._available_bytes() >= nbytes
             return self.free_bytes >= nbytes
 
@@ -94,7 +94,7 @@ class SlabPool(Generic[Buffer]):
         with self._lock:
             assert not self._is_closed, "pool used after close"
             same_size = self._pooled.get(nbytes)
-            position = self._next_of(same_size) if same_size else 0  # Can raise, so call it before charging
+            position = self._next_position(same_size) if same_size else 0  # Call before charging: it can raise.
             if not self._ledger.take(nbytes):  # Charge under the lock, so that no other caller takes the space.
                 return None
             if same_size:
@@ -137,7 +137,7 @@ class SlabPool(Generic[Buffer]):
             self._is_closed = True
             self._drop_pooled(everything=True)
 
-    def _next_of(self, same_size: list[Buffer]) -> int:
+    def _next_position(self, same_size: list[Buffer]) -> int:
         if self._is_idle is None:
             return -1
         return next((n for n, buffer in enumerate(same_size) if self._is_idle(buffer)), 0)
@@ -150,7 +150,7 @@ class SlabPool(Generic[Buffer]):
 
     def _num_surplus(self, nbytes: int) -> int:
         """Return the number of pooled buffers of a size that exceed the request of ``keep``."""
-        return min(len(self._pooled[nbytes]), max(0, self._num_made[nbytes] - self._kept.get(nbytes, 0)))
+        return min(len(self._pooled[nbytes]), max(0, self._num_made[nbytes] - self._requested.get(nbytes, 0)))
 
     def _available_bytes(self) -> int:
         return self.free_bytes + sum(nbytes * self._num_surplus(nbytes) for nbytes in self._pooled)

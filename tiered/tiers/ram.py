@@ -32,8 +32,8 @@ _MADV_DONTNEED = 4
 _MADV_HUGEPAGE = 14
 _MADV_DONTFORK = 10
 _MADV_POPULATE_WRITE = 23  # Since Linux 5.14; older kernels return EINVAL.
-_POPULATE_BYTES = 256 * MiB  # bytes that one task of a thread makes resident
-_MOST_POPULATING_THREADS = 8
+_POPULATE_BYTES = 256 * MiB  # bytes that a thread makes resident per task
+_MAX_POPULATE_THREADS = 8
 _THP_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MEMORY = Path("/proc/meminfo")
 _GROWTH_S = 2.0  # If a virtual machine does not grow for this long, it has no more memory.
@@ -44,7 +44,7 @@ _MPOL_PREFERRED = 1
 _PROT_NONE = 0
 _MAP_FIXED_NOREPLACE = 0x100000
 _MREMAP_FLAGS = 1 | 2 | 4  # MAYMOVE, FIXED, DONTUNMAP (Linux 5.7). The source addresses stay reserved.
-_MOST_UNITS = 1 << 13  # Each unit of pages can become a mapping, and a process can have 65,530 mappings.
+_MAX_UNITS = 1 << 13  # Each unit of pages can become a mapping, and a process can have 65,530 mappings.
 
 
 @functools.cache
@@ -100,7 +100,7 @@ def _address_of(array: np.ndarray[Any, Any]) -> int:
 #: Mappings of slabs. A forked child does not inherit their pages; see decision 0088.
 _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 #: Mappings that may have a hole. They are never unmapped, because another mapping may use the hole's addresses.
-_with_holes: list[mmap.mmap] = []
+_mappings_with_holes: list[mmap.mmap] = []
 
 
 def _reserve_addresses_in_child() -> None:
@@ -119,16 +119,16 @@ def _reserve_addresses_in_child() -> None:
 os.register_at_fork(after_in_child=_reserve_addresses_in_child)
 
 
-def _memory_of_machine() -> int:
+def _managed_ram_kb() -> int:
     """Return the kilobytes of RAM that the kernel manages now. A virtual machine may start with less than its RAM."""
     found = re.search(r"^MemTotal:\s+(\d+)", _MEMORY.read_text(encoding="ascii"), re.MULTILINE)
     return int(found[1]) if found else 0
 
 
-def _machine_grows(beyond: int) -> bool:
-    """Wait until the kernel manages more than ``beyond`` kilobytes of RAM; return False after ``_GROWTH_S``."""
+def _has_ram_grown(old_kb: int) -> bool:
+    """Wait until the kernel manages more than ``old_kb`` kilobytes of RAM; return False after ``_GROWTH_S``."""
     deadline_s = time.monotonic() + _GROWTH_S
-    while (has_grown := _memory_of_machine() > beyond) is False and time.monotonic() < deadline_s:
+    while (has_grown := _managed_ram_kb() > old_kb) is False and time.monotonic() < deadline_s:
         time.sleep(_GROWTH_S / 20)
     return has_grown
 
@@ -164,15 +164,15 @@ class SparePages:
     A forked child does not inherit the pages, so in the child this object does nothing.
 
     Args:
-        most_bytes: maximum bytes to keep. Determines how many pages move together.
+        max_bytes: maximum bytes to keep. Determines how many pages move together.
 
     Attributes:
         moved_bytes: bytes moved to slabs so far.
     """
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.moved_bytes = 0
-        self._unit = _HUGE_PAGE_BYTES * max(1, -(-most_bytes // (_MOST_UNITS * _HUGE_PAGE_BYTES)))
+        self._unit = _HUGE_PAGE_BYTES * max(1, -(-max_bytes // (_MAX_UNITS * _HUGE_PAGE_BYTES)))
         self._units: list[tuple[mmap.mmap, int]] = []  # (mapping, address); a mapping is freed with its last unit
         self._lock = threading.Lock()
         self._is_closed = not _pages_can_move()
@@ -212,11 +212,11 @@ class SparePages:
                 self.moved_bytes += self._unit
         return True
 
-    def trim(self, most_bytes: int, *, next_bytes: int = 0) -> None:
-        """Return pages to the system until at most ``most_bytes`` are kept, plus ``next_bytes`` for a new range."""
-        most_bytes = max(0, most_bytes) + next_bytes // self._unit * self._unit
+    def trim(self, max_bytes: int, *, next_bytes: int = 0) -> None:
+        """Return pages to the system until at most ``max_bytes`` are kept, plus ``next_bytes`` for a new range."""
+        max_bytes = max(0, max_bytes) + next_bytes // self._unit * self._unit
         with self._lock:
-            while self.nbytes > most_bytes:
+            while self.nbytes > max_bytes:
                 _mapping, address = self._units.pop(0)
                 _advise(address, self._unit, _MADV_DONTNEED)
 
@@ -289,7 +289,7 @@ class HostSlab:
             _prefer_node(self.address, self.nbytes, node)
         start_s = time.perf_counter()
         if self._spare is not None and wants_huge and not self._spare.fill(self.address, self.nbytes):
-            _with_holes.append(self._map)
+            _mappings_with_holes.append(self._map)
             raise OSError(errno.ENOMEM, "pages of a closed slab could not be moved")
         self._populate()
         self.populate_s = time.perf_counter() - start_s
@@ -297,7 +297,7 @@ class HostSlab:
     def _populate(self) -> None:
         """Make all bytes resident, with several threads because one thread uses little of the memory bandwidth."""
         starts = range(0, self.nbytes, _POPULATE_BYTES)
-        num_threads = 1 if len(starts) == 1 else min(_MOST_POPULATING_THREADS, len(os.sched_getaffinity(0)))
+        num_threads = 1 if len(starts) == 1 else min(_MAX_POPULATE_THREADS, len(os.sched_getaffinity(0)))
         if num_threads == 1:
             errors = [self._populate_part(start) for start in starts]
         else:
@@ -317,8 +317,8 @@ class HostSlab:
             if error != errno.ENOMEM:
                 return error
             if before is not None:
-                self._is_refused |= not _machine_grows(before)
-            before = _memory_of_machine()
+                self._is_refused |= not _has_ram_grown(before)
+            before = _managed_ram_kb()
         return errno.ENOMEM
 
     @property

@@ -1,7 +1,7 @@
 """Snapshots of a tier's files: committed generations, stored as hard links without copies.
 
 ``snap/<generation>/<key>/`` mirrors ``live/<key>/``. A hard link freezes a file, because a file with several links is
-never written (``Snapshots.before_write``). So a snapshot needs no journal and no copy.
+never written (``Snapshots.replace_if_linked``). So a snapshot needs no journal and no copy.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Snapshots:
         try:
             make_groups(first, home.key)
             for file in home.files:
-                self._place(file)
+                self._create_file(file)
             self._link_to_first_path(home.files, "live", home.key)
         except BaseException:
             self.remove_files(home)
@@ -96,15 +96,15 @@ class Snapshots:
 
     def remove_files(self, home: HomeFiles) -> None:
         """Remove a slot's files and folders from ``live/``. Files that no snapshot links are kept for reuse."""
-        self._give_up(home)
+        self._detach_files(home)
         for directory in self._directories:
             remove_array(directory.live, home.key)
 
-    def before_write(self, file: ChunkFile) -> None:
+    def replace_if_linked(self, file: ChunkFile) -> None:
         """If a snapshot links a file, replace it with another file of that name. The snapshot keeps the old file."""
         self.nbytes += file.nbytes
         try:
-            self._place(file)
+            self._create_file(file)
         except BaseException:
             self.nbytes -= file.nbytes  # The live file was not replaced.
             raise
@@ -119,7 +119,7 @@ class Snapshots:
             if not max(self._directories, key=TierDirectory.largest_pooled).drop_largest():
                 return
 
-    def _place(self, file: ChunkFile) -> None:
+    def _create_file(self, file: ChunkFile) -> None:
         """Replace ``file.path`` with a kept or new file of the right size."""
         directory = self._directories[file.path_index]
         file.path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ class Snapshots:
             self.trim_pools()
             directory.create(file.nbytes, file.path)
 
-    def _give_up(self, home: HomeFiles) -> None:
+    def _detach_files(self, home: HomeFiles) -> None:
         """Remove a slot's files, and the symbolic links to them, from ``live/``. The folders stay."""
         for file in home.files:
             if file.path_index != 0:
@@ -276,7 +276,7 @@ class Snapshots:
             # Change the slot before the files on disk, so that freeing the slot undoes a partial adoption.
             self._resize(slot, source.nbytes)
             slot.resource = adopted = HomeFiles(own.key, source.chunk_bytes, self._in_tree(source, "live"))
-            self._give_up(own)
+            self._detach_files(own)
             make_groups(live, own.key)
             _link(source.files, adopted.files)
             self.nbytes -= adopted.nbytes  # The files are live again, not only in snapshots.
