@@ -6,7 +6,7 @@ One pass over the model takes these steps:
 2. Each micro-batch's forward starts in a greenlet and runs Hugging Face's own code until it calls a unit. The stub
   passes the call to the engine and suspends the forward (`suspend.py`).
 3. When all micro-batches wait at the same unit, `UnitVisit.forward` leases and binds the weights, runs the unit for
-  each micro-batch and releases the weights. `Trunk.run` resumes the forwards with the results.
+  each micro-batch and releases the weights. `run_in_lockstep` resumes the forwards.
 4. The forwards end at the cut before the head. `ChunkedHead` computes a few rows of logits at a time, and returns the
    gradients of the trunk's outputs (`head/`).
 5. One `torch.autograd.backward` over the model's own graph reaches the visits in reverse. `UnitVisit.backward` leases

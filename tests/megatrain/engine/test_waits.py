@@ -13,6 +13,7 @@ import torch
 from fakes.waits import counted_waits
 from megatrain.config import load_config
 from megatrain.converters.spec import build_graph
+from megatrain.engine import micro_batches as inputs
 from megatrain.engine.device import host_io
 from megatrain.engine.tape import gradients, leased
 from megatrain.engine.unit import weight_gradients
@@ -32,7 +33,7 @@ BATCHES = {"padded": padded_batches, "packed": packed_batches}
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the engine act on the CPU as on a GPU: norms stay tensors, and host copies answer value reads."""
-    for module in (host_io, weight_gradients):
+    for module in (inputs, weight_gradients):
         monkeypatch.setattr(module, "reads_sync_host", lambda device: True)
     monkeypatch.setattr(gradients, "SquaredNorm", NormOnDevice)
 
@@ -76,12 +77,12 @@ def test_answers_of_the_host_change_no_bit(batches: str, monkeypatch: pytest.Mon
         expected = plain.forward_backward(micro_batches)
     num_looks = waits["_local_scalar_dense"] + waits["tolist"] - 1  # the last one reads the loss
     assert len(micro_batches) <= num_looks <= 4 * len(micro_batches), "the plain run reads masks"
-    monkeypatch.setattr(host_io, "reads_sync_host", lambda device: True)
+    monkeypatch.setattr(inputs, "reads_sync_host", lambda device: True)
     mirrored = runner_of(config)
     assert mirrored.forward_backward(micro_batches) == expected
     assert mirrored._micro_batches.mirror is not None
     assert mirrored._micro_batches.mirror.num_answers == num_looks
-    left, right = plain._access.finish(), mirrored._access.finish()  # type: ignore[attr-defined]
+    left, right = plain.visits.access.finish(), mirrored.visits.access.finish()  # type: ignore[attr-defined]
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
