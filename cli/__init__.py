@@ -1,1 +1,1 @@
-"""The command megatrain-tier. Installed as megatrain_tier_cli."""
+"""The command ``megatrain-tier``, installed as the package ``megatrain_tier_cli``."""

@@ -2,7 +2,7 @@
 
 
 def run() -> None:
-    """Run the command line. An interrupt during the imports ends it without a traceback."""
+    """Run the command line. If the user interrupts the imports, exit without a traceback."""
     try:
         from .main import main
 

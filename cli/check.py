@@ -12,7 +12,7 @@ import click
 
 from .main import EXIT_CONFIG, EXIT_DATA, EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED
 from .options import ConfigSource, config_options, json_option
-from .terminal import Spinner, without_collector, wrap_words
+from .terminal import Spinner, without_garbage_collection, wrap_words
 
 if TYPE_CHECKING:
     from megatrain.training.check_result import CheckResult
@@ -42,17 +42,17 @@ def command(source: ConfigSource, as_json: bool, skip_weights: bool) -> int:
     """
     findings = []
     with Spinner("importing torch", is_shown=not as_json) as spinner:
-        with without_collector():
+        with without_garbage_collection():
             from megatrain.training.run_check import check_run
 
-        def say(what: str) -> None:
-            spinner.say(f"checking the {what}")
+        def show_stage(what: str) -> None:
+            spinner.show_activity(f"checking the {what}")
             # Models and plans create many permanent objects, so collecting garbage is useless. Rows need collections.
             (gc.disable if what in ("model", "plan") else gc.enable)()
 
-        with without_collector():
+        with without_garbage_collection():
             for finding in check_run(
-                source.path, source.extra_files, source.overrides, say, reads_weights=not skip_weights
+                source.path, source.extra_files, source.overrides, show_stage, reads_weights=not skip_weights
             ):
                 findings.append(finding)
                 if not as_json:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _RunOrUrl(click.Path):
-    """The folder of a run as a path, or the URL of its copies as text."""
+    """Click type of an argument that is a run's folder (a path) or the URL of its copies (text)."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value if isinstance(value, str) and "://" in value else super().convert(value, param, ctx)
@@ -87,7 +87,7 @@ def verify_command(run: Path | str, step: int | None, as_json: bool) -> int:
             click.echo("\r\x1b[K", nl=False, err=True)
         if not as_json:
             count = "sound" if not problems else "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-            click.echo(f"{_name(info)} (generation {info.number}): {count}")
+            click.echo(f"{_format_name(info)} (generation {info.number}): {count}")
             for problem in problems:
                 click.echo(f"  {problem}")
             if info.note is not None:
@@ -134,15 +134,15 @@ def remove_command(
     if (step is not None) + (generation is not None) + remove_all != 1:
         raise RunFailedError("choose one option: --step N, --generation N or --all", EXIT_CONFIG)
     check_not_in_use(checkpoints_folder(run))
-    infos = _chosen(run, step, generation)
-    if infos and not yes and not confirm(f"Remove {', '.join(map(_name, infos))}?", as_json=as_json):
+    infos = _select_checkpoints(run, step, generation)
+    if infos and not yes and not confirm(f"Remove {', '.join(map(_format_name, infos))}?", as_json=as_json):
         raise RunFailedError("nothing was removed. Add --yes to remove without asking", EXIT_CONFIG)
     if not remove_all:
         _check_one_remains(run, infos)
     for info in infos:
         remove_checkpoint(run, info, force=remove_all)
         if not as_json:
-            click.echo(f"removed {_name(info)} (generation {info.number})")
+            click.echo(f"removed {_format_name(info)} (generation {info.number})")
     if as_json:
         click.echo(json.dumps({"removed": [_fields(info) for info in infos]}))
     elif not infos:
@@ -167,7 +167,7 @@ def _fields(info: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _chosen(run: Path, step: int | None, generation: int | None) -> list[Checkpoint]:
+def _select_checkpoints(run: Path, step: int | None, generation: int | None) -> list[Checkpoint]:
     """Return the checkpoints to remove. If ``step`` and ``generation`` are None, return all checkpoints."""
     from megatrain.checkpoint.catalog import find_checkpoint, list_checkpoints
 
@@ -192,11 +192,11 @@ def _check_one_remains(run: Path, chosen: list[Checkpoint]) -> None:
 
     usable = [info for info in list_checkpoints(run) if info.problem is None]
     if len(usable) > 1 and all(info in chosen for info in usable):
-        names = ", ".join(map(_name, usable))
+        names = ", ".join(map(_format_name, usable))
         raise RunFailedError(f"no other checkpoint in '{run}' is usable: {names}. Remove them with --all", EXIT_FAILED)
 
 
-def _name(info: Checkpoint) -> str:
+def _format_name(info: Checkpoint) -> str:
     name = "step ?" if info.step is None else f"step {info.step}"
     return f"copy of {name}" if info.is_copy else name
 
@@ -207,7 +207,7 @@ def _print_notices(notices: list[str]) -> None:
 
 
 def _next_start(newest: Checkpoint | None) -> str:
-    return "a run cannot continue from here" if newest is None else f"a run continues from {_name(newest)}"
+    return "a run cannot continue from here" if newest is None else f"a run continues from {_format_name(newest)}"
 
 
 def _print(infos: list[Checkpoint], notices: list[str]) -> None:
@@ -216,9 +216,9 @@ def _print(infos: list[Checkpoint], notices: list[str]) -> None:
 
     from tiered.units import format_size
 
-    from .console import plain_table, print_line, with_text_width
+    from .console import plain_table, print_line, set_text_width
 
-    console = with_text_width(Console(highlight=False))
+    console = set_text_width(Console(highlight=False))
     if not infos:
         console.print("no checkpoints: all were removed")
         _print_notices(notices)
@@ -242,7 +242,7 @@ def _print(infos: list[Checkpoint], notices: list[str]) -> None:
     console.print(table)
     for info in infos:
         if info.problem is not None:
-            print_line(console, f"{_name(info)}: {info.problem}", indent=2, style="red")
+            print_line(console, f"{_format_name(info)}: {info.problem}", indent=2, style="red")
     newest = next((info for info in infos if info.is_newest), None)
     _print_notices(notices)
     print_line(console, _next_start(newest))

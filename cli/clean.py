@@ -39,9 +39,9 @@ def command(paths: tuple[Path, ...], yes: bool, generations: str | None, as_json
     folders = dict.fromkeys(folder.resolve() for path in paths or (Path(),) for folder in find_directories(path))
     found = [measure_leftovers(folder) for folder in folders]
     orphans = [orphan for folder in folders for orphan in find_orphans(folder)] if generations else []
-    doomed = [orphan for orphan in orphans if generations == "all" or not orphan.is_store_gone]
+    selected = [orphan for orphan in orphans if generations == "all" or not orphan.is_store_gone]
     removable = [left for left in found if left.owner is None and left.num_files]
-    sizes = {**{left.path: left.nbytes for left in removable}, **{orphan.path: orphan.nbytes for orphan in doomed}}
+    sizes = {**{left.path: left.nbytes for left in removable}, **{orphan.path: orphan.nbytes for orphan in selected}}
     if not as_json:
         _print_found(found, paths)
         _print_orphans(orphans, generations)
@@ -50,7 +50,7 @@ def command(paths: tuple[Path, ...], yes: bool, generations: str | None, as_json
         if as_json:
             _print_json(found, orphans, {})
         raise RunFailedError("nothing was removed. Add --yes to remove the listed files", EXIT_CONFIG)
-    removed, failures = _remove(removable, doomed)
+    removed, failures = _remove(removable, selected)
     freed = {path: sizes[path] for path in removed}
     if as_json:
         _print_json(found, orphans, freed)
@@ -61,20 +61,20 @@ def command(paths: tuple[Path, ...], yes: bool, generations: str | None, as_json
     return 0
 
 
-def _remove(removable: list[Leftovers], doomed: list[Orphan]) -> tuple[list[Path], list[str]]:
+def _remove(removable: list[Leftovers], selected: list[Orphan]) -> tuple[list[Path], list[str]]:
     """Remove leftovers and orphans. Return the cleaned folders, and a message for each failure."""
     from tiered.errors import LockedError
     from tiered.ext import remove_leftovers, remove_orphan
 
     todo: list[tuple[Path, Callable[[], object]]] = []
     todo += [(left.path, partial(remove_leftovers, left.path)) for left in removable]
-    todo += [(orphan.path, partial(remove_orphan, orphan)) for orphan in doomed]
+    todo += [(orphan.path, partial(remove_orphan, orphan)) for orphan in selected]
     removed, failures = [], []
     for path, act in todo:
         try:
             act()
             removed.append(path)
-        except LockedError as error:  # A run has started meanwhile.
+        except LockedError as error:  # A run has started in the meantime.
             failures.append(str(error))
         except OSError as error:
             failures.append(f"{error.filename or path}: {error.strerror}")

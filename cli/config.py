@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatrain.config.reference import KeyDescription
 
 _ORIGIN_COLUMN = 64
-_SHOWN_WHOLE = 4  # maximum number of keys that are explained in full
+_MAX_EXPLAINED = 4  # maximum number of keys that are explained in full
 
 
 @click.group("config", cls=Subcommands)
@@ -83,9 +83,9 @@ def diff_command(before: Path, now: Path, as_json: bool) -> int:
 
     A and B are config files, or output_dirs of runs, whose resolved configs are compared.
     """
-    from megatrain.config.resolved import difference, load_run
+    from megatrain.config.resolved import difference, load_run_config
 
-    found = difference(load_run(before), load_run(now))
+    found = difference(load_run_config(before), load_run_config(now))
     if as_json:
         values = {
             name: list(map(dataclasses.asdict, getattr(found, name))) for name in ("altering", "by_contents", "free")
@@ -129,7 +129,7 @@ def explain_command(key: str, as_json: bool) -> int:
         return 0
     if note:
         click.echo(f"{note}\n")
-    if len(descriptions) > _SHOWN_WHOLE:
+    if len(descriptions) > _MAX_EXPLAINED:
         _print_table(descriptions)
         return 0
     for number, description in enumerate(descriptions):

@@ -14,8 +14,8 @@ from .terminal import given_columns, wrap_words
 PLAIN_WIDTH = 140  # columns of a table in a file, so that notes fit on one line
 
 
-def with_text_width(console: Console) -> Console:
-    """Set a console's width to ``COLUMNS``, the terminal's width, or ``PLAIN_WIDTH`` for a file or pipe; return it."""
+def set_text_width(console: Console) -> Console:
+    """Set a console's width to ``COLUMNS``, the terminal's width, or ``PLAIN_WIDTH`` for a file or pipe."""
     # If the width is 0, rich prints nothing.
     console.width = given_columns() or (console.width if console.is_terminal else 0) or PLAIN_WIDTH
     return console
@@ -33,10 +33,10 @@ def print_line(console: Console, text: str, *, indent: int = 7, style: str = "")
 
 
 def plain_table(*, padding: tuple[int, int, int, int] = (0, 2, 0, 0), **options: Any) -> Table:
-    """Return an empty table without lines, and with two spaces between its columns."""
+    """Return an empty table without borders, with two spaces between columns."""
     return Table(box=None, pad_edge=False, padding=padding, **options)
 
 
-def nonzero(sizes: Mapping[str, int]) -> dict[str, int]:
+def nonzero_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the nonzero sizes, by name."""
     return {name: nbytes for name, nbytes in sizes.items() if nbytes}

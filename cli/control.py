@@ -44,7 +44,7 @@ def save_command(run: Path, timeout_s: float, as_json: bool) -> int:
     """
     from megatrain.base.owner import check_reachable, living_owner, send_signal
 
-    from .run_state import describe_ended, own_status, require_owner
+    from .run_state import describe_ended, require_owner, status_of_owner
 
     owner = require_owner(run)
     try:
@@ -58,7 +58,7 @@ def save_command(run: Path, timeout_s: float, as_json: bool) -> int:
 
     def saved_step() -> int | None:
         has_ended = living_owner(run) != owner  # Check before reading the status, which a run writes before it ends.
-        status = own_status(run, owner)
+        status = status_of_owner(run, owner)
         if status is not None and (step := _newer_checkpoint(before, status)) is not None:
             return step
         if has_ended:
@@ -71,7 +71,7 @@ def save_command(run: Path, timeout_s: float, as_json: bool) -> int:
         text = f"saved  checkpoint at step {step}"
         click.echo(json.dumps({"saved_step": step, "path": path}) if as_json else text)
         return EXIT_DONE
-    status = own_status(run, owner)
+    status = status_of_owner(run, owner)
     why = f": {status.message}" if status is not None and status.state == "paused" else ""
     raise RunFailedError(
         f"no checkpoint within {timeout_s:g} s{why}. The run will still save after its step: see "
@@ -88,12 +88,12 @@ def _wait_for_handler(run: Path, owner: LockHolder, timeout_s: float) -> RunStat
     """
     from megatrain.base.owner import catches_signal, living_owner
 
-    from .run_state import own_status
+    from .run_state import status_of_owner
 
     def ready_status() -> RunStatus | None:
         if living_owner(run) != owner:
             raise ProcessLookupError
-        status = own_status(run, owner)
+        status = status_of_owner(run, owner)
         if status is not None and status.state not in ("starting", "training", "paused"):
             raise RunFailedError(f"{run}: all steps are done ({status.state}), so it will not save again", EXIT_FAILED)
         return status if catches_signal(owner.pid or 0, signal.SIGUSR1) else None

@@ -12,7 +12,7 @@ import click
 
 from .main import Subcommands
 from .options import ConfigSource, config_options, json_option
-from .terminal import Spinner, leave_out_torch
+from .terminal import Spinner, block_torch_import
 
 if TYPE_CHECKING:
     from megatrain.data.preview import DataStats, RowPreview
@@ -45,10 +45,10 @@ def preview_command(source: ConfigSource, count: int, row: int | None, as_json: 
 
         data = resolve_data(loaded.config)
         if data.images_folder is None:
-            leave_out_torch()
-        spinner.say("opening the tokenizer")
+            block_torch_import()
+        spinner.show_activity("opening the tokenizer")
         tokenizer = load_tokenizer(resolve_folders(loaded.config)[1], chat_template=loaded.config.model.chat_template)
-        spinner.say("reading rows")
+        spinner.show_activity("reading rows")
         previews = preview_rows(data, tokenizer, count, row)
     if as_json:
         click.echo(json.dumps({"rows": [preview.to_json() for preview in previews]}))
@@ -75,19 +75,19 @@ def _print_row(preview: RowPreview, is_coloured: bool) -> None:
     if preview.where:
         click.echo(styled(preview.where, dim=True))
     if preview.dropped:
-        click.echo(styled(f"dropped: {_visible(preview.dropped)}", fg="red"))
+        click.echo(styled(f"dropped: {_escape_controls(preview.dropped)}", fg="red"))
     for reason in preview.untrained_turns:
-        click.echo(styled(f"a turn is not trained: {_visible(reason)}", fg="yellow"))
+        click.echo(styled(f"a turn is not trained: {_escape_controls(reason)}", fg="yellow"))
     if preview.left_out:
         names = " / ".join(preview.left_out)
         advice = ": set model.chat_template" if {"tool_calls", "tools"} & set(preview.left_out) else ""
-        click.echo(styled(f"the chat template has no place for {_visible(names)}{advice}", fg="yellow"))
+        click.echo(styled(f"the chat template has no place for {_escape_controls(names)}{advice}", fg="yellow"))
     if preview.special_tokens:
-        text = f"the text of the row contains special tokens: {_visible(' '.join(preview.special_tokens))}"
+        text = f"the text of the row contains special tokens: {_escape_controls(' '.join(preview.special_tokens))}"
         click.echo(styled(text, fg="yellow"))
     parts = []
     for segment in preview.segments:
-        text = _visible(segment.text.rstrip("\n") if segment is preview.segments[-1] else segment.text)
+        text = _escape_controls(segment.text.rstrip("\n") if segment is preview.segments[-1] else segment.text)
         if is_coloured:
             parts.append(
                 click.style(text, fg="green", bold=True) if segment.is_trained else click.style(text, dim=True)
@@ -98,7 +98,7 @@ def _print_row(preview: RowPreview, is_coloured: bool) -> None:
         click.echo("".join(parts))
 
 
-def _visible(text: str) -> str:
+def _escape_controls(text: str) -> str:
     """Escape control characters, so that the terminal shows them instead of executing them."""
     return "".join(
         char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
@@ -148,15 +148,15 @@ def _print_stats(stats: DataStats, *, is_packed: bool, max_length: int) -> None:
     )
     for what, reasons in (("dropped", report.dropped), ("turns not trained", report.untrained_turns)):
         for each in reasons:
-            click.echo(f"  {each.count:>8,}  {what}: {_visible(each.reason)} (first: {each.example})")
+            click.echo(f"  {each.count:>8,}  {what}: {_escape_controls(each.reason)} (first: {each.example})")
     untrained = f"without a trained token (first: {report.first_untrained})"
     for count, reason in ((report.num_too_long, "too long"), (report.num_untrained, untrained)):
         if count:
             click.echo(f"  {count:>8,}  dropped: {reason}")
     for severity, text in report.remarks():
-        click.echo(f"{severity:<11}{_visible(text)}")
+        click.echo(f"{severity:<11}{_escape_controls(text)}")
     if report.empty_files is not None:
-        click.echo(f"  {_visible(report.empty_files.skipped)}")
+        click.echo(f"  {_escape_controls(report.empty_files.skipped)}")
     if stats.held_out:
         click.echo(f"held out   {stats.held_out}")
     share = 100.0 * stats.num_trained_tokens / max(1, stats.num_tokens)

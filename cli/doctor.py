@@ -57,21 +57,21 @@ def command(
 
     if profile_file is not None and not os.access(profile_file.absolute().parent, os.W_OK):
         raise click.UsageError(f"--save-profile {profile_file}: its folder does not exist or is not writable")
-    folders = [_absolute(path) for path in paths] or _paths_of(config_file)
+    folders = [_absolute(path) for path in paths] or _drive_folders(config_file)
     with terminated_as_interrupted():
-        examination = examine(
+        results = examine(
             list(dict.fromkeys(folders)),
             quick=quick,
             on_progress=lambda what: click.echo(f"measuring {what} ...", err=True),
         )
-    stored, problem = _store(examination)
+    stored, problem = _store_rates(results)
     if profile_file is not None:
-        write_file(profile_file, examination.machine_toml())
+        write_file(profile_file, results.machine_toml())
     if as_json:
-        values = {**examination.to_json(), "stored": str(stored) if stored else None, "not_stored_because": problem}
+        values = {**results.to_json(), "stored": str(stored) if stored else None, "not_stored_because": problem}
         click.echo(json.dumps(values))
         return 0
-    _print(examination)
+    _print(results)
     click.echo(f"stored in {stored}; `megatrain-tier plan` uses it" if stored else f"not stored: {problem}")
     if profile_file is not None:
         click.echo(f"wrote {profile_file}; plan for this machine with `plan CONFIG --machine {profile_file}`")
@@ -82,7 +82,7 @@ def _absolute(path: Path) -> Path:
     return Path(os.path.abspath(path.expanduser()))
 
 
-def _paths_of(config_file: Path | None) -> list[Path]:
+def _drive_folders(config_file: Path | None) -> list[Path]:
     """Return the folders of a config's drives or their nearest existing parents; without drives, a writable folder."""
     if config_file is not None:
         from megatrain.machine.file_systems import existing_parent
@@ -93,37 +93,37 @@ def _paths_of(config_file: Path | None) -> list[Path]:
     return [writable_folder()]
 
 
-def _store(examination: DoctorResults) -> tuple[Path | None, str | None]:
+def _store_rates(results: DoctorResults) -> tuple[Path | None, str | None]:
     from megatrain.machine.profiles import profile_path, store_profile
 
     try:
-        return store_profile(examination.profile), None
+        return store_profile(results.profile), None
     except OSError as error:
         return None, f"{profile_path()}: {error.strerror}"
 
 
-def _print(examination: DoctorResults) -> None:
+def _print(results: DoctorResults) -> None:
     from rich.console import Console
     from rich.text import Text
 
     from tiered.units import format_size
 
-    from .console import plain_table, with_text_width
+    from .console import plain_table, set_text_width
 
-    console = with_text_width(Console())
-    system = examination.system
+    console = set_text_width(Console())
+    system = results.system
     limit = "" if system.ram_limit_bytes >= system.ram_bytes else f" (limit {format_size(system.ram_limit_bytes)})"
     head = f"{system.host}  {system.cpu}, {system.num_cpus} CPUs, {format_size(system.ram_bytes)} RAM{limit}"
     console.print(Text(head, style="bold"), soft_wrap=True)
-    for line in _machine_lines(examination):
+    for line in _machine_lines(results):
         console.print(Text(line), soft_wrap=True)
-    for drive in examination.drives:
+    for drive in results.drives:
         console.print(Text(f"{drive.path}  {drive.file_system.kind} on {drive.file_system.source}"), soft_wrap=True)
         console.print(_drive_table(drive))
     findings = plain_table(show_header=False)
     findings.add_column(no_wrap=True)
     findings.add_column(overflow="fold")
-    for finding in examination.findings:
+    for finding in results.findings:
         text = Text(f"{finding.subject}: {finding.seen}")
         if finding.advice:
             text.append(f"\nfix: {finding.advice}", style="italic")
@@ -131,35 +131,35 @@ def _print(examination: DoctorResults) -> None:
     console.print(findings)
 
 
-def _machine_lines(examination: DoctorResults) -> list[str]:
+def _machine_lines(results: DoctorResults) -> list[str]:
     from tiered.units import format_rate
 
-    processor, gpu = examination.processor, examination.gpu
+    processor, gpu = results.processor, results.gpu
     lines = [
         f"RAM      update {format_rate(processor.ram_update)}   ({processor.num_threads} threads)",
         "AdamW    "
         + "  ".join(f"{dtype} {rate / 1e9:.2f} G params/s" for dtype, rate in processor.adamw_params.items()),
     ]
-    by_device: dict[str, LayerRates | GpuResult] = {"cpu": examination.layers}
+    by_device: dict[str, LayerRates | GpuResult] = {"cpu": results.layers}
     if gpu is not None:
         by_device["gpu"] = gpu
     for device, result in by_device.items():
         for dtype, rate in result.matmul_flops.items():
-            parts = [f"products {_flops(rate)}"]
+            parts = [f"products {_format_flops(rate)}"]
             if dtype in result.attention_flops:
-                parts.append(f"attention {_flops(result.attention_flops[dtype])}")
+                parts.append(f"attention {_format_flops(result.attention_flops[dtype])}")
             if dtype in result.elementwise:
                 parts.append(f"other operators {format_rate(result.elementwise[dtype])}")
             lines.append(f"layers   {device} {dtype} {'  '.join(parts)}")
-    if examination.layers.launches_per_s:
-        lines.append(f"host     {1e6 / examination.layers.launches_per_s:,.0f} us for each operator of a step")
+    if results.layers.launches_per_s:
+        lines.append(f"host     {1e6 / results.layers.launches_per_s:,.0f} us for each operator of a step")
     if gpu is not None:
         pinned = "pinned" if gpu.is_pinned else "not pinned"
         lines.append(f"GPU      {gpu.name}  from RAM {format_rate(gpu.h2d)}  to RAM {format_rate(gpu.d2h)}  ({pinned})")
     return lines
 
 
-def _flops(rate: float) -> str:
+def _format_flops(rate: float) -> str:
     return f"{rate / 1e12:,.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.0f} GFLOP/s"
 
 

@@ -19,14 +19,14 @@ from megatrain.run.status import RunStatus, read_status
 
 from .live_view import LiveView, live_view
 from .main import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, RunFailedError
-from .run_state import describe_ended, exit_code_of_status, not_a_run, own_status
+from .run_state import describe_ended, missing_run_message, status_exit_code, status_of_owner
 from .terminal import echo_wrapped
 
 _POLL_S = 0.25
 
 
 def follow(run: Path, *, as_json: bool) -> int:
-    """Show a run until it ends, or how it ended. Ctrl-C closes the view.
+    """Show a run until it ends. For a run that has ended, print how it ended. Ctrl-C closes the view.
 
     Returns:
         The exit code of the run; 0 after Ctrl-C; 1 if the run died.
@@ -35,30 +35,30 @@ def follow(run: Path, *, as_json: bool) -> int:
     if owner is None:
         status = read_status(run)
         if status is None:
-            raise RunFailedError(not_a_run(run), EXIT_CONFIG)
+            raise RunFailedError(missing_run_message(run), EXIT_CONFIG)
         if as_json:
             click.echo(json.dumps(status.to_json()))
         else:
             echo_wrapped(describe_ended(run))
-        return exit_code_of_status(status)
+        return status_exit_code(status)
     try:
-        with closing(_JsonLines() if as_json else _View() if sys.stdout.isatty() else _Lines()) as view:
+        with closing(_JsonLines() if as_json else _TerminalView() if sys.stdout.isatty() else _Lines()) as view:
             last = _watch(run, owner, view)
     except KeyboardInterrupt:
         click.echo(f"the run continues in process {owner.pid}", err=True)
         return EXIT_DONE
     if not as_json:
         echo_wrapped(describe_ended(run))
-    return EXIT_FAILED if last is None else exit_code_of_status(last)
+    return EXIT_FAILED if last is None else status_exit_code(last)
 
 
 def _watch(run: Path, owner: LockHolder, view: _Lines) -> RunStatus | None:
     """Show a run until its process ends. Return the last status of the process, or None if it wrote none."""
     while (now := living_owner(run)) is not None and now.pid == owner.pid:
-        if (status := own_status(run, owner)) is not None:
+        if (status := status_of_owner(run, owner)) is not None:
             view.show(status)
         time.sleep(_POLL_S)
-    status = read_status(run)  # The last status, which was written before the folder was unlocked.
+    status = read_status(run)  # Read the final status, which the run writes before it unlocks the folder.
     if status is None or status.pid != owner.pid:
         return None
     view.show(status)
@@ -75,15 +75,15 @@ class _Lines:
         """Show the changes since the last status."""
         if status.metrics is not None and status.metrics.step != self._step:
             self._step = status.metrics.step
-            self.say(format_step(status.metrics))
+            self.print_message(format_step(status.metrics))
         self._show_message(status.message)
 
     def _show_message(self, message: str) -> None:
         if message and message != self._message:
             self._message = message
-            self.say(message)
+            self.print_message(message)
 
-    def say(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         """Print a message."""
         click.echo(text)
 
@@ -97,11 +97,11 @@ class _JsonLines(_Lines):
     def show(self, status: RunStatus) -> None:
         if status.updated_at + str(status.step) != self._message:
             self._message = status.updated_at + str(status.step)
-            self.say(json.dumps(status.to_json()))
+            self.print_message(json.dumps(status.to_json()))
 
 
-class _View(_Lines):
-    """The same live view that the run draws on a terminal."""
+class _TerminalView(_Lines):
+    """View that draws the same live view as the run does on a terminal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,12 +118,12 @@ class _View(_Lines):
         self._status = status
         self._show_message(status.message)
 
-    def say(self, text: str) -> None:
-        self._live.say(text)
+    def print_message(self, text: str) -> None:
+        self._live.print_message(text)
 
     def close(self) -> None:
         self._moment = replace(self._moment, doing="", notice="")
-        self._live.close(stays=self._status is not None and self._status.metrics is not None)
+        self._live.close(keeps_picture=self._status is not None and self._status.metrics is not None)
 
     def _picture(self) -> RenderableType:
         status, moment = self._status, self._moment

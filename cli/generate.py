@@ -15,7 +15,7 @@ import click
 
 from .main import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, RunFailedError
 from .options import ConfigSource
-from .terminal import Spinner, without_collector
+from .terminal import Spinner, without_garbage_collection
 
 if TYPE_CHECKING:
     from megatrain.config import LoadedConfig
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatrain.tasks.prompts import GenerationSettings
 
 
-_BATCH = tuple(
+_BATCH_KEYS = tuple(
     f"training.{name}"
     for name in ("train_batch_tokens", "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_lanes")
 )
@@ -109,14 +109,14 @@ def command(
             "--interactive reads prompts from stdin and prints replies, so it does not work with --prompt, --prompts, "
             "--out, --batch-size, --micro-batch-size or --dry-run"
         )
-    prompts = [*given, *(_read(file) if file is not None else ())]
+    prompts = [*given, *(_read_prompts(file) if file is not None else ())]
     if not prompts and not is_interactive:
         raise click.UsageError("there are no prompts: add a file with --prompts, or a text with --prompt")
-    rows, together = _batch(len(prompts), batch_size, micro_batch_size)
+    rows, together = _choose_batch(len(prompts), batch_size, micro_batch_size)
     with Spinner("reading the config") as spinner:
-        loaded = _config(model, overrides, spinner)
-        spinner.say("importing torch")
-        with without_collector():
+        loaded = _load_config(model, overrides, spinner)
+        spinner.show_activity("importing torch")
+        with without_garbage_collection():
             from megatrain.extras.generation import Generator, config_for_prompts
             from megatrain.tasks.prompts import GenerationSettings
 
@@ -125,20 +125,20 @@ def command(
 
             settings = GenerationSettings(max_new_tokens, temperature, seed, system)
             if prompts:
-                spinner.say("reading the model and planning")
+                spinner.show_activity("reading the model and planning")
                 config = config_for_prompts(loaded.config, rows, together)
                 generator = Generator(config, prompts, settings, observer=MessageObserver())
     if is_interactive:
-        return _converse(loaded, settings)
+        return _run_chat(loaded, settings)
     if dry_run:
         print_plan(generator.plan.plan)
         return EXIT_DONE
-    _write(_run(generator), out)
+    _write_completions(_run(generator), out)
     return EXIT_DONE
 
 
-def _batch(num_prompts: int, batch_size: int | None, micro_batch_size: int | None) -> tuple[int, int]:
-    """Return the number of prompts per micro-batch and per batch, a multiple of it."""
+def _choose_batch(num_prompts: int, batch_size: int | None, micro_batch_size: int | None) -> tuple[int, int]:
+    """Return the number of prompts per micro-batch, and the number per batch, which is a multiple of the first."""
     most = min(8, num_prompts)
     if batch_size is None:
         rows = micro_batch_size or most
@@ -164,7 +164,7 @@ def _run(generator: Generator) -> list[Completion]:
         raise RunFailedError("interrupted; nothing written", EXIT_FAILED) from None
 
 
-def _converse(loaded: LoadedConfig, settings: GenerationSettings) -> int:
+def _run_chat(loaded: LoadedConfig, settings: GenerationSettings) -> int:
     """Print a reply to each line of stdin. Each turn plans again and loads the model for the longer conversation."""
     from megatrain.extras.generation import Generator, config_for_prompts
     from megatrain.tasks.prompts import PromptError
@@ -198,7 +198,7 @@ def _next_line() -> str | None:
     return line
 
 
-def _config(model: Path, overrides: tuple[str, ...], spinner: Spinner) -> LoadedConfig:
+def _load_config(model: Path, overrides: tuple[str, ...], spinner: Spinner) -> LoadedConfig:
     """Return the config of a file, or a new config for the model in a folder."""
     if model.is_dir():
         from megatrain.extras.generation import tables_of_folder
@@ -213,7 +213,7 @@ def _config(model: Path, overrides: tuple[str, ...], spinner: Spinner) -> Loaded
             loaded = ConfigSource(Path(file.name), (), overrides).load(spinner)
     else:
         loaded = ConfigSource(model, (), overrides).load(spinner)
-    given = next((key for key in _BATCH if loaded.origins.get(key, "").startswith("--set")), None)
+    given = next((key for key in _BATCH_KEYS if loaded.origins.get(key, "").startswith("--set")), None)
     if given is not None:
         raise click.UsageError(f"--set {given} only applies to training: use --batch-size and --micro-batch-size")
     return loaded
@@ -224,7 +224,7 @@ def _toml(value: str | bool) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _read(file: Path) -> list[str]:
+def _read_prompts(file: Path) -> list[str]:
     """Return the prompts of a file."""
     from megatrain.data.rows_report import DataError
 
@@ -249,7 +249,7 @@ def _read(file: Path) -> list[str]:
     return found
 
 
-def _write(found: Sequence[Completion], out: Path | None) -> None:
+def _write_completions(found: Sequence[Completion], out: Path | None) -> None:
     rows = [dataclasses.asdict(each) for each in found]
     if out is None:
         for row in rows:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Unknown options belong to the imported command line, even if the "--" before it is missing.
 @click.command("import", context_settings={"ignore_unknown_options": True})
-@click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="FILE|COMMAND...")
+@click.argument("arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="FILE|COMMAND...")
 @click.option(
     "--from",
     "tool",
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     "-o", "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT", help="Write the TOML to OUT."
 )
 @json_option
-def command(words: tuple[str, ...], tool: Tool | None, out: Path | None, as_json: bool) -> int:
+def command(arguments: tuple[str, ...], tool: Tool | None, out: Path | None, as_json: bool) -> int:
     """Translate a config or a command line of another tool.
 
     Reads YAML and JSON files of LLaMA-Factory, Axolotl, TRL, DeepSpeed and MegaTrain, shell scripts that start a
@@ -41,21 +41,21 @@ def command(words: tuple[str, ...], tool: Tool | None, out: Path | None, as_json
     """
     from megatrain.extras.translate.translate import translate_command_line, translate_file
 
-    file = Path(words[0])
-    if len(words) == 1 and " " in words[0] and not file.exists():
-        words = tuple(words[0].split())  # The argument is a quoted command.
-    if len(words) > 1 and file.suffix and file.is_file():
-        raise click.UsageError(f'import reads only one FILE; unexpected argument "{words[1]}"')
-    if len(words) == 1 and words[0].startswith("-"):
-        raise click.NoSuchOption(words[0])
+    file = Path(arguments[0])
+    if len(arguments) == 1 and " " in arguments[0] and not file.exists():
+        arguments = tuple(arguments[0].split())  # The argument is a quoted command.
+    if len(arguments) > 1 and file.suffix and file.is_file():
+        raise click.UsageError(f'import reads only one FILE; unexpected argument "{arguments[1]}"')
+    if len(arguments) == 1 and arguments[0].startswith("-"):
+        raise click.NoSuchOption(arguments[0])
 
     if out is not None and out.exists():
         raise RunFailedError(f"{out}: already exists; nothing was written. Name another file", EXIT_CONFIG)
     folder = None if out is None else out.absolute().parent
-    if len(words) == 1:
+    if len(arguments) == 1:
         translation = translate_file(file, tool, folder=folder)
     else:
-        translation = translate_command_line(words, tool, folder=folder)
+        translation = translate_command_line(arguments, tool, folder=folder)
     if out is not None:
         _write(out, translation.toml)
     if as_json:

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 _NAME = "run.toml"
 #: Row format -> task. All other formats use sft.
 _TASKS = {"preference": "dpo", "text": "pretrain"}
-_FIRST = "outputs/first"  # for run.toml; a config with another name gets a folder of that name
+_DEFAULT_OUTPUT_DIR = "outputs/first"  # for run.toml; a config with another name gets a folder of that name
 _EXAMPLE = "first.toml"
 _EXAMPLE_FOLDER = "megatrain-example"
 
 
 class TaskChoice(click.Choice):  # type: ignore[type-arg]
-    """Names of tasks. They are imported when they are needed, so that other commands start without them."""
+    """Click choice of task names. Imports them on first use, so that other commands start faster."""
 
     def __init__(self) -> None:
         self.case_sensitive = True
@@ -91,7 +91,7 @@ def command(
 
     path = _new_file(path or Path(_NAME))
     folder = path.absolute().parent
-    rows = None if data is None else first_rows(_expanded(data), _as_written(data, folder), task)
+    rows = None if data is None else first_rows(_expand_path(data), _relative_path(data, folder), task)
     task = task or _TASKS.get("" if rows is None else rows.format, "sft")
     facts, needs_template = (None, False) if model is None else _model_facts(model, folder)
     if rows is not None and needs_template:
@@ -102,7 +102,7 @@ def command(
         facts,
         rows,
         has_lora=has_lora,
-        output_dir=_FIRST if path.name == _NAME else f"outputs/{path.stem}",
+        output_dir=_DEFAULT_OUTPUT_DIR if path.name == _NAME else f"outputs/{path.stem}",
     )
     schema = _write_schema(folder)
     write_file(path, text, is_exclusive=True)
@@ -127,15 +127,15 @@ def _new_file(path: Path) -> Path:
 
 
 def _model_facts(model: str, folder: Path) -> tuple[ModelFacts, bool]:
-    """Return facts of a model, and whether it is on this machine and lacks a chat template."""
+    """Return facts about a model, and whether the model is on this machine and lacks a chat template."""
     from megatrain.extras.translate.templates import own_template
     from megatrain.models.folder import model_facts
     from megatrain.models.hub import cached_folder
 
-    place = Path(_expanded(model)) if _is_path(model) else None
+    place = Path(_expand_path(model)) if _is_path(model) else None
     source = place or cached_folder(model)
     needs_template = source is not None and source.is_dir() and not own_template(source)
-    return model_facts(_as_written(model, folder), place), needs_template
+    return model_facts(_relative_path(model, folder), place), needs_template
 
 
 def _remarks(
@@ -200,7 +200,7 @@ def _write_example(folder: Path, *, as_json: bool) -> int:
     return 0
 
 
-def _expanded(path: str) -> str:
+def _expand_path(path: str) -> str:
     return os.path.expandvars(os.path.expanduser(path))
 
 
@@ -208,7 +208,7 @@ def _is_path(text: str) -> bool:
     return text.startswith((".", "/", "~", "$")) or Path(text).exists()
 
 
-def _as_written(text: str, folder: Path) -> str:
+def _relative_path(text: str, folder: Path) -> str:
     """Return a path for the config: relative to the config's folder if it is below that folder."""
     if text.startswith(("~", "$")) or not (_is_path(text) or any(char in text for char in "*?[")):
         return text

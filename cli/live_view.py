@@ -25,7 +25,7 @@ from megatrain.base.observer import (
 from megatrain.base.progress import ActivitySnapshot
 from tiered.units import format_duration, format_size
 
-from .console import nonzero, print_line
+from .console import nonzero_sizes, print_line
 
 _REFRESH_S = 0.25  # Drawing takes a few milliseconds.
 _CLOSE_TIMEOUT_S = 5.0  # wait for a stopped terminal
@@ -36,7 +36,7 @@ _LONGEST_UNIT = 24
 class LiveView:
     """A few lines at the end of a terminal, redrawn several times a second; messages scroll above them.
 
-    Only a thread of this object writes, so that neither drawing nor a stopped terminal (Ctrl-S, a dead connection)
+    A separate thread does all writes, so that neither drawing nor a stopped terminal (Ctrl-S, a dead connection)
     blocks the caller.
 
     Args:
@@ -49,25 +49,25 @@ class LiveView:
     ) -> None:
         self._console, self._picture, self._is_lost = console, picture, is_lost
         self._messages: deque[str | Text] = deque()
-        self._news = threading.Event()
-        self._over, self._stays = False, True
+        self._wake_event = threading.Event()
+        self._is_closing, self._keeps_picture = False, True
         self._thread = threading.Thread(target=self._run, name="view", daemon=True)
         self._thread.start()
 
-    def say(self, text: str | Text) -> None:
+    def print_message(self, text: str | Text) -> None:
         """Print a message above the view. A string is wrapped; a ``Text`` is printed unchanged."""
         self._messages.append(text)
-        self._news.set()
+        self._wake_event.set()
 
-    def close(self, *, stays: bool = True) -> None:
+    def close(self, *, keeps_picture: bool = True) -> None:
         """Draw one last time and restore the terminal. Idempotent; stops waiting for a stopped terminal.
 
         Args:
-            stays: Whether the last picture stays visible.
+            keeps_picture: Whether to leave the last picture on the terminal.
         """
-        self._stays = stays
-        self._over = True
-        self._news.set()
+        self._keeps_picture = keeps_picture
+        self._is_closing = True
+        self._wake_event.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
@@ -75,9 +75,9 @@ class LiveView:
         live.start(refresh=True)
         is_drawn = True
         while True:
-            self._news.wait(_REFRESH_S)
-            self._news.clear()
-            is_over = self._over  # Read it before taking messages, so that all messages before ``close`` are printed.
+            self._wake_event.wait(_REFRESH_S)
+            self._wake_event.clear()
+            is_closing = self._is_closing  # Read it first, so that all messages before ``close`` are printed.
             if is_drawn and self._is_lost():
                 is_drawn = False
                 self._console.file = io.StringIO()  # Keep the sequences that restore a terminal out of the log.
@@ -86,10 +86,10 @@ class LiveView:
                 self._print(self._messages.popleft())
             if is_drawn:
                 live.update(self._picture(), refresh=True)
-            if is_over:
+            if is_closing:
                 break
         if is_drawn:
-            live.transient = not self._stays
+            live.transient = not self._keeps_picture
             live.stop()
 
     def _print(self, text: str | Text) -> None:
@@ -143,24 +143,24 @@ def _bar_rows(metrics: StepMetrics | None, moment: ActivitySnapshot) -> Iterator
         yield "run", metrics.step, metrics.max_steps, text
     if moment.doing:
         done, total = (moment.done_bytes, moment.num_bytes) if moment.num_bytes else (moment.part, moment.num_parts)
-        yield "now", done, total, describe_moment(moment)
+        yield "now", done, total, describe_activity(moment)
     if moment.checkpoint_bytes:
         done, total = moment.saved_bytes, moment.checkpoint_bytes
         yield "save", done, total, f"checkpoint, {format_size(done)} of {format_size(total)}"
     if metrics is not None:
         limits = metrics.tier_capacity_bytes
-        for tier, nbytes in nonzero(metrics.tier_used_bytes).items():
+        for tier, nbytes in nonzero_sizes(metrics.tier_used_bytes).items():
             yield tier, nbytes, limits.get(tier, 0), format_tiers({tier: nbytes}, limits).removeprefix(f"{tier} ")
 
 
 def _bars(rows: list[tuple[str, float, float, str]], width: int) -> Table:
-    """Return a table of bars. Their length does not depend on the texts, so that it stays constant."""
+    """Return a table of bars. The bars keep a constant length, whatever the texts."""
     table = Table.grid(padding=(0, 2, 0, 0))
     available = width - max([_SHORTEST_NAME, *(len(name) for name, *_ in rows)]) - 2 * 2
     texts = min(max(_SHORTEST_TEXTS, width // 2), _LONGEST_TEXTS, available - _SHORTEST_BAR)
     for name, done, total, text in rows:
         bar = ProgressBar(total=max(1.0, total), completed=done, width=available - texts)
-        table.add_row(name, bar, _cut(text, texts))
+        table.add_row(name, bar, _shorten(text, texts))
     return table
 
 
@@ -174,7 +174,7 @@ def _last_lines(metrics: StepMetrics | None, evaluations: Mapping[str, Evaluatio
         yield f"eval  {'  '.join(shown)}"
 
 
-def describe_moment(moment: ActivitySnapshot) -> str:
+def describe_activity(moment: ActivitySnapshot) -> str:
     """Describe the current activity, such as "backward layers.3, micro-batch 2/4  1.2 s"."""
     unit = ".".join(moment.unit.split(".")[-2:]).removeprefix("model.")[-_LONGEST_UNIT:]
     what = " ".join(part for part in (moment.phase, unit) if part)
@@ -190,8 +190,8 @@ def describe_moment(moment: ActivitySnapshot) -> str:
     return f"{what}  " + (f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds))
 
 
-def _cut(text: str, width: int) -> Text:
-    """Shorten a text to ``width`` columns, but keep the duration at its end."""
+def _shorten(text: str, width: int) -> Text:
+    """Shorten a text to ``width`` columns, but keep the duration at the end."""
     if len(text) > width:
         head, mark, tail = text.rpartition("  ")
         text = f"{head[: max(0, width - len(mark) - len(tail) - 2)]}..{mark}{tail}"

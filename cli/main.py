@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import click
 
-from .terminal import OWN_PROCESS, screens
+from .terminal import OWN_PROCESS, safe_output
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -130,12 +130,12 @@ _REMOVED_OPTIONS = {
     "--set training.gradient_lanes=N: the losses in metrics.jsonl are bit-identical",
 }
 
-#: Errors of creating or renaming a file after which overwriting the old file can still succeed.
-_NO_REPLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
+#: Errors of creating or renaming a file after which the old file may still be writable in place.
+_RENAME_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 
 
 class RunFailedError(Exception):
-    """A command failed. The command line prints the message and returns the exit code."""
+    """Failure of a command. The command line prints the message and returns the exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         self.exit_code = exit_code
@@ -156,14 +156,14 @@ def write_file(path: Path, text: str, *, is_exclusive: bool = False) -> None:
         if path.exists() and not path.is_file():  # A terminal or a pipe, whose resolved name may not exist.
             path.write_text(text, encoding="utf-8")
         else:
-            _write_whole(Path(os.path.realpath(path)), text, is_exclusive=is_exclusive)
+            _write_atomically(Path(os.path.realpath(path)), text, is_exclusive=is_exclusive)
     except FileExistsError:
         raise RunFailedError(f"{path}: already exists; nothing was written. Name another file", EXIT_CONFIG) from None
     except OSError as error:
         raise RunFailedError(f"{path}: {error.strerror}. Name another file", EXIT_FAILED) from None
 
 
-def _write_whole(target: Path, text: str, *, is_exclusive: bool) -> None:
+def _write_atomically(target: Path, text: str, *, is_exclusive: bool) -> None:
     partial = target.with_name(f".{PROGRAM}-{secrets.token_hex(8)}.partial")
     try:
         with partial.open("x", encoding="utf-8") as file:
@@ -176,7 +176,7 @@ def _write_whole(target: Path, text: str, *, is_exclusive: bool) -> None:
         os.replace(partial, target)
     except OSError as error:
         # The folder or its mount forbids a new file, but the old file may be writable.
-        if is_exclusive or error.errno not in _NO_REPLACE or not os.access(target, os.W_OK):
+        if is_exclusive or error.errno not in _RENAME_ERRORS or not os.access(target, os.W_OK):
             raise
         target.write_text(text, encoding="utf-8")
     finally:
@@ -269,7 +269,7 @@ class CommandGroup(Subcommands):
         extra["standalone_mode"] = False
         if os.environ.get("NO_COLOR"):
             extra["color"] = False
-        with screens():  # Names, rows and messages may come from untrusted files.
+        with safe_output():  # Names, rows and messages may come from untrusted files.
             self._run(args, extra)
 
     def _run(self, args: Sequence[str] | None, extra: dict[str, Any]) -> NoReturn:
@@ -277,7 +277,7 @@ class CommandGroup(Subcommands):
             code = super().main(args, **extra)
         except click.ClickException as error:
             if isinstance(error, click.NoSuchOption):
-                error = _advised(error)
+                error = _explain_unknown_option(error)
             error.show()
             sys.exit(error.exit_code)
         except (KeyboardInterrupt, click.Abort):
@@ -292,8 +292,8 @@ class CommandGroup(Subcommands):
         sys.exit(code if isinstance(code, int) else EXIT_DONE)
 
 
-def _advised(error: click.NoSuchOption) -> click.UsageError:
-    """Explain how to set a config key that was written as an option. Drop suggestions that are not similar."""
+def _explain_unknown_option(error: click.NoSuchOption) -> click.UsageError:
+    """Explain how to set a config key that the user wrote as an option. Drop suggestions that are not similar."""
     command = "" if error.ctx is None else str(error.ctx.info_name)
     replacement = _REMOVED_OPTIONS.get((command, error.option_name))
     if replacement is not None:
@@ -321,10 +321,10 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
     ctx.exit()
 
 
-def _let_gpu_memory_grow() -> None:
+def _enable_expandable_segments() -> None:
     """Set torch's CUDA allocator to expandable segments, unless the user configured the allocator.
 
-    In addition to a tier that fills the GPU, layers allocate and free large blocks of many sizes. Segments of fixed
+    A tier fills most of the GPU, and layers allocate and free large blocks of many sizes next to it. Segments of fixed
     size would become fragmented. torch reads the variable when CUDA is first used.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
@@ -348,5 +348,5 @@ def command_group() -> None:
 
 def main() -> None:
     """Run the command line of megatrain-tier."""
-    _let_gpu_memory_grow()
+    _enable_expandable_segments()
     command_group.main(prog_name=PROGRAM, obj=OWN_PROCESS)

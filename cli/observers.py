@@ -28,7 +28,7 @@ from megatrain.base.progress import Activity
 from megatrain.models.hub import FetchedFile
 from megatrain.models.hub import fetch_weights as fetch_from_hub
 
-from .console import nonzero, print_line
+from .console import nonzero_sizes, print_line
 from .live_view import LiveView, live_view
 from .plan_text import print_plan
 from .summary_text import summary_lines
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class MessageObserver(RunObserver):
-    """Prints only messages, on stderr."""
+    """Observer that prints only messages, on stderr."""
 
     def on_message(self, text: str) -> None:
         click.echo(text, err=True)
@@ -63,7 +63,7 @@ def fetch_weights(plan: Plan, *, shows_files: bool = True, shows_bar: bool = Tru
 
 
 class ConsoleObserver(RunObserver):
-    """Base class of console observers, and an observer without output. The context manager restores the terminal."""
+    """Base class of console observers. Prints nothing. As a context manager, restores the terminal on exit."""
 
     def __enter__(self) -> Self:
         return self
@@ -82,11 +82,11 @@ class ConsoleObserver(RunObserver):
 
 
 class PlanObserver(RunObserver):
-    """Shows the plan of a new run after its checks have passed, or one line for a continued run.
+    """Observer that shows the plan of a new run after the checks, or one line for a continued run.
 
     Args:
         config: Quoted path of the config file, for a command line.
-        note: Further message after the plan, or "".
+        note: Message to print after the plan, or "".
     """
 
     def __init__(self, console: ConsoleObserver, plan: Plan, config: str, note: str = "") -> None:
@@ -96,14 +96,14 @@ class PlanObserver(RunObserver):
         if step is None:
             self._console.show_plan(self._plan)
         else:
-            sizes = format_tiers(nonzero(self._plan.totals), self._plan.budgets)
+            sizes = format_tiers(nonzero_sizes(self._plan.totals), self._plan.budgets)
             self._console.on_message(f"plan   {sizes}; `megatrain-tier plan {self._config}` shows details")
         if self._note:
             self._console.on_message(self._note)
 
 
 class PlainObserver(ConsoleObserver):
-    """Prints one line per ``logging_steps`` steps, without control characters."""
+    """Observer that prints one line per ``logging_steps`` steps, without control characters."""
 
     def __init__(self, *, logging_steps: int = 1, console: Console | None = None) -> None:
         self._logging_steps = logging_steps
@@ -113,36 +113,36 @@ class PlainObserver(ConsoleObserver):
         print_plan(plan, console=self._console)
 
     def on_start(self, info: RunInfo) -> None:
-        self._line(
+        self._print_line(
             f"start  {info.run_name}: {info.task} on {info.device}, {info.max_steps} steps of "
             f"{info.tokens_per_step:,} tokens"
         )
 
     def on_step(self, metrics: StepMetrics) -> None:
         if _is_shown(metrics, self._logging_steps):
-            self._line(format_step(metrics))
+            self._print_line(format_step(metrics))
 
     def on_evaluation(self, metrics: EvaluationMetrics) -> None:
-        self._line(format_evaluation(metrics))
+        self._print_line(format_evaluation(metrics))
         for line in format_samples(metrics.samples):
-            self._line(line)
+            self._print_line(line)
 
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
-        self._line(format_checkpoint(metrics))
+        self._print_line(format_checkpoint(metrics))
 
     def on_message(self, text: str) -> None:
-        self._line(text)
+        self._print_line(text)
 
     def on_end(self, summary: RunSummary) -> None:
         for line in summary_lines(summary):
-            self._line(line)
+            self._print_line(line)
 
-    def _line(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         print_line(self._console, text)
 
 
 class JsonObserver(ConsoleObserver):
-    """Prints one JSON object per line on stdout."""
+    """Observer that prints one JSON object per line on stdout."""
 
     def __init__(self, *, logging_steps: int = 1, console: Console | None = None) -> None:
         self._logging_steps = logging_steps
@@ -150,26 +150,26 @@ class JsonObserver(ConsoleObserver):
 
     def on_step(self, metrics: StepMetrics) -> None:
         if _is_shown(metrics, self._logging_steps):
-            self._object({"event": "step", **metrics.to_json()})
+            self._print_object({"event": "step", **metrics.to_json()})
 
     def on_evaluation(self, metrics: EvaluationMetrics) -> None:
-        self._object({"event": "evaluation", **metrics.to_json()})
+        self._print_object({"event": "evaluation", **metrics.to_json()})
 
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
-        self._object({"event": "checkpoint", **metrics.to_json()})
+        self._print_object({"event": "checkpoint", **metrics.to_json()})
 
     def on_message(self, text: str) -> None:
-        self._object({"event": "message", "text": text})
+        self._print_object({"event": "message", "text": text})
 
     def on_end(self, summary: RunSummary) -> None:
-        self._object({"event": "end", **summary.to_json()})
+        self._print_object({"event": "end", **summary.to_json()})
 
-    def _object(self, values: Mapping[str, Any]) -> None:
+    def _print_object(self, values: Mapping[str, Any]) -> None:
         self._console.out(json.dumps(values), highlight=False)
 
 
 class LiveObserver(PlainObserver):
-    """Shows a live view of a few lines; messages scroll above it.
+    """Observer with a live view of a few lines; messages scroll above the view.
 
     Args:
         logging_steps: Number of steps between two updates of the figures.
@@ -201,14 +201,14 @@ class LiveObserver(PlainObserver):
         if self._view is None:
             super().show_plan(plan)
             return
-        mine = self._console  # The view's thread writes to it, so render the plan with another console.
+        terminal = self._console  # Only the view's thread may write to it, so render the plan elsewhere.
         other = Console(
-            file=io.StringIO(), width=mine.width, force_terminal=mine.is_terminal, color_system="standard",
-            no_color=mine.no_color, highlight=False,
+            file=io.StringIO(), width=terminal.width, force_terminal=terminal.is_terminal, color_system="standard",
+            no_color=terminal.no_color, highlight=False,
         )  # fmt: skip
         print_plan(plan, console=other)
         assert isinstance(other.file, io.StringIO)
-        self._view.say(Text.from_ansi(other.file.getvalue().rstrip("\n")))
+        self._view.print_message(Text.from_ansi(other.file.getvalue().rstrip("\n")))
 
     def on_start(self, info: RunInfo) -> None:
         self._open()
@@ -233,7 +233,7 @@ class LiveObserver(PlainObserver):
         view, self._view = self._view, None
         if view is not None:
             self._activity.begin("")  # Clear the activity, so that the last picture shows finished work.
-            view.close(stays=self._shown_metrics is not None)
+            view.close(keeps_picture=self._shown_metrics is not None)
 
     def _open(self) -> None:
         if self._view is None:
@@ -244,13 +244,13 @@ class LiveObserver(PlainObserver):
         moment = self._activity.snapshot()
         return live_view(self._shown_metrics, moment, self._evaluations, width=self._console.width)
 
-    def _line(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         if self._view is not None:
-            self._view.say(text)
+            self._view.print_message(text)
         elif self._is_lost():
             print(text, flush=True)
         else:
-            super()._line(text)
+            super()._print_line(text)
 
 
 def make_observer(

@@ -39,8 +39,8 @@ class ConfigSource:
     overrides: tuple[str, ...] = ()
 
     @property
-    def words(self) -> list[str]:
-        """The arguments of a command that reads the same config."""
+    def arguments(self) -> list[str]:
+        """Command-line arguments that select this config."""
         files = [word for file in self.extra_files for word in ("-c", str(file))]
         return [str(self.path), *files, *(word for override in self.overrides for word in ("--set", override))]
 
@@ -71,8 +71,8 @@ def writable_folder() -> Path:
 
 
 @contextmanager
-def records_of(run: Path) -> Iterator[None]:
-    """Convert errors that a damaged record causes to an error that names the run. Users may have edited the record."""
+def explain_damaged_records(run: Path) -> Iterator[None]:
+    """Convert any error from a damaged record to an error that names the run. Users may have edited the record."""
     try:
         yield
     except Exception as error:  # A malformed record can cause any exception.
@@ -90,7 +90,7 @@ class RunOptions:
     """The options of ``run``.
 
     Attributes:
-        source: Config files and overrides, including the options that are short for an override.
+        source: Config files and overrides, including options that are shorthand for an override.
         dry_run: Whether to print the plan instead of training.
         allow_config_change: Whether to continue a checkpoint even if a change alters the results.
         as_json: Whether to print JSON instead of text.
@@ -102,10 +102,10 @@ class RunOptions:
     as_json: bool = False
 
     @property
-    def words(self) -> list[str]:
-        """The arguments of ``run`` in each of several processes."""
+    def arguments(self) -> list[str]:
+        """Command-line arguments of ``run`` for each of several processes."""
         flags = ["--allow-config-change"] * self.allow_config_change + ["--json"] * self.as_json
-        return [*self.source.words, *flags]
+        return [*self.source.arguments, *flags]
 
 
 def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,7 +140,7 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def placed(loaded: LoadedConfig) -> Iterator[None]:
+def locate_missing_paths(loaded: LoadedConfig) -> Iterator[None]:
     """Prefix the error of a missing path with the config line that names the path."""
     try:
         yield

@@ -10,7 +10,7 @@ import click
 from .main import EXIT_CONFIG, EXIT_DONE
 from .main import describe as describe_error
 from .options import ConfigSource, config_options, json_option
-from .terminal import Spinner, without_collector
+from .terminal import Spinner, without_garbage_collection
 
 if TYPE_CHECKING:
     from megatrain.plan.estimate import RunLength
@@ -92,8 +92,8 @@ def command(
         size = (processes or loaded.config.distributed.processes) * hosts
         if size > 1 and measure:
             raise click.UsageError("--processes and --hosts plan for several processes: use them without --measure")
-        spinner.say("importing torch")
-        with without_collector():
+        spinner.show_activity("importing torch")
+        with without_garbage_collection():
             from megatrain.base.observer import RunObserver
             from megatrain.machine.planned_machine import find_machine
             from megatrain.plan.measure import timed
@@ -108,8 +108,8 @@ def command(
         if measure:
             spinner.stop()  # The lines about measurements must stay visible.
             _measure_machine(run)
-        spinner.say("reading the model and planning")
-        with without_collector():
+        spinner.show_activity("reading the model and planning")
+        with without_garbage_collection():
             planned = None if machine_name is None and size == 1 else plan_run(run)
             trainer = Trainer(loaded.config, observer=RunObserver(), plan=planned)
         plan = timed(trainer.plan, _print_progress, _warn) if measure else trainer.plan
@@ -117,7 +117,7 @@ def command(
         plan = dataclasses.replace(plan, passthrough_tensors=passthrough)
         num_steps = None
         if count_steps and refusal is None:
-            spinner.say("reading the data")
+            spinner.show_activity("reading the data")
             num_steps = trainer.make_loader().num_steps(plan.run.num_epochs, plan.run.max_steps)
     if plan.traced.flash_note:
         click.echo(plan.traced.flash_note, err=True)
@@ -161,7 +161,7 @@ def _print(
 
     from .plan_text import print_plan
 
-    simulated = _simulated(plan) if simulate else None
+    simulated = _simulate_step(plan) if simulate else None
     step_s = step_seconds(plan)
     length = None if plan.estimate is None else run_length(plan, num_steps, step_s)
     lines = [] if simulated is None else [simulated.line]
@@ -173,7 +173,7 @@ def _print(
     print_plan(plan, as_json=as_json, problem=problem, run_lines=lines, run_values=values)
 
 
-def _simulated(plan: Plan) -> SimulatedStep | None:
+def _simulate_step(plan: Plan) -> SimulatedStep | None:
     from megatrain.plan.simulate import replay
 
     replayed = replay(plan)

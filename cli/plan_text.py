@@ -16,12 +16,12 @@ from megatrain.machine.planned_machine import PlannedMachine
 from megatrain.plan import process, show
 from tiered.units import GiB, MiB, format_size
 
-from .console import nonzero, plain_table, print_line, with_text_width
+from .console import nonzero_sizes, plain_table, print_line, set_text_width
 
 if TYPE_CHECKING:
     from megatrain.plan.plan import Plan
 
-_LEAST_TABLE = 50  # minimum columns of a table of tiers
+_MIN_TABLE_COLUMNS = 50  # minimum columns of a table of tiers
 
 
 def print_plan(
@@ -38,17 +38,17 @@ def print_plan(
     Args:
         problem: Reason why a run would be refused although its blocks fit the tiers, or "".
         run_lines: Lines about the whole run, printed after the lines about a step.
-        run_values: Further JSON values, in place of these lines.
+        run_values: JSON values about the whole run, used instead of ``run_lines`` with ``as_json``.
         console: Console for text. Default: stdout.
     """
     if as_json:
         values = {**plan_to_json(plan), **(run_values or {}), **({"problem": problem} if problem else {})}
         click.echo(json.dumps(values))
         return
-    console = with_text_width(console or Console())
+    console = set_text_width(console or Console())
     console.print(Text(show.headline(plan), style="bold"))
-    if console.width < _LEAST_TABLE:
-        for line in _narrow_plan(plan):
+    if console.width < _MIN_TABLE_COLUMNS:
+        for line in _narrow_plan_lines(plan):
             print_line(console, line, indent=2)
     else:
         console.print(plan_table(plan))
@@ -65,9 +65,9 @@ def print_plan(
 
 
 def _step_lines(plan: Plan) -> Iterator[str]:
-    """Yield the memory of the process, the traffic and the estimated time of a step."""
+    """Yield lines about the memory of the process, and the traffic and estimated time of a step."""
     yield show.process_line(process.process_memory(plan))
-    if moved := "  ".join(f"{link} {format_size(nbytes)}" for link, nbytes in nonzero(plan.traffic).items()):
+    if moved := "  ".join(f"{link} {format_size(nbytes)}" for link, nbytes in nonzero_sizes(plan.traffic).items()):
         yield f"moved per step  {moved}"
     if plan.estimate is not None:
         yield from show.estimate_lines(plan.estimate)
@@ -85,17 +85,17 @@ def _print_verdict(console: Console, plan: Plan, problem: str) -> None:
         console.print(Text(f"fits{where}", style="green"))
 
 
-def _narrow_plan(plan: Plan) -> Iterator[str]:
+def _narrow_plan_lines(plan: Plan) -> Iterator[str]:
     """Yield the rows of ``plan_table`` as lines that can be wrapped."""
 
-    def sizes_of(sizes: Mapping[str, int]) -> str:
+    def format_sizes(sizes: Mapping[str, int]) -> str:
         return ", ".join(f"{tier} {format_size(sizes[tier])}" for tier in plan.tiers if sizes.get(tier))
 
     for kind, sizes, note in show.table_rows(plan):
         if any(sizes.values()):
-            yield f"{kind}: {sizes_of(sizes)}; {note}"
-    yield f"total: {sizes_of(plan.totals)}"
-    yield f"budget: {sizes_of({tier: plan.budgets.get(tier, 0) for tier in plan.tiers if plan.totals.get(tier)})}"
+            yield f"{kind}: {format_sizes(sizes)}; {note}"
+    yield f"total: {format_sizes(plan.totals)}"
+    yield f"budget: {format_sizes({tier: plan.budgets.get(tier, 0) for tier in plan.tiers if plan.totals.get(tier)})}"
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from .main import write_file
-from .options import json_option, records_of, run_argument
+from .options import explain_damaged_records, json_option, run_argument
 from .terminal import echo_wrapped
 
 
@@ -27,7 +27,7 @@ def command(run: Path, page: Path | None, as_json: bool) -> int:
 
     RUN is the output_dir of a finished, active or dead run.
     """
-    with records_of(run):
+    with explain_damaged_records(run):
         return _report(run, page, as_json=as_json)
 
 

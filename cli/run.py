@@ -22,7 +22,7 @@ from .main import (
     exit_code_of,
 )
 from .options import ConfigSource, RunOptions, config_options, json_option
-from .terminal import RunOutput, Spinner, without_collector
+from .terminal import RunOutput, Spinner, without_garbage_collection
 
 if TYPE_CHECKING:
     from megatrain.config import LoadedConfig
@@ -96,8 +96,8 @@ def _run(options: RunOptions, loaded: LoadedConfig, group: RankGroup, output: Ru
     """Run in this process, and return the exit code."""
     if options.as_json or loaded.config.logging.progress == "json":
         spinner.stop()
-    spinner.say("importing torch")
-    with without_collector():
+    spinner.show_activity("importing torch")
+    with without_garbage_collection():
         from .session import Session, run
     return run(Session(options, loaded, group, output, spinner))
 
@@ -115,16 +115,16 @@ def _launch(options: RunOptions, loaded: LoadedConfig, output: RunOutput) -> int
     table = loaded.config.distributed
     failures: list[Failure] = []
 
-    def take(message: Mapping[str, Any]) -> None:
+    def handle_message(message: Mapping[str, Any]) -> None:
         if "log" in message:
-            output.goes_to(Path(message["log"]))
+            output.set_log_file(Path(message["log"]))
 
     code = launch(
-        [sys.executable, "-m", __package__, "run", *options.words],
+        [sys.executable, "-m", __package__, "run", *options.arguments],
         table.processes,
         threads=None if table.threads == "auto" else table.threads,
         on_failure=failures.append,
-        on_message=take,
+        on_message=handle_message,
     )
     for failure in failures:
         interrupted = failure.rank < 0 and failure.message == "interrupted"
@@ -138,7 +138,7 @@ def _run_as_rank(options: RunOptions, group: RankGroup) -> NoReturn:
     is_first = group.world.is_first
     try:
         with RunOutput() as output, Spinner("reading the config", is_shown=is_first and not options.as_json) as spinner:
-            spinner.say("waiting for the other processes")
+            spinner.show_activity("waiting for the other processes")
             group.rendezvous()
             loaded = options.source.load(spinner) if is_first else options.source.read()
             code = _run(options, loaded, group, output, spinner)

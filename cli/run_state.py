@@ -1,4 +1,4 @@
-"""The state of a run as its files and its process show it, and how an ended run continues."""
+"""State of a run, read from its files and its process, and how to continue an ended run."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class RunFolderState:
     """State of a run's folder.
 
     Attributes:
-        owner: process of the run, or None if it has ended.
-        status: status that the current or last process wrote.
-        saved_step: step of the checkpoint from which the run would continue.
-        drive_bytes: bytes of the run's checkpoints, by path of the drive.
-        copied_steps: steps of the whole copies in output_dir.
-        lost_steps: steps of the checkpoints whose parts on a drive are gone.
+        owner: Process of the run, or None if the run has ended.
+        status: Status that the current or last process wrote.
+        saved_step: Step of the checkpoint from which the run would continue.
+        drive_bytes: Bytes of the run's checkpoints, by path of the drive.
+        copied_steps: Steps of the complete copies in output_dir.
+        lost_steps: Steps of the checkpoints whose parts on a drive are lost.
     """
 
     path: Path
@@ -49,7 +49,7 @@ class RunFolderState:
         return cls(
             path,
             owner,
-            read_status(path) if owner is None else own_status(path, owner),
+            read_status(path) if owner is None else status_of_owner(path, owner),
             next((checkpoint.step for checkpoint in saved if not checkpoint.is_gone), None),
             bytes_on_drives(path),
             _steps(checkpoint for checkpoint in saved if checkpoint.is_copy and not checkpoint.is_gone),
@@ -61,28 +61,28 @@ def _steps(checkpoints: Iterable[Checkpoint]) -> list[int]:
     return sorted({checkpoint.step for checkpoint in checkpoints if checkpoint.step is not None})
 
 
-def own_status(run: Path, owner: LockHolder) -> RunStatus | None:
-    """Return the status that this process wrote, or None if only an earlier process wrote one."""
+def status_of_owner(run: Path, owner: LockHolder) -> RunStatus | None:
+    """Return the status that the owner wrote, or None if only an earlier process wrote a status."""
     status = read_status(run)
     return status if status is not None and status.pid == owner.pid and status.host == owner.host else None
 
 
 def require_owner(run: Path) -> LockHolder:
-    """Return the process of a run. If the run has ended, raise an error that describes how."""
+    """Return the process of a run. If the run has ended, raise an error that states how it ended."""
     owner = living_owner(run)
     if owner is None:
         if read_status(run) is None:
-            raise RunFailedError(not_a_run(run), EXIT_CONFIG)
+            raise RunFailedError(missing_run_message(run), EXIT_CONFIG)
         raise RunFailedError(f"{run}: {describe_ended(run)}", EXIT_FAILED)
     return owner
 
 
-def not_a_run(run: Path) -> str:
-    """Return the message of a folder without a run."""
+def missing_run_message(run: Path) -> str:
+    """Return the error message for a folder without a run."""
     return f"'{run}' is not the folder of a run. Pass the output_dir of a run"
 
 
-def exit_code_of_status(status: RunStatus) -> int:
+def status_exit_code(status: RunStatus) -> int:
     """Return the exit code of an ended run. A run without a final state died."""
     if status.state not in FINAL_STATES:
         return EXIT_FAILED
@@ -99,7 +99,7 @@ def describe_ended(run: Path) -> str:
     what_next = _next_step_text(run)
     seen = f"{format_age(status.updated_at)} ago"
     if status.state == "done":
-        lost = _lost(run)
+        lost = _lost_text(run)
         return f"done, {status.step:,} step{'s' if status.step != 1 else ''}, {seen}" + (f"\n{lost}" if lost else "")
     if status.state == "stopped":
         return f"stopped at step {status.step}, {seen}; {what_next}"
@@ -118,18 +118,18 @@ def describe_interrupted(run: Path) -> str:
 
 def _next_step_text(run: Path) -> str:
     """Describe the step from which a run would continue, and the checkpoints that were lost with a drive."""
-    found, lost = usable_checkpoint(run), _lost(run)
+    found, lost = usable_checkpoint(run), _lost_text(run)
     if foreign := refused_drives(run):
         return "\n".join(["it cannot continue", *foreign, *[lost] * bool(lost)])
     if found is not None:
         where = "the copy of step" if found.is_copy else "step"
         return f"run it again to continue from {where} {found.step}" + (f"\n{lost}" if lost else "")
     if lost:
-        return f"it cannot continue\n{_lost(run, with_remedy=True)}"
+        return f"it cannot continue\n{_lost_text(run, with_remedy=True)}"
     return "nothing was saved; run it again to start from the beginning"
 
 
-def _lost(run: Path, *, with_remedy: bool = False) -> str:
+def _lost_text(run: Path, *, with_remedy: bool = False) -> str:
     """Describe checkpoints that were lost with a drive or are read from another place; "" if there are none."""
     found = saved_checkpoints(run)
     lost = LostPartsNotice.among(found)

@@ -13,7 +13,7 @@ import click
 
 from .main import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED_AND_SAVED, RunFailedError
 from .options import ConfigSource, config_options, json_option
-from .terminal import Spinner, without_collector
+from .terminal import Spinner, without_garbage_collection
 
 if TYPE_CHECKING:
     from megatrain.extras.scoring import ScoreSummary
@@ -35,18 +35,18 @@ def command(source: ConfigSource, dry_run: bool, as_json: bool) -> int:
     """
     with Spinner("reading the config", is_shown=not as_json) as spinner:
         loaded = source.load(spinner)
-        spinner.say("importing torch")
-        with without_collector():
+        spinner.show_activity("importing torch")
+        with without_garbage_collection():
             from megatrain.extras.scoring import Scorer
             from megatrain.plan.limits import refuse
 
             from .observers import MessageObserver, fetch_weights
             from .plan_text import print_plan
 
-            spinner.say("reading the model and planning")
+            spinner.show_activity("reading the model and planning")
 
             class ScoringObserver(MessageObserver):
-                """Prints messages, and the plan of a new scoring or one line for a continued one."""
+                """Observer that prints messages, and the plan of a new scoring or one line for a continued scoring."""
 
                 def on_ready(self, step: int | None) -> None:
                     if step is None and not as_json:

@@ -32,15 +32,15 @@ from .main import (
     exit_code_of,
 )
 from .observers import ConsoleObserver, PlanObserver, fetch_weights, make_observer
-from .options import RunOptions, placed
+from .options import RunOptions, locate_missing_paths
 from .plan_text import print_plan
 from .run_state import describe_interrupted
-from .terminal import RunOutput, Spinner, without_collector
+from .terminal import RunOutput, Spinner, without_garbage_collection
 
 
 @dataclass(frozen=True)
 class Session:
-    """A run in this process, and where the process prints.
+    """A run in this process, with its output.
 
     Attributes:
         group: All processes of the run.
@@ -70,14 +70,14 @@ class Session:
 
 
 class LogFileObserver(RunObserver):
-    """Sets the log file when training starts, because the run owns ``output_dir`` from then on."""
+    """Observer that sets the log file at the start of training, because the run owns ``output_dir`` from then on."""
 
     def __init__(self, output: RunOutput, group: RankGroup) -> None:
         self._output, self._group = output, group
 
     def on_start(self, info: RunInfo) -> None:
         log = info.output_dir / LOG_NAME
-        self._output.goes_to(log)
+        self._output.set_log_file(log)
         self._group.send_to_launcher(log=str(log))
 
 
@@ -88,10 +88,10 @@ def run(session: Session) -> int:
         RunFailedError: A signal ended the run.
         Exception: The config, the data or the machine is unsuitable. ``EXPECTED_ERRORS`` lists the types.
     """
-    with without_collector():
+    with without_garbage_collection():
         plan = _make_plan(session)
     session.spinner.stop()
-    note = _note_on_schedule(session, plan)
+    note = _schedule_note(session, plan)
     if session.options.dry_run:
         code = _print_dry_run(plan, as_json=session.as_json)
         click.echo(note, err=True, nl=bool(note))
@@ -108,16 +108,16 @@ def _make_plan(session: Session) -> Plan:
     """Plan the run, after checks that need no plan."""
     config, group = session.loaded.config, session.group
     if session.prints:
-        with placed(session.loaded):
+        with locate_missing_paths(session.loaded):
             refuse_early(config, allow_config_change=session.options.allow_config_change)
     group.join(config.device, config.distributed)
-    session.spinner.say("reading the model and planning")
-    with placed(session.loaded):
+    session.spinner.show_activity("reading the model and planning")
+    with locate_missing_paths(session.loaded):
         return plan_one_rank(config) if group.world.is_single else plan_for_rank(config, group)
 
 
-def _note_on_schedule(session: Session, plan: Plan) -> str:
-    """Return a note that with --max-steps, the learning rate differs from a longer run; "" if it does not."""
+def _schedule_note(session: Session, plan: Plan) -> str:
+    """Return a note if --max-steps makes the learning rates differ from a longer run, otherwise ""."""
     max_steps, optimizer = session.loaded.config.training.max_steps, plan.run.optimizer
     if f"training.max_steps={max_steps}" not in session.options.source.overrides or not optimizer.depends_on_length:
         return ""

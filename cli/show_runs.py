@@ -10,9 +10,9 @@ from pathlib import Path
 import click
 
 from .main import EXIT_CONFIG, EXIT_DONE, RunFailedError
-from .options import json_option, records_of
+from .options import explain_damaged_records, json_option
 
-_NOT_ENTERED = ("snap", "live")  # Folders of blocks contain many files and no runs.
+_SKIPPED_FOLDERS = ("snap", "live")  # Folders of blocks contain many files and no runs.
 
 
 @click.command("status")
@@ -36,13 +36,13 @@ def command(run: Path | None, is_followed: bool, as_json: bool) -> int:
     if is_followed:
         from .follow import follow
 
-        return follow(_one_of(run or Path()), as_json=as_json)
+        return follow(_select_run(run or Path()), as_json=as_json)
     seen = list(map(RunFolderState.inspect, _find_runs(run or Path())))
     if run is not None and not seen and (alone := RunFolderState.inspect(run)).owner is not None:
         seen = [alone]
     shown = []
     for one in seen:
-        with records_of(one.path):
+        with explain_damaged_records(one.path):
             if as_json:
                 shown.append(run_to_json(one))
             else:
@@ -62,13 +62,13 @@ def _find_runs(root: Path) -> Iterator[Path]:
     from megatrain.run.status import STATUS_NAME
 
     for folder, names, files in os.walk(root):
-        names[:] = sorted(name for name in names if not name.startswith(".") and name not in _NOT_ENTERED)
+        names[:] = sorted(name for name in names if not name.startswith(".") and name not in _SKIPPED_FOLDERS)
         if STATUS_NAME in files:
             names.clear()
             yield Path(folder)
 
 
-def _one_of(root: Path) -> Path:
+def _select_run(root: Path) -> Path:
     """Return the run to follow: the folder itself, or the only running one below it."""
     from megatrain.base.owner import living_owner
 

@@ -17,48 +17,48 @@ from .run_state import RunFolderState, describe_ended, format_age, format_second
 from .terminal import echo_wrapped
 
 
-def print_run(seen: RunFolderState) -> None:
+def print_run(state: RunFolderState) -> None:
     """Print the state of a run."""
-    click.secho(str(seen.path), bold=True)
-    for name, text in _lines(seen):
+    click.secho(str(state.path), bold=True)
+    for name, text in _lines(state):
         echo_wrapped(f"  {name:<9}{text}" if name else f"  {text}", indent=11 if name else 4)
 
 
-def _lines(seen: RunFolderState) -> Iterator[tuple[str, str]]:
-    """Yield the name, or "", and the text of each line."""
-    status, owner = seen.status, seen.owner
+def _lines(state: RunFolderState) -> Iterator[tuple[str, str]]:
+    """Yield the name (or "") and the text of each line."""
+    status, owner = state.status, state.owner
     if owner is None:
-        yield from (("", line) for line in describe_ended(seen.path).splitlines())
+        yield from (("", line) for line in describe_ended(state.path).splitlines())
         yield from _evaluations(status)
-        yield from _places(seen)
-        if status is not None and status.state == "done" and (seen.path / FINAL_NAME).is_dir():
-            yield "model", str(seen.path / FINAL_NAME)
+        yield from _checkpoint_lines(state)
+        if status is not None and status.state == "done" and (state.path / FINAL_NAME).is_dir():
+            yield "model", str(state.path / FINAL_NAME)
     elif status is None:
         yield "starting", owner.text
     else:
-        yield from _living_lines(seen, status, owner)
+        yield from _living_lines(state, status, owner)
 
 
-def _living_lines(seen: RunFolderState, status: RunStatus, owner: LockHolder) -> Iterator[tuple[str, str]]:
+def _living_lines(state: RunFolderState, status: RunStatus, owner: LockHolder) -> Iterator[tuple[str, str]]:
     yield status.state, _progress(status)
-    if silence := _silence(status):
+    if silence := _silence_text(status):
         yield "silent", silence
     yield from _evaluations(status)
     if status.metrics is not None and any(status.metrics.tier_used_bytes.values()):
         yield "memory", _memory(status.metrics)
         for number, each in enumerate(status.metrics.ranks):
             yield f"rank {number}", format_rank(each)
-    if seen.saved_step is not None:
+    if state.saved_step is not None:
         when = f", {format_age(status.checkpoint_at)} ago" if status.checkpoint_at is not None else ""
-        yield "saved", f"step {seen.saved_step}{when}"
-    yield from _places(seen)
+        yield "saved", f"step {state.saved_step}{when}"
+    yield from _checkpoint_lines(state)
     yield "process", f"{owner.pid} on {owner.host}, last wrote {format_age(status.updated_at)} ago"
     if status.message:
         yield "message", status.message
 
 
-def _silence(status: RunStatus) -> str:
-    """Return a text with the likely reason if a run has not updated its status for some time, or ""."""
+def _silence_text(status: RunStatus) -> str:
+    """Return the likely reason why a run has not updated its status for some time, or ""."""
     seconds = seconds_since(status.updated_at)
     if seconds is None or seconds < SILENT_S:
         return ""
@@ -71,13 +71,13 @@ def _silence(status: RunStatus) -> str:
     )
 
 
-def _places(seen: RunFolderState) -> Iterator[tuple[str, str]]:
+def _checkpoint_lines(state: RunFolderState) -> Iterator[tuple[str, str]]:
     """Yield a line for each drive with parts of checkpoints, and a line for the copies in output_dir."""
-    for path, nbytes in seen.drive_bytes.items():
+    for path, nbytes in state.drive_bytes.items():
         yield "drive", f"{format_size(nbytes)} of the checkpoints are in {path}: deleting this folder destroys them"
-    if seen.copied_steps:
-        steps = ", ".join(map(str, seen.copied_steps))
-        yield "copies", f"step{'s' if len(seen.copied_steps) > 1 else ''} {steps}, complete in output_dir"
+    if state.copied_steps:
+        steps = ", ".join(map(str, state.copied_steps))
+        yield "copies", f"step{'s' if len(state.copied_steps) > 1 else ''} {steps}, complete in output_dir"
 
 
 def _evaluations(status: RunStatus | None) -> Iterator[tuple[str, str]]:
@@ -110,15 +110,15 @@ def _memory(metrics: StepMetrics) -> str:
     return "  ".join([*tiers, f"process {format_size(metrics.rss_bytes)}"])
 
 
-def run_to_json(seen: RunFolderState) -> dict[str, Any]:
+def run_to_json(state: RunFolderState) -> dict[str, Any]:
     """Return the state of a run as JSON values."""
     return {
-        "path": str(seen.path.resolve()),
-        "running": seen.owner is not None,
-        "owner": None if seen.owner is None else seen.owner.text,
-        "saved_step": seen.saved_step,
-        "checkpoint_bytes_on_drives": {str(path): nbytes for path, nbytes in seen.drive_bytes.items()},
-        "copied_steps": seen.copied_steps,
-        "lost_steps": seen.lost_steps,
-        "status": None if seen.status is None else seen.status.to_json(),
+        "path": str(state.path.resolve()),
+        "running": state.owner is not None,
+        "owner": None if state.owner is None else state.owner.text,
+        "saved_step": state.saved_step,
+        "checkpoint_bytes_on_drives": {str(path): nbytes for path, nbytes in state.drive_bytes.items()},
+        "copied_steps": state.copied_steps,
+        "lost_steps": state.lost_steps,
+        "status": None if state.status is None else state.status.to_json(),
     }

@@ -1,4 +1,4 @@
-"""The lines at the end of a run."""
+"""Summary lines of a run that has ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megatrain.base.observer import format_tiers
 from tiered.units import format_duration, format_size
 
-from .console import nonzero
+from .console import nonzero_sizes
 
 if TYPE_CHECKING:
     from megatrain.base.observer import RunSummary
@@ -26,13 +26,13 @@ def summary_lines(summary: RunSummary) -> Iterator[str]:
     if summary.num_processes > 1:
         yield f"ranks  {summary.num_processes} processes; peak, moved and wrote show the first process"
     if summary.tier_peak_bytes:
-        peaks, limits = nonzero(summary.tier_peak_bytes), summary.tier_capacity_bytes
+        peaks, limits = nonzero_sizes(summary.tier_peak_bytes), summary.tier_capacity_bytes
         tiers = "   ".join(format_tiers({tier: nbytes}, limits) for tier, nbytes in peaks.items())
         yield f"peak   {tiers}   process {format_size(summary.peak_rss_bytes)}"
-    if moved := nonzero(summary.link_bytes):
+    if moved := nonzero_sizes(summary.link_bytes):
         paths = {link: f" ({path})" for link, path in summary.link_paths.items() if path}
         yield "moved  " + "  ".join(f"{link} {format_size(n)}{paths.get(link, '')}" for link, n in moved.items())
-    if written := nonzero(summary.written_bytes):
+    if written := nonzero_sizes(summary.written_bytes):
         yield "wrote  " + "  ".join(f"{path} {format_size(n)}" for path, n in written.items())
     if summary.export_dir is not None:
         yield f"model  {summary.export_dir}"
@@ -51,7 +51,7 @@ def _head_line(summary: RunSummary) -> str:
 
 
 def _loss_lines(summary: RunSummary) -> Iterator[str]:
-    """Yield the first and the last loss, or the less noisy means over several steps."""
+    """Yield lines with the first and the last loss, or with the less noisy means over several steps."""
     count = summary.num_averaged
     if summary.mean_losses is not None and count > 1:
         first, last = summary.mean_losses

@@ -1,4 +1,4 @@
-"""Terminal output of a command: a spinner, safe output of untrusted text, and output that survives the terminal."""
+"""Terminal output of a command: a spinner, escaping of untrusted text, and a log file if the terminal closes."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ FRAMES = ("\u280b\u2819\u2839\u2838\u283c\u2834\u2826\u2827\u2807\u280f", "|/-\\
 _CLEAR = "\r\x1b[K"
 _INTERVAL_S = 0.1
 #: Minimum columns of continued lines; below this, the indent is reduced.
-_LEAST_WRAPPED = 20
-_SILENT_S = 1.0  # time before the first line if stderr is not a terminal
-_SHOWN_FROM_S = 2.0  # Shorter times would only flicker.
+_MIN_WRAPPED_COLUMNS = 20
+_FIRST_LINE_DELAY_S = 1.0  # time before the first line if stderr is not a terminal
+_MIN_SHOWN_S = 2.0  # Shorter times would only flicker.
 #: Errors of a write to a closed terminal or a broken pipe.
-_GONE = (errno.EIO, errno.EPIPE, errno.ENXIO, errno.EBADF)
+_CLOSED_ERRORS = (errno.EIO, errno.EPIPE, errno.ENXIO, errno.EBADF)
 #: Cursor sequences at the start of writes by the spinner and rich's live views.
-_OWN_START = re.compile(r"(?:\r|\n|\x1b\[(?:\?25[lh]|[0-9]*A|2?K))*")
+_CURSOR_SEQUENCES = re.compile(r"(?:\r|\n|\x1b\[(?:\?25[lh]|[0-9]*A|2?K))*")
 #: Harmless sequences: colors, links, cursor visibility, line breaks.
-_HARMLESS = re.compile(r"\x1b\[(?:[0-9;]*m|\?25[lh])|\r\n|[\n\t]|\x1b\]8;[^\x00-\x1f\x7f]*\x1b\\")
+_HARMLESS_SEQUENCE = re.compile(r"\x1b\[(?:[0-9;]*m|\?25[lh])|\r\n|[\n\t]|\x1b\]8;[^\x00-\x1f\x7f]*\x1b\\")
 #: Characters that terminals execute: C0 and C1 controls, DEL, and characters that change the text direction.
-_OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+_CONTROL_CHARACTER = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
 def given_columns() -> int:
@@ -54,9 +54,9 @@ def wrap_words(text: str, width: int, *, indent: int) -> list[str]:
     """Wrap each line of a text between words, and return the lines.
 
     Args:
-        indent: Columns before a continued line; 2 if fewer than `_LEAST_WRAPPED` columns would be left.
+        indent: Columns before a continued line; 2 if fewer than `_MIN_WRAPPED_COLUMNS` columns would be left.
     """
-    is_narrow = width - indent < _LEAST_WRAPPED
+    is_narrow = width - indent < _MIN_WRAPPED_COLUMNS
     below = " " * (min(indent, 2) if is_narrow else indent)
     lines = []
     for line in text.splitlines():
@@ -78,13 +78,13 @@ def echo_wrapped(text: str, *, indent: int = 2) -> None:
 
 
 class Spinner:
-    """A line on stderr with the current activity and its seconds. A context manager that clears the line.
+    """Context manager that shows the current activity and its seconds in a line on stderr, and clears it on exit.
 
     This class imports nothing heavy. The cursor stays visible, so a killed process leaves nothing to restore. If stderr
     is not a terminal, each activity after the first second of the command prints one line.
 
     Args:
-        is_shown: whether to draw or print anything.
+        is_shown: Whether to draw or print anything.
     """
 
     def __init__(self, text: str, *, is_shown: bool = True) -> None:
@@ -92,10 +92,10 @@ class Spinner:
         self._is_shown = is_shown and self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._is_plain = is_shown and not self._is_shown and _is_own_process()
         self._printed = ""
-        self._first_line = threading.Timer(_SILENT_S, self._print)
+        self._first_line = threading.Timer(_FIRST_LINE_DELAY_S, self._print)
         self._frames = frames_for(self._stream.encoding)
         self._text, self._start_s = text, time.monotonic()
-        self._drawing = threading.Lock()
+        self._draw_lock = threading.Lock()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -114,8 +114,8 @@ class Spinner:
     ) -> None:
         self.stop()
 
-    def say(self, text: str) -> None:
-        """Show another activity and count its seconds from 0."""
+    def show_activity(self, text: str) -> None:
+        """Show a new activity and restart its timer."""
         self._text, self._start_s = text, time.monotonic()
         if self._thread is not None:
             self._draw()
@@ -125,7 +125,7 @@ class Spinner:
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Clear the line during the ``with`` block, so that the caller can print."""
-        with self._drawing:
+        with self._draw_lock:
             if self._thread is not None:
                 self._write(_CLEAR)
             yield
@@ -142,8 +142,8 @@ class Spinner:
         self._write(_CLEAR)
 
     def _print(self) -> None:
-        """Print the activity if it was not printed yet."""
-        with self._drawing:
+        """Print the activity unless it is already printed."""
+        with self._draw_lock:
             if self._is_plain and self._text != self._printed:
                 self._printed = self._text
                 self._write(f"{self._text} ...\n")
@@ -156,10 +156,10 @@ class Spinner:
         now_s = time.monotonic()
         frame = self._frames[int(now_s / _INTERVAL_S) % len(self._frames)]
         passed_s = now_s - self._start_s
-        seconds = f"  {passed_s:.0f} s" if passed_s >= _SHOWN_FROM_S else ""
+        seconds = f"  {passed_s:.0f} s" if passed_s >= _MIN_SHOWN_S else ""
         # Shorten the line to the terminal's width, because clearing a wrapped line would leave its first part.
         width = shutil.get_terminal_size().columns - 1
-        with self._drawing:
+        with self._draw_lock:
             self._write(f"{_CLEAR}{frame} {self._text}{seconds}"[: width + len(_CLEAR)])
 
     def _write(self, text: str) -> None:
@@ -179,38 +179,38 @@ def frames_for(encoding: str | None) -> str:
     return FRAMES[0]
 
 
-def shown(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Escape control characters in names, rows and messages, so that the terminal does not execute them.
 
     An untrusted file name or row can contain sequences that clear the screen, rename the window, type, or hide text.
     Colors, and this program's own sequences at the start of a write, are not escaped.
     """
-    if not _OBEYED.search(text):
+    if not _CONTROL_CHARACTER.search(text):
         return text
-    start = _OWN_START.match(text)
+    start = _CURSOR_SEQUENCES.match(text)
     at = start.end() if start is not None else 0
     parts = [text[:at]]
     while at < len(text):
-        harmless = _HARMLESS.match(text, at)
+        harmless = _HARMLESS_SEQUENCE.match(text, at)
         if harmless is not None:
             parts.append(harmless[0])
             at = harmless.end()
             continue
         sign = text[at]
-        parts.append(sign.encode("unicode_escape").decode() if _OBEYED.match(sign) else sign)
+        parts.append(sign.encode("unicode_escape").decode() if _CONTROL_CHARACTER.match(sign) else sign)
         at += 1
     return "".join(parts)
 
 
-class Screen:
-    """A text stream that escapes control characters with ``shown`` and delegates all other methods to a stream."""
+class SafeStream:
+    """A text stream that escapes control characters; all other methods are those of the wrapped stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
         """Write a text and return its length. For other types, the stream raises its error."""
-        self._stream.write(shown(text) if isinstance(text, str) else text)
+        self._stream.write(escape_controls(text) if isinstance(text, str) else text)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -223,10 +223,10 @@ class Screen:
 
 
 @contextmanager
-def screens() -> Iterator[None]:
-    """Wrap ``sys.stdout`` and ``sys.stderr`` in ``Screen`` during the ``with`` block."""
+def safe_output() -> Iterator[None]:
+    """Wrap ``sys.stdout`` and ``sys.stderr`` in ``SafeStream`` during the ``with`` block."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = cast("tuple[TextIO, TextIO]", tuple(map(Screen, before)))
+    sys.stdout, sys.stderr = cast("tuple[TextIO, TextIO]", tuple(map(SafeStream, before)))
     try:
         yield
     finally:
@@ -239,7 +239,7 @@ def _is_own_process() -> bool:
     return context is not None and context.find_root().obj is OWN_PROCESS
 
 
-def leave_out_torch() -> None:
+def block_torch_import() -> None:
     """Make transformers work without torch, whose import takes seconds, if this process runs only one command.
 
     Tokenizers and chat templates do not need torch, but transformers imports it if it is installed.
@@ -250,7 +250,7 @@ def leave_out_torch() -> None:
 
 
 @contextmanager
-def without_collector() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Disable the garbage collector during the ``with`` block.
 
     Imports and plans create a million permanent objects, and scanning them repeatedly took a tenth of the startup time.
@@ -268,27 +268,27 @@ def without_collector() -> Iterator[None]:
 
 
 class RunOutput:
-    """Replaces ``sys.stdout`` and ``sys.stderr`` during the ``with`` block, if they are files.
+    """Context manager that replaces ``sys.stdout`` and ``sys.stderr``, if they are files.
 
     If a write fails because the terminal is closed or the pipe is broken, this text and all later output goes to a log
     file, without an error. The file descriptors are redirected, so the output of libraries also goes there. Until the
     log file is known, output is kept in memory.
 
     Attributes:
-        is_lost: whether a terminal or pipe is gone permanently.
+        is_lost: Whether a terminal or pipe is gone permanently.
     """
 
     def __init__(self) -> None:
         self.is_lost = False
         self._log: Path | None = None
-        self._is_open = False
-        self._kept: list[str] = []
+        self._has_header = False
+        self._unwritten: list[str] = []
         self._lock = threading.RLock()
-        self._before: tuple[TextIO, TextIO] | None = None
+        self._original_streams: tuple[TextIO, TextIO] | None = None
         self._streams: list[_Stream] = []
 
     def __enter__(self) -> Self:
-        self._before = sys.stdout, sys.stderr
+        self._original_streams = sys.stdout, sys.stderr
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -303,23 +303,23 @@ class RunOutput:
         for stream in self._streams:
             stream.flush()
         if any(stream.is_gone for stream in self._streams):
-            self.lose()  # Redirect now, so that the last message of the command does not fail.
-        assert self._before is not None
-        sys.stdout, sys.stderr = self._before
+            self.redirect_lost()  # Redirect now, so that the last message of the command does not fail.
+        assert self._original_streams is not None
+        sys.stdout, sys.stderr = self._original_streams
 
-    def goes_to(self, log: Path) -> None:
-        """Set the log file, which is written only after a terminal was lost."""
+    def set_log_file(self, log: Path) -> None:
+        """Set the log file, which is written only after a terminal is lost."""
         with self._lock:
             self._log = log
             if self.is_lost:
                 self._turn()
 
-    def lose(self, text: str = "") -> None:
+    def redirect_lost(self, text: str = "") -> None:
         """Redirect lost streams to the log file, starting with ``text``, which could not be written."""
         with self._lock:
             self.is_lost = True
-            if plain := _CONTROL.sub("", text):
-                self._kept.append(plain if plain.endswith("\n") else f"{plain}\n")
+            if plain := _CONTROL_SEQUENCE.sub("", text):
+                self._unwritten.append(plain if plain.endswith("\n") else f"{plain}\n")
             self._turn()
 
     def _turn(self) -> None:
@@ -331,13 +331,13 @@ class RunOutput:
             log = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         try:
             for stream in self._streams:
-                if stream.is_gone or stream.is_turned:
+                if stream.is_gone or stream.is_redirected:
                     os.dup2(log, stream.fileno())
-                    stream.is_turned = True
+                    stream.is_redirected = True
             if self._log is not None:
-                head = "" if self._is_open else f"-- output of process {os.getpid()} on {socket.gethostname()}\n"
-                self._is_open = True
-                kept, self._kept = "".join(self._kept), []
+                head = "" if self._has_header else f"-- output of process {os.getpid()} on {socket.gethostname()}\n"
+                self._has_header = True
+                kept, self._unwritten = "".join(self._unwritten), []
                 with contextlib.suppress(OSError):
                     os.write(log, (head + kept).encode(errors="replace"))
         finally:
@@ -347,17 +347,17 @@ class RunOutput:
         """Write to the descriptor of a stream, or to the log file if the descriptor is gone."""
         data = memoryview(text.encode(stream.encoding, errors="replace"))
         with self._lock:
-            if stream.is_turned and self._log is None:
-                self._kept.append(_CONTROL.sub("", text))
+            if stream.is_redirected and self._log is None:
+                self._unwritten.append(_CONTROL_SEQUENCE.sub("", text))
                 return
             while data:
                 try:
                     data = data[os.write(stream.fileno(), data) :]
                 except OSError as error:
-                    if error.errno in _GONE and not stream.is_turned:
+                    if error.errno in _CLOSED_ERRORS and not stream.is_redirected:
                         stream.is_gone_by_error = True
-                        self.lose(bytes(data).decode(stream.encoding, errors="replace"))
-                    return  # A full drive of the log must not end a run.
+                        self.redirect_lost(bytes(data).decode(stream.encoding, errors="replace"))
+                    return  # A full drive must not end the run.
 
 
 class _Stream(io.TextIOBase):
@@ -368,10 +368,10 @@ class _Stream(io.TextIOBase):
         self._is_terminal = stream.isatty()
         self._encoding = stream.encoding or "utf-8"
         self._output = output
-        self._waiting: list[str] = []
-        # Not held during writes, because a stopped terminal (Ctrl-S) must not block other threads.
-        self._adding = threading.Lock()
-        self.is_turned = self.is_gone_by_error = False
+        self._buffer: list[str] = []
+        # Do not hold this lock during writes, because a stopped terminal (Ctrl-S) must not block other threads.
+        self._buffer_lock = threading.Lock()
+        self.is_redirected = self.is_gone_by_error = False
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -380,7 +380,7 @@ class _Stream(io.TextIOBase):
     @property
     def is_gone(self) -> bool:
         """Whether the terminal or the reader of the pipe is gone."""
-        if self.is_turned:
+        if self.is_redirected:
             return False
         if self.is_gone_by_error:
             return True
@@ -392,7 +392,7 @@ class _Stream(io.TextIOBase):
         return self._fd
 
     def isatty(self) -> bool:
-        return self._is_terminal and not self.is_turned
+        return self._is_terminal and not self.is_redirected
 
     def writable(self) -> bool:
         return True
@@ -400,14 +400,14 @@ class _Stream(io.TextIOBase):
     def write(self, text: str) -> int:
         if not isinstance(text, str):  # click writes bytes to find out whether a stream is binary.
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
-        with self._adding:
-            self._waiting.append(shown(text))
+        with self._buffer_lock:
+            self._buffer.append(escape_controls(text))
         if "\n" in text:
             self.flush()
         return len(text)
 
     def flush(self) -> None:
-        with self._adding:
-            waiting, self._waiting = self._waiting, []
-        if waiting:
-            self._output.write(self, "".join(waiting))
+        with self._buffer_lock:
+            text, self._buffer = self._buffer, []
+        if text:
+            self._output.write(self, "".join(text))

@@ -45,17 +45,17 @@ def command(config: Path | None, overrides: tuple[str, ...], tiers: str, as_json
     from megatrain.extras.verify import verify
 
     with terminated_as_interrupted():
-        verdict = verify(
+        result = verify(
             None if loaded is None else loaded.config,
             tiers=chosen,
             scratch=writable_folder(),
             on_progress=lambda what: click.echo(f"{what} ...", err=True),
         )
     if as_json:
-        click.echo(json.dumps(verdict.to_json()))
+        click.echo(json.dumps(result.to_json()))
     else:
-        _print(verdict)
-    return 0 if verdict.holds else EXIT_VERIFY
+        _print(result)
+    return 0 if result.holds else EXIT_VERIFY
 
 
 def _parse_tiers(text: str) -> tuple[str, ...]:
@@ -66,26 +66,26 @@ def _parse_tiers(text: str) -> tuple[str, ...]:
     return names
 
 
-def _print(verdict: VerifyResult) -> None:
+def _print(result: VerifyResult) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from .console import plain_table, with_text_width
+    from .console import plain_table, set_text_width
 
-    console = with_text_width(Console())
-    console.print(Text(verdict.headline, style="bold"), soft_wrap=True)
+    console = set_text_width(Console())
+    console.print(Text(result.headline, style="bold"), soft_wrap=True)
     table = plain_table()
     for name in ("", "allowed", "found"):
         table.add_column(name, overflow="fold")
-    for check in verdict.checks:
+    for check in result.checks:
         table.add_row(check.what, check.allowed, Text(check.found, style="green" if check.holds else "bold red"))
     console.print(table)
-    for check in verdict.checks:
+    for check in result.checks:
         for problem in check.problems:
             console.print(Text(f"differs: {check.what}: {problem}", style="red"), soft_wrap=True)
-    for note in verdict.notes:
+    for note in result.notes:
         console.print(Text(note, style="dim"), soft_wrap=True)
-    words = "equal: tiered training equals plain training on this machine." if verdict.holds else "not equal."
+    words = "equal: tiered training equals plain training on this machine." if result.holds else "not equal."
     console.print(
-        Text(f"{words}  {verdict.seconds:.0f} s", style="green" if verdict.holds else "bold red"), soft_wrap=True
+        Text(f"{words}  {result.seconds:.0f} s", style="green" if result.holds else "bold red"), soft_wrap=True
     )

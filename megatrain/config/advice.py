@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["model_warnings"]
 
-#: Smaller models, which are used in tests and demonstrations, have the bounds of training from scratch.
+#: Models below this size, as in tests and demonstrations, get the bounds of training from scratch.
 _SMALL_MODEL_PARAMETERS = 50_000_000
 
 
@@ -59,7 +59,7 @@ def model_warnings(model: ModelSpec, max_length: int, optimizer: OptimizerConfig
 
 
 def _fused_warning(graph: ModelGraph, optimizer: OptimizerConfig) -> Iterator[str]:
-    """Yield a warning if parameters seem to contain several fused matrices but the division is unknown."""
+    """Yield a warning if parameters seem to contain several fused matrices, but how to split them is unknown."""
     _, unknown = find_fused(graph)
     left = [name for name in unknown if not any(fnmatchcase(name, glob) for glob in optimizer.muon_exclude)]
     products = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in left)

@@ -83,7 +83,7 @@ def find_warnings(config: RunConfig) -> list[str]:
             warnings.append('data.val_size keeps rows that evaluation.eval_strategy = "no" never evaluates')
         if evaluation.predict_with_generate:
             warnings.append('evaluation.predict_with_generate has no effect with evaluation.eval_strategy = "no"')
-    warnings += _find_idle_keys(config)
+    warnings += _find_ineffective_keys(config)
     if not _may_have_gpu_tier(config) and not config.tiers.gpu.size.is_auto:
         warnings.append('tiers.gpu.size has no effect with device = "cpu"')
     if config.export.merge and not config.lora.is_on:
@@ -97,7 +97,7 @@ def find_warnings(config: RunConfig) -> list[str]:
     return warnings
 
 
-def _find_idle_keys(config: RunConfig) -> Iterator[str]:
+def _find_ineffective_keys(config: RunConfig) -> Iterator[str]:
     """Yield a warning for each key that is set but has no effect with another key of its table."""
     for key, schema in KEYS.items():
         for other, value in disabling_keys(key, config).items():
@@ -107,7 +107,7 @@ def _find_idle_keys(config: RunConfig) -> Iterator[str]:
 
 
 def disabling_keys(key: str, config: RunConfig) -> dict[str, Any]:
-    """Return the keys whose values make a key ineffective, with these values. Return {} if the key has an effect."""
+    """Return the keys, with their values, that make a key ineffective. Return {} if the key has an effect."""
     found = {other: (config.value(other), values) for other, values in used_if(key).items()}
     return {other: value for other, (value, values) in found.items() if value not in values}
 
@@ -123,25 +123,25 @@ def _check_gradients(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def find_unscorable(config: RunConfig) -> Iterator[Problem]:
+def find_scoring_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the problems that prevent scoring with the model of a config."""
     if config.lora.is_on:
         text = "[lora]: a model with separate adapters cannot be scored"
         advice = "Merge them (megatrain-tier export RUN MERGED --merge), and use the merged folder without [lora]"
         yield Problem("lora", text, advice)
-    yield from _find_unreadable(config)
+    yield from _find_inference_problems(config)
 
 
-def find_ungenerable(config: RunConfig) -> Iterator[Problem]:
+def find_generation_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the problems that prevent text generation with the model of a config."""
     if config.lora.is_on and config.lora.adapter_name_or_path is None:
         text = "[lora] without adapter_name_or_path: new adapters do not change the model's output"
         advice = "For adapters that a run trained, give its folder: megatrain-tier generate RUN. Else leave [lora] out"
         yield Problem("lora", text, advice)
-    yield from _find_unreadable(config)
+    yield from _find_inference_problems(config)
 
 
-def _find_unreadable(config: RunConfig) -> Iterator[Problem]:
+def _find_inference_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the problems that prevent inference with the model of a config."""
     if config.model.images != "off":
         text = f'model.images = "{config.model.images}": this release scores and continues only text'
@@ -185,7 +185,7 @@ def _check_batch(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_task(config: RunConfig) -> Iterator[Problem]:
-    """Yield the problems with keys that the task does not support or needs. ``TASK_FACTS`` declares these keys."""
+    """Yield the problems with keys that the task requires or does not support. ``TASK_FACTS`` declares these keys."""
     task, facts = config.task, TASK_FACTS[config.task]
     elsewhere = [other.refused_elsewhere for name, other in TASK_FACTS.items() if name != task]
     for refusal in (*facts.refused, *filter(None, elsewhere)):

@@ -12,19 +12,19 @@ from megatrain.data.sources import detect_format, is_hub_name
 from megatrain.tasks.table import TASK_FACTS
 
 
-def first_rows(path: str, written: str, task: str | None) -> DataFacts:
+def first_rows(path: str, config_path: str, task: str | None) -> DataFacts:
     """Return facts about the first rows of a file, glob or folder. Fetches nothing.
 
     Args:
-        written: The path as the config states it.
-        task: Task that the rows are for, or None if they decide the task.
+        config_path: Path as written in the config.
+        task: Task of the rows, or None to derive the task from the rows.
     """
     if is_hub_name(path):
         if suffix_of(Path(path)) in (*TEXT_SUFFIXES, *ARROW_SUFFIXES):
-            return DataFacts(written, problem=f"{written}: there is no such file yet")
-        return DataFacts(written)  # nothing is fetched before `check`
+            return DataFacts(config_path, problem=f"{config_path}: there is no such file yet")
+        return DataFacts(config_path)  # nothing is fetched before `check`
     try:
         preview = detect_format(path, None if task is None else row_kind(TASK_FACTS[task].rows(None)))
     except DataError as error:
-        return DataFacts(written, problem=str(error))
-    return DataFacts(written, preview.format, preview.columns, preview.fields, preview.problem, preview.is_judged)
+        return DataFacts(config_path, problem=str(error))
+    return DataFacts(config_path, preview.format, preview.columns, preview.fields, preview.problem, preview.has_label)

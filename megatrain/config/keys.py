@@ -57,7 +57,7 @@ def _without_references(node: Any, tables: Mapping[str, Schema]) -> Any:
         return node
     if "$ref" in node:
         table = tables[node["$ref"].rpartition("/")[2]]
-        # The description of the field is kept; the table's docstring is for readers of the code.
+        # Keep the field's description, because the table's docstring is for readers of the code.
         node = {**{word: table[word] for word in table if word not in ("title", "description")}, **node}
         del node["$ref"]
     if "pattern" in node:
@@ -67,16 +67,16 @@ def _without_references(node: Any, tables: Mapping[str, Schema]) -> Any:
 
 def _make_schema() -> Schema:
     # Serialization mode shows defaults as users write them: "5GB" instead of 5000000000.
-    made = RunConfig.model_json_schema(mode="serialization", schema_generator=_TomlSchema)
-    tables = made.pop("$defs")
-    whole: Schema = _without_references(made, tables)
+    schema = RunConfig.model_json_schema(mode="serialization", schema_generator=_TomlSchema)
+    tables = schema.pop("$defs")
+    whole: Schema = _without_references(schema, tables)
     return whole
 
 
 def _walk(table: Schema, prefix: str = "", alters: str | None = None) -> Iterator[tuple[str, Schema]]:
     """Yield (dotted name, schema) of every key and table in order, with a table before its contents.
 
-    A key that does not state whether it alters results inherits the statement of its table.
+    A key without its own ``x-alters`` inherits the value of its table.
     """
     alters = table.get("x-alters", alters)
     for leaf, schema in table["properties"].items():
@@ -101,20 +101,20 @@ ARRAY_TABLES = frozenset(name for name, schema in TABLES.items() if schema["type
 FREE_TABLES = frozenset(name for name, schema in KEYS.items() if schema.get("type") == "object")
 
 
-def _published(node: Any) -> Any:
+def _without_extensions(node: Any) -> Any:
     """Return a schema without this project's keywords, which begin with x-."""
     if isinstance(node, list):
-        return [_published(each) for each in node]
+        return [_without_extensions(each) for each in node]
     if isinstance(node, dict):
-        return {word: _published(value) for word, value in node.items() if not word.startswith("x-")}
+        return {word: _without_extensions(value) for word, value in node.items() if not word.startswith("x-")}
     return node
 
 
 def json_schema() -> Schema:
-    """Return the JSON Schema of a config file, with which editors (taplo, VS Code) complete and check it."""
+    """Return the JSON Schema with which editors (taplo, VS Code) complete and check a config file."""
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
-        **_published(_SCHEMA),
+        **_without_extensions(_SCHEMA),
         "title": SCHEMA_TITLE,
         "description": "A training run of megatrain-tier. `megatrain-tier config explain KEY` describes a key.",
     }
@@ -122,7 +122,7 @@ def json_schema() -> Schema:
 
 def leaf_schema(key: str) -> Schema:
     """Return the JSON Schema of one of :data:`KEYS`: type, bounds, description and default."""
-    schema: Schema = _published(KEYS[key])
+    schema: Schema = _without_extensions(KEYS[key])
     return schema
 
 
@@ -190,7 +190,7 @@ def header(table: str) -> str:
 
 
 def allowed_values(schema: Mapping[str, Any]) -> str:
-    """Return the values that a schema or a part of it allows, such as ``true, false or "concat"``."""
+    """Return the values that a schema or a part of a schema allows, such as ``true, false or "concat"``."""
     choices = list(dict.fromkeys(_choices(schema)))
     return " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
 
@@ -222,7 +222,7 @@ def _choices(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def describe_allowed(key: str) -> str:
-    """Return advice on what to write instead of a wrong value of one of :data:`KEYS`."""
+    """Return advice about valid values for one of :data:`KEYS`, to replace a wrong value."""
     words, default = allowed_values(KEYS[key]), KEYS[key].get("default")
     if words == "text":
         words = "text in quotes"
@@ -236,8 +236,8 @@ def first_required(table: str) -> str:
     return next(key for key in KEYS if key.startswith(f"{table}.") and is_required(key))
 
 
-def how_to_fill_in(name: str) -> str:
-    """Return the line to write for a missing required key, or for a missing table with a required key."""
+def example_line(name: str) -> str:
+    """Return an example line for a missing required key, or for a missing table with a required key."""
     key = first_required(name) if name in TABLES else name
     table, _, leaf = key.rpartition(".")
     examples = KEYS[key]["examples"] if "examples" in KEYS[key] else KEYS[key]["enum"]

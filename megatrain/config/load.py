@@ -1,4 +1,4 @@
-"""Loads TOML files and ``--set`` into one checked config, and reports all problems together.
+"""Loader of TOML files and ``--set`` overrides into one checked config. All problems are reported together.
 
 Files are read as trees of values with the line of each key. The trees are merged, unknown keys are removed, and the
 schema checks the rest. :func:`salvage` returns the usable part of a config with problems.
@@ -25,8 +25,8 @@ from megatrain.config.unknown import remove_unknown
 from megatrain.config.values import explain_error
 
 OVERRIDE = "--set"
-_MOST_ROUNDS = 20
-_MEANT = re.compile(r"Did you mean ([\w.]+)")
+_MAX_ROUNDS = 20
+_SUGGESTION = re.compile(r"Did you mean ([\w.]+)")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class LoadedConfig:
     Attributes:
         origins: ``"file:line"`` or ``"--set"``, by dotted key. Keys that are not set are left out.
         source: Main config file.
-        warnings: Warnings about values that permit a run.
+        warnings: Warnings about values that do not prevent a run.
     """
 
     config: RunConfig
@@ -55,7 +55,7 @@ def load_config(
 
     Args:
         path: Main file.
-        overrides: Texts ``KEY=VALUE``. The key is dotted (``data.train.0.path``), or the last part of only one key. The
+        overrides: Texts ``KEY=VALUE``. The key is dotted (``data.train.0.path``), or a last part that is unique. The
             value is TOML or plain text.
 
     Raises:
@@ -70,7 +70,7 @@ def load_config(
     wrong = [problem for problem in errors if first_of_key[problem.key] is problem]
     problems += [*unknown, *tree.locate(unset_variables(tree.values)), *tree.locate(wrong)]
     if config is not None:
-        meant = [key for each in problems for key in _MEANT.findall(each.remedy)]
+        meant = [key for each in problems for key in _SUGGESTION.findall(each.remedy)]
         found = tree.locate(find_bad_combinations(config))
         # A problem that mentions the correct name of a misspelled key may follow from the misspelling.
         problems.extend(each for each in found if not any(_follows_from(each, key) for key in meant))
@@ -159,10 +159,10 @@ def salvage(
     messages = {problem.message for problem in problems}
     wrong = [problem.key for problem in problems]
     further: list[Problem] = []
-    taken: list[str] = []
-    for _ in range(_MOST_ROUNDS):
+    removed_key: list[str] = []
+    for _ in range(_MAX_ROUNDS):
         removed = [tree.remove(key) for key in wrong if key]
-        taken += [key for key in wrong if key]
+        removed_key += [key for key in wrong if key]
         try:
             config = RunConfig.model_validate(tree.values)
         except ValidationError as error:
@@ -174,7 +174,7 @@ def salvage(
             further += [
                 each
                 for each in tree.locate(bad)
-                if each.message not in messages and not any(_follows_from(each, key) for key in taken)
+                if each.message not in messages and not any(_follows_from(each, key) for key in removed_key)
             ]
             wrong = [each.key for each in bad]
         if not any(removed) and not any(tree.has(key) for key in wrong):
@@ -182,7 +182,7 @@ def salvage(
     return None, further
 
 
-def _follows_from(problem: Problem, taken: str) -> bool:
+def _follows_from(problem: Problem, removed_key: str) -> bool:
     """Return whether a problem mentions a removed key, and may therefore follow from the removal."""
-    leaf = re.escape(taken.rpartition(".")[2])
-    return taken.startswith(f"{problem.key}.") or re.search(rf"\b{leaf}\b", problem.message) is not None
+    leaf = re.escape(removed_key.rpartition(".")[2])
+    return removed_key.startswith(f"{problem.key}.") or re.search(rf"\b{leaf}\b", problem.message) is not None

@@ -25,7 +25,7 @@ def make_paths_absolute(values: dict[str, Any], folder: Path) -> None:
     """
     for table, leaf, _, schema in _paths_in(values):
         table[leaf] = without_secrets(table[leaf])
-        if not _names_unset_variable(table[leaf]):
+        if not _first_unset_variable(table[leaf]):
             table[leaf] = _absolute(table[leaf], folder, schema["x-path"]["name"])
 
 
@@ -44,7 +44,7 @@ def absolute_value(path: KeyPath, value: Any, folder: Path) -> Any:
 def unset_variables(values: dict[str, Any]) -> Iterator[Problem]:
     """Yield a problem for each path with an environment variable that is not set."""
     for table, leaf, key, _ in _paths_in(values):
-        if name := _names_unset_variable(table[leaf]):
+        if name := _first_unset_variable(table[leaf]):
             message = f'{key} = "{table[leaf]}" uses the variable ${name}, which is not set'
             yield Problem(key, message, f"Set it (export {name}=...), or write the path without it")
 
@@ -71,7 +71,7 @@ def _tables_at(values: Any, names: Sequence[str], above: str = "") -> Iterator[t
             yield above, values
 
 
-def _names_unset_variable(text: str) -> str:
+def _first_unset_variable(text: str) -> str:
     """Return the first variable in a path that is not set, or "" if all are set."""
     names = [match[1] or match[2] for match in _VARIABLE.finditer(text)]
     return next((name for name in names if name not in os.environ and not os.path.exists(text)), "")
@@ -85,11 +85,11 @@ def _absolute(text: str, folder: Path, name: str | None) -> str:
     path = Path(text).expanduser()
     candidate = path if path.is_absolute() else folder / path
     if name is not None and not path.is_absolute() and not candidate.exists() and re.fullmatch(name, text):
-        return text  # a name on the hub, not a local folder
-    return _normalised(candidate)
+        return text  # the name of a hub repository, not a local folder
+    return _normalize(candidate)
 
 
-def _normalised(path: Path) -> str:
+def _normalize(path: Path) -> str:
     """Remove ``.`` and ``..`` without following links, so that globs stay unchanged."""
     parts: list[str] = []
     for part in path.parts:

@@ -52,7 +52,7 @@ class KeyDescription:
         default: Default as TOML, or the reason why the key has none.
         alters: Effect of another value on results: "yes", "no" or "by contents". With "by contents", results change
             only if the contents of the model or data change.
-        other_names: Tool, name in the tool, and a note, for each other name.
+        other_names: (tool, name in this tool, note) for each name in another tool.
         example: Lines of TOML.
     """
 
@@ -65,7 +65,7 @@ class KeyDescription:
     example: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the description as JSON values."""
         names = [{"tool": tool, "name": name, "note": note} for tool, name, note in self.other_names]
         return {
             "key": self.key,
@@ -88,7 +88,7 @@ _QUANTIZED_FOLDERS = (
 
 
 def find_keys(name: str) -> tuple[list[str], str]:
-    """Return the keys with a name, and a note about the name in another tool, or "".
+    """Return the keys that match a name, and a note about its meaning in another tool, or "".
 
     Args:
         name: Dotted key, last part of a key, table, or name of a key in another tool.
@@ -133,17 +133,17 @@ def describe_key(key: str) -> KeyDescription:
     )
 
 
-def _default(key: str, in_words: str) -> str:
+def _default(key: str, stated_default: str) -> str:
     """Return the default of a key as TOML, or the reason why it has none.
 
     Args:
-        in_words: Result for a key whose description states the default.
+        stated_default: Text to return for a key whose description states the default.
     """
     schema = KEYS[key]
     if "default" in schema:
         return format_value(schema["default"])
     if "Default:" in schema["description"]:
-        return in_words
+        return stated_default
     return "required" if is_required(key) else "not set"
 
 

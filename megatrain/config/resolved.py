@@ -96,11 +96,11 @@ def config_from_toml(text: str, source: str = "the config in the checkpoint") ->
     try:
         return RunConfig.model_validate(without_retired(values))
     except ValidationError as error:
-        problems = [_unknown_here(detail) for detail in error.errors(include_url=False)]
+        problems = [_version_problem(detail) for detail in error.errors(include_url=False)]
         raise ConfigError(source, [problem for problem in problems if problem is not None]) from None
 
 
-def _unknown_here(detail: ErrorDetails) -> Problem | None:
+def _version_problem(detail: ErrorDetails) -> Problem | None:
     """Return the problem for a validation error of a resolved config, which was valid when it was written."""
     key = dotted(detail["loc"])
     if detail["type"] == "extra_forbidden":
@@ -217,11 +217,11 @@ def _origin(loaded: LoadedConfig, key: str, *, is_default: bool) -> str:
     if key in loaded.origins:
         return loaded.origins[key]
     inside = [origin for known, origin in loaded.origins.items() if known.startswith(f"{key}.")]
-    if inside:  # the line has an inline table, and the file a table with a header
+    if inside:  # the resolved config has an inline table, the file a table with a header
         return inside[0]
     above = key
     while not is_default and (above := above.rpartition(".")[0]):
-        if above in loaded.origins:  # the file has an inline table, or a whole array
+        if above in loaded.origins:  # the file has an inline table, or an array of inline tables
             return loaded.origins[above]
     return DEFAULT
 
@@ -238,7 +238,7 @@ def compare(before: RunConfig, now: RunConfig) -> ConfigChanges:
     lanes = ("training", "gradient_lanes")
     for values in (old, new):
         if values.get(lanes) == "auto":
-            values[lanes] = 1  # "auto" is 1 for the one process with which the run began, and a resume keeps the number
+            values[lanes] = 1  # a run of one process began with "auto" as 1, and a resume keeps that number
     altering: list[Change] = []
     free: list[Change] = []
     for path in dict.fromkeys([*old, *new]):
@@ -260,8 +260,8 @@ def changes_from(config_toml: str, now: RunConfig) -> ConfigChanges:
     Raises:
         ConfigError: The checkpoint's config has keys or values that this version does not know.
     """
-    before = with_decided(config_from_toml(config_toml), DECIDED_BY_RUNS)
-    return compare(before, with_decided(now, {key: before.value(key) for key in DECIDED_BY_RUNS}))
+    before = with_decisions(config_from_toml(config_toml), DECIDED_BY_RUNS)
+    return compare(before, with_decisions(now, {key: before.value(key) for key in DECIDED_BY_RUNS}))
 
 
 def _has_effect(key: str, config: RunConfig) -> bool:
@@ -333,7 +333,7 @@ def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
         yield path, value
 
 
-def load_run(path: Path) -> RunConfig:
+def load_run_config(path: Path) -> RunConfig:
     """Return the config in a file, or the resolved config of the run in an ``output_dir``.
 
     Raises:
@@ -365,19 +365,19 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """
     for key, value in values.items():
         table, _, leaf = key.partition(".")
-        if config.value(key) != value:  # an equal value would mark a key as set that the user did not set
+        if config.value(key) != value:  # assigning an equal value would mark the key as set by the user
             changed = getattr(config, table).model_copy(update={leaf: value})
             config = config.model_copy(update={table: changed})
     return config
 
 
-def with_decided(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+def with_decisions(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """Return a config with "auto" replaced by a run's choices, except in keys without effect.
 
     Args:
         values: Value by key, for keys of `DECIDED_BY_RUNS`.
     """
-    return with_values(config, {key: value for key, value in values.items() if _is_open(config, key)})
+    return with_values(config, {key: value for key, value in values.items() if _is_undecided(config, key)})
 
 
 def with_commit(config: RunConfig, hub: HubModel | None) -> RunConfig:
@@ -385,6 +385,6 @@ def with_commit(config: RunConfig, hub: HubModel | None) -> RunConfig:
     return config if hub is None else with_values(config, {"model.revision": hub.commit})
 
 
-def _is_open(config: RunConfig, key: str) -> bool:
+def _is_undecided(config: RunConfig, key: str) -> bool:
     """Return whether a run must decide the value of a key."""
     return not disabling_keys(key, config) and bool(config.value(key) == "auto")

@@ -1,4 +1,4 @@
-"""A whole config: each package owns its tables, and this module combines them.
+"""Schema of the complete config: each package owns its tables, and this module combines them.
 
 Keys have the names of transformers 5 and TRL 1 if these exist. Tables check single values, and
 ``megatrain.config.combinations`` checks values against each other.

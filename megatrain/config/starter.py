@@ -1,4 +1,4 @@
-"""Text of a first config with comments for a machine. Reads and writes no files."""
+"""Commented starter config for a machine, as text. This module reads and writes no files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiered.units import GiB, format_size
 _EXAMPLE_MODEL = "path/to/model"
 _EXAMPLE_SCORES = "path/to/scores"
 _LORA = [("r", 16, "rank: 8 to 64 are usual"), ("lora_alpha", 32, "adapters are scaled by lora_alpha / r")]
-_LONGEST = {True: 4096, False: 512}  # data.max_length with and without a GPU
+_MAX_LENGTHS = {True: 4096, False: 512}  # data.max_length with and without a GPU
 _ROWS_PER_STEP = {True: 16, False: 8}
 _COLUMN = 40
 
@@ -28,9 +28,9 @@ class DataFacts:
     Attributes:
         path: Path as the user wrote it, or a name on the hub.
         format: Format of the rows, or "" if unknown.
-        columns: Column of each field whose column has a different name.
+        columns: Column name of each field that differs from its column's name.
         problem: Reason why the rows cannot be used without changes, or "".
-        is_judged: Whether each row is one answer with a label.
+        has_label: Whether each row has one answer and a label.
     """
 
     path: str
@@ -38,10 +38,10 @@ class DataFacts:
     columns: Mapping[str, str] = field(default_factory=dict)
     fields: Sequence[str] = ()
     problem: str = ""
-    is_judged: bool = False
+    has_label: bool = False
 
     def without_template(self) -> DataFacts:
-        """Return the facts with questions and answers as prompts and completions, which need no chat template."""
+        """Return facts in which questions and answers are prompts and completions, which need no chat template."""
         if self.format != "alpaca" or not self.columns or "input" in self.fields:
             return self
         question, answer = (self.columns.get(name, name) for name in ("instruction", "output"))
@@ -128,7 +128,7 @@ def _parameters(count: int) -> str:
 
 
 def _max_length(machine: MachineFacts, model: ModelFacts | None) -> int:
-    longest = _LONGEST[machine.gpu_bytes is not None]
+    longest = _MAX_LENGTHS[machine.gpu_bytes is not None]
     return min(longest, model.max_positions) if model is not None and model.max_positions else longest
 
 
@@ -148,7 +148,7 @@ def _data(machine: MachineFacts, task: str, model: ModelFacts | None, data: Data
 
 
 def _rows(data: DataFacts) -> Iterator[str]:
-    """Yield the lines about the rows: column names if needed, else a comment about the format or its problem."""
+    """Yield the lines about the rows: column names if needed, else a comment about the format or the problem."""
     if data.problem:
         yield f"# FILL IN: {_ascii(data.problem)}"
         yield '# columns = { prompt = "..." }            # our field = their column'
@@ -178,7 +178,7 @@ def _training(machine: MachineFacts, task: str, model: ModelFacts | None) -> lis
 def _preference(task: str, data: DataFacts | None) -> list[str]:
     if task != "dpo":
         return []
-    loss = "kto" if data is not None and data.is_judged else "sigmoid"
+    loss = "kto" if data is not None and data.has_label else "sigmoid"
     about = "judges single answers" if loss == "kto" else "DPO; or hinge, ipo, robust, kto, cpo, orpo, simpo"
     return ["[preference]", _line("loss_type", loss, about), _line("beta", 0.1), ""]
 
@@ -237,11 +237,11 @@ def _tiers(machine: MachineFacts, model: ModelFacts | None, *, has_lora: bool) -
         else:
             is_used = True
             lines += ["# Training state, and parts of checkpoints: deleting this folder destroys them."]
-            lines += ["[[tiers.nvme]]", _line("path", drive.path, about), _line("size", "auto", _usable(drive))]
+            lines += ["[[tiers.nvme]]", _line("path", drive.path, about), _line("size", "auto", _size_note(drive))]
     return lines
 
 
-def _usable(drive: Drive) -> str:
+def _size_note(drive: Drive) -> str:
     return f"or a part of it, such as {format_value(f'{max(1, drive.free_bytes // 2 // GiB)}GiB')}"
 
 

@@ -1,4 +1,4 @@
-"""Problems of config files that are not TOML or not UTF-8, with their line and remedy."""
+"""Problems in config files that are not TOML or not UTF-8, each with its line and remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOOKS_LIKE_BARE_TEXT = re.compile(
 )
 _LOOKS_LIKE_YAML = re.compile(r"\s*(?:- *)?([A-Za-z_]\w*)\s*:(\s|$)")
 _CURLY_QUOTES = ("\u2018", "\u2019", "\u201c", "\u201d")
-_TWICE = re.compile(r"cannot declare \((.*)\) twice|cannot overwrite a value|duplicate", re.IGNORECASE)
+_DUPLICATE_KEY = re.compile(r"cannot declare \((.*)\) twice|cannot overwrite a value|duplicate", re.IGNORECASE)
 #: Part of tomllib's message -> the remedy; the first match wins.
 _REMEDIES = (
     ("unclosed array", "Close the list with ]"),
@@ -28,7 +28,7 @@ _REMEDIES = (
     ("leading zero", "Write the number without leading zeros"),
     ("after a statement", "Write one KEY = VALUE on each line; only a # comment may follow it"),
 )
-_ANY = 'Write each line as KEY = VALUE, for example seed = 42 or run_name = "mine", or as [TABLE]'
+_DEFAULT_REMEDY = 'Write each line as KEY = VALUE, for example seed = 42 or run_name = "mine", or as [TABLE]'
 
 
 def toml_lines(text: str) -> list[str]:
@@ -44,11 +44,11 @@ def syntax_problem(source: str, text: str, error: tomllib.TOMLDecodeError) -> Pr
     lines = toml_lines(text)
     number = int(match[1]) if match and match[1] else len(lines) or None
     if "end of document" in error_text:
-        number = _line_left_open(lines) or number
+        number = _find_unclosed_quote(lines) or number
     message = _ERROR_LINE.sub("", error_text).strip().rstrip(".")
     message = message[:1].lower() + message[1:]
     line = lines[number - 1] if number is not None and 0 < number <= len(lines) else ""
-    twice = _TWICE.search(error_text)
+    twice = _DUPLICATE_KEY.search(error_text)
     if twice is not None:
         name = ".".join(re.findall(r"'([^']*)'", twice[1])) if twice[1] else line.partition("=")[0].strip()
         name = name or line.strip()
@@ -56,7 +56,7 @@ def syntax_problem(source: str, text: str, error: tomllib.TOMLDecodeError) -> Pr
     return Problem("", f"this is not TOML: {message}", _remedy(error_text, line, lines), source, number)
 
 
-def _line_left_open(lines: list[str]) -> int | None:
+def _find_unclosed_quote(lines: list[str]) -> int | None:
     """Return the last line with an unclosed quote, counted from 1; the parser reports only the end of the file."""
     for number in range(len(lines), 0, -1):
         line = re.sub(r"\"(?:\\.|[^\"\\])*\"|'[^']*'|#.*", "", lines[number - 1])
@@ -88,7 +88,7 @@ def _remedy(error_text: str, line: str, lines: list[str]) -> str:
         return "Write # before a comment"
     if line.startswith(("<<<<<<<", "=======", ">>>>>>>")):
         return "Remove the conflict markers, and keep one of the versions between them"
-    return next((remedy for part, remedy in _REMEDIES if part in error_text.lower()), _ANY)
+    return next((remedy for part, remedy in _REMEDIES if part in error_text.lower()), _DEFAULT_REMEDY)
 
 
 def encoding_problem(source: str, raw: bytes, error: UnicodeDecodeError) -> Problem:

@@ -23,7 +23,7 @@ _STRING_OR_COMMENT = re.compile(r""""(?:\\.|[^"\\])*"|'[^']*'|#.*""")
 
 
 class KeyOrigin(NamedTuple):
-    """Place that sets a key.
+    """Origin of a key's value.
 
     Attributes:
         where: File, or ``--set``, or "" for a default.
@@ -59,7 +59,7 @@ class Tree:
         return next(inside, KeyOrigin())
 
     def locate(self, problems: Iterable[Problem]) -> list[Problem]:
-        """Return the problems with the origins of their keys."""
+        """Return the problems, with the origins of their keys added."""
         return [replace(each, **self.origin(each.key)._asdict()) for each in problems]
 
     def merge(self, other: Tree) -> None:
@@ -78,7 +78,7 @@ class Tree:
             target[key] = copy.deepcopy(value)
 
     def put(self, path: KeyPath, value: Any, origin: KeyOrigin) -> list[Problem]:
-        """Set a value, and return the problems. Missing tables and the next item of a list are created."""
+        """Set a value, and return the problems. Create missing tables, and the next item of a list."""
         at: Any = self.values
         for index, part in enumerate(path):
             if (obstacle := _obstacle(at, part, dotted(path[:index]))) is not None:
@@ -99,15 +99,15 @@ class Tree:
         """Return whether a dotted key is set."""
         values: Any = self.values
         for part in key.split("."):
-            values = _inside(values, part)
+            values = _get_item(values, part)
         return values is not None
 
     def remove(self, key: str) -> bool:
-        """Remove a dotted key, or the value that replaces one of its tables. Return whether one of them was set."""
+        """Remove a dotted key, or the value in place of one of its tables. Return whether anything was removed."""
         *tables, leaf = key.split(".")
         values: Any = self.values
         for part in tables:
-            inner = _inside(values, part)
+            inner = _get_item(values, part)
             if not isinstance(inner, dict | list):
                 leaf = part
                 break
@@ -130,7 +130,7 @@ def _obstacle(at: Any, part: int | str, outer: str) -> tuple[str, str] | None:
     return f"{outer} has {have} items; item {part} does not exist", remedy
 
 
-def _inside(values: Any, part: str) -> Any:
+def _get_item(values: Any, part: str) -> Any:
     """Return a key of a table or an item of a list, or None if it does not exist."""
     if isinstance(values, dict):
         return values.get(part)
@@ -158,14 +158,14 @@ def read_toml(path: Path) -> Tree:
     except tomllib.TOMLDecodeError as error:
         problem = syntax_problem(source, text, error)
     except OSError as error:
-        problem = Problem("", *_unreadable(path, error), source)
+        problem = Problem("", *_explain_os_error(path, error), source)
     else:
         make_paths_absolute(values, path.resolve().parent)
         return Tree(values, {key: KeyOrigin(source, line) for key, line in find_lines(text).items()})
     raise ConfigError(source, [problem]) from None
 
 
-def _unreadable(path: Path, error: OSError) -> tuple[str, str]:
+def _explain_os_error(path: Path, error: OSError) -> tuple[str, str]:
     """Return why a file cannot be read, and the remedy."""
     if isinstance(error, FileNotFoundError):
         near = sorted(p.name for p in path.parent.glob("*.toml") if p.is_file()) if path.parent.is_dir() else []

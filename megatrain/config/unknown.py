@@ -1,4 +1,4 @@
-"""Unknown keys and tables: removed from a config, with advice about the probably intended key."""
+"""Removal of unknown keys and tables from a config, with advice about the key that was probably intended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TOP = "at the top of the file, before the first table"
 
 
 def remove_unknown(tree: Tree) -> tuple[list[Problem], list[str]]:
-    """Remove unknown keys from a tree, and rename old names that are still accepted. Return problems and warnings."""
+    """Remove unknown keys from a tree, and rename accepted old names. Return problems and warnings."""
     problems: list[Problem] = []
     warnings: list[str] = []
     old: list[tuple[str, Any, KeyOrigin]] = []
@@ -75,16 +75,16 @@ def _explain(tree: Tree, path: KeyPath, value: Any) -> Iterator[Problem]:
     # A table whose name looks misspelled is reported as a whole, even if its keys exist elsewhere.
     familiar = [] if meant or has_advice(path) else [key for key in contents if has_advice((*path, key))]
     for key in familiar:
-        yield _unknown(tree, (*path, key), "key", (*path, key))
+        yield _make_problem(tree, (*path, key), "key", (*path, key))
     if not familiar:
-        yield _unknown(tree, path, "table" if isinstance(value, dict) else "key", path)
+        yield _make_problem(tree, path, "table" if isinstance(value, dict) else "key", path)
     for key in contents if meant else ():
         inside = (*path[:-1], meant, key)
         if plain(inside) not in NAMES:
-            yield _unknown(tree, (*path, key), "key", inside)
+            yield _make_problem(tree, (*path, key), "key", inside)
 
 
-def _unknown(tree: Tree, path: KeyPath, what: str, meant: KeyPath) -> Problem:
+def _make_problem(tree: Tree, path: KeyPath, what: str, meant: KeyPath) -> Problem:
     """Return the problem of an unknown key or table, with advice for the probably intended path."""
     advice = advice_for_unknown(meant) or advice_without_match(meant)
     return Problem(dotted(path), f"unknown {what} `{dotted(path)}`", advice, *tree.origin(dotted(path)))
@@ -126,7 +126,7 @@ def advice_for_unknown(path: KeyPath) -> str:
         return "Did you mean " + " or ".join(homes) + "?"
     if leaf in ALWAYS_ON:
         return f"It is always on here ({ALWAYS_ON[leaf]}); leave it out"
-    near = _nearest(path)
+    near = _nearest_name(path)
     return f"Did you mean {near}?" if near else ""
 
 
@@ -139,7 +139,7 @@ def advice_without_match(path: KeyPath) -> str:
     return f"Leave it out. {where} {names}" if inside else "Leave it out"
 
 
-def _nearest(path: KeyPath) -> str:
+def _nearest_name(path: KeyPath) -> str:
     """Return the known name that is most similar to an unknown name. Prefer names in the same table."""
     table, leaf = plain(path[:-1]), str(path[-1])
     same_table = sorted(name.rpartition(".")[2] for name in NAMES if name.rpartition(".")[0] == table)

@@ -1,4 +1,4 @@
-"""Problems with single values that the schema rejects, with their remedies."""
+"""Problems with single values that the schema rejects, and their remedies."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megatrain.config.keys import (
     allowed_values,
     describe_allowed,
     dotted,
+    example_line,
     first_required,
     header,
-    how_to_fill_in,
     is_required,
     plain,
 )
@@ -69,13 +69,13 @@ class _RejectedValue:
     context: Mapping[str, Any]
 
     @property
-    def shown(self) -> str:
-        """Line of the config with the value."""
+    def config_line(self) -> str:
+        """Config line that sets the value."""
         return f"{self.key} = {format_value(self.value)}"
 
     def problem(self, text: str, remedy: str) -> Problem:
         """Return the problem ``KEY = VALUE <text>``."""
-        return Problem(self.key, f"{self.shown} {text}", remedy)
+        return Problem(self.key, f"{self.config_line} {text}", remedy)
 
 
 def explain_error(detail: ErrorDetails) -> Problem | None:
@@ -85,10 +85,10 @@ def explain_error(detail: ErrorDetails) -> Problem | None:
     rejected = _RejectedValue(dotted(path), plain(path), value, kind, context)
     schema = KEYS.get(rejected.name, {})
     if kind == "default_factory_not_called":
-        return None  # the default is the value of another key, whose problem is reported
+        return None  # the default is the value of another key, whose error is reported
     if kind == "missing":
         return _explain_missing(rejected)
-    if isinstance(value, str) and value.strip().lower() in ("true", "false") and _takes_flag(schema):
+    if isinstance(value, str) and value.strip().lower() in ("true", "false") and _accepts_boolean(schema):
         return rejected.problem("is text", f"Write it without quotes: {value.strip().lower()}")
     if "x-wrong" in schema:
         return rejected.problem(schema["x-wrong"], schema["x-write"])
@@ -97,7 +97,7 @@ def explain_error(detail: ErrorDetails) -> Problem | None:
         names = ", ".join(schema["propertyNames"]["enum"])
         return Problem(rejected.key, text, f'Write FIELD = "COLUMN", where FIELD is one of {names}')
     if kind == "too_short" and value:
-        return None  # each wrong item is reported
+        return None  # another error reports each wrong item
     if kind in ("literal_error", "enum"):
         return _explain_choice(rejected)
     if kind == "value_error":
@@ -107,16 +107,16 @@ def explain_error(detail: ErrorDetails) -> Problem | None:
         return rejected.problem("is out of range", f"It must be {words} {context[bound]:g}")
     if kind in ("too_short", "string_too_short") or (kind == "is_instance_of" and value == ""):
         is_needed = rejected.name in TABLES or is_required(rejected.name)
-        remedy = how_to_fill_in(rejected.name) if is_needed else "Leave the key out or fill it"
+        remedy = example_line(rejected.name) if is_needed else "Leave the key out or fill it"
         return rejected.problem("is empty", remedy)
-    if kind == "string_unicode":  # bytes that are not text in the encoding of the process
+    if kind == "string_unicode":  # bytes that are invalid in the encoding of the process
         text = f"{rejected.key} = {value!a} contains bytes that this process cannot decode"
         remedy = "Use a UTF-8 locale (export LC_ALL=C.UTF-8, or PYTHONUTF8=1) and UTF-8 names"
         return Problem(rejected.key, text, remedy)
     if kind in _KINDS:
         return _explain_type(rejected)
     remedy = describe_allowed(rejected.name) if rejected.name in KEYS else ""
-    return Problem(rejected.key, f"{rejected.shown}: {detail['msg']}", remedy)
+    return Problem(rejected.key, f"{rejected.config_line}: {detail['msg']}", remedy)
 
 
 def _explain_missing(rejected: _RejectedValue) -> Problem:
@@ -126,10 +126,10 @@ def _explain_missing(rejected: _RejectedValue) -> Problem:
         inner = first_required(rejected.name)
         table = inner.rpartition(".")[0]
         key = table if table in ARRAY_TABLES else inner
-    return Problem(key, f"`{key}` is missing", how_to_fill_in(rejected.name))
+    return Problem(key, f"`{key}` is missing", example_line(rejected.name))
 
 
-def _takes_flag(schema: Mapping[str, Any]) -> bool:
+def _accepts_boolean(schema: Mapping[str, Any]) -> bool:
     return "const" not in schema and any(each.get("type") == "boolean" for each in (schema, *schema.get("anyOf", ())))
 
 

@@ -132,14 +132,14 @@ class SourcePreview:
         columns: Column name of each field that differs from its column's name.
         fields: Column names of the row. Empty for plain text.
         problem: Reason why the row cannot be used, or "".
-        is_judged: Whether the row is a preference that consists of one answer with a label.
+        has_label: Whether the row is a preference that consists of one answer with a label.
     """
 
     format: str
     columns: Mapping[str, str] = field(default_factory=dict)
     fields: Sequence[str] = ()
     problem: str = ""
-    is_judged: bool = False
+    has_label: bool = False
 
 
 #: Common column names: (format, column name of each field). The first entry that fits a row is used.
@@ -221,7 +221,7 @@ def _detect_row_format(value: Any, where: str, *, is_preference: bool) -> Source
                         continue
                     return SourcePreview(row_format, names, fields)
         return SourcePreview("", {}, fields, str(error))
-    return SourcePreview(name, {}, fields, is_judged=isinstance(row, Preference) and row.rejected is None)
+    return SourcePreview(name, {}, fields, has_label=isinstance(row, Preference) and row.rejected is None)
 
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")

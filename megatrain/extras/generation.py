@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from megatrain.base.errors import ConfigError
 from megatrain.base.names import CHECKPOINTS_NAME, RESOLVED_NAME, run_of_final, trained_model
 from megatrain.base.observer import RunObserver
-from megatrain.config.combinations import find_ungenerable
-from megatrain.config.resolved import load_run, with_values
+from megatrain.config.combinations import find_generation_problems
+from megatrain.config.resolved import load_run_config, with_values
 from megatrain.config.schema import RunConfig
 from megatrain.converters.adapters import base_of_adapter
 from megatrain.engine.table import TrainingConfig
@@ -100,7 +100,7 @@ def tables_of_folder(folder: Path) -> dict[str, dict[str, Any]]:
     run = run_of_final(folder)
     if run is not None and (run / RESOLVED_NAME).is_file():
         wanted: Any = {"model": set(_OF_MODEL), "precision": {"compute_dtype"}}
-        values = load_run(run).model_dump(mode="json", include=wanted, exclude_none=True)
+        values = load_run_config(run).model_dump(mode="json", include=wanted, exclude_none=True)
         model.update({name: value for name, value in values["model"].items() if value != ""})
         tables["precision"] = values["precision"]
     else:
@@ -185,7 +185,7 @@ class Generator:
         observer: RunObserver | None = None,
         history: Sequence[dict[str, str]] = (),
     ) -> None:
-        if problems := list(find_ungenerable(config)):
+        if problems := list(find_generation_problems(config)):
             raise ConfigError("the config", problems)
         run = forward_run(resolve(config))
         self._settings, self._prompts, self._history = settings, list(prompts), list(history)

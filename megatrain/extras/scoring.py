@@ -19,7 +19,7 @@ import numpy as np
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.observer import RunObserver
 from megatrain.base.progress import Activity
-from megatrain.config.combinations import find_unscorable
+from megatrain.config.combinations import find_scoring_problems
 from megatrain.config.resolved import check_writable
 from megatrain.data.collate import Collator
 from megatrain.data.dataset import load_dataset
@@ -94,7 +94,7 @@ def _check_scorable(config: RunConfig) -> None:
     Raises:
         ConfigError: A key prevents scoring.
     """
-    if problems := list(find_unscorable(config)):
+    if problems := list(find_scoring_problems(config)):
         raise ConfigError("the config", problems)
 
 

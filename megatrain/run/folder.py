@@ -1,6 +1,6 @@
-"""A run's folder, which the run locks while it uses it, and the checkpoint from which a run would continue.
+"""A run's folder, locked while the run uses the folder, and the checkpoint from which a run would continue.
 
-Only locking imports torch and the store, so that ``status``, ``save`` and ``stop`` answer at once.
+Only locking imports torch and the store, so that ``status``, ``save`` and ``stop`` respond at once.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = ["LOG_NAME", "LockKeeper", "RunFolder", "committed_step"]
 LOG_NAME = "run.log"
 #: Patterns for the files that a run writes into its folder, and for their temporary names.
 _WRITTEN = ("*.json", "*.jsonl", "*.toml", "*.log", "*.html", "*.tmp", "*.partial*", ".*")
-_LOCK_ATTEMPTS = 5  # because living_owner briefly takes the lock
+_LOCK_ATTEMPTS = 5  # retry, because living_owner briefly takes the lock
 _LOCK_RETRY_S = 0.02
 
 
-def open_to_all(folders: Iterable[Path]) -> str:
-    """Return a sentence that lists the folders to which all users of this machine can write, or "".
+def describe_world_writable(folders: Iterable[Path]) -> str:
+    """Return a sentence that lists the folders that all users of this machine can write to, or "".
 
     Folders with the sticky bit do not count, because there users can only remove their own files.
     """
@@ -61,7 +61,7 @@ class RunFolder:
     """A run's folder, which is locked during the ``with`` block.
 
     Args:
-        path: ``output_dir``, created if missing. A created folder is removed again if it has only the lock and the
+        path: ``output_dir``, created if missing. On exit, a created folder is removed if it has only the lock and the
             status.
 
     Attributes:
@@ -78,12 +78,12 @@ class RunFolder:
         self.checkpoints = self.path / CHECKPOINTS_NAME
         self.final = self.path / FINAL_NAME
         self.dead_owner: str | None = None
-        self._made: list[Path] = []
+        self._created_folders: list[Path] = []
         self._lock: DirectoryLock | None = None
-        self._locking = threading.Lock()
+        self._mutex = threading.Lock()
 
     def __enter__(self) -> Self:
-        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        self._created_folders = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             _refuse_links(self.path)
@@ -91,7 +91,7 @@ class RunFolder:
             self.dead_owner = self._lock.dead_owner
         except BaseException:
             with contextlib.suppress(OSError):  # a folder with another run's lock is not empty, so it stays
-                for folder in self._made:
+                for folder in self._created_folders:
                     folder.rmdir()
             raise
         return self
@@ -105,13 +105,13 @@ class RunFolder:
             lock.release()
 
     def keep_lock(self) -> str | None:
-        """If the lock file was removed, lock the folder again and return a message, else return None.
+        """Lock the folder again and return a message if the lock file was removed, else return None.
 
         Raises:
             LockedError: Another run has locked the folder since.
             OSError: The folder was removed.
         """
-        with self._locking:
+        with self._mutex:
             if self._lock is not None:
                 with contextlib.suppress(LockedError):
                     self._lock.check()
@@ -131,14 +131,14 @@ class RunFolder:
 
     def _remove_if_unused(self) -> None:
         """Remove the folder if entering created it and it has only the lock and the status."""
-        if self.path not in self._made or not self.path.is_dir():
+        if self.path not in self._created_folders or not self.path.is_dir():
             return
         if not {LOCK_NAME, STATUS_NAME}.issuperset(os.listdir(self.path)):
             return
         with contextlib.suppress(OSError):  # another process may have created a file there
             for name in (STATUS_NAME, LOCK_NAME):
                 (self.path / name).unlink(missing_ok=True)
-            for folder in self._made:
+            for folder in self._created_folders:
                 folder.rmdir()
 
 

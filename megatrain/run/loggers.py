@@ -29,7 +29,7 @@ __all__ = ["METRICS_NAME", "Logger", "MetricsLog", "TrackerLog", "check_loggers"
 
 METRICS_NAME = "metrics.jsonl"
 TENSORBOARD_NAME = "tensorboard"
-#: File with this run's data at each tracker: tracker -> id of the run, and the last logged steps.
+#: File with this run's data by tracker: the run's id at the tracker, and the last logged steps.
 TRACKERS_NAME = "trackers.json"
 
 
@@ -164,7 +164,7 @@ class MetricsLog(Logger):
         try:
             self._flush(fd)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from None  # adds the path
+            raise OSError(error.errno, error.strerror, str(self._path)) from None  # add the path
         finally:
             os.close(fd)
 
@@ -190,7 +190,7 @@ def last_evaluations(path: Path, step: int) -> dict[str, EvaluationMetrics]:
     except OSError:
         return {}
     for line in lines:
-        if '"evaluation"' in line and _is_of_steps_up_to(step, line):
+        if '"evaluation"' in line and _has_step_up_to(step, line):
             with contextlib.suppress(KeyError, TypeError, ValueError):
                 metrics = EvaluationMetrics.from_json(json.loads(line))
                 found[metrics.name] = metrics
@@ -201,11 +201,11 @@ def _drop_later_steps(path: Path, last_step: int) -> None:
     """Rewrite the file without lines for later steps and without a line that a crash truncated."""
     partial = path.with_name(path.name + ".partial")
     with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
-        new.writelines(line for line in old if _is_of_steps_up_to(last_step, line))
+        new.writelines(line for line in old if _has_step_up_to(last_step, line))
     os.replace(partial, path)
 
 
-def _is_of_steps_up_to(last_step: int, line: str) -> bool:
+def _has_step_up_to(last_step: int, line: str) -> bool:
     try:
         return line.endswith("\n") and int(json.loads(line)["step"]) <= last_step
     except (ValueError, KeyError, TypeError):
@@ -216,8 +216,8 @@ def _is_of_steps_up_to(last_step: int, line: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Start:
-    """Arguments to start a tracker.
+class _TrackerStart:
+    """Arguments for starting a tracker.
 
     Attributes:
         spec: Project and name of the run at the tracker.
@@ -240,33 +240,33 @@ class _Tracker:
         arguments: Returns the keyword arguments of the tracker.
         make_id: Generates the id of a new run. None if the tracker generates the id.
         read_id: Reads the run's id from the started tracker.
-        keeps_repeats: Whether the tracker would store a repeated step twice. If so, steps that it already has are not
-            sent.
+        stores_duplicates: Whether the tracker would store a repeated step twice. If so, steps that the tracker already
+            has are not sent.
         on_start: Called with the started tracker.
         finish: Ends the run. Called with the tracker and the summary; the summary is None after an error.
-        has_nan: Whether the tracker accepts non-finite figures.
+        accepts_nan: Whether the tracker accepts non-finite figures.
     """
 
-    arguments: Callable[[_Start], dict[str, Any]]
+    arguments: Callable[[_TrackerStart], dict[str, Any]]
     make_id: Callable[[], str] | None = lambda: uuid.uuid4().hex
     read_id: Callable[[Any], str] | None = None
-    keeps_repeats: bool = False
-    on_start: Callable[[Any, _Start], None] = lambda tracker, start: None
+    stores_duplicates: bool = False
+    on_start: Callable[[Any, _TrackerStart], None] = lambda tracker, start: None
     finish: Callable[[Any, RunSummary | None], None] = lambda tracker, summary: tracker.finish()
-    has_nan: bool = False
+    accepts_nan: bool = False
 
 
-def _log_text_of_config(tracker: Any, start: _Start) -> None:
+def _log_config_text(tracker: Any, start: _TrackerStart) -> None:
     tracker.log({"config": "    " + start.spec.toml.replace("\n", "\n    ")}, step=start.first_step)
 
 
-def _log_config_once(tracker: Any, start: _Start) -> None:
-    # A run's parameters cannot change: MLflow refuses a different value, and a continued run already has them.
+def _log_config_once(tracker: Any, start: _TrackerStart) -> None:
+    # Log parameters only once: MLflow refuses a different value, and a continued run already has them.
     if start.is_new:
-        tracker.store_init_configuration(_flat(start.spec.values))
+        tracker.store_init_configuration(_flatten(start.spec.values))
 
 
-def _name_comet(tracker: Any, start: _Start) -> None:
+def _name_comet_run(tracker: Any, start: _TrackerStart) -> None:
     tracker.tracker.set_name(start.spec.run_name)
     _log_config_once(tracker, start)
 
@@ -289,8 +289,8 @@ _TRACKERS: dict[str, _Tracker] = {
             "logging_dir": str(start.spec.output_dir),
             "purge_step": start.first_step,
         },
-        on_start=_log_text_of_config,
-        has_nan=True,
+        on_start=_log_config_text,
+        accepts_nan=True,
     ),
     # WANDB_MODE=offline needs no network. The service keeps the first figures of a repeated step.
     "wandb": _Tracker(
@@ -313,7 +313,7 @@ _TRACKERS: dict[str, _Tracker] = {
         },
         make_id=None,
         read_id=lambda tracker: str(tracker.tracker.info.run_id),
-        keeps_repeats=True,
+        stores_duplicates=True,
         on_start=_log_config_once,
         finish=_finish_mlflow,
     ),
@@ -326,7 +326,7 @@ _TRACKERS: dict[str, _Tracker] = {
             "resume": "allow",
             "config": start.spec.values,
         },
-        keeps_repeats=True,
+        stores_duplicates=True,
     ),
     # trackio identifies its runs by name.
     "trackio": _Tracker(
@@ -334,10 +334,10 @@ _TRACKERS: dict[str, _Tracker] = {
             "run_name": start.spec.table.project,
             "name": f"{start.spec.run_name}-{start.run_id}",
             "resume": "allow",
-            "config": _flat(start.spec.values),
+            "config": _flatten(start.spec.values),
         },
         make_id=lambda: uuid.uuid4().hex[:6],
-        keeps_repeats=True,
+        stores_duplicates=True,
     ),
     "comet_ml": _Tracker(
         lambda start: {
@@ -345,8 +345,8 @@ _TRACKERS: dict[str, _Tracker] = {
             "experiment_key": start.run_id,
             "mode": "get_or_create",
         },
-        keeps_repeats=True,
-        on_start=_name_comet,
+        stores_duplicates=True,
+        on_start=_name_comet_run,
     ),
 }
 
@@ -367,10 +367,10 @@ class TrackerLog(Logger):
     def __init__(
         self, name: str, spec: LoggingSpec, continued_from: int | None, on_notice: Callable[[str], None]
     ) -> None:
-        self._name, self._about, self._on_notice = name, _TRACKERS[name], on_notice
+        self._name, self._settings, self._on_notice = name, _TRACKERS[name], on_notice
         self._path = spec.output_dir / TRACKERS_NAME
         known = _read_json(self._path).get(name) if continued_from is not None else None
-        self._known: dict[str, Any] = known if isinstance(known, dict) else {}  # id, and kind of figures -> last step
+        self._saved: dict[str, Any] = known if isinstance(known, dict) else {}  # id, and kind of figures -> last step
         self._tracker: Any = None
         try:
             self._start(spec, 0 if continued_from is None else continued_from + 1)
@@ -402,38 +402,38 @@ class TrackerLog(Logger):
         tracking = importlib.import_module("accelerate.tracking")
         # accelerate's logging requires this state. It is on the CPU, because the run uses the device.
         importlib.import_module("accelerate").PartialState(cpu=True)
-        is_new = "id" not in self._known
+        is_new = "id" not in self._saved
         if is_new:
-            self._known = {"id": None if self._about.make_id is None else self._about.make_id()}
-        start = _Start(spec, self._known["id"], is_new, first_step)
-        tracker = tracking.LOGGER_TYPE_TO_CLASS[self._name](**self._about.arguments(start))
+            self._saved = {"id": None if self._settings.make_id is None else self._settings.make_id()}
+        start = _TrackerStart(spec, self._saved["id"], is_new, first_step)
+        tracker = tracking.LOGGER_TYPE_TO_CLASS[self._name](**self._settings.arguments(start))
         tracker.start()
         self._tracker = tracker
-        if self._about.read_id is not None:
-            self._known["id"] = self._about.read_id(tracker)
+        if self._settings.read_id is not None:
+            self._saved["id"] = self._settings.read_id(tracker)
         self._remember()
-        self._about.on_start(tracker, start)
+        self._settings.on_start(tracker, start)
 
     def _log(self, kind: str, scalars: Mapping[str, float], step: int) -> None:
-        if self._about.keeps_repeats and step <= self._known.get(kind, -1):
+        if self._settings.stores_duplicates and step <= self._saved.get(kind, -1):
             return
-        shown = {name: value for name, value in scalars.items() if self._about.has_nan or math.isfinite(value)}
+        shown = {name: value for name, value in scalars.items() if self._settings.accepts_nan or math.isfinite(value)}
         self._try(lambda tracker: tracker.log(shown, step=step))
-        if self._about.keeps_repeats and self._tracker is not None:
+        if self._settings.stores_duplicates and self._tracker is not None:
             # Write this after the figures. If the process is killed in between, a point is duplicated; otherwise it
             # would be lost.
-            self._known[kind] = step
+            self._saved[kind] = step
             self._remember()
 
     def _remember(self) -> None:
         """Write the run's id at the tracker and the last logged steps."""
         partial = self._path.with_name(self._path.name + ".partial")
         with contextlib.suppress(OSError):  # the drive may be full
-            partial.write_text(json.dumps({**_read_json(self._path), self._name: self._known}) + "\n", encoding="utf-8")
+            partial.write_text(json.dumps({**_read_json(self._path), self._name: self._saved}) + "\n", encoding="utf-8")
             os.replace(partial, self._path)
 
     def _finish(self, summary: RunSummary | None) -> None:
-        self._try(lambda tracker: self._about.finish(tracker, summary))
+        self._try(lambda tracker: self._settings.finish(tracker, summary))
         self._tracker = None
 
     def _try(self, action: Callable[[Any], object]) -> None:
@@ -457,12 +457,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested values with dotted names. Values that are not scalars become text."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}.")
+            flat |= _flatten(value, f"{prefix}{name}.")
         else:
             flat[prefix + name] = value if isinstance(value, str | int | float) else str(value)
     return flat

@@ -35,7 +35,7 @@ def write_plan(plan: Plan, continued_from: int | None) -> Path:
     The file of a continued run lists all its starts.
 
     Args:
-        continued_from: Number of finished steps if the run is continued. None for a new run, which replaces an earlier
+        continued_from: Number of finished steps if the run continues. None for a new run, which replaces an earlier
             run's record.
 
     Raises:

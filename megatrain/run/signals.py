@@ -1,4 +1,4 @@
-"""Handles signals during a run: stop after the step, save and continue, or end at once."""
+"""Signal handling during a run: stop after the step, save and continue, or end at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["RunSignals"]
 
 _STOP = (signal.SIGTERM, signal.SIGINT)
 _STOPPING = "stopping after this step, and saving; signal again to stop immediately without saving"
-#: A second signal within this time can be the same stop: a terminal signals the group, and a parent can forward it.
+#: A second signal within this time can be the same stop: a terminal signals the group, and a parent may forward it.
 SAME_STOP_S = 0.5
 
 
@@ -32,8 +32,8 @@ class RunSignals:
     Args:
         stops_after_step: Whether a stop waits for the end of the step. If not, the first SIGTERM, SIGINT or SIGHUP
             raises at once.
-        is_stuck: Returns whether the step is waiting for space on a drive, so it may be unable to end.
-        activity: Gets the notice for the user. If it is None or not displayed, the notice goes to stderr.
+        is_stuck: Returns whether the step waits for space on a drive, and may therefore never end.
+        activity: Receives the notice for the user. If None or not displayed, the notice goes to stderr.
 
     Attributes:
         stop_requested: Whether the run must end after its step.
@@ -57,31 +57,31 @@ class RunSignals:
         self._has_steps_left = True
         self._has_raised = False
         self._activity = activity or Activity()
-        self._before: dict[signal.Signals, Any] = {}
+        self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in _STOP:
-                self._before[number] = signal.signal(number, self._on_stop)
+                self._previous_handlers[number] = signal.signal(number, self._on_stop)
             if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-                self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._on_hangup)
-            self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_save)
+                self._previous_handlers[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._on_hangup)
+            self._previous_handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_save)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        self._before.clear()
+        self._previous_handlers.clear()
         self._activity.notice = ""
 
-    def steps_are_over(self) -> None:
+    def end_steps(self) -> None:
         """Make the next SIGTERM or SIGINT raise at once, because no steps follow."""
         self._has_steps_left = False
 
-    def raise_again(self) -> None:
-        """Raise ``KeyboardInterrupt`` if a signal raised it and the step still ended.
+    def reraise_interrupt(self) -> None:
+        """Raise ``KeyboardInterrupt`` again if a signal raised it but the step still finished.
 
         Python drops an exception in a destructor or weakref callback, and the handler may run inside one.
         """

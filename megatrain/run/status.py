@@ -110,16 +110,16 @@ def write_status(path: Path | str, status: RunStatus) -> None:
             temporary.unlink()
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             with contextlib.suppress(OSError):
-                _write_over(Path(path, STATUS_NAME), text.encode())
+                _overwrite(Path(path, STATUS_NAME), text.encode())
 
 
-def _write_over(path: Path, data: bytes) -> None:
+def _overwrite(path: Path, data: bytes) -> None:
     """Overwrite a file within the blocks that it already has. Write nothing if the data needs more blocks."""
     with path.open("r+b") as file:
         known = os.fstat(file.fileno())
         max_bytes = max(known.st_size, known.st_blocks * 512)
         if len(data) <= max_bytes:
-            file.write(data.ljust(known.st_size))  # keep the length; JSON allows trailing spaces
+            file.write(data.ljust(known.st_size))  # keep the file's length; JSON allows trailing spaces
             file.flush()
 
 
@@ -130,8 +130,8 @@ class StatusWriter(RunObserver):
     current activity once a second. If an exception leaves the context, it is recorded as the end of the run.
 
     Args:
-        path: The run's locked folder. Until the first event, the previous run's status stays there, up to the
-            checkpoint that this run continues.
+        path: The run's locked folder. The previous run's status stays there until the first event. The new status
+            starts from it, up to the checkpoint that this run continues.
         exit_code_of: Returns the process's exit code after an error or a summary.
         on_interval: Called once a second on the writing thread. Must not raise errors.
     """
@@ -150,14 +150,14 @@ class StatusWriter(RunObserver):
         self._activity = activity or Activity()
         self._exit_code_of = exit_code_of or _exit_code_of
         # Reentrant, because a signal may interrupt a write, and the signal's handler may send a message.
-        self._changing = threading.RLock()
-        self._over = threading.Event()
+        self._lock = threading.RLock()
+        self._stop_event = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_entered = False
-        self._written_s: float | None = None
-        self._status = _continued(path, run_name)
+        self._last_write_s: float | None = None
+        self._status = _initial_status(path, run_name)
         before = read_status(path)
-        self._was_done = before is not None and before.state == "done"  # until training starts or pauses
+        self._was_done = before is not None and before.state == "done"  # reset when training starts or pauses
 
     def __enter__(self) -> Self:
         self._is_entered = True
@@ -167,22 +167,22 @@ class StatusWriter(RunObserver):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # Unlock the folder only after this, because the next owner must be the only writer.
-        self._over.set()
+        self._stop_event.set()
         if self._thread is not None:
             self._thread.join()
-        if error is not None and self._written_s is not None and self._status.state not in FINAL_STATES:
+        if error is not None and self._last_write_s is not None and self._status.state not in FINAL_STATES:
             state: State = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
             message = str(error) or type(error).__name__
             self._write(True, state=state, message=message, exit_code=self._exit_code_of(error), activity={})
 
-    def say(self, state: State, message: str | None = None) -> None:
-        """Write a new state at once, e.g. ``paused`` or ``exporting``."""
+    def set_state(self, state: State, message: str | None = None) -> None:
+        """Set the state, e.g. ``paused`` or ``exporting``, and write it at once."""
         self._write(True, state=state, **({} if message is None else {"message": message}))
 
     def fail(self, message: str, exit_code: int) -> None:
         """Record the end of the run, from any thread. The process then ends without leaving the context."""
-        if self._written_s is not None:
-            self._over.set()
+        if self._last_write_s is not None:
+            self._stop_event.set()
             self._write(True, state="failed", message=message, exit_code=exit_code, activity={})
 
     def on_start(self, info: RunInfo) -> None:
@@ -219,7 +219,7 @@ class StatusWriter(RunObserver):
         self._write(True, checkpoint_step=metrics.step, checkpoint_at=now_text())
 
     def on_end(self, summary: RunSummary) -> None:
-        self._over.set()  # set before writing the final state, so that the thread does not overwrite it
+        self._stop_event.set()  # set before writing the final state, so that the thread does not overwrite it
         last = {name: _evaluation_json(metrics) for name, metrics in summary.evaluations.items()}
         self._write(
             True,
@@ -232,25 +232,25 @@ class StatusWriter(RunObserver):
         )
 
     def _keep_writing(self) -> None:
-        while not self._over.wait(_INTERVAL_S):
+        while not self._stop_event.wait(_INTERVAL_S):
             self._on_interval()
             self._write(True, activity=asdict(self._activity.snapshot()))
 
     def _write(self, force: bool, **changes: Any) -> None:
         """Change the status, and write it at most once a second unless ``force`` is set."""
-        with self._changing:
+        with self._lock:
             if self._was_done:  # keeps "done" if this start does nothing
                 return
-            if self._over.is_set() and "exit_code" not in changes and self._status.exit_code is not None:
+            if self._stop_event.is_set() and "exit_code" not in changes and self._status.exit_code is not None:
                 return
             self._status = replace(self._status, **changes)
             now_s = time.monotonic()
-            if force or self._written_s is None or now_s - self._written_s >= _INTERVAL_S:
-                self._written_s = now_s
+            if force or self._last_write_s is None or now_s - self._last_write_s >= _INTERVAL_S:
+                self._last_write_s = now_s
                 write_status(self._path, self._status)
 
 
-def _continued(path: Path, run_name: str) -> RunStatus:
+def _initial_status(path: Path, run_name: str) -> RunStatus:
     """Return a run's first status: the previous run's status, up to the checkpoint that this run continues."""
     status = RunStatus("starting", run_name=run_name)
     saved, before = usable_checkpoint(path), read_status(path)

@@ -89,7 +89,7 @@ class FinalExport:
         if self.group.world.is_first:
             with contextlib.suppress(KeyboardInterrupt):
                 if not self.signals.stop_requested:
-                    self.signals.steps_are_over()  # a stop request now raises KeyboardInterrupt
+                    self.signals.end_steps()  # a stop request now raises KeyboardInterrupt
                     folder = export()
         folder = self.group.broadcast(folder)
         if folder is None:

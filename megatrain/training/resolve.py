@@ -14,7 +14,7 @@ import torch
 
 from megatrain.checkpoint.best import BestSpec
 from megatrain.checkpoint.table import CheckpointSpec
-from megatrain.config.resolved import resolved_values, to_toml, with_commit, with_decided, with_values
+from megatrain.config.resolved import resolved_values, to_toml, with_commit, with_decisions, with_values
 from megatrain.config.schema import RunConfig
 from megatrain.converters.heads import HeadSpec
 from megatrain.converters.spec import ModelSpec
@@ -260,6 +260,6 @@ class RunSettings:
             "model.use_liger_kernel": run.uses_liger,
             "model.flash_attention": run.flash,
         }
-        config = with_values(with_decided(config, choices), {"data.packing": run.data.table.packing})
+        config = with_values(with_decisions(config, choices), {"data.packing": run.data.table.packing})
         config = with_commit(config, run.model.hub)
         return cls(config, resolve_evaluation(config), resolve_best(config), resolve_logging(config))

@@ -20,7 +20,7 @@ from megatrain.plan.planner import plan_run
 from megatrain.plan.together import plan_together
 from megatrain.ranks.collectives import check_same
 from megatrain.ranks.group import RankGroup
-from megatrain.run.folder import LockKeeper, RunFolder, open_to_all
+from megatrain.run.folder import LockKeeper, RunFolder, describe_world_writable
 from megatrain.run.record import write_summary
 from megatrain.run.status import StatusWriter
 from megatrain.training.open_run import OpenRun, open_run
@@ -212,7 +212,7 @@ class Trainer:
             observer.on_ready(None if continued is None else continued.step)
             spec = self.run.checkpoint
             folders = (spec.output_dir, spec.output_dir / CHECKPOINTS_NAME, spec.output_dir / COPIES_NAME, *spec.drives)
-            if everyone := open_to_all(folders):
+            if everyone := describe_world_writable(folders):
                 observer.on_message(f"warning: {everyone}")
         if continued is None or continued.data_fingerprint != loader.fingerprint():
             for text in lines:

@@ -48,7 +48,7 @@ class TrainingLoop:
             engine, meter = self._begin_steps()
             while self._has_steps_left and not self._consensus.stops:
                 self.train_step(engine, meter)
-                self._signals.raise_again()
+                self._signals.reraise_interrupt()
                 self._saver.poll()
                 if self.state.step < self.state.max_steps:
                     self.evaluate()  # the checkpoint must include this evaluation
@@ -67,7 +67,7 @@ class TrainingLoop:
                 return summary(interrupted=True)
             try:
                 if self._group.world.is_single:
-                    self._signals.steps_are_over()
+                    self._signals.end_steps()
                 folder = self.export()
                 self._copier.finish()
             except KeyboardInterrupt as stop:
@@ -231,7 +231,7 @@ class TrainingLoop:
         """Wait for the copies that are due. A further stop signal cancels them."""
         try:
             if self._group.world.is_single:  # with several ranks, cancelling would leave other ranks waiting
-                self._signals.steps_are_over()
+                self._signals.end_steps()
             self._copier.finish()
         except KeyboardInterrupt:
             self._observer.on_message("the copy was given up: the next start of the run makes it")

@@ -145,16 +145,16 @@ def test_a_piped_command_prints_its_progress_after_a_second(
     """Each activity that outlasts the first second gets one line; a faster command gets none."""
     terminal = sys.modules[f"{command_group().callback.__module__.rpartition('.')[0]}.terminal"]
     monkeypatch.setattr(terminal, "_is_own_process", lambda: True)
-    monkeypatch.setattr(terminal, "_SILENT_S", 3600.0)
+    monkeypatch.setattr(terminal, "_FIRST_LINE_DELAY_S", 3600.0)
     with terminal.Spinner("reading") as spinner:
-        spinner.say("opening")
+        spinner.show_activity("opening")
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(terminal, "_SILENT_S", 0.0)
+    monkeypatch.setattr(terminal, "_FIRST_LINE_DELAY_S", 0.0)
     with terminal.Spinner("reading") as spinner:
         assert spinner._first_line.finished.wait(60)
-        spinner.say("opening")
-        spinner.say("opening")
+        spinner.show_activity("opening")
+        spinner.show_activity("opening")
     assert capsys.readouterr().err == "reading ...\nopening ...\n"
     with terminal.Spinner("reading", is_shown=False) as spinner:
-        spinner.say("opening")
+        spinner.show_activity("opening")
     assert capsys.readouterr().err == ""

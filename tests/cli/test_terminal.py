@@ -180,7 +180,7 @@ with RunOutput() as output:
             break
         time.sleep(0.1)
     print("early", flush=True)
-    output.goes_to(Path({log!r}))
+    output.set_log_file(Path({log!r}))
     print("late", flush=True)
     os.system("echo of a child >&2")
 sys.stderr.write("the end\\n")

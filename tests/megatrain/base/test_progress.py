@@ -73,7 +73,7 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 
 def fail_while_training(folder: Path) -> None:
     with RunFolder(folder) as run, StatusWriter(run.path, exit_code_of=lambda error: 4) as status:
-        status.say("training")
+        status.set_state("training")
         raise ValueError("broken")
 
 

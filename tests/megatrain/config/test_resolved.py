@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.config import ConfigError, config_from_toml, load_config, to_toml, write_resolved
-from megatrain.config.resolved import DEFAULT, compare, difference, load_run, resolved_lines
+from megatrain.config.resolved import DEFAULT, compare, difference, load_run_config, resolved_lines
 from megatrain.config.schema import RunConfig
 
 BASE = """
@@ -273,8 +273,8 @@ def test_a_run_is_a_file_or_an_output_dir(tmp_path: Path) -> None:
     path.write_text(TEXT)
     config = load_config(path).config
     resolved = write_resolved(config)
-    assert load_run(path) == load_run(tmp_path / "out") == load_run(resolved) == config
+    assert load_run_config(path) == load_run_config(tmp_path / "out") == load_run_config(resolved) == config
     with pytest.raises(ConfigError, match=r"no config.resolved.toml in this folder. Give a config file"):
-        load_run(tmp_path)
+        load_run_config(tmp_path)
     with pytest.raises(ConfigError, match="no such file"):
-        load_run(tmp_path / "nowhere.toml")
+        load_run_config(tmp_path / "nowhere.toml")

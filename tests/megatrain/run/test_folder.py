@@ -112,7 +112,7 @@ def test_lock_name_matches_the_store() -> None:
 
 def test_a_folder_of_a_run_that_never_began_goes(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "a/b/c") as folder:
-        StatusWriter(folder.path).say("starting")
+        StatusWriter(folder.path).set_state("starting")
         assert (tmp_path / "a/b/c/status.json").exists()
     assert not list(tmp_path.iterdir())
     with pytest.raises(RuntimeError, match="no data"), RunFolder(tmp_path / "a"):
@@ -216,7 +216,7 @@ def test_the_writer_follows_a_run(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as folder:
         writer = StatusWriter(folder.path, run_name="r", activity=activity)
         assert read_status(tmp_path) is None, "unchanged until the run starts"
-        writer.say("starting")
+        writer.set_state("starting")
         assert (status().state, status().run_name, status().checkpoint_step) == ("starting", "r", None)
         writer.on_start(RunInfo("r", "sft", "cpu", tmp_path, 9, 128))
         assert (status().state, status().max_steps) == ("training", 9)
@@ -229,7 +229,7 @@ def test_the_writer_follows_a_run(tmp_path: Path) -> None:
         activity.is_paused = lambda: False
         writer.on_message("space is free again")
         assert status().state == "training"
-        writer.say("exporting", "nearly done")
+        writer.set_state("exporting", "nearly done")
         assert (status().state, status().message) == ("exporting", "nearly done")
         writer.on_step(replace(METRICS, step=9))
         assert (status().state, status().step) == ("exporting", 9), "the last step is written at once"
@@ -273,7 +273,7 @@ def test_previous_status_is_kept_until_the_first_update(tmp_path: Path) -> None:
             (tmp_path / "checkpoints").mkdir(exist_ok=True)
             write_manifest(tmp_path / "checkpoints", Manifest(1, (), {"step": step}))
         with RunFolder(tmp_path) as folder:
-            StatusWriter(folder.path, run_name="r").say("starting")
+            StatusWriter(folder.path, run_name="r").set_state("starting")
             found = read_status(tmp_path)
             before = RunStatus("failed", step=7, max_steps=9, checkpoint_step=5, checkpoint_at="then")
             write_status(tmp_path, before)
@@ -300,7 +300,7 @@ def test_news_from_a_signal_handler_do_not_wait_for_themselves(tmp_path: Path, m
         writer.on_start(RunInfo("r", "sft", "cpu", tmp_path, 9, 128))
         found = read_status(tmp_path)
         assert found is not None and (found.state, found.message) == ("training", "stopping after this step")
-        writer.say("done")
+        writer.set_state("done")
 
 
 def test_committed_step_reads_the_manifests(tmp_path: Path) -> None:

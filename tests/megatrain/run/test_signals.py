@@ -46,7 +46,7 @@ def test_stop_interrupts_a_stuck_run_at_once() -> None:
     with RunSignals(stops_after_step=True, is_stuck=lambda: True), pytest.raises(KeyboardInterrupt):
         send(signal.SIGTERM)
     with RunSignals(stops_after_step=True) as heard:
-        heard.steps_are_over()
+        heard.end_steps()
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGTERM)
 
@@ -93,7 +93,7 @@ class _EndsWithASignal:
 def test_a_stop_that_a_destructor_drops_is_raised_after_the_step() -> None:
     """Python drops the ``KeyboardInterrupt`` of a handler that runs inside a destructor."""
     with RunSignals(stops_after_step=False) as heard:
-        heard.raise_again()  # no signal yet
+        heard.reraise_interrupt()  # no signal yet
         _EndsWithASignal()
         with pytest.raises(KeyboardInterrupt):
-            heard.raise_again()
+            heard.reraise_interrupt()
