@@ -132,7 +132,7 @@ def plain_pass(model: torch.nn.Module, scorer: Scorer, teacher: TeacherScores) -
         num_tokens += batch["input_ids"].numel()
         dataset = order.dataset
         lengths = dataset.lengths()
-        keys = [[(dataset.key_of(document), int(lengths[document])) for document in row] for row in group]
+        keys = [[(dataset.document_key(document), int(lengths[document])) for document in row] for row in group]
         found = teacher.batch_scores(keys, batch["input_ids"].shape[1])[TEACHER_KEYS[1]]
         asked = (batch["labels"][:, 1:] != -100).unsqueeze(-1)
         difference = max(difference, float(((found - top)[:, :-1] * asked).abs().max()))

@@ -156,7 +156,7 @@ def _print_stats(stats: DataStats, *, is_packed: bool, max_length: int) -> None:
     for severity, text in report.remarks():
         click.echo(f"{severity:<11}{_escape_controls(text)}")
     if report.empty_files is not None:
-        click.echo(f"  {_escape_controls(report.empty_files.skipped)}")
+        click.echo(f"  {_escape_controls(report.empty_files.skip_message)}")
     if stats.held_out:
         click.echo(f"held out   {stats.held_out}")
     share = 100.0 * stats.num_trained_tokens / max(1, stats.num_tokens)

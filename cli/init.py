@@ -142,14 +142,14 @@ def _remarks(
     path: Path, text: str, rows: DataFacts | None, needs_template: bool, has_lora: bool
 ) -> Iterator[tuple[str, str]]:
     """Yield messages about data, model and next steps, each with its color, or "" for plain text."""
-    from megatrain.data.formats import TEMPLATED
+    from megatrain.data.formats import TEMPLATE_FORMATS
 
     if rows is not None and rows.problem:
         yield f"data   {rows.problem}", "yellow"
     elif rows is not None and rows.format:
         columns = ", ".join(f"{ours} = their {theirs}" for ours, theirs in rows.columns.items())
         yield f"data   rows are read as {rows.format}" + (f": {columns}" if columns else ""), ""
-        if needs_template and rows.format in TEMPLATED:
+        if needs_template and rows.format in TEMPLATE_FORMATS:
             yield "model  it has no chat template, which such rows need: set model.chat_template", "yellow"
     if has_lora and find_spec("peft") is None:
         yield "needs  pip install 'megatrain-tier[lora]'", "yellow"

@@ -216,13 +216,13 @@ def _check_formats(config: RunConfig) -> Iterator[Problem]:
         if name == "auto" or (reader is not None and name == reader.name):
             continue
         if reader is not None:
-            fields = f" ({', '.join(reader.needed)})" if reader.needed else ""
+            fields = f" ({', '.join(reader.required)})" if reader.required else ""
             is_choice = reader.name in get_args(RowFormat)
             advice = f'Write "{reader.name}", or leave the key out' if is_choice else "Leave the key out"
             yield Problem(key, f"{setting}, but {task} trains on {reader.what}{fields}", advice)
         elif name not in READERS:
             yield Problem(key, f"{setting} has preferences, but {task} trains on single rows", 'Write task = "dpo"')
-        elif kind.only_text and name not in ("text", "tokenized"):
+        elif kind.is_text and name not in ("text", "tokenized"):
             yield Problem(key, f"{setting} is not plain text, which {task} trains", 'Write task = "sft"')
 
 
@@ -231,7 +231,7 @@ def _check_packing(config: RunConfig) -> Iterator[Problem]:
     if packing and not TASK_FACTS[config.task].is_packed:
         text = f"data.packing = {format_value(packing)}, but with {task} each text needs a separate row"
         yield Problem("data.packing", text, "Leave the key out, or write packing = false")
-    elif packing == "concat" and not config.row_kind.only_text:
+    elif packing == "concat" and not config.row_kind.is_text:
         text = f'data.packing = "concat" joins plain text, but {task} trains on separate rows'
         yield Problem("data.packing", text, 'Write packing = true, or task = "pretrain"')
 
@@ -340,7 +340,7 @@ def _check_best_model(config: RunConfig) -> Iterator[Problem]:
 
 def _check_evaluation_names(config: RunConfig) -> Iterator[Problem]:
     table = config.evaluation
-    names = [source.shown_name for source in config.data.eval]
+    names = [source.display_name for source in config.data.eval]
     for index, name in enumerate(names):
         if name in names[:index]:
             yield Problem(

@@ -1,1 +1,1 @@
-"""Training data: rows of files, tokens with proven loss masks, packed rows, and the batches of each step."""
+"""Training data: rows of files, tokens with verified loss masks, packed rows, and the batches of each step."""

@@ -1,4 +1,4 @@
-"""Folder of tokenized datasets. Each entry is written atomically, keyed by its sources' contents and memory-mapped."""
+"""Cache of tokenized datasets. Entries are keyed by their sources' contents, written atomically and memory-mapped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from megatrain.data.encoding import ARRAYS, TokenWriter
-from megatrain.data.files import suffix_of, unreadable
+from megatrain.data.files import read_error, suffix_of
 from megatrain.data.rows_report import DataError, DataReport
 from megatrain.data.token_dataset import TokenDataset
 from tiered.ext import lock, replace_file
@@ -132,7 +132,7 @@ class TokenCache:
         try:
             state = file.stat()
         except OSError as error:
-            raise unreadable(file, error) from None
+            raise read_error(file, error) from None
         stamp = [state.st_size, state.st_mtime_ns, state.st_ino, state.st_dev]
         name = xxhash.xxh3_64(os.fsencode(file.absolute())).hexdigest()
         memory = self._folder / _CHECKSUMS / f"{name}.json"
@@ -163,7 +163,7 @@ class TokenCache:
         """Write an entry under a temporary name, then rename it, so that a crash never leaves a partial entry."""
         partial, final = self._folder / (key + _PARTIAL), self._folder / key
         self._remove_folder(partial)
-        self._remove_folder(final)  # if it exists, it is damaged, because `get` failed to open it
+        self._remove_folder(final)  # an existing folder is damaged, because `get` failed to open it
         partial.mkdir()
         try:
             with contextlib.ExitStack() as stack:
@@ -247,7 +247,7 @@ def read_checksum(file: Path) -> str:
             while piece := stream.read(_READ_BYTES):
                 digest.update(piece)
     except OSError as error:
-        raise unreadable(file, error) from None
+        raise read_error(file, error) from None
     return digest.hexdigest()
 
 
@@ -309,12 +309,12 @@ def cache_key(
         "libraries": {name: version(name) for name in ("transformers", "tokenizers")},
         "tokenizer": _tokenizer_parts(tokenizer),
         "sources": described,
-        "only_text": options.kind.only_text,
+        "only_text": options.kind.is_text,
         "joins_texts": options.joins_texts,
         "options": [train_on, options.max_length, options.overlong, options.bad_rows],
     }
-    if options.kind.recorded:
-        parts["preferences"] = options.kind.recorded
+    if options.kind.key_name:
+        parts["preferences"] = options.kind.key_name
     if image_processor:
         folders = [[str(file.absolute().parent) for file in paths] for paths in files]
         parts["images"] = [image_processor, folders, version("pillow")]

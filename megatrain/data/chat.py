@@ -33,7 +33,7 @@ class TokenizedRow:
     """Tokens of one row.
 
     Attributes:
-        trained: Loss mask, one flag per token. The first is always false, because no token predicts the first token.
+        trained: Loss mask, one flag per token. The first flag is false, because no token predicts the first token.
         is_text: Whether the row is plain text. Plain text can be split into several documents.
         untrained_turns: Reason for each assistant turn that should be in the loss but cannot be.
         num_turns: Number of assistant turns that should be in the loss.
@@ -74,7 +74,7 @@ class _RowText:
     special_tokens: tuple[str, ...] = ()
 
     @property
-    def batch(self) -> tuple[bool, bool]:
+    def options(self) -> tuple[bool, bool]:
         """Tokenizer options. Texts with equal options are tokenized in one call."""
         return self.has_special, self.has_offsets
 
@@ -97,7 +97,7 @@ class _RenderedRow:
 
 
 class RowEncoder:
-    """Converts rows to tokens and loss masks.
+    """Converter of rows to tokens and loss masks.
 
     Args:
         tokenizer: A fast tokenizer. Conversations are rendered with its chat template.
@@ -130,12 +130,12 @@ class RowEncoder:
 
     @cached_property
     def start_tokens(self) -> tuple[int, ...]:
-        """Return the tokens that the tokenizer adds before every text. Usually this is ``<bos>`` or nothing."""
+        """Tokens that the tokenizer adds before every text, usually ``<bos>`` or nothing."""
         return self._added_tokens[0]
 
     @cached_property
     def _added_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the tokens that the tokenizer adds before and after every text."""
+        """Tokens that the tokenizer adds before and after every text."""
         bare, whole = self._tokenize("a", special=False), self._tokenize("a")
         for count in range(len(whole) - len(bare) + 1):
             if whole[count : count + len(bare)] == bare:
@@ -153,13 +153,13 @@ class RowEncoder:
         """
         texts = [_check_unicode(row, self._prepare_text(row)) for row in rows]
         ready = [each for each in texts if isinstance(each, _RowText) and each.text]
-        batches = {batch: [each.text for each in ready if each.batch == batch] for batch in {e.batch for e in ready}}
-        coded = {batch: self._tokenize_all(found, *batch) for batch, found in batches.items()}
+        batches = {key: [each.text for each in ready if each.options == key] for key in {e.options for e in ready}}
+        encoded = {options: self._tokenize_all(found, *options) for options, found in batches.items()}
         for each in texts:
             if isinstance(each, RowError):
                 yield each
                 continue
-            tokens, offsets = next(coded[each.batch]) if each.text else ([], [])
+            tokens, offsets = next(encoded[each.options]) if each.text else ([], [])
             try:
                 yield replace(each.finish(tokens, offsets), special_tokens=each.special_tokens)
             except RowError as error:
@@ -168,10 +168,10 @@ class RowEncoder:
     def _tokenize_all(
         self, texts: list[str], has_special: bool, has_offsets: bool
     ) -> Iterator[tuple[list[int], Offsets]]:
-        coded: Any = self._tokenizer(
+        found: Any = self._tokenizer(
             texts, add_special_tokens=has_special, return_offsets_mapping=has_offsets, verbose=False
         )
-        return zip(coded["input_ids"], coded["offset_mapping"] if has_offsets else itertools.repeat(()), strict=False)
+        return zip(found["input_ids"], found["offset_mapping"] if has_offsets else itertools.repeat(()), strict=False)
 
     def _prepare_text(self, row: PlainRow | RowError) -> _RowText | RowError:
         if isinstance(row, RowError):
@@ -281,14 +281,14 @@ class RowEncoder:
         return tokens[: -len(end)] if end and tuple(tokens[-len(end) :]) == end else tokens
 
     def _finish_conversation(self, rendered: _RenderedRow, tokens: list[int], offsets: Offsets) -> TokenizedRow:
-        coded = replace(self._mask_conversation(rendered, tokens, offsets), left_out=rendered.left_out)
+        encoded = replace(self._mask_conversation(rendered, tokens, offsets), left_out=rendered.left_out)
         if not rendered.inserted:
-            return coded
+            return encoded
         image_ranges = [_find_touching_tokens(each.after, offsets) for each in rendered.inserted]
-        trained = list(coded.trained)
+        trained = list(encoded.trained)
         for image_range in image_ranges:
             trained[image_range.start : image_range.stop] = [False] * len(image_range)
-        return replace(coded, trained=trained, images=rendered.images, image_tokens=tuple(image_ranges))
+        return replace(encoded, trained=trained, images=rendered.images, image_tokens=tuple(image_ranges))
 
     def _mask_conversation(self, rendered: _RenderedRow, tokens: list[int], offsets: Offsets) -> TokenizedRow:
         row, text = rendered.row, rendered.text
@@ -408,7 +408,7 @@ class RowEncoder:
         return after
 
     def _is_same_text(self, found: str, written: str) -> bool:
-        """Compare texts after NFKC normalization. Ignore white space next to special tokens."""
+        """Return whether texts are equal after NFKC normalization, except for white space next to special tokens."""
         if found == written:
             return True
         found, written = (unicodedata.normalize("NFKC", text) for text in (found, written))
@@ -418,7 +418,7 @@ class RowEncoder:
         return around.sub(r"\1", found) == around.sub(r"\1", written)
 
     def _is_same_fragment(self, found: str, written: str) -> bool:
-        """Compare parts of a text. Ignore white space at both ends, because adjacent tokens can contain it."""
+        """Return whether parts of a text are equal. Ignore white space at both ends, which adjacent tokens can have."""
         return self._is_same_text(found.strip(), written.strip())
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -430,15 +430,15 @@ class RowEncoder:
 
     @cached_property
     def _turn_end(self) -> tuple[int | None, str]:
-        """Special token with which the template ends an assistant turn, or None; and the text if it is plain text."""
+        """Special token that ends an assistant turn, or None; and the end-of-turn text if the end is plain text."""
         turn = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
         try:
             text = self._renderer.render(turn * 2, "")
         except RowError:
             return None, ""
         boundary = text.find(_PROBE) + len(_PROBE)
-        coded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        for token, (start, end) in zip(coded["input_ids"], coded["offset_mapping"], strict=True):
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
             if start >= boundary and text[start:end].strip():
                 if token in self._end_ids:
                     return int(token), ""

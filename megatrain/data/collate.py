@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Collator:
-    """Converts rows to micro-batches.
+    """Converter of rows to micro-batches.
 
     Attributes:
         image_processor: Processor of the documents' images, or None if they have none.
@@ -47,7 +47,7 @@ class Collator:
         batch = self._pack_rows(dataset, rows) if self.shape.packing else self._pad_examples(dataset, rows)
         if self.teacher is None:
             return batch
-        keys = [[(dataset.key_of(document), dataset.num_tokens_of(document)) for document in row] for row in rows]
+        keys = [[(dataset.document_key(document), dataset.num_tokens_of(document)) for document in row] for row in rows]
         return batch | self.teacher.batch_scores(keys, batch["input_ids"].shape[1])
 
     def pad_rows(self, dataset: TokenDataset, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
@@ -71,7 +71,7 @@ class Collator:
             return batch
         tokens = [[] if document is None else document[0].tolist() for document in documents]
         images = [dataset.images_of(row[0]) if row else [] for row in rows]
-        return batch | self.image_processor.inputs(tokens, images, shape[1])
+        return batch | self.image_processor.make_inputs(tokens, images, shape[1])
 
     def _pack_rows(self, dataset: TokenDataset, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """Return rows of exactly ``max_length`` tokens. A row's padding forms a further document without labels."""
@@ -97,10 +97,10 @@ class Collator:
         """Return rows of one document each. All examples' first documents come first, then all second documents."""
         together = range(dataset.kind.num_documents)
         documents = [[first + number for first in row] for number in together for row in rows]
-        facts = [self._facts(dataset, row[0]) if row else None for row in documents]
+        facts = [self._document_facts(dataset, row[0]) if row else None for row in documents]
         return dataset.kind.collate(self.pad_rows(dataset, documents), facts)
 
-    def _facts(self, dataset: TokenDataset, document: int) -> DocumentFacts:
+    def _document_facts(self, dataset: TokenDataset, document: int) -> DocumentFacts:
         return DocumentFacts(
             int(dataset.roles[document]) if len(dataset.roles) else 0,
             int(dataset.tokens[int(dataset.starts[document + 1]) - 1]) if dataset.kind.num_values else 0,

@@ -95,7 +95,7 @@ def load_dataset(
 ) -> TokenDataset:
     """Return the documents of all sources, in order. Tokenize them if they are not in the cache.
 
-    The rows that ``data.val_size`` holds out are not in ``in_use``.
+    ``in_use`` excludes the rows that ``data.val_size`` holds out.
 
     Args:
         on_message: Called with the progress of a long tokenization, and with the reason if the cache is not used.

@@ -16,7 +16,7 @@ from megatrain.data.chat import RowEncoder, TokenizedRow
 from megatrain.data.formats import DataRow, PlainRow
 from megatrain.data.images import refs_to_bytes
 from megatrain.data.masks import TEMPLATE_FILE
-from megatrain.data.row_kind import CHATS, CodedDocument, RowKind
+from megatrain.data.row_kind import CHATS, RowKind, TokenDocument
 from megatrain.data.rows_report import DataError, DataReport, RowCounts, RowError
 from megatrain.data.text_rows import CutDocument, TextCutter
 
@@ -82,11 +82,11 @@ def pad_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 Overlong = Literal["truncate", "drop", "error"]
-_ROWS_AT_ONCE = 512  # rows tokenized in one call; a larger value uses more cores and more RAM
-_CHARACTERS_AT_ONCE = 1 << 20
+_MAX_CALL_ROWS = 512  # rows tokenized in one call; a larger value uses more cores and more RAM
+_MAX_CALL_CHARACTERS = 1 << 20
 _FLUSH_TOKENS = 1 << 20
 _FLUSH_IMAGE_BYTES = 1 << 26
-_NUM_CONTENTS = 3  # the content checksum covers the first three arrays: tokens, trained and starts
+_NUM_CHECKSUMMED = 3  # the content checksum covers the first three arrays: tokens, trained and starts
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -111,7 +111,7 @@ class EncodingOptions:
         """Return a text that must never change, because stored fingerprints of streams contain this text."""
         return (
             f"EncodingOptions(max_length={self.max_length!r}, overlong={self.overlong!r}, bad_rows={self.bad_rows!r}, "
-            f"only_text={self.kind.only_text!r}, joins_texts={self.joins_texts!r}, preferences={self.kind.recorded!r})"
+            f"only_text={self.kind.is_text!r}, joins_texts={self.joins_texts!r}, preferences={self.kind.key_name!r})"
         )
 
 
@@ -129,7 +129,7 @@ _CODES = {np.int32: "i", np.int64: "q"}  # type codes of array.array; all other 
 
 
 class TokenWriter:
-    """Appends documents to files, one file per array.
+    """Writer that appends documents to files, one file per array.
 
     Args:
         files: One open file for each entry of ``ARRAYS``, in the same order. The writer does not close the files.
@@ -143,7 +143,7 @@ class TokenWriter:
         self._buffers["starts"].append(0)
         self._buffers["image_starts"].append(0)
         self._images_digest = xxhash.xxh3_64()
-        self._digests = tuple(xxhash.xxh3_64() for _ in files[:_NUM_CONTENTS])
+        self._digests = tuple(xxhash.xxh3_64() for _ in files[:_NUM_CHECKSUMMED])
         self._roles_digest: xxhash.xxh3_64 | None = None  # None while all roles are 0
         self._flushed_tokens = 0
         self.nbytes = 0
@@ -164,9 +164,9 @@ class TokenWriter:
         roles = () if self._roles_digest is None else (self._roles_digest,)
         return "-".join(digest.hexdigest() for digest in (*digests, *roles))
 
-    def add(self, document: CodedDocument) -> None:
+    def add(self, document: TokenDocument) -> None:
         """Append a document."""
-        tokens, trained, images = document.coded.tokens, document.coded.trained, document.coded.images
+        tokens, trained, images = document.encoded.tokens, document.encoded.trained, document.encoded.images
         value = document.value
         assert len(tokens) == len(trained), (len(tokens), len(trained))
         buffers = self._buffers
@@ -211,7 +211,7 @@ def _empty_buffers() -> dict[str, array[int]]:
 
 
 class Encoder:
-    """Tokenizes the rows of one source at a time and adds their documents to a :class:`TokenWriter`.
+    """Encoder that tokenizes one source at a time and adds the documents to a :class:`TokenWriter`.
 
     Args:
         on_rows: Called after every few hundred rows with the total number of rows so far.
@@ -229,10 +229,10 @@ class Encoder:
         self._writer = writer
         self._options = options
         self._on_rows = on_rows
-        self._cutter = TextCutter(options.max_length, encoder.start_tokens, joins=options.joins_texts)
+        self._cutter = TextCutter(options.max_length, encoder.start_tokens, joins_texts=options.joins_texts)
         self._text_has_document = False  # whether the current text already has a written document
         self._examples: list[Example] = []
-        self._kind_state: Any = None  # state that `documents_of` returned for the previous examples
+        self._kind_state: Any = None  # state that the previous call of `documents_of` returned
 
     def add_rows(self, rows: Iterable[DataRow | RowError]) -> None:
         """Encode rows and write all documents that have tokens in the loss.
@@ -254,37 +254,37 @@ class Encoder:
                 else:
                     self.counts.record("unread", row.unread, row.where)
                     texts.append(self._options.kind.texts_of(row))
-            coded = self._encoder.encode_many(list(itertools.chain.from_iterable(texts)))
+            encoded = self._encoder.encode_many(list(itertools.chain.from_iterable(texts)))
             for row, of_row in zip(batch, texts, strict=True):
-                self._add(row, list(itertools.islice(coded, len(of_row))))
+                self._add(row, list(itertools.islice(encoded, len(of_row))))
             self._write_examples()
             self._on_rows(self.counts.total.num_rows)
 
     def _add(self, row: DataRow | RowError, found: Sequence[TokenizedRow | RowError]) -> None:
         """Count a row and queue its example. If one of the row's texts has an error, drop the row."""
-        whole = [each for each in found if isinstance(each, TokenizedRow)]
-        self.counts.total.num_tokens += sum(len(each.tokens) for each in whole)
+        texts = [each for each in found if isinstance(each, TokenizedRow)]
+        self.counts.total.num_tokens += sum(len(each.tokens) for each in texts)
         error = next((each for each in found if isinstance(each, RowError)), None)
         if isinstance(row, RowError) or error is not None:
             assert error is not None, row
-            self._drop(error, whole)
+            self._drop(error, texts)
             return
-        self.counts.record("left_out", dict.fromkeys(name for each in whole for name in each.left_out), row.where)
-        special = dict.fromkeys(name for each in whole for name in each.special_tokens)
+        self.counts.record("left_out", dict.fromkeys(name for each in texts for name in each.left_out), row.where)
+        special = dict.fromkeys(name for each in texts for name in each.special_tokens)
         self.counts.record("special_tokens", special, row.where)
-        if any(each.is_text for each in whole):
+        if any(each.is_text for each in texts):
             assert not self._options.kind.num_values, "pieces of plain text have no stored values"
-            (text,) = whole
+            (text,) = texts
             self._add_text(text, row.where)
-        elif kept := self._fit_texts(row, whole):
+        elif kept := self._fit_texts(row, texts):
             self._examples.append((row, kept))
 
-    def _fit_texts(self, row: DataRow, whole: Sequence[TokenizedRow]) -> list[TokenizedRow]:
+    def _fit_texts(self, row: DataRow, texts: Sequence[TokenizedRow]) -> list[TokenizedRow]:
         """Return a row's texts, truncated if necessary. Return an empty list if the row is dropped."""
         counts, options, max_length = self.counts.total, self._options, self._options.max_length
-        longest = max(len(each.tokens) for each in whole)
-        if error := options.kind.rejection(whole, row, max_length):
-            self._drop(error, whole)
+        longest = max(len(each.tokens) for each in texts)
+        if error := options.kind.rejection(texts, row, max_length):
+            self._drop(error, texts)
             return []
         if longest > max_length and options.overlong == "error":
             raise DataError(
@@ -292,14 +292,14 @@ class Encoder:
                 f"{longest} tokens are more than data.max_length = {max_length}",
                 'Raise it, or set overlong = "truncate" or "drop"',
             )
-        places = [place for each in whole for place in each.image_tokens]
+        places = [place for each in texts for place in each.image_tokens]
         if options.overlong == "truncate" and any(place.start < max_length < place.stop for place in places):
             text = f"data.max_length = {max_length} would truncate it within an image"
             reason = "data.max_length would truncate it within an image"
-            self._drop(RowError(row.where, text, "Raise it, or make the images smaller", reason=reason), whole)
+            self._drop(RowError(row.where, text, "Raise it, or make the images smaller", reason=reason), texts)
             return []
-        cut = [_truncate(each, max_length) for each in whole]
-        num_before, num_kept = (sum(len(each.tokens) for each in several) for several in (whole, cut))
+        cut = [_truncate(each, max_length) for each in texts]
+        num_before, num_kept = (sum(len(each.tokens) for each in several) for several in (texts, cut))
         counts.num_rows += 1
         counts.num_tokens_lost += num_before - num_kept
         if num_kept < num_before:
@@ -310,7 +310,7 @@ class Encoder:
                 return []
             counts.num_truncated += 1
         if all(any(each.trained) for each in cut):
-            for each in whole:
+            for each in texts:
                 self.counts.add_turns(each.num_turns, each.untrained_turns, row.where)
             return cut
         counts.num_rows_lost += num_kept == num_before  # truncated rows were already counted above
@@ -318,11 +318,11 @@ class Encoder:
         self._count_untrained(row.where)
         return []
 
-    def _drop(self, error: RowError, whole: Sequence[TokenizedRow]) -> None:
+    def _drop(self, error: RowError, texts: Sequence[TokenizedRow]) -> None:
         """Count a row as dropped, and its tokens as lost. Raise the error if ``bad_rows`` is "error"."""
         if self._options.bad_rows == "error":
             raise error
-        self.counts.total.num_tokens_lost += sum(len(each.tokens) for each in whole)
+        self.counts.total.num_tokens_lost += sum(len(each.tokens) for each in texts)
         self.counts.drop(error)
 
     def _write_examples(self) -> None:
@@ -337,10 +337,10 @@ class Encoder:
             raise RowError(where, "no token of this row would be trained", "Fix or remove the row, or raise max_length")
         self.counts.count_untrained(where)
 
-    def _add_text(self, coded: TokenizedRow, where: str) -> None:
-        self._add_pieces(self._cutter.cut(coded))
-        self._text_has_document |= self._options.joins_texts and bool(coded.tokens)
-        if coded.is_end:
+    def _add_text(self, encoded: TokenizedRow, where: str) -> None:
+        self._add_pieces(self._cutter.cut(encoded))
+        self._text_has_document |= self._options.joins_texts and bool(encoded.tokens)
+        if encoded.is_end:
             self.counts.total.num_rows += 1
             if not self._text_has_document:
                 self.counts.total.num_rows_lost += 1
@@ -376,17 +376,17 @@ class Encoder:
         for piece in pieces:
             if any(piece.trained):
                 begins_row = self._options.joins_texts or not self._text_has_document
-                self._writer.add(CodedDocument(TokenizedRow(piece.tokens, piece.trained, True), begins_row))
+                self._writer.add(TokenDocument(TokenizedRow(piece.tokens, piece.trained, True), begins_row))
                 self._text_has_document = True
             else:
                 self.counts.total.num_tokens_lost += len(piece.tokens) - piece.num_repeated
 
 
-def _truncate(coded: TokenizedRow, max_length: int) -> TokenizedRow:
+def _truncate(encoded: TokenizedRow, max_length: int) -> TokenizedRow:
     """Return a row's first ``max_length`` tokens, and the images that lie completely within these tokens."""
-    kept = [ref for ref, place in zip(coded.images, coded.image_tokens, strict=True) if place.stop <= max_length]
-    tokens, trained = coded.tokens[:max_length], coded.trained[:max_length]
-    return replace(coded, tokens=tokens, trained=trained, images=tuple(kept))
+    kept = [ref for ref, place in zip(encoded.images, encoded.image_tokens, strict=True) if place.stop <= max_length]
+    tokens, trained = encoded.tokens[:max_length], encoded.trained[:max_length]
+    return replace(encoded, tokens=tokens, trained=trained, images=tuple(kept))
 
 
 def _batches(rows: Iterable[DataRow | RowError]) -> Iterator[list[DataRow | RowError]]:
@@ -396,7 +396,7 @@ def _batches(rows: Iterable[DataRow | RowError]) -> Iterator[list[DataRow | RowE
     for row in rows:
         batch.append(row)
         size += 0 if isinstance(row, RowError) else row.num_characters
-        if len(batch) == _ROWS_AT_ONCE or size >= _CHARACTERS_AT_ONCE:
+        if len(batch) == _MAX_CALL_ROWS or size >= _MAX_CALL_CHARACTERS:
             yield batch
             batch, size = [], 0
     if batch:

@@ -24,7 +24,7 @@ from tiered.units import MiB, format_size
 TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt")
 ARROW_SUFFIXES = (".parquet", ".arrow", ".feather")
 EXTRA = "pip install 'megatrain-tier[data]'"
-_READ_AS = ".jsonl (one object per line), .json (a list of objects), .csv, .tsv, .txt, .parquet and .arrow"
+_FORMATS = ".jsonl (one object per line), .json (a list of objects), .csv, .tsv, .txt, .parquet and .arrow"
 #: File names of MosaicML streaming shards, compressed or not.
 _MDS = re.compile(r"\.mds(\.(zstd?|gz|br|bz2|snappy))?$", re.IGNORECASE)
 _SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
@@ -81,16 +81,16 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
         raise DataError(path, "there is no such file or folder", "Check the path; it is relative to the config file")
     if split not in (None, "train"):
         raise DataError(path, f'split = "{split}" needs a folder or a dataset of the hub', "Remove split")
-    refuse_mds(map(str, files))
+    reject_mds(map(str, files))
     for file in files:
         if suffix_of(file) not in (*TEXT_SUFFIXES, *ARROW_SUFFIXES):
             raise DataError(
-                str(file), f'"{file.suffix or file.name}" files are not supported', f"Supported files: {_READ_AS}"
+                str(file), f'"{file.suffix or file.name}" files are not supported', f"Supported files: {_FORMATS}"
             )
     return files
 
 
-def refuse_mds(names: Iterable[str]) -> None:
+def reject_mds(names: Iterable[str]) -> None:
     """Raise DataError if one of the files is a shard of MosaicML streaming."""
     for name in names:
         if _MDS.search(name):
@@ -105,13 +105,13 @@ def _find_in_folder(folder: Path) -> list[Path]:
     files = []
     for file in folder.rglob("*"):
         if _MDS.search(file.name) and file.is_file():
-            refuse_mds([str(file)])
+            reject_mds([str(file)])
         elif (
             suffix_of(file) in (*TEXT_SUFFIXES, *ARROW_SUFFIXES) and file.name not in _METADATA_FILES and file.is_file()
         ):
             files.append(file)
     if not files:
-        raise DataError(str(folder), "the folder contains no data file", f"Supported files: {_READ_AS}")
+        raise DataError(str(folder), "the folder contains no data file", f"Supported files: {_FORMATS}")
     return sorted(files)
 
 
@@ -182,7 +182,7 @@ def _decode_file(file: Path) -> Iterator[str]:
             try:
                 raw = stream.read(_PIECE_CHARACTERS)
             except (OSError, EOFError) as error:
-                raise unreadable(file, error) from None
+                raise read_error(file, error) from None
             start = num_read - len(decoder.getstate()[0])
             try:
                 yield line_ends.decode(decoder.decode(raw, final=not raw), final=not raw)
@@ -202,10 +202,10 @@ def _open(file: Path) -> IO[bytes]:
     try:
         return gzip.open(file, "rb") if file.suffix.lower() == ".gz" else file.open("rb")  # type: ignore[return-value]
     except OSError as error:
-        raise unreadable(file, error) from None
+        raise read_error(file, error) from None
 
 
-def unreadable(file: Path, error: Exception) -> DataError:
+def read_error(file: Path, error: Exception) -> DataError:
     """Return the DataError for a file that cannot be read."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return DataError(str(file), f"the file cannot be read: {reason}", "Check its permissions, or fetch it again")
@@ -220,7 +220,7 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
         try:
             yield from json_lines(stream, str(file))
         except (OSError, EOFError) as error:
-            raise unreadable(file, error) from None
+            raise read_error(file, error) from None
 
 
 def json_lines(stream: IO[bytes], name: str, start: int = 0) -> Iterator[tuple[str, Any]]:
@@ -234,7 +234,7 @@ def json_lines(stream: IO[bytes], name: str, start: int = 0) -> Iterator[tuple[s
     for number, raw in enumerate(iter(partial(stream.readline, MAX_ROW_BYTES + 1), b""), start=1):
         where = f"{name} line {number}"
         if len(raw) > MAX_ROW_BYTES:
-            raise too_large(where)
+            raise size_error(where)
         try:
             line = raw.decode("utf-8-sig")
         except UnicodeDecodeError as error:
@@ -284,7 +284,7 @@ def _json_list(file: Path, json_key: str | None) -> Iterator[tuple[str, Any]]:
         except UnicodeDecodeError as error:
             raise _not_utf8(file, error) from None
         except (OSError, EOFError) as error:
-            raise unreadable(file, error) from None
+            raise read_error(file, error) from None
     if not text.strip():
         return
     try:
@@ -358,7 +358,7 @@ def _csv_rows(file: Path, default_separator: str) -> Iterator[tuple[str, dict[st
             line = 1 if reader is None else reader.line_num
             raise DataError(f"{file} line {line}", f"broken CSV: {error}", "Fix the line") from None
         except (OSError, EOFError) as error:
-            raise unreadable(file, error) from None
+            raise read_error(file, error) from None
 
 
 _SEPARATOR_NAMES = {",": "commas", ";": "semicolons", "\t": "tabs"}
@@ -448,7 +448,7 @@ def unpacked_rows(batch: Any, name: str, number: int) -> Iterator[dict[str, Any]
     for start in range(0, batch.num_rows, step):
         rows = batch.slice(start, step)
         if step == 1 and _count_bytes(rows) > MAX_ROW_BYTES:
-            raise too_large(f"{name} row {number + start}")
+            raise size_error(f"{name} row {number + start}")
         nested = [field.name for field in rows.schema if _has_objects(field.type)]
         for row in rows.to_pylist():
             yield row | {name: _without_null_keys(row[name]) for name in nested}
@@ -494,7 +494,7 @@ def _count_bytes(rows: Any) -> int:
     return int(rows.nbytes)
 
 
-def too_large(where: str) -> DataError:
+def size_error(where: str) -> DataError:
     return DataError(where, f"the row has more than {format_size(MAX_ROW_BYTES)}", "Split or remove the row")
 
 

@@ -12,13 +12,13 @@ from typing import Any, ClassVar, cast, get_args
 
 from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.data.images import NamedImage
-from megatrain.data.messages import ImagePlaces, field_names, kind, parse_inner_json, read_messages, read_tools
+from megatrain.data.messages import RowImages, field_names, kind, parse_inner_json, read_messages, read_tools
 from megatrain.data.rows_report import DataError, RowError
 from megatrain.data.table import ColumnName, RowFormat
 
 #: Column names that are synonyms of fields, and names of fields inside messages.
-_SYNONYMS, _OF_MESSAGES = ("query", "response"), ("role", "content")
-_FIELDS = tuple(name for name in get_args(ColumnName) if name not in (*_SYNONYMS, *_OF_MESSAGES))
+_SYNONYMS, _MESSAGE_FIELDS = ("query", "response"), ("role", "content")
+_FIELDS = tuple(name for name in get_args(ColumnName) if name not in (*_SYNONYMS, *_MESSAGE_FIELDS))
 _CHAT_FIELDS = ("system", "tools", "images", "image")
 _KNOWN = "messages, conversations, instruction and output, prompt and completion, text, or input_ids"
 #: Usual column names of prompts, answers and plain texts. The most likely names come first.
@@ -42,12 +42,12 @@ class DataRow:
     unread: tuple[str, ...]
 
     #: Names of the attributes whose lengths add up to the row's number of characters.
-    measured: ClassVar[tuple[str, ...]] = ()
+    length_fields: ClassVar[tuple[str, ...]] = ()
 
     @property
     def num_characters(self) -> int:
         """Approximate number of characters in the row."""
-        return sum(len(getattr(self, name)) for name in self.measured)
+        return sum(len(getattr(self, name)) for name in self.length_fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Conversation(DataRow):
         messages: Messages in order. Each has the text fields ``role`` and ``content``; some also have ``tool_calls``.
         trained_from: Index of the first message that can be in the loss. Above 0 for a prompt with its completion.
         tools: Tools that the assistant can call. The chat template renders them.
-        flags: For each message, whether the row puts it in the loss, or None if not set. Empty if the row has no flags.
+        flags: Loss flag of each message, or None if the row does not set the flag. Empty if the row has no flags.
         images: Images in the order of the image marks in the messages, one image per mark.
     """
 
@@ -82,7 +82,7 @@ class PromptCompletion(DataRow):
     """A prompt and its completion. Both are used verbatim, without a chat template."""
 
     title: ClassVar[str] = "prompt and completion"
-    measured: ClassVar[tuple[str, ...]] = ("prompt", "completion")
+    length_fields: ClassVar[tuple[str, ...]] = ("prompt", "completion")
     prompt: str
     completion: str
     where: str
@@ -99,7 +99,7 @@ class Document(DataRow):
     """
 
     title: ClassVar[str] = "text"
-    measured: ClassVar[tuple[str, ...]] = ("text",)
+    length_fields: ClassVar[tuple[str, ...]] = ("text",)
     text: str
     where: str
     is_start: bool = True
@@ -116,7 +116,7 @@ class Tokenized(DataRow):
     """
 
     title: ClassVar[str] = "tokens"
-    measured: ClassVar[tuple[str, ...]] = ("tokens",)
+    length_fields: ClassVar[tuple[str, ...]] = ("tokens",)
     tokens: tuple[int, ...]
     trained: tuple[bool, ...] | None
     where: str
@@ -161,9 +161,9 @@ class RowFields:
 
     def text(self, field: str) -> str:
         """Return a field's text. Raises RowError if the value is not text."""
-        return as_text(self[field], self.where, self.name(field))
+        return require_text(self[field], self.where, self.name(field))
 
-    def messages(self, field: str, images: ImagePlaces) -> tuple[tuple[dict[str, Any], ...], tuple[bool | None, ...]]:
+    def messages(self, field: str, images: RowImages) -> tuple[tuple[dict[str, Any], ...], tuple[bool | None, ...]]:
         """Return a field's messages and flags, as ``read_messages`` does."""
         return read_messages(self[field], self.where, self.name(field), self.columns, images)
 
@@ -171,11 +171,11 @@ class RowFields:
         """Return the tools that the assistant can call, or None."""
         return read_tools(self.get("tools"), self.where)
 
-    def images(self) -> ImagePlaces:
-        """Return a new :class:`ImagePlaces` with the images of the row's ``images`` or ``image`` column."""
-        return ImagePlaces(self.get("images"), self.value.get("image"))
+    def images(self) -> RowImages:
+        """Return a new :class:`RowImages` with the images of the row's ``images`` or ``image`` column."""
+        return RowImages(self.get("images"), self.value.get("image"))
 
-    def system_before(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def system_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the row's system text, or "" if it has none or if the messages already start with a system message."""
         system = self.get("system")
         if not isinstance(system, str) or not system.strip() or messages[0]["role"] in ("system", "developer"):
@@ -189,28 +189,28 @@ class RowReader:
 
     Attributes:
         name: Value of ``format`` in a config.
-        what: Describes the rows and what happens to them, for comments in a generated config.
+        what: Description of the rows and of their treatment, for comments in a generated config.
         read: Function that parses a row. Raises RowError, or DataError if fields are missing.
-        needed: Required fields.
-        any_of: Fields of which a row needs at least one. Empty if there is no such requirement.
+        required: Required fields.
+        alternatives: Fields of which a row needs at least one. Empty for no such requirement.
         fields: Optional fields that the reader uses, or None for all known fields.
     """
 
     name: str
     what: str
     read: Callable[[RowFields], DataRow]
-    needed: tuple[str, ...] = ()
-    any_of: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    alternatives: tuple[str, ...] = ()
     fields: tuple[str, ...] | None = ()
 
-    def fits(self, value: Mapping[str, Any], names: Mapping[str, str]) -> bool:
+    def matches(self, value: Mapping[str, Any], names: Mapping[str, str]) -> bool:
         """Return whether a row has the fields that this format requires."""
-        has_any = not self.any_of or any(names.get(field, field) in value for field in self.any_of)
-        return has_any and all(names.get(field, field) in value for field in self.needed)
+        has_any = not self.alternatives or any(names.get(field, field) in value for field in self.alternatives)
+        return has_any and all(names.get(field, field) in value for field in self.required)
 
     def unread(self, row: DataRow, fields: RowFields) -> tuple[str, ...]:
         """Return a row's nonempty columns that this format does not read."""
-        ours = tuple(fields.names) if self.fields is None else (*self.needed, *self.fields)
+        ours = tuple(fields.names) if self.fields is None else (*self.required, *self.fields)
         if isinstance(row, Conversation):
             ours += _CHAT_FIELDS
         read = set(map(fields.name, ours))
@@ -250,15 +250,15 @@ def read_row(
     reader = _detect_reader(found, names, where, columns, readers) if format == "auto" else readers[0]
     fields = RowFields(found, where, names, columns, folder)
     if reader.read is _read_conversation:
-        _name_messages(fields, reader.needed[0])
-    for needed in reader.needed:
-        if needed not in fields:
-            if refused := preferences(found):
+        _name_messages(fields, reader.required[0])
+    for required in reader.required:
+        if required not in fields:
+            if refused := explain_preferences(found):
                 raise DataError(where, *refused)
-            if absent := absent_column(found, columns):
+            if absent := find_absent_column(found, columns):
                 raise DataError(where, *absent)
-            problem = f"no field `{fields.name(needed)}`; the row has {field_names(found)}"
-            raise DataError(where, problem, guess(found, where))
+            problem = f"no field `{fields.name(required)}`; the row has {field_names(found)}"
+            raise DataError(where, problem, guess_columns(found, where))
     row = reader.read(fields)
     unread = reader.unread(row, fields)
     return reader.name, replace(cast("Any", row), unread=unread) if unread else row
@@ -287,7 +287,7 @@ def row_columns(columns: Mapping[str, str]) -> dict[str, str]:
     return {ours: theirs for ours, theirs in columns.items() if ours in (*_FIELDS, *_SYNONYMS)}
 
 
-def absent_column(value: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[str, str] | None:
+def find_absent_column(value: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[str, str] | None:
     """Return (problem, remedy) if ``columns`` names a column that the row does not have, else None."""
     for ours, theirs in row_columns(columns).items():
         if theirs not in value:
@@ -308,7 +308,7 @@ def _rename_columns(
     without case only if no format fits the row, as for a spreadsheet with ``Question,Answer``.
     """
     columns = row_columns(columns)
-    fits = any(reader.fits(value, names) for reader in readers)
+    fits = any(reader.matches(value, names) for reader in readers)
     return with_columns(value, columns if fits else {**names, **columns})
 
 
@@ -341,17 +341,17 @@ def _detect_reader(
     columns: Mapping[str, str],
     readers: Sequence[RowReader],
 ) -> RowReader:
-    if refused := preferences(value):
+    if refused := explain_preferences(value):
         raise DataError(where, *refused)
-    found = next((reader for reader in readers if reader.fits(value, names)), None)
+    found = next((reader for reader in readers if reader.matches(value, names)), None)
     if found is not None:
         return found
-    if absent := absent_column(value, columns):
+    if absent := find_absent_column(value, columns):
         raise DataError(where, *absent)
-    raise DataError(where, f"no known field ({_KNOWN}); the row has {field_names(value)}", guess(value, where))
+    raise DataError(where, f"no known field ({_KNOWN}); the row has {field_names(value)}", guess_columns(value, where))
 
 
-def preferences(value: Mapping[str, Any]) -> tuple[str, str] | None:
+def explain_preferences(value: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return (problem, remedy) if a row is preference data in a TRL format, else None."""
     if "chosen" in value and "rejected" in value:
         return (
@@ -383,7 +383,7 @@ def _better_answer(value: Mapping[str, Any]) -> str:
     return 'format = "messages" and columns = { messages = "chosen" } under this [[data.train]]'
 
 
-def guess(value: Mapping[str, Any], where: str) -> str:
+def guess_columns(value: Mapping[str, Any], where: str) -> str:
     """Return advice for a row with unknown column names. The advice is guessed from the row's names and values."""
     if "prompt" in value and set(value) <= _RL_COLUMNS:
         return (
@@ -431,7 +431,7 @@ def _texts_in(value: Mapping[str, Any], within: str = "") -> Iterator[tuple[str,
             yield from _texts_in(inner, f"{within}{name}.")
 
 
-def as_text(value: object, where: str, name: str) -> str:
+def require_text(value: object, where: str, name: str) -> str:
     """Return the value if it is text. Raises RowError if it is not text."""
     if not isinstance(value, str):
         raise RowError(where, f"`{name}` must be text, not {kind(value)}")
@@ -441,7 +441,7 @@ def as_text(value: object, where: str, name: str) -> str:
 def _read_conversation(fields: RowFields) -> Conversation:
     images = fields.images()
     messages, flags = fields.messages("messages", images)
-    if system := fields.system_before(messages):
+    if system := fields.system_text(messages):
         messages, flags = ({"role": "system", "content": system}, *messages), (None, *flags)
     return _make_conversation(fields, messages, flags, images)
 
@@ -450,7 +450,7 @@ def _make_conversation(
     fields: RowFields,
     messages: tuple[dict[str, Any], ...],
     flags: tuple[bool | None, ...],
-    images: ImagePlaces,
+    images: RowImages,
     trained_from: int = 0,
 ) -> Conversation:
     given = flags if any(flag is not None for flag in flags) else ()
@@ -461,12 +461,12 @@ def _make_conversation(
 def _read_alpaca(fields: RowFields) -> Conversation:
     """Convert an Alpaca row to a chat. Instruction and input become the user's turn, output the assistant's turn."""
     images = fields.images()
-    messages = instruction_of(fields, images)
+    messages = instruction_messages(fields, images)
     answer = {"role": "assistant", "content": images.text(fields.text("output"), fields.where)}
     return _make_conversation(fields, (*messages, answer), (), images)
 
 
-def instruction_of(fields: RowFields, images: ImagePlaces) -> tuple[dict[str, Any], ...]:
+def instruction_messages(fields: RowFields, images: RowImages) -> tuple[dict[str, Any], ...]:
     """Return an Alpaca row's messages before the answer."""
 
     def optional(field: str) -> str:
@@ -551,7 +551,7 @@ def _attended_range(mask: Sequence[int], where: str, name: str) -> tuple[int, in
 
 
 #: Formats whose rows are rendered with the chat template.
-TEMPLATED = ("messages", "sharegpt", "alpaca")
+TEMPLATE_FORMATS = ("messages", "sharegpt", "alpaca")
 _TEMPLATE = "rendered with the model's chat template"
 #: Readers by format name. "auto" tries them in this order.
 READERS: dict[str, RowReader] = {

@@ -36,7 +36,7 @@ IMAGE_MARK = "\U0010f8f1"
 EXTRA = 'pip install "megatrain-tier[images]"'
 #: Maximum size of an image file in bytes. The limit is needed because a path in a row can point to any file.
 MAX_IMAGE_BYTES = 256 * MiB
-_SIDES = (32, 64, 128, 256, 512, 1024, 2048)  # side lengths of the probe images with which `example` fills rows
+_SIDES = (32, 64, 128, 256, 512, 1024, 2048)  # side lengths of the probe images with which `make_example` fills rows
 _TEXT_OUTPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 _TYPE_OUTPUTS = ("mm_token_type_ids", "token_type_ids")
 
@@ -56,7 +56,7 @@ class ImageRef:
     content: bytes | None = None
 
     @classmethod
-    def of(cls, value: object, folder: Path, where: str) -> ImageRef:
+    def from_value(cls, value: object, folder: Path, where: str) -> ImageRef:
         """Return a reference to an image, which is a path, a `file:` or `data:` URL, bytes, or a mapping of these.
 
         Args:
@@ -71,14 +71,14 @@ class ImageRef:
             if not given:
                 raise RowError(where, "an image has neither bytes nor a path", "Fix or remove the row")
             if value.get("base64") is not None and len(given) == 1:
-                return cls._of_base64(str(given[0]), where)
-            return cls.of(given[0], folder, where)
+                return cls._from_base64(str(given[0]), where)
+            return cls.from_value(given[0], folder, where)
         if isinstance(value, bytes):
             return cls(where, xxhash.xxh3_64_hexdigest(value), value)
         if not isinstance(value, str) or not value:
             raise RowError(where, f"an image must be a path or its bytes, not {type(value).__name__}")
         if value.startswith("data:"):
-            return cls._of_base64(value.partition(",")[2], where)
+            return cls._from_base64(value.partition(",")[2], where)
         address = urlparse(value)
         if address.scheme in ("http", "https"):
             raise RowError(
@@ -100,7 +100,7 @@ class ImageRef:
         return cls(str(path.absolute()), xxhash.xxh3_64_hexdigest(content))
 
     @classmethod
-    def _of_base64(cls, text: str, where: str) -> ImageRef:
+    def _from_base64(cls, text: str, where: str) -> ImageRef:
         try:
             content = base64.b64decode(text, validate=True)
         except binascii.Error:
@@ -126,7 +126,7 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class NamedImage:
-    """An image of a row that has not been read yet. Its attributes are the arguments of ``ImageRef.of``."""
+    """An image of a row that has not been read yet. Its attributes are the arguments of ``ImageRef.from_value``."""
 
     value: object
     folder: Path
@@ -134,7 +134,7 @@ class NamedImage:
 
     def ref(self) -> ImageRef:
         """Read the image and return a reference to it. Raises RowError."""
-        return ImageRef.of(self.value, self.folder, self.where)
+        return ImageRef.from_value(self.value, self.folder, self.where)
 
 
 def refs_to_bytes(refs: Sequence[ImageRef]) -> bytes:
@@ -172,7 +172,7 @@ class ImageProcessor:
     Args:
         folder: Folder with the processor's files.
         tokenizer: The model's tokenizer. It must have the image tokens.
-        max_length: Maximum tokens in a row. No row can have more pixels than a row filled with images.
+        max_length: Maximum tokens in a row. A row can have at most the pixels of a row filled with images.
 
     Raises:
         DataError: The folder has no image processor, or a required package is missing.
@@ -241,7 +241,7 @@ class ImageProcessor:
             at = end
         return "".join([*pieces, text[at:]]), inserted
 
-    def inputs(
+    def make_inputs(
         self, rows: Sequence[Sequence[int]], refs: Sequence[Sequence[ImageRef]], width: int
     ) -> dict[str, Tensor]:
         """Return a micro-batch's image inputs: pixels, sizes, and a mask of image tokens, of shape ``(rows, width)``.
@@ -266,7 +266,7 @@ class ImageProcessor:
             found[self._types_name] = types
         return found
 
-    def example(self, num_rows: int) -> dict[str, Tensor]:
+    def make_example(self, num_rows: int) -> dict[str, Tensor]:
         """Return a micro-batch for measurements. Its rows have ``max_length`` tokens and are filled with images.
 
         Raises:
@@ -292,7 +292,7 @@ class ImageProcessor:
     @cached_property
     def _max_elements(self) -> int:
         """Maximum number of elements in a row's image tensors."""
-        return _num_elements(self.example(1))
+        return _num_elements(self.make_example(1))
 
     @cached_property
     def _probe_images(self) -> list[tuple[Any, list[int]]]:
@@ -367,7 +367,7 @@ def _num_elements(made: Mapping[str, Any]) -> int:
 
 
 class _UnusedComponent(dict[str, Any]):
-    """Replaces a processor's video or audio component, so that its packages are not needed. Serialized as `{}`."""
+    """Stand-in for a processor's video or audio component, whose packages are then not needed. Serialized as `{}`."""
 
 
 def _open_processor(folder: str, tokenizer: PreTrainedTokenizerFast) -> Any:
@@ -431,7 +431,7 @@ def _image_only_processors(tokenizer: PreTrainedTokenizerFast) -> Iterator[None]
 
 
 def _without_torchvision(name: str, found: Any) -> Any:
-    """Return a processor class that does not need torchvision, if only its image module needs torchvision.
+    """Return a processor class that works without torchvision, if only the image module needs torchvision.
 
     The class is imported with the Pillow image module instead of the torchvision module. Both have the same functions.
     """

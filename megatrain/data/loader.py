@@ -93,13 +93,13 @@ class BatchLoader:
         return own if teacher is None else f"{own}-{teacher.fingerprint()}"
 
     @property
-    def rows_in_order(self) -> int:
-        """Number of documents in each micro-batch that :meth:`in_order` returns."""
+    def ordered_batch_rows(self) -> int:
+        """Number of documents in each micro-batch that :meth:`ordered_batch` returns."""
         return self._collator.shape.micro_batch_size
 
-    def in_order(self, first: int) -> dict[str, torch.Tensor] | None:
+    def ordered_batch(self, first: int) -> dict[str, torch.Tensor] | None:
         """Return a micro-batch of the documents starting at ``first``, in data order; None after the last document."""
-        rows = self.rows_in_order
+        rows = self.ordered_batch_rows
         documents = [[document] for document in range(first, min(first + rows, len(self.dataset)))]
         if not documents:
             return None

@@ -37,9 +37,9 @@ _CHANGES: tuple[Callable[[str], str], ...] = (str, str.strip, str.rstrip, str.ls
 _SENTINEL = "qzsentinel"
 #: Name of the tokenizer attribute that holds the path of a chat template outside the tokenizer's folder.
 TEMPLATE_FILE = "chat_template_file"
-_MAX_TRIED = 24  # maximum role sequences per template that are tested with limited time and memory
+_MAX_TESTED = 24  # maximum role sequences per template that are tested with limited time and memory
 #: Tested role sequences by template. All renderers share them, because each test forks the process.
-_TRIED_ROLES: dict[str, set[tuple[str, ...]]] = {}
+_TESTED_ROLES: dict[str, set[tuple[str, ...]]] = {}
 #: Fields that link a tool's result to its call. Templates can omit them, because they are never in the loss.
 _LINK_FIELDS = ("id", "tool_call_id")
 
@@ -59,7 +59,7 @@ def template_source(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 class ChatRenderer:
-    """Renders conversations with a tokenizer's chat template, and locates the assistant's text.
+    """Renderer of conversations with a tokenizer's chat template, which also locates the assistant's text.
 
     Args:
         in_parts: Whether the template expects messages as lists of text and image parts, as image-text models do.
@@ -80,7 +80,7 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._rendered_fields: set[str] = set()  # fields that have already changed a rendering
         probe: Messages = [{"role": "user", "content": "hello"}]
-        self._tried_roles = _TRIED_ROLES.setdefault(json.dumps([template, in_parts]), set())
+        self._tested_roles = _TESTED_ROLES.setdefault(json.dumps([template, in_parts]), set())
         try:
             plain, prompted = (self.render(probe, "", add_generation_prompt=prompt) for prompt in (False, True))
         except RowError:
@@ -97,9 +97,9 @@ class ChatRenderer:
             DataError: The template uses too much time or memory.
         """
         roles = tuple(str(message.get("role")) for message in messages)
-        if len(self._tried_roles) < _MAX_TRIED and roles not in self._tried_roles:
+        if len(self._tested_roles) < _MAX_TESTED and roles not in self._tested_roles:
             self._check_limits(messages, tools)
-            self._tried_roles.add(roles)
+            self._tested_roles.add(roles)
         try:
             return self._apply(messages, tools, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # a template can raise any exception
@@ -151,14 +151,14 @@ class ChatRenderer:
     def find_omitted_fields(self, messages: Messages, text: str, where: str, tools: Tools = None) -> tuple[str, ...]:
         """Return the conversation's fields that the template does not render.
 
-        A field counts as rendered if removing it changes the rendering. If the field has already changed an earlier
-        rendering, it is enough that ``text`` contains the field's texts. Before, a short text could match by chance.
+        A field counts as rendered if removing it changes the rendering. Once a field has changed an earlier rendering,
+        it is enough that ``text`` contains the field's texts. Before that, a short text could match by chance.
 
         Args:
             text: The result of :meth:`render`.
             where: File and row, for error messages.
         """
-        squeezed = "".join(text.split())
+        compact_text = "".join(text.split())
         holders: dict[str, list[int]] = {}
         for index, message in enumerate(messages):
             for name, value in message.items():
@@ -174,9 +174,9 @@ class ChatRenderer:
                     if message["role"] == "assistant" or IMAGE_MARK in value:
                         continue
                     name = f"content of {message['role']} messages"
-                    if _occurs_in(value, squeezed):
+                    if _occurs_in(value, compact_text):
                         continue
-                elif name in self._rendered_fields and _all_occur_in(value, squeezed):
+                elif name in self._rendered_fields and _all_occur_in(value, compact_text):
                     continue
                 holders.setdefault(name, []).append(index)
         found = [
@@ -184,7 +184,7 @@ class ChatRenderer:
             for name, indices in holders.items()
             if not self._affects_rendering(name, messages, indices, text, tools)
         ]
-        if tools and not ("tools" in self._rendered_fields and _all_occur_in(tools, squeezed)):
+        if tools and not ("tools" in self._rendered_fields and _all_occur_in(tools, compact_text)):
             found += [] if self._affects_rendering("tools", messages, (), text, tools) else ["tools"]
         if any("tool_calls" in message for message in messages) and "tool_calls" not in found:
             found += self._find_omitted_parts(("names", "arguments"), "tool_calls", messages, text, tools)
@@ -196,7 +196,7 @@ class ChatRenderer:
         self, kinds: Sequence[str], field: str, messages: Messages, text: str, tools: Tools
     ) -> list[str]:
         """Return the kinds of texts that the template omits from at least one tool or tool call."""
-        squeezed = "".join(text.split())
+        compact_text = "".join(text.split())
 
         def is_shown(kind: str, change: Callable[[str], str]) -> bool | None:
             changed, others = messages, tools
@@ -219,7 +219,7 @@ class ChatRenderer:
             whole = name in self._rendered_fields or is_shown(kind, lambda leaf: leaf + _SENTINEL)
             if whole:
                 self._rendered_fields.add(name)
-                whole = is_shown(kind, lambda leaf: leaf if _occurs_in(leaf, squeezed) else leaf + _SENTINEL)
+                whole = is_shown(kind, lambda leaf: leaf if _occurs_in(leaf, compact_text) else leaf + _SENTINEL)
             found += [name] if whole is False else []
         return [field] if len(found) == len(kinds) else found
 
@@ -243,79 +243,79 @@ class ChatRenderer:
         return is_shown
 
     def assistant_spans(
-        self, messages: Messages, text: str, where: str, chosen: Sequence[int], tools: Tools = None
+        self, messages: Messages, text: str, where: str, indices: Sequence[int], tools: Tools = None
     ) -> dict[int, MessageSpan | str]:
-        """Locate assistant messages in ``text``. Return each span, without the end of turn, or why there is no span.
+        """Locate assistant messages in ``text``. Return each span without the end of turn, or the reason for no span.
 
         Args:
             text: The result of :meth:`render`.
             where: File and row, for error messages.
-            chosen: Indices of the assistant messages to locate.
+            indices: Indices of the assistant messages to locate.
         """
-        found: dict[int, MessageSpan | str] = {index: EMPTY for index in chosen}
-        wanted = [index for index in chosen if _is_plain_answer(messages[index]) or messages[index].get("tool_calls")]
+        found: dict[int, MessageSpan | str] = {index: EMPTY for index in indices}
+        wanted = [index for index in indices if _is_plain_answer(messages[index]) or messages[index].get("tool_calls")]
         if not wanted:
             return found
-        view = _RenderedConversation(self, messages, tools, text, where)
-        marked_spans = self._find_by_markers(view)
+        chat = _RenderedConversation(self, messages, tools, text, where)
+        marked_spans = self._find_by_markers(chat)
         if marked_spans is not None:
             found.update({index: marked_spans[index] for index in wanted})
             return found
         simple = [index for index in wanted if _is_plain_answer(messages[index])]
-        spans = _find_by_sentinels(view, [i for i, message in enumerate(messages) if _is_plain_answer(message)]) or {}
+        spans = _find_by_sentinels(chat, [i for i, message in enumerate(messages) if _is_plain_answer(message)]) or {}
         for index in simple:  # search each turn separately, because a single rewritten turn makes the joint search fail
             if index not in spans:
-                spans.update(_find_by_sentinels(view, [index]) or {})
+                spans.update(_find_by_sentinels(chat, [index]) or {})
         for index in wanted:
             span = spans.get(index)
-            if span is None and (found_span := _find_by_prefixes(view, index)) is not None:
+            if span is None and (found_span := _find_by_prefixes(chat, index)) is not None:
                 found[index] = found_span
                 continue
-            span = span or _find_by_replacement(view, index)
-            found[index] = REWRITTEN if span is None else self._extend_to_prompt(view, span)
+            span = span or _find_by_replacement(chat, index)
+            found[index] = REWRITTEN if span is None else self._extend_to_prompt(chat, span)
         return found
 
-    def _find_by_markers(self, view: _RenderedConversation) -> dict[int, MessageSpan | str] | None:
-        template = self._tokenizer.get_chat_template(tools=None if view.tools is None else list(view.tools))
+    def _find_by_markers(self, chat: _RenderedConversation) -> dict[int, MessageSpan | str] | None:
+        template = self._tokenizer.get_chat_template(tools=None if chat.tools is None else list(chat.tools))
         if "generation %}" not in template and "generation -%}" not in template:
             return None
         from transformers.utils.chat_template_utils import render_jinja_template
 
         special: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
         result: Any = render_jinja_template(
-            conversations=[self._template_messages(view.messages)],
-            tools=None if view.tools is None else [dict(tool) for tool in view.tools],
+            conversations=[self._template_messages(chat.messages)],
+            tools=None if chat.tools is None else [dict(tool) for tool in chat.tools],
             chat_template=template,
             return_assistant_tokens_mask=True,
             **special,
         )
         rendered, marks = result
-        turns = [index for index, message in enumerate(view.messages) if message["role"] == "assistant"]
-        if rendered[0] != view.text or len(marks[0]) != len(turns):
+        turns = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        if rendered[0] != chat.text or len(marks[0]) != len(turns):
             return None
         spans: dict[int, MessageSpan | str] = {}
         for index, (start, end) in zip(turns, marks[0], strict=True):
-            holds = _contains_message(view.text[start:end], view.messages[index])
+            holds = _contains_message(chat.text[start:end], chat.messages[index])
             spans[index] = MessageSpan(index, int(start), int(end)) if holds else OUTSIDE_MARKERS
         return spans
 
-    def _extend_to_prompt(self, view: _RenderedConversation, span: MessageSpan) -> MessageSpan:
+    def _extend_to_prompt(self, chat: _RenderedConversation, span: MessageSpan) -> MessageSpan:
         """Extend a span to the left, up to the generation prompt, so that it includes text such as an empty thought.
 
         At inference, the model starts after the generation prompt, so it must also learn to produce this text. If the
         template has no generation prompt, the text could be a role header. Then extend the span only over white space.
         """
-        before = view.messages[: span.message]
-        if not before or (self._prompt and view.text.endswith(self._prompt, 0, span.start)):
+        before = chat.messages[: span.message]
+        if not before or (self._prompt and chat.text.endswith(self._prompt, 0, span.start)):
             return span
         try:
-            prompt = view.render(before, add_generation_prompt=True)
-            has_prompt = prompt != view.render(before)
+            prompt = chat.render(before, add_generation_prompt=True)
+            has_prompt = prompt != chat.render(before)
         except RowError:
             return span
-        if not view.text.startswith(prompt) or len(prompt) > span.start:
+        if not chat.text.startswith(prompt) or len(prompt) > span.start:
             return span
-        if has_prompt or not view.text[len(prompt) : span.start].strip():
+        if has_prompt or not chat.text[len(prompt) : span.start].strip():
             return MessageSpan(span.message, len(prompt), span.end)
         return span
 
@@ -347,58 +347,58 @@ def _is_plain_answer(message: Message) -> bool:
     return message["role"] == "assistant" and not message.get("tool_calls") and bool(message["content"].strip())
 
 
-def _find_by_sentinels(view: _RenderedConversation, turns: Sequence[int]) -> dict[int, MessageSpan] | None:
+def _find_by_sentinels(chat: _RenderedConversation, turns: Sequence[int]) -> dict[int, MessageSpan] | None:
     mark = _SENTINEL
-    while any(mark in message["content"] for message in view.messages):
+    while any(mark in message["content"] for message in chat.messages):
         mark += "z"
     sentinels = {index: f"{mark}{index}end" for index in turns}
     marked = [
         {**message, "content": sentinels[index]} if index in sentinels else message
-        for index, message in enumerate(view.messages)
+        for index, message in enumerate(chat.messages)
     ]
     try:
-        frame = view.render(marked)
+        frame = chat.render(marked)
     except RowError:
         return None
     if any(frame.count(sentinel) != 1 for sentinel in sentinels.values()):
         return None
     for change in _CHANGES:
-        contents = {index: change(view.messages[index]["content"]) for index in turns}
-        spans = _replace_sentinels(frame, sentinels, contents, view.text)
+        contents = {index: change(chat.messages[index]["content"]) for index in turns}
+        spans = _replace_sentinels(frame, sentinels, contents, chat.text)
         if spans is not None:
             return spans
     return None
 
 
-def _find_by_replacement(view: _RenderedConversation, index: int) -> MessageSpan | None:
+def _find_by_replacement(chat: _RenderedConversation, index: int) -> MessageSpan | None:
     """Locate a turn with tool calls. Render a sentinel instead of the turn, and match the text around the sentinel."""
-    if not view.messages[index].get("tool_calls"):
+    if not chat.messages[index].get("tool_calls"):
         return None
     try:
-        frame = view.render(
-            [*view.messages[:index], {"role": "assistant", "content": _SENTINEL}, *view.messages[index + 1 :]]
+        frame = chat.render(
+            [*chat.messages[:index], {"role": "assistant", "content": _SENTINEL}, *chat.messages[index + 1 :]]
         )
     except RowError:
         return None
     before, found, after = frame.partition(_SENTINEL)
-    end = len(view.text) - len(after)
-    is_around = found and view.text.startswith(before) and view.text.endswith(after) and len(before) <= end
-    if not is_around or not _contains_message(view.text[len(before) : end], view.messages[index]):
+    end = len(chat.text) - len(after)
+    is_around = found and chat.text.startswith(before) and chat.text.endswith(after) and len(before) <= end
+    if not is_around or not _contains_message(chat.text[len(before) : end], chat.messages[index]):
         return None
-    others = [message["content"].strip() for message in view.messages[index + 1 :]]
-    if any(other and other in view.text[len(before) : end] for other in others):
+    others = [message["content"].strip() for message in chat.messages[index + 1 :]]
+    if any(other and other in chat.text[len(before) : end] for other in others):
         return None  # the span contains later messages, because the template renders them only after a tool call
     return MessageSpan(index, len(before), end)
 
 
-def _find_by_prefixes(view: _RenderedConversation, index: int) -> MessageSpan | None:
+def _find_by_prefixes(chat: _RenderedConversation, index: int) -> MessageSpan | None:
     """Locate a turn between the generation prompt and the text that the template appends to every turn."""
-    messages = view.messages
+    messages = chat.messages
     try:
-        before = view.render(messages[:index], add_generation_prompt=True) if index else ""
-        turn = view.render(messages[:index]) if index else ""
-        through = view.render(messages[: index + 1])
-        frame = view.render([*messages[:index], {"role": "assistant", "content": _SENTINEL}])
+        before = chat.render(messages[:index], add_generation_prompt=True) if index else ""
+        turn = chat.render(messages[:index]) if index else ""
+        through = chat.render(messages[: index + 1])
+        frame = chat.render([*messages[:index], {"role": "assistant", "content": _SENTINEL}])
     except RowError:
         return None
     after = frame[frame.rindex(_SENTINEL) + len(_SENTINEL) :] if _SENTINEL in frame else ""
@@ -407,7 +407,7 @@ def _find_by_prefixes(view: _RenderedConversation, index: int) -> MessageSpan | 
             return None
         after = through[len(through.rstrip()) :]  # a tool call ends with different text, which is part of the loss
     end = len(through) - len(after)
-    if not (view.text.startswith(through) and through.startswith(before) and len(before) <= end):
+    if not (chat.text.startswith(through) and through.startswith(before) and len(before) <= end):
         return None
     # Include the generation prompt in the check, because the prompt can contain the start of the message's thought.
     whole = through[len(turn) if before.startswith(turn) else len(before) : end]
@@ -422,16 +422,16 @@ def _contains_message(written: str, message: Message) -> bool:
     return all(text in written or json.dumps(text)[1:-1] in written for call in calls for text in texts_in(call))
 
 
-def _occurs_in(text: str, squeezed: str) -> bool:
-    """Return whether ``squeezed`` contains a text verbatim or as JSON. ``squeezed`` has no white space."""
+def _occurs_in(text: str, compact_text: str) -> bool:
+    """Return whether ``compact_text`` contains a text verbatim or as JSON. ``compact_text`` has no white space."""
     forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
-    return any("".join(form.split()) in squeezed for form in forms)
+    return any("".join(form.split()) in compact_text for form in forms)
 
 
-def _all_occur_in(value: object, squeezed: str) -> bool:
-    """Return whether a value contains texts and all of them occur in ``squeezed``."""
+def _all_occur_in(value: object, compact_text: str) -> bool:
+    """Return whether a value contains texts and all of them occur in ``compact_text``."""
     texts = list(texts_in(value))
-    return bool(texts) and all(_occurs_in(text, squeezed) for text in texts)
+    return bool(texts) and all(_occurs_in(text, compact_text) for text in texts)
 
 
 def texts_in(value: object) -> Iterator[str]:

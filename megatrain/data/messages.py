@@ -19,11 +19,11 @@ _OTHER_ROLES = {
 }  # fmt: skip
 _CALL_ROLES = ("function_call", "tool_call")  # ShareGPT roles of messages that contain a tool call as JSON
 _CALL_FIELDS = ("tool_calls", "function_call")
-_FLAGS = ("train", "training", "weight")
+_FLAG_FIELDS = ("train", "training", "weight")
 
 
 def read_messages(
-    value: object, where: str, name: str, columns: Mapping[str, str], images: ImagePlaces
+    value: object, where: str, name: str, columns: Mapping[str, str], images: RowImages
 ) -> tuple[tuple[dict[str, Any], ...], tuple[bool | None, ...]]:
     """Return a row's messages, and each message's training flag, which is None if not set.
 
@@ -49,9 +49,7 @@ def read_messages(
     return tuple(messages), tuple(flags)
 
 
-def _read_message(
-    message: dict[str, Any], where: str, columns: Mapping[str, str], images: ImagePlaces
-) -> dict[str, Any]:
+def _read_message(message: dict[str, Any], where: str, columns: Mapping[str, str], images: RowImages) -> dict[str, Any]:
     role_name = columns.get("role") or ("from" if "from" in message and "role" not in message else "role")
     content_name = columns.get("content") or ("value" if "value" in message and "content" not in message else "content")
     calls = _find_calls(message, where)
@@ -69,7 +67,7 @@ def _read_message(
     read["content"] = _parse_content(content, where, content_name, images, is_optional=bool(calls))
     if calls:
         read["tool_calls"] = [_parse_tool_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
-    consumed = {*read, role_name, content_name, *_CALL_FIELDS, *_FLAGS}
+    consumed = {*read, role_name, content_name, *_CALL_FIELDS, *_FLAG_FIELDS}
     # Keep all other fields, because templates read many of them (`reasoning_content`, `name`, `recipient`).
     return read | _other_fields(message, consumed)
 
@@ -92,7 +90,7 @@ def _parse_role(role: object, where: str) -> str:
     return str(known)
 
 
-def _parse_content(content: object, where: str, name: str, images: ImagePlaces, *, is_optional: bool) -> str:
+def _parse_content(content: object, where: str, name: str, images: RowImages, *, is_optional: bool) -> str:
     if (content is None and is_optional) or content == []:
         return ""
     if isinstance(content, list):  # chat APIs represent content as a list of parts
@@ -119,11 +117,11 @@ def _is_text(part: Mapping[str, Any]) -> bool:
     return isinstance(part.get("text"), str) and part.get("type") not in _IMAGE_TYPES
 
 
-class ImagePlaces:
-    """Collects a row's images in the order of their placeholders in the messages.
+class RowImages:
+    """Images of a row, collected in the order of their placeholders in the messages.
 
     Args:
-        column: Images from a column of the row. Each placeholder without its own image takes the next image from it.
+        column: Images from a column of the row. Each placeholder without its own image takes the next one.
         single: Like ``column``, but ignored if the messages have no placeholder for it.
     """
 
@@ -223,7 +221,7 @@ def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str
 
 def _parse_flag(message: Mapping[str, Any], where: str) -> bool | None:
     """Return a message's training flag (``train``, ``training`` or ``weight``), or None if it is not set."""
-    for name in _FLAGS:
+    for name in _FLAG_FIELDS:
         value = message.get(name)
         if value is None:
             continue

@@ -90,17 +90,17 @@ def pack_documents(
 def _pack_window(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Return the document indices of each row."""
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # sorted (free tokens, row); the first row with enough free tokens is the best fit
+    open_rows: list[tuple[int, int]] = []  # sorted (free tokens, row): the first row with enough tokens is the best fit
     for document in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         length = lengths[document]
         assert 0 < length <= capacity, (document, length, capacity)
-        best = bisect_left(room, (length, -1))
-        if best == len(room):
+        best = bisect_left(open_rows, (length, -1))
+        if best == len(open_rows):
             row, left = len(rows), capacity
             rows.append([])
         else:
-            left, row = room.pop(best)
+            left, row = open_rows.pop(best)
         rows[row].append(document)
         if left > length:
-            insort(room, (left - length, row))
+            insort(open_rows, (left - length, row))
     return rows

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.base.batch_keys import DESIRABLE, IGNORED_LABEL, MARGIN, REFERENCE
 from megatrain.data.formats import DataRow, PlainRow
 from megatrain.data.preference_format import PREFERENCE, Preference
-from megatrain.data.row_kind import CodedDocument, DocumentFacts, RowKind
+from megatrain.data.row_kind import DocumentFacts, RowKind, TokenDocument
 from megatrain.data.rows_report import DataError, RowError, pluralize
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _HAS_MARGIN = 4
 class PairRows(RowKind):
     """Row kind for pairs of answers. The losses of this kind compare the answers' log-probabilities."""
 
-    recorded = "pairs"
+    key_name = "pairs"
     reader = PREFERENCE
     num_documents = 2
 
@@ -58,11 +58,11 @@ class PairRows(RowKind):
         same = "the two answers have the same tokens" + (" after truncation to data.max_length" if is_cut else "")
         return RowError(row.where, same, "Raise data.max_length" if is_cut else "")
 
-    def documents_of(self, examples: Sequence[Example], max_length: int, last: Any) -> tuple[list[CodedDocument], Any]:
+    def documents_of(self, examples: Sequence[Example], max_length: int, state: Any) -> tuple[list[TokenDocument], Any]:
         """Return two documents per pair: the chosen answer, then the rejected answer."""
         found = []
         for _, (chosen, rejected) in examples:
-            found += [CodedDocument(chosen, True, CHOSEN), CodedDocument(rejected, False, REJECTED)]
+            found += [TokenDocument(chosen, True, CHOSEN), TokenDocument(rejected, False, REJECTED)]
         return found, None
 
     def collate(self, batch: Batch, facts: Sequence[DocumentFacts | None]) -> Batch:
@@ -87,11 +87,11 @@ class TextPairRows(PairRows):
     The margin is stored after a document's tokens. Files, caches and checksums treat it as a token.
     """
 
-    recorded = "texts"
+    key_name = "texts"
     num_values = 1
 
-    def documents_of(self, examples: Sequence[Example], max_length: int, last: Any) -> tuple[list[CodedDocument], Any]:
-        """Return both texts of each pair. Neither text's tokens are in the loss mask, only the chosen text's margin."""
+    def documents_of(self, examples: Sequence[Example], max_length: int, state: Any) -> tuple[list[TokenDocument], Any]:
+        """Return both texts of each pair. The loss mask contains no tokens, only the chosen text's margin."""
         import numpy as np
 
         found = []
@@ -100,7 +100,7 @@ class TextPairRows(PairRows):
             margin = int(np.float32(row.margin).view(np.int32))
             for text, role, value in ((chosen, CHOSEN, (margin, True)), (rejected, REJECTED, (0, False))):
                 untrained = replace(text, trained=[False] * len(text.tokens))
-                found.append(CodedDocument(untrained, role == CHOSEN, role | _HAS_MARGIN, value))
+                found.append(TokenDocument(untrained, role == CHOSEN, role | _HAS_MARGIN, value))
         return found, None
 
     def collate(self, batch: Batch, facts: Sequence[DocumentFacts | None]) -> Batch:

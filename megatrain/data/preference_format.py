@@ -12,12 +12,12 @@ from megatrain.data.formats import (
     PromptCompletion,
     RowFields,
     RowReader,
-    absent_column,
-    as_text,
-    guess,
-    instruction_of,
+    find_absent_column,
+    guess_columns,
+    instruction_messages,
+    require_text,
 )
-from megatrain.data.messages import ImagePlaces, field_names, kind, read_messages
+from megatrain.data.messages import RowImages, field_names, kind, read_messages
 from megatrain.data.rows_report import DataError, RowError
 
 _LARGEST_MARGIN = 3.4028234663852886e38  # largest fp32 value, because the loss is computed in fp32
@@ -25,13 +25,13 @@ _LARGEST_MARGIN = 3.4028234663852886e38  # largest fp32 value, because the loss 
 
 @dataclass(frozen=True, slots=True)
 class Preference(DataRow):
-    """Two answers to a prompt that are compared, or one answer that is judged.
+    """Two answers to a prompt, of which one is preferred, or one answer with a label.
 
     Attributes:
         answer: The prompt with the chosen answer or the only answer.
         rejected: The prompt with the rejected answer, or None if there is only one answer.
         is_good: Whether ``answer`` is desirable.
-        margin: How much better the chosen answer is, for losses with a margin.
+        margin: Margin by which the chosen answer is better, for losses with a margin.
     """
 
     answer: Conversation | PromptCompletion
@@ -53,7 +53,7 @@ class Preference(DataRow):
 
 
 _PREFERENCE_FIELDS = "`prompt`, `chosen` and `rejected`, or `prompt`, `completion` and `label`"
-_JUDGED = "label", "kto_tag"
+_LABEL_FIELDS = "label", "kto_tag"
 
 _Messages = tuple[dict[str, Any], ...]
 
@@ -63,18 +63,18 @@ def _read(fields: RowFields) -> Preference:
     value, where, names = fields.value, fields.where, fields.names
     chosen, rejected = names["chosen"], names["rejected"]
     if "chosen" in fields and "rejected" in fields:
-        prompt, tools = _prompt_of(fields), fields.tools()
+        prompt, tools = _read_prompt(fields), fields.tools()
         if value[chosen] == value[rejected]:
             reason = f"`{chosen}` and `{rejected}` are the same"
             raise RowError(where, f"{reason}: there is nothing to prefer", reason=reason)
-        answers = [_answer(fields, name) for name in ("chosen", "rejected")]
+        answers = [_read_answer(fields, name) for name in ("chosen", "rejected")]
         if isinstance(answers[0], str) != isinstance(answers[1], str):
             raise RowError(where, f"of `{chosen}` and `{rejected}` one is text and the other is a list of messages")
-        first, second = _with_prompt(prompt, answers, where, (chosen, rejected), tools)
-        return Preference(first, second, True, where, _margin(fields))
-    label = next((names[name] for name in _JUDGED if name in fields), None)
+        first, second = _add_prompt(prompt, answers, where, (chosen, rejected), tools)
+        return Preference(first, second, True, where, _read_margin(fields))
+    label = next((names[name] for name in _LABEL_FIELDS if name in fields), None)
     if label is None:
-        if absent := absent_column(value, fields.columns):
+        if absent := find_absent_column(value, fields.columns):
             raise DataError(where, *absent)
         missing = next(
             (name for name in (chosen, rejected) if (chosen in value or rejected in value) and name not in value), ""
@@ -88,12 +88,12 @@ def _read(fields: RowFields) -> Preference:
             f"`{label}` says whether the answer is a good one, and must be true or false; this is {kind(value[label])}",
             "Write true or false",
         )
-    prompt, only = _judged(fields)
-    (answer,) = _with_prompt(prompt, [only], where, (names["completion"],), fields.tools())
+    prompt, only = _read_labelled(fields)
+    (answer,) = _add_prompt(prompt, [only], where, (names["completion"],), fields.tools())
     return Preference(answer, None, value[label], where)
 
 
-def _margin(fields: RowFields) -> float:
+def _read_margin(fields: RowFields) -> float:
     margin = fields.get("margin")
     if margin is None:
         return 0.0
@@ -103,41 +103,41 @@ def _margin(fields: RowFields) -> float:
     return float(margin)
 
 
-def _prompt_of(fields: RowFields) -> str | _Messages | None:
+def _read_prompt(fields: RowFields) -> str | _Messages | None:
     """Return a row's prompt as text or messages, or None if the answers contain the prompt."""
     if "prompt" in fields:
-        return _answer(fields, "prompt")
+        return _read_answer(fields, "prompt")
     for name in ("conversations", "messages"):
         if name in fields:
-            messages, _ = fields.messages(name, ImagePlaces())
-            system = fields.system_before(messages)
+            messages, _ = fields.messages(name, RowImages())
+            system = fields.system_text(messages)
             return ({"role": "system", "content": system}, *messages) if system else messages
-    return instruction_of(fields, ImagePlaces()) if "instruction" in fields else None
+    return instruction_messages(fields, RowImages()) if "instruction" in fields else None
 
 
-def _judged(fields: RowFields) -> tuple[str | _Messages | None, str | _Messages]:
+def _read_labelled(fields: RowFields) -> tuple[str | _Messages | None, str | _Messages]:
     """Return the prompt and the answer of a row with a label."""
-    prompt, where = _prompt_of(fields), fields.where
+    prompt, where = _read_prompt(fields), fields.where
     for name in ("completion", "output"):
         if name in fields and prompt is not None:
-            return prompt, _answer(fields, name)
+            return prompt, _read_answer(fields, name)
     if isinstance(prompt, tuple) and prompt[-1]["role"] == "assistant":  # a whole conversation
         return prompt[:-1], prompt[-1:]
     said = f"no field `{fields.names['completion']}`; the row has {field_names(fields.value)}"
-    raise DataError(where, said, guess(fields.value, where))
+    raise DataError(where, said, guess_columns(fields.value, where))
 
 
-def _answer(fields: RowFields, name: str) -> str | _Messages:
+def _read_answer(fields: RowFields, name: str) -> str | _Messages:
     """Return a field's text unchanged, or its message or messages as a tuple."""
     value, theirs = fields[name], fields.names[name]
     if isinstance(value, Mapping):
         value = [value]
     if isinstance(value, list):
-        return read_messages(value, fields.where, theirs, fields.columns, ImagePlaces())[0]
-    return as_text(value, fields.where, theirs)
+        return read_messages(value, fields.where, theirs, fields.columns, RowImages())[0]
+    return require_text(value, fields.where, theirs)
 
 
-def _with_prompt(
+def _add_prompt(
     prompt: str | _Messages | None,
     answers: Sequence[str | _Messages],
     where: str,
@@ -151,7 +151,7 @@ def _with_prompt(
     lists = [({"role": "assistant", "content": each},) if isinstance(each, str) else each for each in answers]
     prompt, num_repeated = _prompt_messages(prompt, lists, where, names)
     if any(messages[:num_repeated] != prompt[:num_repeated] for messages in lists):
-        raise _no_prefix(where, names)
+        raise _no_prefix_error(where, names)
     lists = [messages[num_repeated:] for messages in lists]
     for messages, name in zip(lists, names, strict=True):
         if not any(message["role"] == "assistant" for message in messages):
@@ -183,7 +183,7 @@ def _prompt_messages(
         # In some datasets, the prompt is the question as text, and each answer is a whole conversation.
         asked = [next((m["content"] for m in messages if m["role"] == "user"), None) for messages in lists]
         if any(not isinstance(text, str) or text.strip() != prompt.strip() for text in asked):
-            raise _no_prefix(where, names)
+            raise _no_prefix_error(where, names)
         prompt = None
     if prompt is None:
         shared = _shared_messages(lists)
@@ -198,7 +198,7 @@ def _prompt_messages(
     return messages, len(messages) if are_whole else 0
 
 
-def _no_prefix(where: str, names: Sequence[str]) -> RowError:
+def _no_prefix_error(where: str, names: Sequence[str]) -> RowError:
     return RowError(
         where,
         f"`prompt` is not what {' and '.join(f'`{name}`' for name in names)} begin with",
@@ -228,6 +228,6 @@ PREFERENCE = RowReader(
     "preference",
     "rows of preferences: answers to one prompt that are compared, or one that is judged",
     _read,
-    any_of=("chosen", "rejected", *_JUDGED),
+    alternatives=("chosen", "rejected", *_LABEL_FIELDS),
     fields=None,
 )

@@ -14,18 +14,18 @@ from megatrain.data.chat import RowEncoder, TokenizedRow
 from megatrain.data.dataset import DataSpec, OnMessage, load_dataset
 from megatrain.data.formats import DataRow, Document, PlainRow
 from megatrain.data.packing import pack_documents
-from megatrain.data.row_order import order_of_epoch
+from megatrain.data.row_order import epoch_order
 from megatrain.data.rows_report import DataError, DataReport, EmptyFileError, RowError
 from megatrain.data.shards import Shards
-from megatrain.data.sources import row_or_error, rows_of, source_files
+from megatrain.data.sources import parse_row, rows_of, source_files
 from megatrain.data.text_rows import CutDocument, TextCutter
 from megatrain.data.token_dataset import TokenDataset, describe, held_out_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_PERCENTS = (0, 50, 90, 99, 100)
-_LARGEST_PREVIEW = 4096  # maximum tokens shown of a text, because a text can be a whole book
+_PERCENTILES = (0, 50, 90, 99, 100)
+_MAX_PREVIEW_TOKENS = 4096  # maximum tokens shown of a text, because a text can be a whole book
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def _rows(data: DataSpec) -> Iterator[DataRow | RowError]:
         if data.table.streaming:
             shards = Shards(source.path)
             for where, value in itertools.chain.from_iterable(shards.rows(index, 0) for index in range(len(shards))):
-                yield row_or_error(value, where, data.kind.reader or source.format, source.column_names)
+                yield parse_row(value, where, data.kind.reader or source.format, source.column_names)
             continue
         for row in rows_of(source, source_files(source.path, source.subset, source.split), data.kind):
             if not isinstance(row, EmptyFileError) and (not isinstance(row, Document) or row.is_start):
@@ -130,14 +130,14 @@ def _preview_text(
     item: PlainRow | RowError,
     title: str,
 ) -> RowPreview:
-    (coded,) = encoder.encode_many([item])
-    if isinstance(coded, RowError):
-        reason = str(coded).removeprefix(f"{coded.where}: ")
-        return RowPreview(number=number, where=coded.where, kind=title, dropped=reason)
-    tokens, trained = coded.tokens[: data.table.max_length], coded.trained[: data.table.max_length]
+    (encoded,) = encoder.encode_many([item])
+    if isinstance(encoded, RowError):
+        reason = str(encoded).removeprefix(f"{encoded.where}: ")
+        return RowPreview(number=number, where=encoded.where, kind=title, dropped=reason)
+    tokens, trained = encoded.tokens[: data.table.max_length], encoded.trained[: data.table.max_length]
     num_pieces = 1
-    if coded.is_text:
-        pieces = _split_start(coded, data.table.max_length, encoder)
+    if encoded.is_text:
+        pieces = _split_start(encoded, data.table.max_length, encoder)
         tokens = [token for each in pieces for token in each.tokens]
         trained = [flag for each in pieces for flag in each.trained]
         num_pieces = len(pieces)
@@ -148,31 +148,31 @@ def _preview_text(
         segments=_decode_runs(tokenizer, tokens, trained),
         num_tokens=len(tokens),
         num_trained=sum(trained),
-        num_tokens_before=len(coded.tokens),
-        dropped=_drop_reason(data, coded, trained),
-        untrained_turns=coded.untrained_turns,
+        num_tokens_before=len(encoded.tokens),
+        dropped=_drop_reason(data, encoded, trained),
+        untrained_turns=encoded.untrained_turns,
         num_pieces=num_pieces,
-        left_out=coded.left_out,
-        special_tokens=coded.special_tokens,
+        left_out=encoded.left_out,
+        special_tokens=encoded.special_tokens,
     )
 
 
-def _split_start(coded: TokenizedRow, max_length: int, encoder: RowEncoder) -> list[CutDocument]:
+def _split_start(encoded: TokenizedRow, max_length: int, encoder: RowEncoder) -> list[CutDocument]:
     """Split the start of a text into documents, as in training."""
     start = replace(
-        coded, tokens=coded.tokens[:_LARGEST_PREVIEW], trained=coded.trained[:_LARGEST_PREVIEW], is_end=True
+        encoded, tokens=encoded.tokens[:_MAX_PREVIEW_TOKENS], trained=encoded.trained[:_MAX_PREVIEW_TOKENS], is_end=True
     )
     return list(TextCutter(max_length, encoder.start_tokens).cut(start))
 
 
-def _drop_reason(data: DataSpec, coded: TokenizedRow, trained: list[bool]) -> str:
-    if not coded.is_text and len(coded.tokens) > data.table.max_length and data.table.overlong != "truncate":
-        return f"{len(coded.tokens)} tokens are more than data.max_length = {data.table.max_length}"
-    if any(place.start < data.table.max_length < place.stop for place in coded.image_tokens):
+def _drop_reason(data: DataSpec, encoded: TokenizedRow, trained: list[bool]) -> str:
+    if not encoded.is_text and len(encoded.tokens) > data.table.max_length and data.table.overlong != "truncate":
+        return f"{len(encoded.tokens)} tokens are more than data.max_length = {data.table.max_length}"
+    if any(place.start < data.table.max_length < place.stop for place in encoded.image_tokens):
         return f"data.max_length = {data.table.max_length} would truncate it within an image"
     if any(trained):
         return ""
-    is_cut = not coded.is_text and any(coded.trained)
+    is_cut = not encoded.is_text and any(encoded.trained)
     if is_cut:
         return f"none of its first {data.table.max_length} tokens (data.max_length) would be trained"
     return "none of its tokens would be trained"
@@ -277,7 +277,7 @@ def dataset_stats(
     max_length = data.table.max_length
     num_packed = len(pack_documents(documents, used, max_length))
     packed = 1.0 - int(used.sum()) / (num_packed * max_length)
-    longest = used.reshape(-1, together).max(axis=1)[order_of_epoch(data.seed, 0, len(used) // together)]
+    longest = used.reshape(-1, together).max(axis=1)[epoch_order(data.seed, 0, len(used) // together)]
     examples = rows_per_step // together, max(1, micro_batch_rows // together)
     padded = 1.0 - int(used.sum()) / (together * _padded_tokens(longest, *examples))
     packing = data.table.packing
@@ -285,7 +285,7 @@ def dataset_stats(
     return DataStats(
         report=dataset.report,
         sources=tuple(_source_stats(data, dataset, trained)),
-        percentiles={percent: int(np.percentile(lengths, percent, method="nearest")) for percent in _PERCENTS},
+        percentiles={percent: int(np.percentile(lengths, percent, method="nearest")) for percent in _PERCENTILES},
         histogram=_histogram(lengths, max_length),
         num_documents=len(documents),
         num_tokens=int(used.sum()),

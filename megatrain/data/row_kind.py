@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class CodedDocument:
+class TokenDocument:
     """A tokenized document, before it is written to a dataset.
 
     Attributes:
@@ -37,7 +37,7 @@ class CodedDocument:
         value: Extra value to store after the tokens, and the value's flag in the loss mask. None for no extra value.
     """
 
-    coded: TokenizedRow
+    encoded: TokenizedRow
     begins_row: bool = True
     role: int = 0
     value: tuple[int, bool] | None = None
@@ -55,18 +55,18 @@ class RowKind:
     """Base class of row kinds. The base class converts each row to one document.
 
     Attributes:
-        recorded: Name of the kind in cache keys and fingerprints. It must never change. "" if rows become one document.
+        key_name: Name of the kind in cache keys and fingerprints. It must never change. "" if each row is one document.
         reader: Reader of the rows, or None if rows can have any format that "auto" detects.
         num_documents: Number of documents per example. They always share a micro-batch.
         num_values: Number of extra values stored after a document's tokens.
-        only_text: Whether all rows are plain text.
+        is_text: Whether all rows are plain text.
     """
 
-    recorded = ""
+    key_name = ""
     reader: RowReader | None = None
     num_documents = 1
     num_values = 0
-    only_text = False
+    is_text = False
 
     def texts_of(self, row: DataRow) -> Sequence[PlainRow]:
         """Return the texts to tokenize for a row. Raises DataError if the row has another kind."""
@@ -80,13 +80,13 @@ class RowKind:
         """Return an error if the texts, truncated to ``max_length`` tokens, cannot be used together, else None."""
         return None
 
-    def documents_of(self, examples: Sequence[Example], max_length: int, last: Any) -> tuple[list[CodedDocument], Any]:
-        """Convert examples to documents. Return the documents, and the value of ``last`` for the next call.
+    def documents_of(self, examples: Sequence[Example], max_length: int, state: Any) -> tuple[list[TokenDocument], Any]:
+        """Convert examples to documents. Return the documents, and the value of ``state`` for the next call.
 
         Args:
-            last: State that the previous call returned, or None in the first call.
+            state: State that the previous call returned, or None in the first call.
         """
-        return [CodedDocument(text) for _, (text,) in examples], None
+        return [TokenDocument(text) for _, (text,) in examples], None
 
     def collate(self, batch: Batch, facts: Sequence[DocumentFacts | None]) -> Batch:
         """Add the inputs that this kind's losses need to a micro-batch.

@@ -61,7 +61,7 @@ class RowOrder(Protocol):
         ...
 
 
-def order_of_epoch(data_seed: int, epoch: int, num_rows: int) -> npt.NDArray[np.int64]:
+def epoch_order(data_seed: int, epoch: int, num_rows: int) -> npt.NDArray[np.int64]:
     """Return the row numbers of an epoch in shuffled order."""
     return np.random.default_rng((data_seed, _SHUFFLE, epoch)).permutation(num_rows).astype(np.int64)
 
@@ -99,7 +99,7 @@ class EpochOrder:
         assert epoch >= 0, start
         assert 0 <= step < self.steps_per_epoch, (start, self.steps_per_epoch)
         while True:
-            order = order_of_epoch(self._data_seed, epoch, self.num_rows)
+            order = epoch_order(self._data_seed, epoch, self.num_rows)
             for first in range(step * self._rows_per_step, len(order), self._rows_per_step):
                 step += 1
                 chosen = [self._rows[row] for row in order[first : first + self._rows_per_step]]

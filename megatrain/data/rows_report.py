@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 
 class DataError(Exception):
-    """Training data cannot be used. The message states the file and row, the cause and the remedy.
+    """Error in training data. The message states the file and row, the cause and the remedy.
 
     Attributes:
         where: File, and the row or line if known.
@@ -22,7 +22,7 @@ class DataError(Exception):
 
 
 class RowError(DataError):
-    """One row cannot be used for training. It is dropped and counted, or stops the run if ``data.bad_rows`` is "error".
+    """Error in one row. The row is dropped and counted, or the error ends the run if ``data.bad_rows`` is "error".
 
     Attributes:
         reason: The problem without details of the row, so that equal problems can be counted together.
@@ -34,7 +34,7 @@ class RowError(DataError):
 
 
 class EmptyFileError(RowError):
-    """One of several files is empty. The file is skipped and counted, but no row is lost."""
+    """Error for an empty file among several files. The file is skipped and counted, but no row is lost."""
 
     def __init__(self, where: str) -> None:
         super().__init__(where, "the file is empty", "Remove it or fill it")
@@ -57,7 +57,7 @@ class DropCount:
     example: str
 
     @property
-    def skipped(self) -> str:
+    def skip_message(self) -> str:
         """Message about the skipped empty files."""
         return f"{pluralize(self.count, 'empty file')} skipped (first: {self.example})"
 
@@ -205,7 +205,7 @@ class DataReport:
             if count:
                 text += f", {count:,} {what}"
         if self.empty_files is not None:
-            text += f", {self.empty_files.skipped}"
+            text += f", {self.empty_files.skip_message}"
         for each in self.dropped:
             text += f"\n  {pluralize(each.count, 'row')} dropped: {each.reason} (first: {each.example})"
         for each in self.untrained_turns:
@@ -261,7 +261,7 @@ def check_losses(report: DataReport, names: Sequence[str], max_dropped: float) -
 
 
 class RowCounts:
-    """Counts rows while they are encoded.
+    """Running counts of rows during the encoding.
 
     Attributes:
         total: Counts of all sources so far.

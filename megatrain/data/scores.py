@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 #: Name of the score folder in ``output_dir``.
 SCORES_NAME = "scores"
 _KIND_NAME = "scores.json"
-_WRITING_NAME = ".writing"
+_PARTIAL_NAME = ".writing"
 _VERSION = 1
 _PART = re.compile(r"part-([0-9]{12})-([0-9]{9})(?:\.parquet)?")
 _GROUP_NBYTES = 4 << 20  # approximate size of a row group; a reader loads a whole row group to get one document
-_GROUPS_KEPT = 8
+_MAX_CACHED_GROUPS = 8
 EXTRA = 'pip install "megatrain-tier[data]"'
 
 Array = npt.NDArray[Any]
 
 
 class ScoresError(Exception):
-    """A score folder cannot be used. The message states the cause and the remedy."""
+    """Error for an unusable score folder. The message states the cause and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ _TOKEN_ARRAYS = ("positions", "token_ids", "log_probs", "top_ids", "top_log_prob
 
 
 class ScoreFolder:
-    """Writes scores. The caller must hold the lock of ``output_dir``, so that only one process writes.
+    """Writer of scores. The caller must hold the lock of ``output_dir``, so that only one process writes.
 
     Each part is written under a temporary name, flushed to the drive and then renamed, so that a crash leaves only
     complete parts.
@@ -187,7 +187,7 @@ class ScoreFolder:
         if "parquet" in kind.formats:
             _parquet()
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(folder / _WRITING_NAME, ignore_errors=True)
+        shutil.rmtree(folder / _PARTIAL_NAME, ignore_errors=True)
         if not (folder / _KIND_NAME).exists():
             values = {"version": _VERSION, **dataclasses.asdict(kind)}
             replace_file(folder / _KIND_NAME, json.dumps(values, indent=2) + "\n", durable=True)
@@ -198,7 +198,7 @@ class ScoreFolder:
 
             zarr.open_group(str(folder / "zarr"), mode="a")
 
-    def missing(self) -> list[range]:
+    def missing_rows(self) -> list[range]:
         """Return the ranges of rows whose scores are missing in at least one format."""
         whole = set.intersection(*({part[:2] for part in _parts(self.path / form)} for form in self._kind.formats))
         found, done = [], 0
@@ -211,7 +211,7 @@ class ScoreFolder:
     def write(self, first_row: int, num_rows: int, documents: Sequence[DocumentScores]) -> None:
         """Write the scores of ``num_rows`` rows in every format. Raises OSError."""
         name = f"part-{first_row:012d}-{num_rows:09d}"
-        writing = self.path / _WRITING_NAME
+        writing = self.path / _PARTIAL_NAME
         writing.mkdir(exist_ok=True)
         for form in self._kind.formats:
             ending = ".parquet" if form == "parquet" else ""
@@ -329,7 +329,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 class _ParquetPart:
-    """Reads single documents from a parquet part."""
+    """Reader of single documents in a parquet part."""
 
     def __init__(self, path: Path) -> None:
         self._file = _parquet().ParquetFile(path, memory_map=True)
@@ -344,7 +344,7 @@ class _ParquetPart:
         number = int(np.searchsorted(self._ends, row, side="right"))
         if number not in self._groups:
             self._groups[number] = self._file.read_row_group(number, columns=list(names))
-            while len(self._groups) > _GROUPS_KEPT:
+            while len(self._groups) > _MAX_CACHED_GROUPS:
                 self._groups.popitem(last=False)
         self._groups.move_to_end(number)
         at = row - (int(self._ends[number - 1]) if number else 0)
@@ -359,7 +359,7 @@ class _ParquetPart:
 
 
 class _ZarrPart:
-    """Reads single documents from a zarr part."""
+    """Reader of single documents in a zarr part."""
 
     def __init__(self, path: Path) -> None:
         import zarr
@@ -376,7 +376,7 @@ class _ZarrPart:
 
 
 class TeacherScores:
-    """Reads teacher scores for distillation.
+    """Reader of teacher scores for distillation.
 
     Args:
         top_k: Number of most likely tokens to use. The probabilities of all other tokens form one sum.
@@ -407,7 +407,7 @@ class TeacherScores:
         """Return a checksum of the scores' origin, the parts' names and sizes, and ``top_k``."""
         return self._fingerprint
 
-    def check_covers(self, dataset: TokenDataset, tokenizer: str) -> None:
+    def check_coverage(self, dataset: TokenDataset, tokenizer: str) -> None:
         """Check that every document of a dataset has scores.
 
         Args:
@@ -417,7 +417,7 @@ class TeacherScores:
             DataError: Some documents have no scores. The message states their number and a likely cause.
         """
         used = dataset.epoch_documents(0) if dataset.in_use is None else dataset.in_use
-        missing = [int(document) for document in used if dataset.key_of(int(document)) not in self._index]
+        missing = [int(document) for document in used if dataset.document_key(int(document)) not in self._index]
         if not missing:
             return
         num_rows = sum(count for _, count, _ in _parts(self._folder / self.kind.formats[0]))

@@ -17,27 +17,27 @@ from typing import IO, Any
 
 import numpy as np
 
-from megatrain.data.files import import_pyarrow, json_lines, parquet_values, refuse_mds
+from megatrain.data.files import import_pyarrow, json_lines, parquet_values, reject_mds
 from megatrain.data.formats import DataRow
 from megatrain.data.rows_report import DataError, RowError
-from megatrain.data.sources import row_or_error
+from megatrain.data.sources import parse_row
 from megatrain.data.table import DatasetConfig
 from tiered.units import MiB
 
 #: File name suffixes of shards and of compressed shards.
 _LINES, _PARQUET = (".jsonl", ".ndjson"), (".parquet",)
 _COMPRESSED = (".gz", ".zst", ".zstd")
-_READ_AS = ".jsonl (also compressed: .jsonl.gz, .jsonl.zst or .jsonl.zstd) and .parquet"
+_FORMATS = ".jsonl (also compressed: .jsonl.gz, .jsonl.zst or .jsonl.zstd) and .parquet"
 _BLOCK_BYTES = 8 * MiB
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 _GLOB = re.compile(r"[*?\[]")
 #: Number of attempts to open a shard. After the last attempt, a server error ends the run.
-NUM_TRIES = 5
-_FIRST_PAUSE_S = 0.5
+NUM_ATTEMPTS = 5
+_FIRST_RETRY_S = 0.5
 
 
 class ShardError(DataError):
-    """A shard could not be read completely. A later attempt can succeed."""
+    """Failure to read a shard completely. A later attempt can succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Shards:
         sizes = {name: int(info.get("size") or 0) for name, info in listed.items() if info.get("type") != "directory"}
         if not sizes:
             raise DataError(self.path, "there is no such file or folder, or the folder is empty", "Check the path")
-        refuse_mds(sorted(sizes))
+        reject_mds(sorted(sizes))
         names = [
             name
             for name in sorted(sizes)
@@ -121,7 +121,7 @@ class Shards:
         ]
         if not names:
             raise DataError(
-                self.path, f"no file there can be streamed, for example '{min(sizes)}'", f"Supported shards: {_READ_AS}"
+                self.path, f"no file there can be streamed, for example '{min(sizes)}'", f"Supported shards: {_FORMATS}"
             )
         common = len(names[0].rpartition("/")[0]) if len(names) == 1 else len(_common_folder(names))
         return [Shard(name, name[common:].lstrip("/"), sizes[name]) for name in names]
@@ -155,10 +155,10 @@ class SourceCursor:
     """Position in a source.
 
     Attributes:
-        turn: How often the source has been read to its end.
+        turn: Number of times that the source has been read to its end.
         shard: Index of the current shard in this turn's shuffled order.
         row: Number of rows drawn from the current shard.
-        credit: The source's credit, in rows. See ``_Draft.draw``.
+        credit: The source's credit, in rows. ``stream_window._fill`` explains it.
     """
 
     turn: int = 0
@@ -172,7 +172,7 @@ class RowStream:
 
     Args:
         seed: Random seed for the order of the shards.
-        at: Position at which to start.
+        cursor: Position at which to start.
         on_message: Called when a shard is opened again after an error.
     """
 
@@ -181,14 +181,14 @@ class RowStream:
         source: DatasetConfig,
         shards: Shards,
         seed: tuple[int, ...],
-        at: SourceCursor,
+        cursor: SourceCursor,
         on_message: Callable[[str], None],
     ) -> None:
-        self.at = at
+        self.cursor = cursor
         self._source, self._shards, self._seed, self._on_message = source, shards, seed, on_message
         self._columns = source.column_names
-        self._open: Generator[tuple[str, Any]] | None = None
-        self._has_rows = at.row > 0
+        self._rows: Generator[tuple[str, Any]] | None = None
+        self._has_rows = cursor.row > 0
 
     def next_row(self) -> DataRow | RowError:
         """Return the next row, or the error that makes the row unusable.
@@ -197,40 +197,40 @@ class RowStream:
             DataError: A shard cannot be read, or the source has no rows.
         """
         while (found := self._next_in_shard()) is None:
-            at = replace(self.at, shard=self.at.shard + 1, row=0)
-            if at.shard == len(self._shards):
+            cursor = replace(self.cursor, shard=self.cursor.shard + 1, row=0)
+            if cursor.shard == len(self._shards):
                 if not self._has_rows:
                     raise DataError(self._shards.path, "none of its shards has a row", "Add rows")
-                at, self._has_rows = replace(at, shard=0, turn=at.turn + 1), False
-            self.at = at
+                cursor, self._has_rows = replace(cursor, shard=0, turn=cursor.turn + 1), False
+            self.cursor = cursor
             self.close()
         self._has_rows = True
-        self.at = replace(self.at, row=self.at.row + 1)
+        self.cursor = replace(self.cursor, row=self.cursor.row + 1)
         where, value = found
-        return row_or_error(value, where, self._source.format, self._columns)
+        return parse_row(value, where, self._source.format, self._columns)
 
     def _next_in_shard(self) -> tuple[str, Any] | None:
         """Return the current shard's next row, or None at the end of the shard. Retry after an error."""
-        order = np.random.default_rng((*self._seed, self.at.turn)).permutation(len(self._shards))
-        for number in range(NUM_TRIES):
+        order = np.random.default_rng((*self._seed, self.cursor.turn)).permutation(len(self._shards))
+        for number in range(NUM_ATTEMPTS):
             try:
-                if self._open is None:
-                    self._open = self._shards.rows(int(order[self.at.shard]), self.at.row)
-                return next(self._open, None)
+                if self._rows is None:
+                    self._rows = self._shards.rows(int(order[self.cursor.shard]), self.cursor.row)
+                return next(self._rows, None)
             except ShardError as error:
                 self.close()
-                if number + 1 == NUM_TRIES:
+                if number + 1 == NUM_ATTEMPTS:
                     raise
-                pause_s = _FIRST_PAUSE_S * 2**number
+                pause_s = _FIRST_RETRY_S * 2**number
                 self._on_message(f"warning: {error}. Retrying in {pause_s:g} s")
                 time.sleep(pause_s)
-        raise AssertionError(NUM_TRIES)
+        raise AssertionError(NUM_ATTEMPTS)
 
     def close(self) -> None:
         """Close the current shard."""
-        if self._open is not None:
-            self._open.close()
-        self._open = None
+        if self._rows is not None:
+            self._rows.close()
+        self._rows = None
 
 
 def _has_suffix(name: str, endings: Sequence[str]) -> bool:

@@ -15,8 +15,8 @@ from megatrain.data.formats import (
     DataRow,
     Document,
     RowReader,
-    absent_column,
-    preferences,
+    explain_preferences,
+    find_absent_column,
     read_row,
     row_columns,
     with_columns,
@@ -51,10 +51,10 @@ def rows_of(source: DatasetConfig, files: Sequence[Path], kind: RowKind) -> Iter
     """
     count = 0
     empty: list[Path] = []
-    seen = _ColumnCheck(source.column_names)
+    column_check = _ColumnCheck(source.column_names)
     for file in files:
         is_empty = True
-        for row in _rows_of_file(file, kind.reader or source.format, seen, source.json_key):
+        for row in _rows_of_file(file, kind.reader or source.format, column_check, source.json_key):
             if source.max_samples is not None and count >= source.max_samples:
                 return
             is_empty = False
@@ -66,11 +66,11 @@ def rows_of(source: DatasetConfig, files: Sequence[Path], kind: RowKind) -> Iter
         problem = "the file is empty" if len(files) == 1 else f"this file and {len(files) - 1} other files are empty"
         raise DataError(str(files[0]), problem, "Remove it or fill it")
     yield from (EmptyFileError(str(file)) for file in empty)
-    seen.check(files)
+    column_check.check(files)
 
 
 class _ColumnCheck:
-    """Checks that each column in ``columns`` occurs in at least one row. A missing column is often misspelled.
+    """Check that each column in ``columns`` occurs in at least one row. A missing column is often misspelled.
 
     Args:
         columns: Column name of each field.
@@ -86,16 +86,16 @@ class _ColumnCheck:
         if self._missing and isinstance(value, Mapping):
             self._fields.update(dict.fromkeys(value))
             named = with_columns(value, self._missing)
-            self._missing = {ours: theirs for ours, theirs in self._missing.items() if theirs not in named}
+            self._missing = {name: column for name, column in self._missing.items() if column not in named}
 
     def check(self, files: Sequence[Path]) -> None:
         """Raise DataError if one of the columns occurs in no row."""
-        if self._fields and (absent := absent_column(self._fields, self._missing)):
+        if self._fields and (absent := find_absent_column(self._fields, self._missing)):
             raise DataError(str(files[0]), *absent)
 
 
 def _rows_of_file(
-    file: Path, row_format: RowFormat | RowReader, seen: _ColumnCheck, json_key: str | None
+    file: Path, row_format: RowFormat | RowReader, column_check: _ColumnCheck, json_key: str | None
 ) -> Iterator[DataRow | RowError]:
     if suffix_of(file) == ".txt":
         if isinstance(row_format, RowReader):
@@ -109,11 +109,11 @@ def _rows_of_file(
             is_start = False
         return
     for where, value in read_file(file, json_key):
-        seen.add(value)
-        yield row_or_error(value, where, row_format, seen.columns, file.parent)
+        column_check.add(value)
+        yield parse_row(value, where, row_format, column_check.columns, file.parent)
 
 
-def row_or_error(
+def parse_row(
     value: object, where: str, row_format: RowFormat | RowReader, columns: Mapping[str, str], folder: Path = Path()
 ) -> DataRow | RowError:
     """Parse a row with :func:`read_row`. Return the row, or the error that makes it unusable."""
@@ -184,7 +184,7 @@ def detect_format(path: str, kind: RowKind | None = None) -> SourcePreview:
         rows = list(itertools.islice(read_file(file), _NUM_PREVIEWED))
         if not rows:
             continue
-        has_answers = any(preferences(_lowercase_fields(value)) is not None for _, value in rows)
+        has_answers = any(explain_preferences(_lowercase_fields(value)) is not None for _, value in rows)
         is_preference = has_answers if kind is None else kind.reader is PREFERENCE
         first = None
         for where, value in rows:
@@ -209,13 +209,13 @@ def _detect_row_format(value: Any, where: str, *, is_preference: bool) -> Source
     except RowError as error:
         return SourcePreview("preference" if is_preference else "", {}, fields, str(error))
     except DataError as error:
-        if preferences(_lowercase_fields(value)) is None and not is_preference:
+        if explain_preferences(_lowercase_fields(value)) is None and not is_preference:
             called = {name.strip().casefold(): name for name in fields}
             for row_format, columns in _COMMON_COLUMNS:
-                if all(theirs in called for theirs in columns.values()):
-                    names = {ours: called[theirs] for ours, theirs in columns.items() if ours != called[theirs]}
+                if all(column in called for column in columns.values()):
+                    names = {name: called[column] for name, column in columns.items() if name != called[column]}
                     try:
-                        sample = {called[theirs]: value[called[theirs]] for theirs in columns.values()}
+                        sample = {called[column]: value[called[column]] for column in columns.values()}
                         read_row(sample, where, row_format, names)
                     except (DataError, RowError):
                         continue

@@ -100,7 +100,7 @@ def _checksum_of_shards(shards: Shards) -> str:
     return checksum(repr(shards.describe()).encode())
 
 
-def changed_sources(table: DataConfig, before: Sequence[str]) -> list[str]:
+def changed_sources(table: DataConfig, recorded: Sequence[str]) -> list[str]:
     """Return a message for each source whose files have changed. Nothing is tokenized.
 
     If a source cannot be read, the message states the reason. Hub datasets are skipped, because reading them could
@@ -108,16 +108,16 @@ def changed_sources(table: DataConfig, before: Sequence[str]) -> list[str]:
 
     Args:
         table: ``[data]``, with ``streaming`` as it was when the run started.
-        before: Result of ``TokenDataset.source_checksums`` at that time. Empty if it was not recorded.
+        recorded: Result of ``TokenDataset.source_checksums`` at that time. Empty if it was not recorded.
     """
-    if before and len(before) != len(table.train):
-        return [f"data.train: number of sources: {len(before)} -> {len(table.train)}"]
+    if recorded and len(recorded) != len(table.train):
+        return [f"data.train: number of sources: {len(recorded)} -> {len(table.train)}"]
     folder = None
     with contextlib.suppress(DataError):  # without a cache, the files are read to compute their checksums
         folder = None if table.streaming else cache_folder(table.cache_dir, lambda text: None)
     cache = None if folder is None else TokenCache(folder)
     lines = []
-    for number, (source, old) in enumerate(zip(table.train, before, strict=False)):
+    for number, (source, old) in enumerate(zip(table.train, recorded, strict=False)):
         if not table.streaming and is_hub_name(source.path):
             continue
         try:

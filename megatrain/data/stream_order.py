@@ -104,7 +104,7 @@ class _LossWarnings:
     def __init__(self, streams: StreamDataset) -> None:
         self._streams = streams
         self._counts = [SourceCounts() for _ in streams.streams]
-        self._given: set[str] = set()
+        self._issued: set[str] = set()
 
     def add(self, report: DataReport) -> None:
         """Add the report on a window.
@@ -122,6 +122,6 @@ class _LossWarnings:
             messages += [(f"losses of {name}", f"warning: {text}{why}") for text in losses]
         messages += [("fields", f"warning: {text}") for severity, text in report.remarks() if severity == "warning"]
         for what, text in messages:
-            if what not in self._given:
-                self._given.add(what)
+            if what not in self._issued:
+                self._issued.add(what)
                 self._streams.on_message(text)

@@ -67,13 +67,13 @@ class Window:
 
     Attributes:
         cursor: Position in the streams before the window.
-        after: Position in each source after the window.
+        end_cursors: Position in each source after the window.
         rows: Documents of each batch row, in the order in which the rows are used.
         first_ends: First batch row that repeats a source, for each source whose first turn ends in this window.
     """
 
     cursor: Cursor
-    after: tuple[SourceCursor, ...]
+    end_cursors: tuple[SourceCursor, ...]
     dataset: TokenDataset
     rows: Sequence[Sequence[int]]
     first_ends: Mapping[int, int]
@@ -81,12 +81,12 @@ class Window:
     def next_cursor(self, rows_per_step: int) -> Cursor:
         """Return the cursor of the window that follows."""
         step, place = divmod(self.cursor.place + len(self.rows), rows_per_step)
-        return Cursor(self.cursor.window + 1, self.cursor.step + step, place, 0, self.after)
+        return Cursor(self.cursor.window + 1, self.cursor.step + step, place, 0, self.end_cursors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WindowMaker:
-    """Makes the windows of a run's streams. A window depends only on these attributes and its cursor.
+    """Factory of the windows of a run's streams. A window depends only on these attributes and its cursor.
 
     Attributes:
         data_seed: Random seed for the order of shards, documents and rows.
@@ -117,10 +117,10 @@ class WindowMaker:
         order = self._random(_ORDER, cursor.window).permutation(len(table))
         ends = {number: draft.first_end for number, draft in enumerate(drafts) if draft.first_end is not None}
         first_ends = {number: int(count / num_rows * len(table)) for number, count in ends.items()}
-        return Window(cursor, tuple(draft.at for draft in drafts), dataset, [table[row] for row in order], first_ends)
+        return Window(cursor, tuple(each.cursor for each in drafts), dataset, [table[row] for row in order], first_ends)
 
-    def _open(self, cursor: Cursor) -> tuple[list[_Draft], int | None]:
-        """Open all sources at a cursor. Return them, and the batch rows before the weights change, or None."""
+    def _open(self, cursor: Cursor) -> tuple[list[_SourceDraft], int | None]:
+        """Open all sources at a cursor. Return the drafts, and the batch rows before the weights change, or None."""
         data, streams = self.streams.data, self.streams
         weights, until = weights_at(data.table.train, cursor.step)
         rows_left = None
@@ -131,35 +131,35 @@ class WindowMaker:
         for number, weight in enumerate(weights):
             seed, at = (self.data_seed, _SHARDS, number), cursor.sources[number]
             stream = RowStream(data.table.train[number], streams.streams[number], seed, at, streams.on_message)
-            drafts.append(_Draft(stream, weight / sum(weights), rows, data.encoding))
+            drafts.append(_SourceDraft(stream, weight / sum(weights), rows, data.encoding))
         return drafts, rows_left
 
     def _random(self, stream: int, window: int) -> np.random.Generator:
         return np.random.default_rng((self.data_seed, stream, window))
 
 
-class _Draft:
+class _SourceDraft:
     """A source's part of a window that is being made.
 
     Args:
         share: Fraction of all rows that the source provides.
 
     Attributes:
-        credit: Number of rows that the source has provided less than its share.
+        credit: Number of rows by which the source is behind its share.
         first_end: Number of the window's rows drawn before the source's first turn ended, or None if it has not ended.
     """
 
     def __init__(self, stream: RowStream, share: float, rows: RowEncoder, options: EncodingOptions) -> None:
-        self.stream, self.share, self.credit = stream, share, stream.at.credit
+        self.stream, self.share, self.credit = stream, share, stream.cursor.credit
         self.first_end: int | None = None
         self.made = InMemoryWriter()
         self.encoder = Encoder(rows, self.made.writer, options)
         self._drawn: list[DataRow | RowError] = []
 
     @property
-    def at(self) -> SourceCursor:
+    def cursor(self) -> SourceCursor:
         """Current position in the source."""
-        return replace(self.stream.at, credit=self.credit)
+        return replace(self.stream.cursor, credit=self.credit)
 
     def draw(self, num_rows: int) -> int:
         """Draw the source's next row. Return the row's number of characters.
@@ -167,8 +167,8 @@ class _Draft:
         Args:
             num_rows: Number of rows that the window already has.
         """
-        turn, row = self.stream.at.turn, self.stream.next_row()
-        if turn == 0 < self.stream.at.turn:
+        turn, row = self.stream.cursor.turn, self.stream.next_row()
+        if turn == 0 < self.stream.cursor.turn:
             self.first_end = num_rows
         self._drawn.append(row)
         return 0 if isinstance(row, RowError) else row.num_characters
@@ -179,7 +179,7 @@ class _Draft:
         self._drawn = []
 
 
-def _fill(drafts: Sequence[_Draft], rows_left: int | None, row_tokens: int | None) -> int:
+def _fill(drafts: Sequence[_SourceDraft], rows_left: int | None, row_tokens: int | None) -> int:
     """Draw and encode rows until a window is full, or has enough rows. Return the number of rows.
 
     Before each draw, the sources share one credit by weight. The source with the most credit provides the row and pays
@@ -218,7 +218,7 @@ def _fill(drafts: Sequence[_Draft], rows_left: int | None, row_tokens: int | Non
     return num_rows
 
 
-def _join_drafts(drafts: Sequence[_Draft], num_rows: int) -> TokenDataset:
+def _join_drafts(drafts: Sequence[_SourceDraft], num_rows: int) -> TokenDataset:
     """Return the documents of all rows, sorted by source. Raises DataError if there is no token to train on."""
     parts = [draft.made.dataset(draft.encoder.report()) for draft in drafts]
     first_error = next((draft.encoder.counts.first_error for draft in drafts if draft.encoder.counts.first_error), None)

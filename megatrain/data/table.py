@@ -119,7 +119,7 @@ class EvalSetConfig(DatasetConfig):
     )
 
     @property
-    def shown_name(self) -> str:
+    def display_name(self) -> str:
         """Name of the set in metrics."""
         return self.name or re.sub(r"[*?].*|[.][A-Za-z].*", "", self.path.rstrip("/").rpartition("/")[2]) or "eval"
 

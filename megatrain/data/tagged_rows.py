@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.data.formats import DataRow, PlainRow
 from megatrain.data.pair_rows import CHOSEN, REJECTED, PairRows
 from megatrain.data.preference_format import Preference
-from megatrain.data.row_kind import CodedDocument
+from megatrain.data.row_kind import TokenDocument
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +27,7 @@ _Answer = tuple[list[int], list[bool]]
 class AnswerRows(PairRows):
     """Row kind for single answers with a label. A pair of answers counts as one good and one bad answer."""
 
-    recorded = "answers"
+    key_name = "answers"
 
     def texts_of(self, row: DataRow) -> Sequence[PlainRow]:
         """Return the row's answers, each with the prompt."""
@@ -38,23 +38,23 @@ class AnswerRows(PairRows):
         """Return "a good answer" or "a bad answer" for each answer of the row."""
         return ["a good answer" if is_good else "a bad answer" for is_good in _answer_labels(row)]
 
-    def documents_of(self, examples: Sequence[Example], max_length: int, last: Any) -> tuple[list[CodedDocument], Any]:
+    def documents_of(self, examples: Sequence[Example], max_length: int, state: Any) -> tuple[list[TokenDocument], Any]:
         """Return two documents per answer: its prompt with the answer, and its prompt with the previous answer.
 
         The first prompt gets the last answer of these rows, because TRL also rotates the answers within a batch. If
-        there is only one answer, its prompt gets ``last``, the last answer of the previous call.
+        there is only one answer, its prompt gets ``state``, the last answer of the previous call.
         """
         judged = [pair for row, texts in examples for pair in zip(texts, _answer_labels(row), strict=True)]
         if not judged:
-            return [], last
+            return [], state
         found = []
-        parts = [_split(text) for text, _ in judged]
-        before = parts[-1][1] if len(parts) > 1 or last is None else last
+        parts = [_split_answer(text) for text, _ in judged]
+        before = parts[-1][1] if len(parts) > 1 or state is None else state
         for (text, is_good), (prompt, answer) in zip(judged, parts, strict=True):
-            found.append(CodedDocument(text, role=CHOSEN if is_good else REJECTED))
+            found.append(TokenDocument(text, role=CHOSEN if is_good else REJECTED))
             tokens = [*prompt, *before[0]][:max_length]
             trained = [*([False] * len(prompt)), *before[1]][:max_length]
-            found.append(CodedDocument(replace(text, tokens=tokens, trained=trained), False, MISMATCHED))
+            found.append(TokenDocument(replace(text, tokens=tokens, trained=trained), False, MISMATCHED))
             before = answer
         return found, parts[-1][1]
 
@@ -65,12 +65,12 @@ class AnswerRows(PairRows):
 
 
 def _answer_labels(row: DataRow) -> tuple[bool, ...]:
-    """Return, for each of a row's answers, whether it is good."""
+    """Return whether each of a row's answers is good."""
     assert isinstance(row, Preference), row
     return (row.is_good,) if row.rejected is None else (row.is_good, False)
 
 
-def _split(text: TokenizedRow) -> tuple[list[int], _Answer]:
+def _split_answer(text: TokenizedRow) -> tuple[list[int], _Answer]:
     """Return the prompt's tokens, and the answer's tokens and loss mask."""
     first = text.trained.index(True)
     return text.tokens[:first], (text.tokens[first:], text.trained[first:])

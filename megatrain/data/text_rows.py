@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class TextRows(RowKind):
     """Row kind for plain text."""
 
-    only_text = True
+    is_text = True
 
     def texts_of(self, row: DataRow) -> Sequence[PlainRow]:
         """Return the row's text. Raises DataError if the row is not plain text."""
@@ -44,7 +44,7 @@ class CutDocument:
 
 
 class TextCutter:
-    """Cuts texts into pieces of at most ``max_length`` tokens. Keeps the remainder for the next call.
+    """Splitter of texts into pieces of at most ``max_length`` tokens. Keeps the remainder for the next call.
 
     If a text begins with the tokenizer's start tokens (``<bos>``), all of its pieces begin with them, because the model
     uses them as an attention sink. A piece's first token is not in the loss, because the tokens that predict it are in
@@ -53,32 +53,32 @@ class TextCutter:
     Args:
         max_length: Maximum tokens in a piece, including start tokens.
         start_tokens: Tokens that the tokenizer puts before every text.
-        joins: Whether to concatenate texts, so that all pieces except the last have ``max_length`` tokens. A text's
-            first token is in the loss if another text precedes it in the piece.
+        joins_texts: Whether to concatenate texts, so that all pieces except the last have ``max_length`` tokens. A
+            text's first token is in the loss if another text precedes it in the piece.
     """
 
-    def __init__(self, max_length: int, start_tokens: Sequence[int] = (), *, joins: bool = False) -> None:
-        self._max_length, self._joins = max_length, joins
+    def __init__(self, max_length: int, start_tokens: Sequence[int] = (), *, joins_texts: bool = False) -> None:
+        self._max_length, self._joins_texts = max_length, joins_texts
         self._start_tokens = list(start_tokens) if len(start_tokens) < max_length - 1 else []
         self._tokens: list[int] = []
         self._trained: list[bool] = []
         self._repeated: list[int] = []  # start tokens to repeat in this text's later pieces
         self._is_first = True
 
-    def cut(self, coded: TokenizedRow) -> Iterator[CutDocument]:
-        """Yield the pieces that this part of a text completes. At its end, also yield the last, shorter piece."""
-        trained = coded.trained
-        if coded.is_start:
-            self._repeated = self._start_tokens if self._has_start_tokens(coded.tokens) else []
-            self._is_first = self._is_first or not self._joins
-            if self._joins and self._tokens:
+    def cut(self, encoded: TokenizedRow) -> Iterator[CutDocument]:
+        """Yield the pieces that this part of a text completes. At the end of a text, yield the last, shorter piece."""
+        trained = encoded.trained
+        if encoded.is_start:
+            self._repeated = self._start_tokens if self._has_start_tokens(encoded.tokens) else []
+            self._is_first = self._is_first or not self._joins_texts
+            if self._joins_texts and self._tokens:
                 trained = [True] * len(trained[:1]) + trained[1:]
-        self._tokens += coded.tokens
+        self._tokens += encoded.tokens
         self._trained += trained
-        yield from self._pieces(is_end=coded.is_end and not self._joins)
+        yield from self._pieces(is_end=encoded.is_end and not self._joins_texts)
 
     def finish(self) -> Iterator[CutDocument]:
-        """Yield what remains of the joined texts. The next text starts a new piece."""
+        """Yield the remainder of the joined texts. The next text starts a new piece."""
         yield from self._pieces(is_end=True)
         self._is_first = True
 

@@ -20,7 +20,7 @@ from tiered import checksum
 #: Indices of random streams. The order of rows uses streams 0 and 1.
 _WEIGHTS, _HOLD_OUT = 2, 3
 #: Name of the held-out rows in metrics.
-NAME = "val"
+HELD_OUT_NAME = "val"
 
 
 @dataclass(frozen=True)
@@ -67,20 +67,20 @@ class TokenDataset:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def key_of(self, document: int) -> str:
+    def document_key(self, document: int) -> str:
         """Return a checksum of a document's tokens and loss mask. Teacher scores are stored under this key."""
         part = slice(int(self.starts[document]), int(self.starts[document + 1]))
         return checksum(self.tokens[part].tobytes() + self.trained[part].tobytes())
 
     def fingerprint(self) -> str:
         """Return a checksum of all data that a run uses. Read the tokens only if ``content`` is not set."""
-        text = self.content_of_all
+        text = self.total_checksum
         if any(weight != 1.0 for weight in self.weights):
             text += f"-{checksum(repr((self.source_starts, self.weights)).encode())}"
         return text if self.in_use is None else f"{text}-{checksum(self.in_use.view(np.uint8))}"
 
     @cached_property
-    def content_of_all(self) -> str:
+    def total_checksum(self) -> str:
         """Checksum of all documents, including those that are not in use."""
         return self.content or content_checksum(self.tokens, self.trained, self.starts)
 

@@ -175,7 +175,7 @@ class Scorer:
         kind = self._kind(order)
         with RunFolder(self.plan.run.output_dir) as run_folder:
             folder = ScoreFolder(run_folder.path / SCORES_NAME, kind)
-            cuts = list(self._passes(folder.missing()))
+            cuts = list(self._passes(folder.missing_rows()))
             if not cuts:
                 self._observer.on_message(f"nothing to do: all {kind.num_rows:,} rows are scored in {folder.path}")
                 return ScoreSummary(
@@ -329,7 +329,7 @@ class Scorer:
     def _report_pass(
         self, folder: ScoreFolder, kind: ScoreKind, done: int, num_passes: int, num_tokens: int, seconds: float
     ) -> None:
-        rows = kind.num_rows - sum(map(len, folder.missing()))
+        rows = kind.num_rows - sum(map(len, folder.missing_rows()))
         rate = num_tokens / max(seconds, 1e-9)
         self._observer.on_message(
             f"pass {done} of {num_passes}: {rows:,} of {kind.num_rows:,} rows scored, {rate:,.0f} tokens/s"
@@ -377,7 +377,7 @@ def _documents(
         first = int(dataset.starts[document])
         found.append(
             DocumentScores(
-                key=dataset.key_of(document),
+                key=dataset.document_key(document),
                 document=document,
                 source=int(np.searchsorted(dataset.source_starts[1:-1], document, side="right")),
                 num_tokens=int(dataset.starts[document + 1]) - first,

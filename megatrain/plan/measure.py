@@ -367,7 +367,7 @@ def synthetic_batches(plan: Plan) -> list[dict[str, torch.Tensor]]:
             batch["attention_mask"] = torch.ones_like(ids)
         else:
             positions = torch.arange(shape[1])
-            if not plan.run.data.kind.only_text:
+            if not plan.run.data.kind.is_text:
                 positions %= max(1, -(-shape[1] // 2))
             batch["position_ids"] = positions.expand(shape).clone()
         batches.append(batch)

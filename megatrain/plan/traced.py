@@ -215,7 +215,7 @@ def _example(run: RunSpec) -> Mapping[str, Tensor] | None:
     tokenizer = load_tokenizer(run.model.tokenizer_folder)
     processor = run.data.image_processor(tokenizer)
     assert processor is not None
-    return processor.example(run.batch.micro_batch_rows)
+    return processor.make_example(run.batch.micro_batch_rows)
 
 
 def make_graph(run: RunSpec) -> ModelGraph:

@@ -19,7 +19,7 @@ from megatrain.data.dataset import check_id_range, load_dataset
 from megatrain.data.loader import BatchLoader
 from megatrain.data.row_order import EpochOrder, LoaderPosition
 from megatrain.data.rows_report import DataError, check_losses
-from megatrain.data.token_dataset import NAME, describe, held_out_part
+from megatrain.data.token_dataset import HELD_OUT_NAME, describe, held_out_part
 from megatrain.models.graph import num_learned_positions
 from megatrain.plan.forward import plan_averages, plan_samples
 from megatrain.plan.stepping import model_for_passes
@@ -206,8 +206,8 @@ def _load_datasets(
     if data.table.val_size is not None:
         whole = load_dataset(data, tokenizer, on_message) if training is None else training
         dataset = held_out_part(whole, spec.table.eval_max_samples)
-        on_message(f"{NAME}: {describe(dataset)}")
-        yield NAME, dataset
+        on_message(f"{HELD_OUT_NAME}: {describe(dataset)}")
+        yield HELD_OUT_NAME, dataset
     for number, source in enumerate(spec.sources):
         try:
             dataset = load_dataset(source.data, tokenizer, on_message)

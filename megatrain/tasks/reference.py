@@ -57,7 +57,7 @@ class ReferenceFileError(Exception):
 
 def num_reference_passes(plan: Plan, loader: BatchLoader) -> int:
     """Return the number of passes over the weights that are needed to score all answers in a loader's data."""
-    num_micro_batches = -(-len(loader.dataset) // loader.rows_in_order)
+    num_micro_batches = -(-len(loader.dataset) // loader.ordered_batch_rows)
     return -(-num_micro_batches // plan.run.batch.together(plan.run.batch.num_micro_batches))
 
 
@@ -105,7 +105,7 @@ class Reference:
         """
         found: dict[str, Logps] = {}
         for loader in loaders:
-            content = loader.dataset.content_of_all
+            content = loader.dataset.total_checksum
             if content not in found:
                 found[content] = self._find_or_compute(loader)
                 self.record[content] = checksum(found[content].view(np.uint8))
@@ -164,14 +164,14 @@ class Reference:
             activity=self._activity,
             collectives=collectives_of(plan.run.world, plan.program.compute_tier),
         )
-        num_passes, size = num_reference_passes(plan, loader), loader.rows_in_order
+        num_passes, size = num_reference_passes(plan, loader), loader.ordered_batch_rows
         together = plan.run.batch.together(plan.run.batch.num_micro_batches)
         found: list[float] = []
         self._activity.begin("scoring with the reference", num_parts=passes.num_ticks)
 
         def batches_from(first: int) -> list[dict[str, Tensor]]:
             starts = range(first, first + together * size, size)
-            return [batch for start in starts if (batch := loader.in_order(start)) is not None]
+            return [batch for start in starts if (batch := loader.ordered_batch(start)) is not None]
 
         batches = map(batches_from, range(0, num_passes * together * size, together * size))
         for of_pass in passes.run(batches, LayerRunner.log_probs, num_passes=num_passes):
@@ -196,8 +196,8 @@ class Reference:
         parts = {
             "format": _FORMAT,
             "model": self._digest,
-            "rows": loader.dataset.content_of_all,
-            "micro_batch_rows": loader.rows_in_order,
+            "rows": loader.dataset.total_checksum,
+            "micro_batch_rows": loader.ordered_batch_rows,
             "dtype": str(run.dtype),
             "device": self._plan.device.type,
             "attention": self._plan.graph.model.config._attn_implementation,
@@ -233,7 +233,7 @@ class Reference:
     # -- a resumed run ---------------------------------------------------------------------------------------------
 
     def _restore(self, loader: BatchLoader, known: Mapping[str, str]) -> Logps:
-        wanted = known.get(loader.dataset.content_of_all)
+        wanted = known.get(loader.dataset.total_checksum)
         if wanted is None:
             raise DataError(
                 "data.eval",
@@ -277,7 +277,7 @@ class Reference:
 
 
 def _file_name(loader: BatchLoader) -> str:
-    return checksum(loader.dataset.content_of_all.encode()) + _ENDING
+    return checksum(loader.dataset.total_checksum.encode()) + _ENDING
 
 
 def _file_checksum(path: Path) -> str:

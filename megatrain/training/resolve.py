@@ -20,7 +20,7 @@ from megatrain.converters.heads import HeadSpec
 from megatrain.converters.spec import ModelSpec
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.rows_report import DataError
-from megatrain.data.token_dataset import NAME
+from megatrain.data.token_dataset import HELD_OUT_NAME
 from megatrain.engine.head.objective import Objective
 from megatrain.engine.program.block_plan import KINDS, Kind
 from megatrain.engine.table import RecomputeChoice
@@ -203,7 +203,7 @@ def resolve_evaluation(config: RunConfig) -> EvaluationSpec:
     table = config.evaluation
     sources = (
         EvaluationSource(
-            each.shown_name,
+            each.display_name,
             f"data.eval.{number} ({each.path})",
             resolve_data(config, [each.as_source(table.eval_max_samples)]),
         )
@@ -217,7 +217,7 @@ def resolve_best(config: RunConfig) -> BestSpec:
     """Return the rule that selects the best evaluation, and the effects of this selection."""
     table, evaluations = config.evaluation, resolve_evaluation(config)
     metric, greater = table.metric_for_best_model, table.greater_is_better
-    sets = [NAME] if config.data.val_size is not None else [source.name for source in evaluations.sources]
+    sets = [HELD_OUT_NAME] if config.data.val_size is not None else [source.name for source in evaluations.sources]
     averages = [f"{evaluations.name_of(name, 'average')}_" for name in sets]
     return BestSpec(
         metric,

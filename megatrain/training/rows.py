@@ -49,7 +49,7 @@ def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenize
         loss = plan.run.objective.loss
         assert isinstance(loss, Distillation), loss
         teacher = TeacherScores(data.scores, loss.k, vocab_size)
-        teacher.check_covers(dataset, tokenizer_checksum(tokenizer))
+        teacher.check_coverage(dataset, tokenizer_checksum(tokenizer))
     shape = data.batch_shape(plan.run.batch.micro_batch_rows, plan.run.batch.num_micro_batches)
     collator = data.collator(shape, tokenizer, teacher)
     if not isinstance(dataset, StreamDataset):

@@ -340,7 +340,7 @@ class _RunCheck:
         for finding in task_class(self._config.task).findings(self._config.task_table, dataset):
             yield CheckResult(subject, finding.severity, f"{name}{finding.text}")
         if report.empty_files is not None and is_strict:
-            yield CheckResult(subject, "problem", f"{name}{report.empty_files.skipped}. {_ENDS_THE_RUN}", "data")
+            yield CheckResult(subject, "problem", f"{name}{report.empty_files.skip_message}. {_ENDS_THE_RUN}", "data")
         left_out = [
             f"{_count(each.count, 'row')} dropped: {each.reason} (first: {each.example})" for each in report.dropped
         ]

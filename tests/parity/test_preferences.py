@@ -98,10 +98,10 @@ class Setup:
         rows = rows or (PAIRS if loss.is_paired else JUDGED)
         self.loader = loader_of(rows, num_micro_batches, PAIR_ROWS if loss.is_paired else ANSWERS)
         runner, _ = make_runner(self.config, self.reference, None)
-        batch = self.loader.in_order(0)
+        batch = self.loader.ordered_batch(0)
         found = runner.log_probs([batch])[0]
         for first in range(len(found), len(self.loader.dataset), len(found)):
-            found += runner.log_probs([self.loader.in_order(first)])[0]
+            found += runner.log_probs([self.loader.ordered_batch(first)])[0]
         self.loader.use_reference(torch.tensor(found).numpy())
         self.batches = next(self.loader).micro_batches
 

@@ -43,7 +43,7 @@ def test_a_batch_of_evaluations_counts_examples(task: str, rows_of_one: int, tmp
 def test_sets_are_sources_with_a_name(tmp_path: Path) -> None:
     path = write(tmp_path, SETS + '[[data.eval]]\npath = "some/hub"\nsubset = "main"\nsplit = "test"\n')
     first, second, third = load_config(path).config.data.eval
-    assert [each.shown_name for each in (first, second, third)] == ["held_out", "book", "hub"]
+    assert [each.display_name for each in (first, second, third)] == ["held_out", "book", "hub"]
     assert first.path == str(tmp_path / "held_out.jsonl") and second.path == str(tmp_path / "*.txt")
     assert (first.as_source(5).max_samples, first.as_source(9).max_samples, second.as_source(9).max_samples) == (
         5,

@@ -31,8 +31,8 @@ def words(word_tokenizer_file: Path) -> Any:
     return made
 
 
-def trained_text(tokenizer: Any, coded: TokenizedRow) -> str:
-    shown = [token for token, is_trained in zip(coded.tokens, coded.trained, strict=True) if is_trained]
+def trained_text(tokenizer: Any, encoded: TokenizedRow) -> str:
+    shown = [token for token, is_trained in zip(encoded.tokens, encoded.trained, strict=True) if is_trained]
     return "".join(tokenizer.convert_ids_to_tokens(shown)).replace("\u2581", " ")
 
 
@@ -52,13 +52,13 @@ BORDERS = [
 
 @pytest.mark.parametrize(("prompt", "completion", "trained"), BORDERS)
 def test_text_is_verbatim_with_a_dummy_space(words: Any, prompt: str, completion: str, trained: str | None) -> None:
-    coded = encode_row(RowEncoder(words), PromptCompletion(prompt, completion, "x"))
+    encoded = encode_row(RowEncoder(words), PromptCompletion(prompt, completion, "x"))
     whole = words(prompt + completion, return_offsets_mapping=True)
-    assert coded.tokens == [*whole["input_ids"], words.eos_token_id]
-    assert words.backend_tokenizer.decode(coded.tokens[1:-1]) == prompt + completion
+    assert encoded.tokens == [*whole["input_ids"], words.eos_token_id]
+    assert words.backend_tokenizer.decode(encoded.tokens[1:-1]) == prompt + completion
     expected = [end > len(prompt) for _, end in whole["offset_mapping"]]
-    assert coded.trained == [*expected, True]
-    assert trained is None or trained_text(words, coded) == trained
+    assert encoded.trained == [*expected, True]
+    assert trained is None or trained_text(words, encoded) == trained
 
 
 @pytest.mark.parametrize(("prompt", "completion"), [(prompt, completion) for prompt, completion, _ in BORDERS])
@@ -71,14 +71,14 @@ def test_text_is_verbatim_with_bytes(prompt: str, completion: str, trims: bool) 
     backend = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
     backend.post_processor = ByteLevel(add_prefix_space=False, trim_offsets=trims)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
-    coded = encode_row(RowEncoder(tokenizer, train_on="all"), PromptCompletion(prompt, completion, "x"))
-    assert tokenizer.decode(coded.tokens) == f"{prompt}{completion}<|endoftext|>"
-    coded = encode_row(RowEncoder(tokenizer), PromptCompletion(prompt, completion, "x"))
+    encoded = encode_row(RowEncoder(tokenizer, train_on="all"), PromptCompletion(prompt, completion, "x"))
+    assert tokenizer.decode(encoded.tokens) == f"{prompt}{completion}<|endoftext|>"
+    encoded = encode_row(RowEncoder(tokenizer), PromptCompletion(prompt, completion, "x"))
     # By hand, from bytes: this tokenizer writes every byte, so sizes of decoded tokens are places in the text.
-    sizes = [len(bytes_of(tokenizer, token)) for token in coded.tokens[:-1]]
+    sizes = [len(bytes_of(tokenizer, token)) for token in encoded.tokens[:-1]]
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     expected = [end > len(prompt.encode()) for end in ends]
-    assert coded.trained == [False, *expected[1:], True]
+    assert encoded.trained == [False, *expected[1:], True]
 
 
 def bytes_of(tokenizer: Any, token: int) -> str:
@@ -96,23 +96,23 @@ def test_white_space_at_the_end_of_a_token_before_the_completion_is_trained() ->
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.ByteLevel(trim_offsets=True)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
-    coded = encode_row(RowEncoder(tokenizer), PromptCompletion("a:", "\nb", "x"))
-    assert tokenizer.convert_ids_to_tokens(coded.tokens) == ["a", ":\u010a", "b", "<end>"]
-    assert coded.trained == [False, True, True, True]
+    encoded = encode_row(RowEncoder(tokenizer), PromptCompletion("a:", "\nb", "x"))
+    assert tokenizer.convert_ids_to_tokens(encoded.tokens) == ["a", ":\u010a", "b", "<end>"]
+    assert encoded.trained == [False, True, True, True]
 
 
 def test_prompt_may_end_with_the_end_token(words: Any) -> None:
-    coded = encode_row(RowEncoder(words), PromptCompletion("hi</s>", "there", "x"))
-    assert coded.tokens == [*words("hi</s>there")["input_ids"], words.eos_token_id]
-    assert coded.tokens.count(words.eos_token_id) == 2
-    assert trained_text(words, coded) == " there</s>"
-    assert coded.special_tokens == ("</s>",)
+    encoded = encode_row(RowEncoder(words), PromptCompletion("hi</s>", "there", "x"))
+    assert encoded.tokens == [*words("hi</s>there")["input_ids"], words.eos_token_id]
+    assert encoded.tokens.count(words.eos_token_id) == 2
+    assert trained_text(words, encoded) == " there</s>"
+    assert encoded.special_tokens == ("</s>",)
 
 
 def test_special_tokens_in_a_row_are_trained_and_named(words: Any) -> None:
-    coded = encode_row(RowEncoder(words), PromptCompletion("q ", "The tag <s> is html, <s> too", "x"))
-    assert coded.tokens[:-1] == words("q The tag <s> is html, <s> too")["input_ids"]
-    assert coded.special_tokens == ("<s>",)
+    encoded = encode_row(RowEncoder(words), PromptCompletion("q ", "The tag <s> is html, <s> too", "x"))
+    assert encoded.tokens[:-1] == words("q The tag <s> is html, <s> too")["input_ids"]
+    assert encoded.special_tokens == ("<s>",)
     assert encode_row(RowEncoder(words), PromptCompletion("q ", "no tag", "x")).special_tokens == ()
     assert encode_row(RowEncoder(words), Document("a</s>b", "x")).special_tokens == ("</s>",)
 

@@ -208,7 +208,7 @@ def test_files_of_an_entry_are_flushed_before_its_name_exists(
 
 def test_tokens_are_written_as_they_come(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "_FLUSH_TOKENS", 100)
-    monkeypatch.setattr(encoding, "_ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(encoding, "_MAX_CALL_ROWS", 3)
     small = load(make_config(data, tmp_path / "cache"))
     monkeypatch.undo()
     assert arrays_equal(small, load(make_config(data, "none")))

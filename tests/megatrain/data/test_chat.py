@@ -75,10 +75,10 @@ def conversation(*turns: tuple[str, str], trained_from: int = 0) -> Conversation
     )
 
 
-def trained_runs(tokenizer: Any, coded: TokenizedRow) -> list[str]:
+def trained_runs(tokenizer: Any, encoded: TokenizedRow) -> list[str]:
     """Return the text of each unbroken run of trained tokens."""
     runs: list[list[int]] = [[]]
-    for token, wanted in zip(coded.tokens, coded.trained, strict=True):
+    for token, wanted in zip(encoded.tokens, encoded.trained, strict=True):
         if wanted:
             runs[-1].append(token)
         elif runs[-1]:
@@ -102,39 +102,39 @@ def trained_runs(tokenizer: Any, coded: TokenizedRow) -> list[str]:
 )
 def test_exactly_the_assistant(tokenizer: Any, template: str, end: str, train_on: Any, expected: list[str]) -> None:
     tokenizer.chat_template = template
-    coded = encode_row(RowEncoder(tokenizer, train_on=train_on), conversation(*CHAT))
-    assert trained_runs(tokenizer, coded) == [text + end for text in expected]
+    encoded = encode_row(RowEncoder(tokenizer, train_on=train_on), conversation(*CHAT))
+    assert trained_runs(tokenizer, encoded) == [text + end for text in expected]
     whole = tokenizer.apply_chat_template([{"role": r, "content": c} for r, c in CHAT], tokenize=False)
-    assert tokenizer.decode(coded.tokens) == whole
+    assert tokenizer.decode(encoded.tokens) == whole
 
 
 def test_plain_template_trains_neither_headers_nor_foreign_whitespace(tokenizer: Any) -> None:
     tokenizer.chat_template = PLAIN
-    coded = encode_row(RowEncoder(tokenizer), conversation(*CHAT))
-    first, last = trained_runs(tokenizer, coded)
+    encoded = encode_row(RowEncoder(tokenizer), conversation(*CHAT))
+    first, last = trained_runs(tokenizer, encoded)
     assert first.strip() == "Call me Ishmael."
     assert last.strip() == "So be it<|endoftext|>"  # this template has no token for the end of the last turn
 
 
 def test_each_turn_keeps_its_end_token(tokenizer: Any) -> None:
     tokenizer.chat_template = OTHER_LAST_END
-    coded = encode_row(RowEncoder(tokenizer), conversation(*CHAT))
-    assert trained_runs(tokenizer, coded) == ["Call me Ishmael.<|im_end|>", "So be it<|return|>"]
+    encoded = encode_row(RowEncoder(tokenizer), conversation(*CHAT))
+    assert trained_runs(tokenizer, encoded) == ["Call me Ishmael.<|im_end|>", "So be it<|return|>"]
 
 
 def test_thought_of_the_last_turn_is_trained(tokenizer: Any) -> None:
     tokenizer.chat_template = DROPS_OLD_THOUGHTS
     row = conversation(("user", "Why?"), ("assistant", "<think>\nhmm\n</think>\n\nBecause"))
-    coded = encode_row(RowEncoder(tokenizer), row)
-    assert trained_runs(tokenizer, coded) == ["<think>\nhmm\n</think>\n\nBecause<|im_end|>"]
+    encoded = encode_row(RowEncoder(tokenizer), row)
+    assert trained_runs(tokenizer, encoded) == ["<think>\nhmm\n</think>\n\nBecause<|im_end|>"]
 
 
 def test_a_rewritten_turn_is_not_trained(tokenizer: Any) -> None:
     tokenizer.chat_template = DROPS_OLD_THOUGHTS
     row = conversation(("user", "a"), ("assistant", "<think>\nhmm\n</think>\n\nB"), ("user", "c"), ("assistant", "d"))
     for train_on in ("assistant", "completion"):
-        coded = encode_row(RowEncoder(tokenizer, train_on=train_on), row)
-        assert trained_runs(tokenizer, coded) == ["<think>\n\n</think>\n\nd<|im_end|>"]
+        encoded = encode_row(RowEncoder(tokenizer, train_on=train_on), row)
+        assert trained_runs(tokenizer, encoded) == ["<think>\n\n</think>\n\nd<|im_end|>"]
     assert encode_row(RowEncoder(tokenizer), row).untrained_turns == ("the chat template rewrites it",)
     with pytest.raises(RowError, match="line 1: message 2 cannot be separated from the rest: the chat template rewri"):
         encode_row(RowEncoder(tokenizer), replace(row, messages=(*row.messages[:2], *row.messages[2:3])))
@@ -155,9 +155,11 @@ def test_partially_rendered_tool_call_is_not_trained(tokenizer: Any, shown: str,
         {"role": "user", "content": "Thanks"},
         {"role": "assistant", "content": "So be it"},
     )
-    coded = encode_row(RowEncoder(tokenizer), Conversation(messages, "rows line 1"))
-    assert trained_runs(tokenizer, coded) == ["depth sea<|im_end|>"] * is_trained + ["So be it<|im_end|>"]
-    assert coded.untrained_turns == (() if is_trained else ("the chat template leaves out a part of its `tool_calls`",))
+    encoded = encode_row(RowEncoder(tokenizer), Conversation(messages, "rows line 1"))
+    assert trained_runs(tokenizer, encoded) == ["depth sea<|im_end|>"] * is_trained + ["So be it<|im_end|>"]
+    assert encoded.untrained_turns == (
+        () if is_trained else ("the chat template leaves out a part of its `tool_calls`",)
+    )
 
 
 def test_tool_answer_inside_an_assistant_turn_is_not_trained(tokenizer: Any) -> None:
@@ -169,10 +171,10 @@ def test_tool_answer_inside_an_assistant_turn_is_not_trained(tokenizer: Any) -> 
         {"role": "user", "content": "Thanks"},
         {"role": "assistant", "content": "So be it"},
     )
-    coded = encode_row(RowEncoder(tokenizer), Conversation(messages, "rows line 1"))
-    assert "depth sea 11 km<|im_end|>" in tokenizer.decode(coded.tokens)
-    assert trained_runs(tokenizer, coded) == ["So be it<|im_end|>"]
-    assert coded.untrained_turns == ("the chat template rewrites it",)
+    encoded = encode_row(RowEncoder(tokenizer), Conversation(messages, "rows line 1"))
+    assert "depth sea 11 km<|im_end|>" in tokenizer.decode(encoded.tokens)
+    assert trained_runs(tokenizer, encoded) == ["So be it<|im_end|>"]
+    assert encoded.untrained_turns == ("the chat template rewrites it",)
 
 
 def test_white_space_around_content(tokenizer: Any) -> None:
@@ -188,9 +190,9 @@ def test_white_space_around_content(tokenizer: Any) -> None:
 def test_repeated_texts_are_distinguished(tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML
     row = conversation(("user", "yes"), ("assistant", "yes"), ("user", "assistant\nyes"), ("assistant", "yes"))
-    coded = encode_row(RowEncoder(tokenizer, train_on="completion"), row)
-    assert trained_runs(tokenizer, coded) == ["yes<|im_end|>"]
-    assert coded.trained.index(True) == len(coded.tokens) - 3
+    encoded = encode_row(RowEncoder(tokenizer, train_on="completion"), row)
+    assert trained_runs(tokenizer, encoded) == ["yes<|im_end|>"]
+    assert encoded.trained.index(True) == len(encoded.tokens) - 3
 
 
 def test_empty_turns_and_no_assistant_train_nothing(tokenizer: Any) -> None:
@@ -202,8 +204,8 @@ def test_empty_turns_and_no_assistant_train_nothing(tokenizer: Any) -> None:
 
 def test_trained_from_masks_earlier_turns(tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML
-    coded = encode_row(RowEncoder(tokenizer), conversation(*CHAT, trained_from=4))
-    assert trained_runs(tokenizer, coded) == ["So be it<|im_end|>"]
+    encoded = encode_row(RowEncoder(tokenizer), conversation(*CHAT, trained_from=4))
+    assert trained_runs(tokenizer, encoded) == ["So be it<|im_end|>"]
 
 
 def test_only_the_last_turn(tokenizer: Any) -> None:
@@ -214,8 +216,8 @@ def test_only_the_last_turn(tokenizer: Any) -> None:
         "So be it<|im_end|>",
     ]
     for each in (row, conversation(*CHAT)):
-        coded = encode_row(RowEncoder(tokenizer, train_on="last_assistant"), each)
-        assert trained_runs(tokenizer, coded) == ["So be it<|im_end|>"]
+        encoded = encode_row(RowEncoder(tokenizer, train_on="last_assistant"), each)
+        assert trained_runs(tokenizer, encoded) == ["So be it<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -230,8 +232,8 @@ def test_rows_can_select_trained_turns(
     tokenizer: Any, train_on: Any, flags: tuple[bool | None, ...], expected: list[str]
 ) -> None:
     tokenizer.chat_template = CHATML
-    coded = encode_row(RowEncoder(tokenizer, train_on=train_on), replace(conversation(*CHAT), flags=flags))
-    assert trained_runs(tokenizer, coded) == expected
+    encoded = encode_row(RowEncoder(tokenizer, train_on=train_on), replace(conversation(*CHAT), flags=flags))
+    assert trained_runs(tokenizer, encoded) == expected
 
 
 def test_all_but_the_turns_that_a_row_excludes(tokenizer: Any) -> None:
@@ -243,8 +245,8 @@ def test_all_but_the_turns_that_a_row_excludes(tokenizer: Any) -> None:
 
 
 def test_pretokenized_rows_are_kept(tokenizer: Any) -> None:
-    coded = encode_row(RowEncoder(tokenizer), Tokenized((5, 6, 7), (True, False, True), "x"))
-    assert (coded.tokens, coded.trained, coded.is_text) == ([5, 6, 7], [False, False, True], False)
+    encoded = encode_row(RowEncoder(tokenizer), Tokenized((5, 6, 7), (True, False, True), "x"))
+    assert (encoded.tokens, encoded.trained, encoded.is_text) == ([5, 6, 7], [False, False, True], False)
     assert encode_row(RowEncoder(tokenizer), Tokenized((5, 6, 7), None, "x")).is_text
 
 
@@ -264,8 +266,8 @@ def test_rows_together_are_encoded_as_each_alone(tokenizer: Any) -> None:
 
 def test_train_on_all(tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML
-    coded = encode_row(RowEncoder(tokenizer, train_on="all"), conversation(*CHAT))
-    assert coded.trained == [False] + [True] * (len(coded.tokens) - 1)
+    encoded = encode_row(RowEncoder(tokenizer, train_on="all"), conversation(*CHAT))
+    assert encoded.trained == [False] + [True] * (len(encoded.tokens) - 1)
 
 
 def test_template_that_refuses(tokenizer: Any) -> None:
@@ -292,31 +294,31 @@ def test_markers_at_the_wrong_place_are_refused(tokenizer: Any) -> None:
 
 
 def test_completion_masks_the_prompt_and_ends(tokenizer: Any) -> None:
-    coded = encode_row(RowEncoder(tokenizer), PromptCompletion("The whale", " is white", "x"))
-    assert trained_runs(tokenizer, coded) == [" is white<|endoftext|>"]
-    assert tokenizer.decode(coded.tokens) == "The whale is white<|endoftext|>"
+    encoded = encode_row(RowEncoder(tokenizer), PromptCompletion("The whale", " is white", "x"))
+    assert trained_runs(tokenizer, encoded) == [" is white<|endoftext|>"]
+    assert tokenizer.decode(encoded.tokens) == "The whale is white<|endoftext|>"
 
 
 def test_token_that_crosses_the_border_is_trained(tokenizer: Any) -> None:
-    coded = encode_row(RowEncoder(tokenizer), PromptCompletion("The wh", "ale", "x"))
-    assert coded.tokens == [*tokenizer("The whale")["input_ids"], tokenizer.eos_token_id]
-    assert trained_runs(tokenizer, coded) == [" whale<|endoftext|>"]
+    encoded = encode_row(RowEncoder(tokenizer), PromptCompletion("The wh", "ale", "x"))
+    assert encoded.tokens == [*tokenizer("The whale")["input_ids"], tokenizer.eos_token_id]
+    assert trained_runs(tokenizer, encoded) == [" whale<|endoftext|>"]
 
 
 def test_completion_without_prompt_or_text(tokenizer: Any) -> None:
-    coded = encode_row(RowEncoder(tokenizer), PromptCompletion("", "Call me", "x"))
-    assert tokenizer.decode(coded.tokens) == "Call me<|endoftext|>"
-    assert sum(coded.trained) == len(coded.tokens) - 1
+    encoded = encode_row(RowEncoder(tokenizer), PromptCompletion("", "Call me", "x"))
+    assert tokenizer.decode(encoded.tokens) == "Call me<|endoftext|>"
+    assert sum(encoded.trained) == len(encoded.tokens) - 1
     assert sum(encode_row(RowEncoder(tokenizer), PromptCompletion("a", " ", "x")).trained) == 0
-    coded = encode_row(RowEncoder(tokenizer, train_on="all"), PromptCompletion("The whale", " is white", "x"))
-    assert sum(coded.trained) == len(coded.tokens) - 1
+    encoded = encode_row(RowEncoder(tokenizer, train_on="all"), PromptCompletion("The whale", " is white", "x"))
+    assert sum(encoded.trained) == len(encoded.tokens) - 1
 
 
 def test_document_ends_and_trains_whole(tokenizer: Any) -> None:
-    coded = encode_row(RowEncoder(tokenizer), Document("Call me Ishmael.", "x"))
-    assert tokenizer.decode(coded.tokens) == "Call me Ishmael.<|endoftext|>"
-    assert coded.trained == [False] + [True] * (len(coded.tokens) - 1)
-    assert coded.is_text
+    encoded = encode_row(RowEncoder(tokenizer), Document("Call me Ishmael.", "x"))
+    assert tokenizer.decode(encoded.tokens) == "Call me Ishmael.<|endoftext|>"
+    assert encoded.trained == [False] + [True] * (len(encoded.tokens) - 1)
+    assert encoded.is_text
 
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=30)
@@ -328,7 +330,7 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), mi
 def test_any_text_is_masked_exactly_or_refused(tokenizer: Any, template: str, texts: list[str]) -> None:
     tokenizer.chat_template = template
     turns = [(("user", "assistant")[i % 2], text) for i, text in enumerate(texts)]
-    coded = encode_row(RowEncoder(tokenizer), conversation(*turns))
-    runs = trained_runs(tokenizer, coded)
+    encoded = encode_row(RowEncoder(tokenizer), conversation(*turns))
+    runs = trained_runs(tokenizer, encoded)
     wanted = [text.strip() for role, text in turns if role == "assistant" and text.strip()]
     assert [run.rsplit("<", 1)[0].strip() for run in runs] == wanted

@@ -40,9 +40,9 @@ def template(tokenizer: Any, name: str) -> Any:
 def test_all_fields_of_a_message_reach_the_template(tokenizer: Any) -> None:
     tokenizer.chat_template = SHOWS_FIELDS
     said = {"role": "assistant", "content": "Yes.", "reasoning": "Because. ", "recipient": "all ", "audio": None}
-    coded = encode_row(RowEncoder(tokenizer), row(QUESTION, said))
-    assert "assistant\nBecause. all Yes.<|im_end|>" in tokenizer.decode(coded.tokens)
-    assert coded.left_out == ()
+    encoded = encode_row(RowEncoder(tokenizer), row(QUESTION, said))
+    assert "assistant\nBecause. all Yes.<|im_end|>" in tokenizer.decode(encoded.tokens)
+    assert encoded.left_out == ()
 
 
 def test_function_call_is_a_tool_call(tokenizer: Any) -> None:
@@ -64,10 +64,10 @@ def test_fields_that_the_template_leaves_out_are_named(tokenizer: Any) -> None:
     template(tokenizer, "smollm2")
     said = {"role": "assistant", "content": "Yes.", "reasoning": "why", "end_turn": True}
     assert encode_row(RowEncoder(tokenizer), row(QUESTION, said)).left_out == ("reasoning", "end_turn")
-    coded = encode_row(RowEncoder(tokenizer), row(QUESTION, CALLING, RESULT, ANSWER, tools=[TOOL]))
-    assert coded.left_out == ("tool_calls", "tools")
-    assert coded.untrained_turns == ("the chat template has no place for its `tool_calls`",)
-    assert coded.num_turns == 2
+    encoded = encode_row(RowEncoder(tokenizer), row(QUESTION, CALLING, RESULT, ANSWER, tools=[TOOL]))
+    assert encoded.left_out == ("tool_calls", "tools")
+    assert encoded.untrained_turns == ("the chat template has no place for its `tool_calls`",)
+    assert encoded.num_turns == 2
     with pytest.raises(RowError, match="no place for its `tool_calls`"):
         encode_row(RowEncoder(tokenizer), row(QUESTION, CALLING))
 
@@ -100,34 +100,34 @@ def test_omitted_parts_of_tools_and_calls_are_named(
     said = {**CALLING, "tool_calls": [CALL, second]}
     encoder = RowEncoder(tokenizer)
     for _ in range(2):  # the first row shows which fields appear
-        coded = encode_row(encoder, row(QUESTION, said, RESULT, ANSWER, tools=[TOOL]))
-        assert coded.left_out == left_out
+        encoded = encode_row(encoder, row(QUESTION, said, RESULT, ANSWER, tools=[TOOL]))
+        assert encoded.left_out == left_out
         is_lost = "arguments of tool_calls" in left_out
-        assert coded.untrained_turns == ("the chat template leaves out a part of its `tool_calls`",) * is_lost
+        assert encoded.untrained_turns == ("the chat template leaves out a part of its `tool_calls`",) * is_lost
 
 
 def test_a_short_name_in_the_text_proves_no_call(tokenizer: Any) -> None:
     template(tokenizer, "smollm2")
     call = {"type": "function", "function": {"name": "e", "arguments": {}}}
-    coded = encode_row(RowEncoder(tokenizer), row(QUESTION, {**CALLING, "tool_calls": [call]}, ANSWER))
-    assert coded.left_out == ("tool_calls",)
+    encoded = encode_row(RowEncoder(tokenizer), row(QUESTION, {**CALLING, "tool_calls": [call]}, ANSWER))
+    assert encoded.left_out == ("tool_calls",)
 
 
 def test_messages_that_a_template_skips_are_named(tokenizer: Any) -> None:
     skips = "{% if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endif %}"
     tokenizer.chat_template = f"{{% for m in messages %}}{skips}{{% endfor %}}"
-    coded = encode_row(RowEncoder(tokenizer), row(QUESTION, ANSWER, RESULT, {"role": "assistant", "content": "Go."}))
-    assert coded.left_out == ("content of tool messages",)
+    encoded = encode_row(RowEncoder(tokenizer), row(QUESTION, ANSWER, RESULT, {"role": "assistant", "content": "Go."}))
+    assert encoded.left_out == ("content of tool messages",)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "mistral_nemo", "deepseek_v3"])
 def test_tool_templates_render_all_parts(tokenizer: Any, name: str) -> None:
     encoder = RowEncoder(template(tokenizer, name))
     rows = [row(QUESTION, CALLING, RESULT, ANSWER, tools=[TOOL])] * 2  # the first proves the field, the second its text
-    for coded in encoder.encode_many(rows):
-        assert not isinstance(coded, RowError), coded
+    for encoded in encoder.encode_many(rows):
+        assert not isinstance(encoded, RowError), encoded
         # Three of them show a row's tools never, by a fixed line, or only before a last question.
-        assert coded.left_out == (("tools",) if name in ("mistral_nemo", "deepseek_v3", "llama3_1") else ())
+        assert encoded.left_out == (("tools",) if name in ("mistral_nemo", "deepseek_v3", "llama3_1") else ())
 
 
 # -- in the report -----------------------------------------------------------------------------------------------

@@ -224,6 +224,6 @@ def test_missing_processor_and_missing_pillow_are_reported(
 def test_a_processor_that_asks_for_torchvision_is_opened_without_it(tmp_path: Path) -> None:
     """Its image processor names torchvision, so the processor does too; Pillow's image processor replaces it."""
     folder = make_folder("mistral3", tmp_path)
-    example = images_module.ImageProcessor(str(folder), load_tokenizer(str(folder)), 96).example(2)
+    example = images_module.ImageProcessor(str(folder), load_tokenizer(str(folder)), 96).make_example(2)
     assert example["pixel_values"].isfinite().all() and len(example["image_sizes"]) % 2 == 0
     assert (example["input_ids"][0] == load_tokenizer(str(folder)).convert_tokens_to_ids("[IMG]")).any()

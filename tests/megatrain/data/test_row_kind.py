@@ -21,7 +21,7 @@ from megatrain.data.formats import READERS, DataRow, PlainRow, PromptCompletion,
 from megatrain.data.packing import BatchShape
 from megatrain.data.preference_format import PREFERENCE
 from megatrain.data.preview import dataset_stats, preview_rows
-from megatrain.data.row_kind import CodedDocument, DocumentFacts, RowKind, row_kind
+from megatrain.data.row_kind import DocumentFacts, RowKind, TokenDocument, row_kind
 from megatrain.data.table import RowFormat
 from megatrain.tasks.table import TASK_FACTS, TaskFacts
 from megatrain.training.resolve_rows import resolve_data
@@ -56,7 +56,7 @@ def test_each_task_has_a_kind_of_rows(tmp_path: Path) -> None:
         if task != "distill":  # its config needs scores
             assert load_config(tmp_path / "run.toml").config.row_kind is kind
         assert kind.num_documents == 1 or not facts.is_packed, task
-        found[task] = kind.recorded, kind.only_text
+        found[task] = kind.key_name, kind.is_text
     assert found == {
         "sft": ("", False),
         "pretrain": ("", True),
@@ -87,7 +87,7 @@ def _read(fields: RowFields) -> RankedRow:
 class RankedRows(RowKind):
     """Three documents for each row, which share a micro-batch."""
 
-    recorded = "ranked"
+    key_name = "ranked"
     reader = RowReader("ranked", "rows of ranked answers", _read, ("prompt", "answers"))
     num_documents = 3
 
@@ -98,11 +98,11 @@ class RankedRows(RowKind):
     def titles_of(self, row: DataRow) -> Sequence[str]:
         return ["first", "second", "third"]
 
-    def documents_of(self, examples: Any, max_length: int, last: Any) -> tuple[list[CodedDocument], Any]:
+    def documents_of(self, examples: Any, max_length: int, state: Any) -> tuple[list[TokenDocument], Any]:
         found = []
         for _, texts in examples:
             for rank, text in enumerate(texts):
-                found.append(CodedDocument(text, begins_row=rank == 0, role=rank + 1))
+                found.append(TokenDocument(text, begins_row=rank == 0, role=rank + 1))
         return found, None
 
     def collate(self, batch: Any, facts: Sequence[DocumentFacts | None]) -> Any:

@@ -280,7 +280,7 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[CountingFil
     CountingFiles.opened.clear()
     CountingFiles.num_failures = 0
     monkeypatch.setattr(stream_window, "WINDOW_ROWS", 16)
-    monkeypatch.setattr(shards_module, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(shards_module, "_FIRST_RETRY_S", 0.001)
     return CountingFiles
 
 
@@ -344,7 +344,7 @@ def test_other_shards_or_weights_are_other_data(tokenizer: Any, tmp_path: Path) 
 def test_unreadable_shards_are_named(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, contents: bytes, said: str
 ) -> None:
-    monkeypatch.setattr(shards_module, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(shards_module, "_FIRST_RETRY_S", 0.0)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / name).write_bytes(contents)
     with pytest.raises(DataError) as error:

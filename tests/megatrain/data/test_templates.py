@@ -83,10 +83,10 @@ def conversation(*messages: Any, tools: Any = None) -> Conversation:
     return Conversation(made, "rows line 1", tools=tools)
 
 
-def trained_runs(tokenizer: Any, coded: TokenizedRow) -> list[str]:
+def trained_runs(tokenizer: Any, encoded: TokenizedRow) -> list[str]:
     """Return the text of each unbroken run of trained tokens."""
     runs: list[list[int]] = [[]]
-    for token, wanted in zip(coded.tokens, coded.trained, strict=True):
+    for token, wanted in zip(encoded.tokens, encoded.trained, strict=True):
         if wanted:
             runs[-1].append(token)
         elif runs[-1]:
@@ -102,9 +102,9 @@ def expected_runs(family: str, texts: list[str]) -> list[tuple[str, str]]:
     return [*runs[:-1], (lead + texts[-1], known.get("last_end", end))]
 
 
-def check(tokenizer: Any, family: str, coded: TokenizedRow, texts: list[str]) -> None:
+def check(tokenizer: Any, family: str, encoded: TokenizedRow, texts: list[str]) -> None:
     """Compare the trained runs with the texts; white space next to a special token may belong to either."""
-    runs, expected = trained_runs(tokenizer, coded), expected_runs(family, texts)
+    runs, expected = trained_runs(tokenizer, encoded), expected_runs(family, texts)
     assert len(runs) == len(expected), runs
     for run, (text, end) in zip(map(str.rstrip, runs), expected, strict=True):
         assert run.endswith(end), (run, end)
@@ -132,10 +132,10 @@ def test_exactly_the_assistant(make_tokenizer: MakeTokenizer, family: str) -> No
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_match_the_chat_template(make_tokenizer: MakeTokenizer, family: str) -> None:
     tokenizer = make_tokenizer(family)
-    coded = encode_row(RowEncoder(tokenizer), conversation(*TURNS))
+    encoded = encode_row(RowEncoder(tokenizer), conversation(*TURNS))
     text = tokenizer.apply_chat_template([{"role": r, "content": c} for r, c in TURNS], tokenize=False)
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
-    cut = coded.tokens if coded.tokens == whole else coded.tokens[:-1]  # an end that the template leaves out
+    cut = encoded.tokens if encoded.tokens == whole else encoded.tokens[:-1]  # an end that the template leaves out
     assert whole[: len(cut)] == cut
     assert not tokenizer.decode(whole[len(cut) :]).strip()
 
@@ -155,9 +155,9 @@ def test_two_questions_in_a_row_are_trained_or_refused(make_tokenizer: MakeToken
 def test_an_empty_answer_is_not_trained(make_tokenizer: MakeTokenizer, family: str) -> None:
     tokenizer = make_tokenizer(family)
     row = conversation(("user", "Hi"), ("assistant", " "), *TURNS[:2])
-    coded = encode_row(RowEncoder(tokenizer), row)
-    check(tokenizer, family, coded, ["Call me Ishmael."])
-    assert coded.untrained_turns == ("it is empty",)
+    encoded = encode_row(RowEncoder(tokenizer), row)
+    check(tokenizer, family, encoded, ["Call me Ishmael."])
+    assert encoded.untrained_turns == ("it is empty",)
 
 
 WITH_TOOLS = [family for family in FAMILIES if facts(family).get("tools")]
@@ -168,11 +168,11 @@ def test_calls_of_tools_are_trained_and_answers_of_tools_are_not(make_tokenizer:
     tokenizer = make_tokenizer(family)
     call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     answer = {"role": "tool", "content": "18 C", "tool_call_id": "abcdefghi", "name": "get_weather"}
-    coded = encode_row(
+    encoded = encode_row(
         RowEncoder(tokenizer),
         conversation(("user", "Weather?"), call, answer, ("assistant", "It is fine."), tools=(TOOL,)),
     )
-    called, said = trained_runs(tokenizer, coded)
+    called, said = trained_runs(tokenizer, encoded)
     assert re.search(r"get_weather.*Nantucket", called, re.DOTALL)
     assert called.endswith(facts(family)["end"])
     assert said.removesuffix(facts(family)["end"]).strip().endswith("It is fine.")
@@ -183,10 +183,10 @@ def test_a_removed_thought_leaves_its_turn_untrained(make_tokenizer: MakeTokeniz
     tokenizer = make_tokenizer("qwen3")
     thought = "<think>\nhm\n</think>\n\nBecause"
     row = conversation(("user", "a"), ("assistant", thought), ("user", "c"), ("assistant", thought))
-    coded = encode_row(RowEncoder(tokenizer), row)
-    (run,) = trained_runs(tokenizer, coded)
+    encoded = encode_row(RowEncoder(tokenizer), row)
+    (run,) = trained_runs(tokenizer, encoded)
     assert run.strip() == f"{thought}<|im_end|>"
-    assert coded.untrained_turns == ("the chat template rewrites it",)
+    assert encoded.untrained_turns == ("the chat template rewrites it",)
 
 
 def test_reasoning_in_a_separate_field_is_trained(make_tokenizer: MakeTokenizer) -> None:
@@ -212,8 +212,8 @@ def test_a_template_that_removes_every_thought_refuses_rows_with_one(make_tokeni
 
 def test_ends_that_the_tokenizer_spells_out_are_trained(tokenizer: Any) -> None:
     tokenizer.chat_template = (FOLDER / "phi4.jinja").read_text(encoding="utf-8").replace("<|im_end|>", "[[over]]")
-    coded = encode_row(RowEncoder(tokenizer), conversation(*TURNS))
-    first, last = trained_runs(tokenizer, coded)
+    encoded = encode_row(RowEncoder(tokenizer), conversation(*TURNS))
+    first, last = trained_runs(tokenizer, encoded)
     assert first == "Call me Ishmael.[[over]]"
     assert last.endswith("[[over]]<|endoftext|>")
 

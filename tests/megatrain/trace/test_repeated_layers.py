@@ -106,7 +106,7 @@ def test_repeated_layers_match_for_image_models(
 ) -> None:
     folder = make_folder(family, tmp_path)
     try:
-        example = ImageProcessor(str(folder), load_tokenizer(str(folder)), 192).example(1)
+        example = ImageProcessor(str(folder), load_tokenizer(str(folder)), 192).make_example(1)
     except DataError as error:
         pytest.skip(str(error))
     trace, whole, num = traced(build_graph(folder, images=images), example=example, shape=(1, 192))
