@@ -80,7 +80,7 @@ def command(
     from megatrain.checkpoint.scan import moved_run_notices
     from megatrain.checkpoint.state import CheckpointError
     from megatrain.models.export import exported_step
-    from megatrain.models.hub import push
+    from megatrain.models.hub import push_folder
     from megatrain.training.export import export_checkpoint
     from tiered.units import format_size
 
@@ -125,7 +125,7 @@ def command(
         click.echo(f"model  {folder}")
         for line in next_lines(folder):
             click.echo(line)
-    sent = None if hub_id is None else push(folder, hub_id, is_private=is_private)
+    sent = None if hub_id is None else push_folder(folder, hub_id, is_private=is_private)
     if as_json:
         click.echo(json.dumps({"model": str(folder)} | ({} if sent is None else {"hub": sent})))
     elif sent is not None:

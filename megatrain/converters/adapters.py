@@ -57,7 +57,7 @@ __all__ = [
     "AdapterWeights",
     "Adapters",
     "adapters_of",
-    "base_of_adapter",
+    "find_base_model",
     "export_adapter",
     "read_adapter_settings",
 ]
@@ -65,12 +65,12 @@ __all__ = [
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 #: Prefix that peft adds to all names in adapter files.
 FILE_PREFIX = "base_model.model."
-_LONGEST_REASON = 300
+_MAX_REASON_LENGTH = 300
 _NAME = "default"  # name of the adapter in peft's layers
 
 
 class AdapterError(Exception):
-    """Raised if the requested adapters cannot be created, or if an adapter folder cannot be used."""
+    """Error for adapters that cannot be created, or an adapter folder that cannot be used."""
 
 
 def _peft_config(table: LoraConfig) -> Any:
@@ -119,7 +119,7 @@ def _peft() -> Any:
 
 def _one_line(error: Exception) -> str:
     text = " ".join(re.sub(r"\(\s*\(.*\)\s*\)", "", str(error), flags=re.DOTALL).split()).rstrip(".")  # no module trees
-    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."
+    return text if len(text) <= _MAX_REASON_LENGTH else f"{text[:_MAX_REASON_LENGTH]} ..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class Adapters(ModelConverter):
 
     Attributes:
         config: peft's ``LoraConfig`` with the selected modules. ``convert`` sets this and the other attributes.
-        names: Names of all trained tensors: those in adapters and those in ``modules_to_save``.
+        names: Names of all trained tensors, in adapters and in ``modules_to_save``.
         num_layers: Number of modules with adapters.
     """
 
@@ -178,7 +178,7 @@ class Adapters(ModelConverter):
             for name, parameter in layer.named_parameters():
                 if not name.startswith("base_layer."):
                     parameter.data = parameter.data.to(model.dtype)
-        _train_whole(model, list(self.config.modules_to_save or ()), self)
+        _train_modules(model, list(self.config.modules_to_save or ()), self)
         self.names = tuple(self.plain_name(name) for name, p in model.named_parameters() if p.requires_grad)
         self.adapter_names = frozenset(name for name in self.names if self.layer_of(name) is not None)
         trained = tuple(f"{path}." for path in non_text)
@@ -207,7 +207,7 @@ class Adapters(ModelConverter):
         self._paths = {place.path for place in self._places}
 
     def is_unit(self, module: nn.Module) -> bool:
-        """Return whether a module is a peft layer. Its parameters and those in the wrapped module form one unit."""
+        """Return whether a module is a peft layer, which forms one unit with the module that it wraps."""
         return isinstance(module._modules.get("base_layer"), nn.Module)
 
     def plain_name(self, name: str) -> str:
@@ -283,7 +283,7 @@ class Adapters(ModelConverter):
         own = self._layers[path].named_parameters(prefix=path)
         return tuple(self.plain_name(each) for each, _ in own if not each.startswith(f"{path}.base_layer."))
 
-    def merged(self, name: str, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    def merge(self, name: str, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """Merge an adapter into a weight, like peft's ``merge_and_unload``, and return the result in fp32.
 
         Args:
@@ -316,7 +316,7 @@ class Adapters(ModelConverter):
             layer._caches.clear()
         return merged
 
-    def exported(self, graph: ConvertedGraph, source: WeightSource) -> WeightSource:
+    def export_source(self, graph: ConvertedGraph, source: WeightSource) -> WeightSource:
         """Return a source of weights that merges the adapters. It needs RAM for one additional weight.
 
         Raises:
@@ -381,15 +381,15 @@ def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, non
     _check_patterns(config, [name for name, _ in model.named_modules()], table)
     _check_supported(config, model)
     if non_text and (is_new or passthrough_modules(model) is not None):
-        config.exclude_modules = _with_excluded(config.exclude_modules, non_text)
+        config.exclude_modules = _extend_excluded(config.exclude_modules, non_text)
     head = head_of(model)
     # A new head starts from random weights, so it must be trained and saved.
     if head is not None and is_new:
         config.task_type = "SEQ_CLS"
-        config.exclude_modules = _with_excluded(config.exclude_modules, head_modules(model))
+        config.exclude_modules = _extend_excluded(config.exclude_modules, head_modules(model))
         config.modules_to_save = [*(config.modules_to_save or ()), *head_modules(model)]
     if images == "trained" and is_new:
-        config.modules_to_save = [*(config.modules_to_save or ()), *non_text_modules(model, sounds=False)]
+        config.modules_to_save = [*(config.modules_to_save or ()), *non_text_modules(model, audio=False)]
     saved_modules = config.modules_to_save
     # Hide these modules from peft, which would copy them. The engine trains them in place.
     config.modules_to_save = None
@@ -400,32 +400,30 @@ def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, non
         except ValueError as error:
             raise AdapterError(
                 f"{_selecting_key(table)}: {_one_line(error)}. {type(model).__name__} has e.g. "
-                f"{_modules_to_choose_from(model)}"
+                f"{_example_module_names(model)}"
             ) from error
     vars(model).pop("peft_config", None)  # otherwise transformers would treat it as a peft model
     config.modules_to_save = list(saved_modules or ()) or None
     return config
 
 
-_NAME_OF_MODULE = re.compile(r"[\w.]+")
+_MODULE_NAME = re.compile(r"[\w.]+")
 
 
 def _check_patterns(config: Any, names: Sequence[str], table: LoraConfig) -> None:
-    """Check the patterns in peft's settings under a time limit, because untrusted adapters can contain slow patterns.
+    """Check the patterns in peft's settings with a time limit, because untrusted adapters can contain slow patterns.
 
     Raises:
         AdapterError: If a pattern is invalid or takes too long.
     """
     layers = config.layers_pattern or ()
-    kinds: dict[str, Sequence[str]] = {  # pattern in which peft embeds a setting -> values of the setting
+    kinds: dict[str, Sequence[str]] = {  # pattern template of peft -> values of the setting that peft inserts
         "{}": [each for each in (config.target_modules, config.exclude_modules) if isinstance(each, str)],
         r"(?:^|.*?\.){}\.(?P<idx>\d+)\.": [layers] if isinstance(layers, str) else layers,
         r"(^|.*\.){}($|\..*)": config.modules_to_save or (),
         r"(.*\.)?({})$": [*(config.rank_pattern or ()), *(config.alpha_pattern or ())],
     }
-    found = [
-        (form, each) for form, settings in kinds.items() for each in settings if not _NAME_OF_MODULE.fullmatch(each)
-    ]
+    found = [(form, each) for form, settings in kinds.items() for each in settings if not _MODULE_NAME.fullmatch(each)]
     patterns = [form.replace("{}", each) for form, each in found if each != "all-linear"]
     if not patterns:
         return
@@ -462,7 +460,7 @@ def _check_layer(where: str, path: str, layer: Any) -> None:
         raise AdapterError(f"lora.use_dora: {path} is an embedding. Leave it out of target_modules")
 
 
-def _with_excluded(excluded: Any, paths: Sequence[str]) -> str:
+def _extend_excluded(excluded: Any, paths: Sequence[str]) -> str:
     """Extend peft's ``exclude_modules`` by some modules and their submodules."""
     patterns = [rf"({'|'.join(map(re.escape, paths))})(\..*)?"]
     if isinstance(excluded, str):
@@ -512,14 +510,14 @@ def _check_supported(config: Any, model: PreTrainedModel) -> None:
         )
 
 
-def _modules_to_choose_from(model: PreTrainedModel) -> str:
+def _example_module_names(model: PreTrainedModel) -> str:
     ends = {
         name.rpartition(".")[2]: None for name, m in model.named_modules() if isinstance(m, nn.Linear) or is_conv1d(m)
     }
     return join_names(list(ends), limit=8)
 
 
-def _train_whole(model: PreTrainedModel, wanted: Sequence[str], adapters: Adapters) -> None:
+def _train_modules(model: PreTrainedModel, wanted: Sequence[str], adapters: Adapters) -> None:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -564,7 +562,7 @@ def _merged_source(graph: ConvertedGraph, adapters: Adapters, source: WeightSour
                     tensors = {
                         name: whole(entry_of[name], readers[layout_of[name].name]) for name in adapted[entry.name]
                     }
-                    last[entry.name] = adapters.merged(entry.name, whole(entry, read), tensors).view(-1)
+                    last[entry.name] = adapters.merge(entry.name, whole(entry, read), tensors).view(-1)
                 return last[entry.name]
 
             def read_merged(start: int, stop: int) -> Tensor:
@@ -583,7 +581,7 @@ def _merged_source(graph: ConvertedGraph, adapters: Adapters, source: WeightSour
 # -- folders of adapters -----------------------------------------------------------------------------------------------
 
 
-def base_of_adapter(folder: Path) -> str:
+def find_base_model(folder: Path) -> str:
     """Return the folder or hub name of an adapter's base model.
 
     Raises:
@@ -683,7 +681,7 @@ class AdapterWeights:
         """Check that a weight of the model equals its copy in the adapter file.
 
         Raises:
-            AdapterError: If they differ. This means that the copy was trained or resized, and peft would load the copy.
+            AdapterError: If they differ, because the copy was trained or resized, and peft would load the copy.
         """
         copy = self._file.read(self._name_in_file[self.base_copies[name]])
         if copy.shape != weight.shape or not torch.equal(weight.to(copy.dtype), copy):

@@ -3,7 +3,7 @@
 transformers describes a mask by functions of two positions and, for sdpa, converts it to a [rows, 1, S, S] tensor. This
 converter attaches a pattern to these functions: causal, a window, or boundaries between documents. If a mask consists
 of such patterns, it becomes a `DocumentMask`, which holds only the lengths of the documents. sdpa attention then runs
-on each document (`_each_document`), or as one kernel for all documents if the device supports it (`_varlen`). Any other
+on each document (`_attend_each`), or as one kernel for all documents if the device supports it (`_varlen`). Any other
 use of the mask first creates the dense tensor. Models with custom attention therefore stay correct, but save no memory.
 
 No rule depends on the model class. docs/decisions/0026-attention-by-documents.md
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 __all__ = ["AttentionByDocuments", "DocumentMask", "Documents", "attention_by_documents"]
 
 #: Minimum number of tokens per piece if a document is longer than the window. Each piece needs a mask.
-_FEWEST_WINDOW_TOKENS = 512
+_MIN_WINDOW_TOKENS = 512
 #: Limits of the kernel in ``_varlen``: dtypes, maximum and multiple of the head dimension, minimum compute capability.
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
-_WIDEST_HEAD, _HEAD_MULTIPLE, _OLDEST_CAPABILITY = 256, 8, 8
+_MAX_HEAD_DIM, _HEAD_MULTIPLE, _MIN_CAPABILITY = 256, 8, 8
 
 
 class AttentionByDocuments(ModelConverter):
     """Converter that makes passes compute attention per document if the model's mask allows this."""
 
-    def computing(self, on_dense_mask: Callable[[str], None], *, is_compiled: bool) -> AbstractContextManager[None]:
-        """Return the context of a pass. Compiled layers need [S, S] masks, so for them it only reports the masks."""
+    def pass_context(self, on_dense_mask: Callable[[str], None], *, is_compiled: bool) -> AbstractContextManager[None]:
+        """Return the context of a pass. Compiled layers need [S, S] masks, which the context only reports."""
         return attention_by_documents(on_dense_mask, enabled=not is_compiled)
 
 
@@ -92,7 +92,7 @@ class Documents:
 
 
 class DocumentMask(Tensor):
-    """Mask [rows, 1, S, S] that is not materialized. It has only shape, dtype, device and documents.
+    """Mask [rows, 1, S, S] that is not materialized and has only shape, dtype, device and documents.
 
     An operation on the mask materializes the dense tensor.
     """
@@ -133,26 +133,26 @@ class DocumentMask(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name in _QUERIES:
                 return func(*args, **(kwargs or {}))
-            return func(*_dense(args, name), **_dense(kwargs or {}, name))
+            return func(*_materialize(args, name), **_materialize(kwargs or {}, name))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return func(*_dense(args, str(func)), **_dense(kwargs or {}, str(func)))
+        return func(*_materialize(args, str(func)), **_materialize(kwargs or {}, str(func)))
 
 
 _QUERIES = METADATA_QUERIES | {"__get__", "__repr__", "untyped_storage"}
 
 
-def _dense(value: Any, where: str) -> Any:
+def _materialize(value: Any, where: str) -> Any:
     """Return an operation's arguments with their masks made dense."""
     if isinstance(value, DocumentMask):
         return value.dense(where)
     if isinstance(value, tuple | list):
-        return type(value)([_dense(item, where) for item in value])
+        return type(value)([_materialize(item, where) for item in value])
     if isinstance(value, dict):
-        return {key: _dense(item, where) for key, item in value.items()}
+        return {key: _materialize(item, where) for key, item in value.items()}
     return value
 
 
@@ -161,7 +161,7 @@ def _dense(value: Any, where: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Pattern:
-    """Pattern that a mask function of transformers describes. The pattern of other functions is unknown.
+    """Pattern that a mask function of transformers describes. Other functions have an unknown pattern.
 
     Attributes:
         is_causal: Whether no token attends to later tokens.
@@ -202,9 +202,9 @@ def _intersection(functions: tuple[Any, ...]) -> _Pattern | None:
     return _Pattern(any(p.is_causal for p in known), min(windows, default=None), boundaries[0] if boundaries else None)
 
 
-#: Functions of transformers that compose masks. `_LATER` exists only in newer releases.
-_COMPOSED_OF = ("and_masks", "sliding_window_overlay", "packed_sequence_mask_function")
-_LATER = "remap_positions_for_packed_sequence"
+#: Functions of transformers that compose masks. `_OPTIONAL` exists only in newer releases.
+_COMPOSERS = ("and_masks", "sliding_window_overlay", "packed_sequence_mask_function")
+_OPTIONAL = "remap_positions_for_packed_sequence"
 
 
 def _mask_functions() -> dict[str, Callable[..., Any]]:
@@ -216,10 +216,10 @@ def _mask_functions() -> dict[str, Callable[..., Any]]:
     from transformers import masking_utils
 
     own: Any = vars(masking_utils)
-    if not own.keys() >= {*_COMPOSED_OF, "causal_mask_function"}:
+    if not own.keys() >= {*_COMPOSERS, "causal_mask_function"}:
         return {}
-    own_and_masks, own_overlay, own_packed = (own[name] for name in _COMPOSED_OF)
-    own_remapped = own.get(_LATER)
+    own_and_masks, own_overlay, own_packed = (own[name] for name in _COMPOSERS)
+    own_remapped = own.get(_OPTIONAL)
 
     def and_masks(*functions: Any) -> Any:
         return _with_pattern(own_and_masks(*functions), _intersection(functions))
@@ -233,15 +233,15 @@ def _mask_functions() -> dict[str, Callable[..., Any]]:
     def remapped(function: Any, positions: Tensor) -> Any:
         return _with_pattern(own_remapped(function, positions), _pattern_of(function))
 
-    found: dict[str, Callable[..., Any]] = dict(zip(_COMPOSED_OF, (and_masks, overlay, packed), strict=True))
-    return found if own_remapped is None else {**found, _LATER: remapped}
+    found: dict[str, Callable[..., Any]] = dict(zip(_COMPOSERS, (and_masks, overlay, packed), strict=True))
+    return found if own_remapped is None else {**found, _OPTIONAL: remapped}
 
 
 @contextmanager
 def attention_by_documents(
     on_dense: Callable[[str], None] = lambda where: None, *, enabled: bool = True
 ) -> Iterator[None]:
-    """Make models with sdpa attention compute attention per document within the context. Not thread-safe.
+    """Make models with sdpa attention compute attention per document in the context. Not thread-safe.
 
     Args:
         on_dense: Function called with the reason whenever a dense mask is created.
@@ -276,41 +276,41 @@ def attention_by_documents(
 
 
 def _reporting(make: Callable[..., Any], what: str, on_dense: Callable[[str], None]) -> Callable[..., Any]:
-    def noting(*args: Any, **kwargs: Any) -> Any:
+    def reporting(*args: Any, **kwargs: Any) -> Any:
         mask = make(*args, **kwargs)
         if mask is not None:
             on_dense(what)
         return mask
 
-    return noting
+    return reporting
 
 
 def _mask_maker(plain: Callable[..., Any], on_dense: Callable[[str], None]) -> Callable[..., Any]:
     """Wrap transformers' sdpa mask function so that it returns a `DocumentMask` if the mask's pattern is known."""
-    signature, noting = inspect.signature(plain), _reporting(plain, "a mask of an unknown kind", on_dense)
+    signature, reporting = inspect.signature(plain), _reporting(plain, "a mask of an unknown kind", on_dense)
 
     def make(*args: Any, **kwargs: Any) -> Tensor | None:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        documents = _documents_of(given.arguments)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        documents = _documents_of(bound.arguments)
         if documents is not None:
             return DocumentMask.from_documents(documents, lambda: cast("Tensor", plain(*args, **kwargs)), on_dense)
-        mask: Tensor | None = noting(*args, **kwargs)
+        mask: Tensor | None = reporting(*args, **kwargs)
         return mask
 
     return make
 
 
 #: Required arguments of transformers' mask function.
-_NEEDED = {"mask_function", "use_vmap", "batch_size", "q_length", "kv_length", "q_offset", "kv_offset"}
-_NEEDED |= {"attention_mask", "device"}
+_REQUIRED = {"mask_function", "use_vmap", "batch_size", "q_length", "kv_length", "q_offset", "kv_offset"}
+_REQUIRED |= {"attention_mask", "device"}
 
 
 def _documents_of(given: Mapping[str, Any]) -> Documents | None:
     """Return the documents that a mask separates, or None if its pattern is not supported or no mask is needed."""
     from transformers import masking_utils
 
-    if not given.keys() >= _NEEDED:
+    if not given.keys() >= _REQUIRED:
         return None
     pattern = _pattern_of(given["mask_function"])
     if pattern is None or not pattern.is_causal or given["use_vmap"]:
@@ -332,7 +332,7 @@ def _documents_of(given: Mapping[str, Any]) -> Documents | None:
         values = np.asarray(marks.tolist())  # read from the host mirror, if there is one
         if padding is not None and not _ends_in_padding(values):
             return None
-        lengths = tuple(length for row in values for length in _runs(row))
+        lengths = tuple(length for row in values for length in _run_lengths(row))
         may_be_parts = len(lengths) > num_rows
     if window is None and not may_be_parts:
         return None  # sdpa needs no mask for whole rows
@@ -349,7 +349,7 @@ def _ends_in_padding(rows: npt.NDArray[Any]) -> bool:
     return bool(is_text[:, 0].all() and (np.diff(is_text) <= 0).all())
 
 
-def _runs(row: npt.NDArray[Any]) -> list[int]:
+def _run_lengths(row: npt.NDArray[Any]) -> list[int]:
     """Return the lengths of runs of equal values."""
     ends = [*(np.flatnonzero(row[1:] != row[:-1]) + 1).tolist(), len(row)]
     return [end - start for start, end in pairwise([0, *ends])]
@@ -404,7 +404,7 @@ def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
                 found: Tensor = plain(module, q, k, v, mask, scaling=scaling, is_causal=True)[0]
                 return found
 
-            out = _each_document(q, k, v, documents, attend)
+            out = _attend_each(q, k, v, documents, attend)
         return out.view(documents.num_rows, documents.row_tokens, *out.shape[1:]), None
 
     return attention
@@ -415,7 +415,7 @@ def _fits(documents: Documents, query: Tensor, key: Tensor) -> bool:
     return shapes == {(documents.num_rows, documents.row_tokens)}
 
 
-def _each_document(
+def _attend_each(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, attend: Callable[..., Tensor]
 ) -> Tensor:
     """Run attention on each document separately, as transformers does without packing.
@@ -440,7 +440,7 @@ def _each_document(
 
 def _windows(q: Tensor, k: Tensor, v: Tensor, window: int, attend: Callable[..., Tensor]) -> Iterator[Tensor]:
     """Run windowed attention in pieces. Each piece includes the keys of the `window - 1` tokens before it."""
-    rows = max(window, _FEWEST_WINDOW_TOKENS)
+    rows = max(window, _MIN_WINDOW_TOKENS)
     before = k[:, :, :0], v[:, :, :0]
     for queries, keys, values in zip(*(torch.split(tensor, rows, dim=2) for tensor in (q, k, v)), strict=True):
         num_before, num_queries = before[0].shape[2], queries.shape[2]
@@ -462,7 +462,7 @@ def _has_varlen(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return (
         (query.device.type == "cuda" or stands_for_gpu(query))
         and query.dtype in _VARLEN_DTYPES
-        and width == key.shape[-1] == value.shape[-1] <= _WIDEST_HEAD
+        and width == key.shape[-1] == value.shape[-1] <= _MAX_HEAD_DIM
         and width % _HEAD_MULTIPLE == 0
         and query.shape[1] % key.shape[1] == 0
         and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
@@ -474,7 +474,7 @@ def _has_flash(query: Tensor) -> bool:
     if stands_for_gpu(query) or (isinstance(query, FakeTensor) and not torch.cuda.is_available()):
         return True  # plans without a GPU assume flash attention
     is_nvidia = torch.version.hip is None and torch.version.cuda is not None
-    return is_nvidia and torch.cuda.get_device_capability(query.device)[0] >= _OLDEST_CAPABILITY
+    return is_nvidia and torch.cuda.get_device_capability(query.device)[0] >= _MIN_CAPABILITY
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float | None) -> Tensor:

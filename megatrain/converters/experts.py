@@ -2,7 +2,7 @@
 
 In transformers, one module holds all experts of a layer in a few 3-D tensors, `[experts, ...]`. Its inputs are tokens,
 the chosen experts of each token, and the routing weights. No other module of the layer reads the tensors. If the
-tensors are larger than a part, the module's forward becomes a sum over parts. Each part is a module that has some of
+tensors are larger than a part, the module's forward becomes a sum over parts. Each part is a module with some of
 the experts, and returns the contribution of these experts to each token. The original tensors stay on the meta device
 under their names, and only the parts have weights.
 """
@@ -65,7 +65,7 @@ class ExpertsInParts(ModelConverter):
         """Record the size of the model, because large models have larger parts."""
         self._num_elements = sum(parameter.numel() for parameter in model.parameters())
 
-    def cut(self, model: PreTrainedModel, layer: nn.Module) -> Sequence[InnerUnit]:
+    def split_layer(self, model: PreTrainedModel, layer: nn.Module) -> Sequence[InnerUnit]:
         """Return the units of a layer, or no units if the layer has no experts that are larger than a part."""
         cut = {id(each.module): each.parts for each in _cut_experts(layer, self._num_elements)}
         if not cut:
@@ -89,13 +89,13 @@ class ExpertsPart(nn.Module):
 
     Attributes:
         rows: Indexes of the experts.
-        num_all: Number of experts in the layer.
+        total_rows: Number of experts in the layer.
     """
 
     def __init__(self, experts: nn.Module, first: int, stop: int) -> None:
         super().__init__()
         self.rows = range(first, stop)
-        self.num_all = int(experts.num_experts)  # type: ignore[arg-type]
+        self.total_rows = int(experts.num_experts)  # type: ignore[arg-type]
         self._siblings: tuple[ExpertsPart, ...] = (self,)
         # Use a tuple, so that torch does not register the module, whose parameters belong to all experts.
         self._whole: tuple[Any] = (experts,)
@@ -126,17 +126,17 @@ class ExpertsPart(nn.Module):
 
     def has_routing(self, arguments: Sequence[Any]) -> bool:
         """Return whether a call's chosen experts have values. In a trace they have none."""
-        return _hit_experts(arguments[1]) is not None
+        return _routed_experts(arguments[1]) is not None
 
     def is_idle(self, arguments: Sequence[Any]) -> bool:
         """Return whether no token of a call is routed to the part. Synchronizes the host once per routing."""
-        hit = _hit_experts(arguments[1])
+        hit = _routed_experts(arguments[1])
         return hit is not None and hit.isdisjoint(self.rows)
 
     def chance_of_no_token(self, arguments: Sequence[Any]) -> float:
         """Return the probability that a token is not routed to the part, assuming uniform routing."""
-        others, num_chosen = self.num_all - len(self.rows), arguments[1].shape[-1]
-        return math.comb(others, num_chosen) / math.comb(self.num_all, num_chosen)
+        others, num_chosen = self.total_rows - len(self.rows), arguments[1].shape[-1]
+        return math.comb(others, num_chosen) / math.comb(self.total_rows, num_chosen)
 
     def placeholder_result(self, arguments: Sequence[Tensor]) -> Tensor:
         """Return a placeholder for the result. Weights get gradients only if no argument requires a gradient."""
@@ -195,17 +195,17 @@ class _PlaceholderResult(torch.autograd.Function):
 
 
 #: Attribute of a tensor of chosen experts. It caches the set of chosen experts on the host.
-_HIT = "_megatrain_hit_experts"
+_ROUTED = "_megatrain_hit_experts"
 
 
-def _hit_experts(chosen: Tensor) -> frozenset[int] | None:
-    """Return which experts get tokens, or None in a trace. The result is cached for all parts of a layer."""
+def _routed_experts(chosen: Tensor) -> frozenset[int] | None:
+    """Return the experts that receive tokens, or None in a trace. The result is cached for all parts of a layer."""
     if isinstance(chosen, FakeTensor) or chosen.is_meta:
         return None
-    found: frozenset[int] | None = getattr(chosen, _HIT, None)
+    found: frozenset[int] | None = getattr(chosen, _ROUTED, None)
     if found is None:
         found = frozenset(torch.unique(chosen.detach()).tolist())
-        setattr(chosen, _HIT, found)
+        setattr(chosen, _ROUTED, found)
     return found
 
 
@@ -325,7 +325,7 @@ def _drop_attention_weights(model: PreTrainedModel, layer: nn.Module) -> None:
     for module in layer.modules():
         index = next((places[kind] for kind in type(module).__mro__ if kind in places), None)
         if index is not None:
-            module.__dict__["forward"] = _without(module.forward, index)
+            module.__dict__["forward"] = _drop_result(module.forward, index)
 
 
 def _places_of_attention_weights(model: PreTrainedModel) -> Iterator[tuple[type[nn.Module], int]]:
@@ -341,7 +341,7 @@ def _places_of_attention_weights(model: PreTrainedModel) -> Iterator[tuple[type[
                 yield spec, 1  # the default index of transformers' hooks
 
 
-def _without(forward: Callable[..., Any], index: int) -> Callable[..., Any]:
+def _drop_result(forward: Callable[..., Any], index: int) -> Callable[..., Any]:
     """Wrap a forward so that it returns None at one index of its results."""
 
     @functools.wraps(forward)

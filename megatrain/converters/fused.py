@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["find_fused"]
 
 #: Names of parameters that probably contain several matrices, whose outputs the model splits.
-_LOOKS_FUSED = re.compile(
+_FUSED_NAMES = re.compile(
     r"qkv|query_key_value|^c_attn$|gate_up|up_gate|gate_and_up|^in_proj(_ba)?$|^kv_(proj|b_proj)$|^w13$"
 )
 
@@ -103,11 +103,11 @@ def find_fused(graph: ModelGraph) -> tuple[dict[str, FusedMatrix], list[str]]:
                 continue
             above, _, product = path.rpartition(".") if leaf == "weight" else (path, "", leaf)
             # Skip biases of experts, which are stacks of vectors.
-            if not _LOOKS_FUSED.search(product) or product.endswith("_bias"):
+            if not _FUSED_NAMES.search(product) or product.endswith("_bias"):
                 continue
             name = f"{path}.{leaf}"
             name = graph.owner_of.get(name, name)
-            fused = _fused(model.get_submodule(above), product, parameter.shape)
+            fused = _apply_rule(model.get_submodule(above), product, parameter.shape)
             if fused is None:
                 unknown.append(name)
             else:
@@ -115,8 +115,8 @@ def find_fused(graph: ModelGraph) -> tuple[dict[str, FusedMatrix], list[str]]:
     return found, unknown
 
 
-def _fused(owner: nn.Module, product: str, shape: tuple[int, ...]) -> FusedMatrix | None:
-    """Return how matrices are fused in a parameter, or None if no rule matches."""
+def _apply_rule(owner: nn.Module, product: str, shape: tuple[int, ...]) -> FusedMatrix | None:
+    """Return the layout of the matrices in a fused parameter, or None if no rule matches."""
     if len(shape) == 3:
         return _fused_experts(owner, product, shape)
     kind = type(owner).__name__
@@ -128,7 +128,7 @@ def _fused(owner: nn.Module, product: str, shape: tuple[int, ...]) -> FusedMatri
 
 
 def _fused_experts(owner: nn.Module, product: str, shape: tuple[int, ...]) -> FusedMatrix | None:
-    """Return how gate and up projections of stacked experts are fused, as the owner's attributes describe it."""
+    """Return the layout of the gate and up projections of stacked experts, from the owner's attributes."""
     if product != "gate_up_proj" or not hasattr(owner, "is_transposed"):
         return None
     by_column = bool(getattr(owner, "is_transposed", False))

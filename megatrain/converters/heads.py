@@ -6,7 +6,7 @@ model's head, this head does not run in pieces. Only the loss is different from 
 over a micro-batch, because a step needs the mean over all its pairs. The model's forward therefore runs without labels,
 and the loss is computed from its outputs.
 
-Labels are stored one position after the text, so that the engine can shift and count them as for a language model.
+Labels are stored one position after the text, so that the engine shifts and counts them as in a language model.
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ class Head(ModelConverter):
         }
         set_head(model, TaskHead(head_names, head_names, values))
         loss = partial(reward_loss, center=self._spec.center_rewards_coefficient)
-        model.__dict__["forward"] = partial(_with_loss, model.forward, loss)
+        model.__dict__["forward"] = partial(_run_with_loss, model.forward, loss)
 
 
-def _with_loss(
+def _run_with_loss(
     forward: Callable[..., Any],
     loss: Callable[..., tuple[Tensor, Tensor]],
     *,

@@ -41,11 +41,11 @@ def check_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
     """
     if device.type != "cuda":
         raise UnsupportedModelError(_KEY, "its kernels need a GPU. Write use_liger_kernel = false")
-    _function_for(model)
+    _find_function(model)
 
 
 def apply_liger_kernels(model: PreTrainedModel, *, with_mlps: bool) -> None:
-    """Let the modules of ``model`` compute with liger's kernels. Parameters and their names do not change.
+    """Make the modules of ``model`` compute with liger's kernels. Parameters and their names do not change.
 
     Rounding differs from the model's own code, but not between placements. A trace counts the reads and writes of these
     kernels (``trace/kernel_work.py``).
@@ -53,7 +53,7 @@ def apply_liger_kernels(model: PreTrainedModel, *, with_mlps: bool) -> None:
     Raises:
         UnsupportedModelError: If `check_liger_kernels` fails, or if liger does not support the model's layers.
     """
-    function = _function_for(model)
+    function = _find_function(model)
     wanted = {**_LEFT_OUT, **({} if with_mlps else _NO_MLP)}
     known = inspect.signature(function).parameters
     # The function changes the modules of this model, and classes for later models. The classes are restored below.
@@ -71,11 +71,11 @@ def apply_liger_kernels(model: PreTrainedModel, *, with_mlps: bool) -> None:
         namespace.update(before)
 
 
-def _function_for(model: PreTrainedModel) -> Callable[..., Any]:
+def _find_function(model: PreTrainedModel) -> Callable[..., Any]:
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError as error:
-        raise _cannot_be_used(error) from error
+        raise _make_error(error) from error
     model_type = model.config.model_type
     found: Callable[..., Any] | None = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
     if found is None:
@@ -85,7 +85,7 @@ def _function_for(model: PreTrainedModel) -> Callable[..., Any]:
     return found
 
 
-def _cannot_be_used(error: ImportError) -> UnsupportedModelError:
+def _make_error(error: ImportError) -> UnsupportedModelError:
     return UnsupportedModelError(
         _KEY,
         f"the package liger-kernel cannot be used here ({error}). Install it: pip install 'megatrain-tier[gpu]'. A new "

@@ -40,7 +40,7 @@ class MultimodalModules(ModelConverter):
 
     @classmethod
     def for_model(cls, settings: ModelSettings) -> MultimodalModules | None:
-        """Return a converter, or None if no folder has weights of the model, so that nothing can be passed through."""
+        """Return a converter, or None if no folder has the model's weights, so nothing can be passed through."""
         images = settings.table.images
         return None if images == "off" and settings.table.train_from_scratch else cls(images)
 
@@ -128,9 +128,9 @@ def _freeze_non_text(model: PreTrainedModel, images: Images) -> None:
             "image-text model",
         )
     text = {id(parameter) for part in _language_model(model) for parameter in part.parameters()}
-    sounds = {id(p) for module in _audio_modules(model) for p in module.parameters()}
+    audio = {id(p) for module in _audio_modules(model) for p in module.parameters()}
     for parameter in model.parameters():
-        if id(parameter) in sounds or (images == "frozen" and id(parameter) not in text):
+        if id(parameter) in audio or (images == "frozen" and id(parameter) not in text):
             parameter.requires_grad_(False)
 
 
@@ -139,13 +139,13 @@ def text_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [module for part in _language_model(model) for module in part.modules()]
 
 
-def non_text_modules(model: PreTrainedModel, *, sounds: bool = True) -> list[str]:
+def non_text_modules(model: PreTrainedModel, *, audio: bool = True) -> list[str]:
     """Return the paths of the outermost modules that have weights and are not part of the language model.
 
     Args:
-        sounds: Whether to include audio modules.
+        audio: Whether to include audio modules.
     """
-    left_out = set() if sounds else {id(m) for sound in _audio_modules(model) for m in sound.modules()}
+    left_out = set() if audio else {id(m) for sound in _audio_modules(model) for m in sound.modules()}
     paths: list[str] = []
     for path, module, contains_text in _modules_outside(_language_model(model), model):
         is_outermost = not contains_text and not _is_below(paths, path)

@@ -1,4 +1,4 @@
-"""Check whether a model computes the documents of a packed row separately, with a small copy of the model.
+"""Check on a small copy whether a model computes the documents of a packed row separately.
 
 In a packed row, positions start again at each document. Attention respects this boundary if the model passes positions
 to the mask. Recurrences, scans and short convolutions usually carry their state across the boundary. Some attention
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from megatrain.converters.spec import ModelSpec
     from megatrain.models.graph import ModelGraph
 
-__all__ = ["choose_packing", "choose_packing_of_model", "why_documents_mix"]
+__all__ = ["choose_packing", "choose_packing_of_model", "find_mixing_reason"]
 
 PackingMode = bool | Literal["concat"]
 
 _MIXES = "it carries state from one document of a row into the following one"
 _HAS_IMAGES = "rows with images have special positions and masks"
-_MIXES_PERHAPS = "it may not keep apart the texts that share a row"
+_MAY_MIX = "it may not keep apart the texts that share a row"
 
 _TOKENS = (37, 41)  # lengths of both documents, longer than a small copy's attention window
 _ROWS = 4  # several rows, because in a single row the chosen experts or keys could agree by chance
 _FIRST_TOKEN = 3  # lower ids are usually special tokens
 #: Tolerance relative to the largest logit. Summation order causes at most 1e-5, and mixed documents at least 1e-3.
 _TOLERANCE = 1e-4
-_FEW_LAYERS, _MANY_LAYERS = 3, 16  # layers of the copy; 16 if 3 layers lack a class of module
+_FEW_LAYERS, _MANY_LAYERS = 3, 16  # layers of the copy: 16 if 3 layers do not contain all module classes
 
-_found: dict[object, str | None] = {}  # cache, because all alternatives of a plan check the same model
+_reasons: dict[object, str | None] = {}  # cache, because all alternatives of a plan check the same model
 
 
 def choose_packing(
@@ -61,7 +61,7 @@ def choose_packing(
         raise UnsupportedModelError(type(graph.model).__name__, f"{_HAS_IMAGES}. Write data.packing = false")
     if not packing or (packing == "concat" and passthrough_modules(graph.model) is None):
         return packing, ""
-    problem = why_documents_mix(graph, model.table.attn_implementation)
+    problem = find_mixing_reason(graph, model.table.attn_implementation)
     if problem is None:
         return packing, ""
     name = type(graph.model).__name__
@@ -87,10 +87,10 @@ def choose_packing_of_model(model: ModelSpec, packing: PackingMode, *, is_defaul
         return packing, ""
 
 
-def why_documents_mix(graph: ModelGraph, attn_implementation: str) -> str | None:
-    """Return why a model may mix the documents of a row, or None if it computes them separately.
+def find_mixing_reason(graph: ModelGraph, attn_implementation: str) -> str | None:
+    """Return the reason why a model may mix the documents of a row, or None if it computes them separately.
 
-    The check runs on the CPU. If a model separates documents only on a GPU, the result is therefore a reason.
+    The check runs on the CPU. A model that separates documents only on a GPU therefore also gets a reason.
 
     Args:
         graph: Graph of the model, without weights.
@@ -98,13 +98,13 @@ def why_documents_mix(graph: ModelGraph, attn_implementation: str) -> str | None
     """
     if passthrough_modules(graph.model) is not None:
         # The small copy is a text model, so image modules cannot be checked.
-        return f"as it also reads images, {_MIXES_PERHAPS}"
+        return f"as it also reads images, {_MAY_MIX}"
     attention = "auto" if attn_implementation.startswith("flash") else attn_implementation  # needs a GPU
-    kinds = _kinds(graph.model)
+    kinds = _module_classes(graph.model)
     key = (type(graph.config), graph.config.to_json_string(use_diff=False), attention, frozenset(kinds))
-    if key not in _found:
-        _found[key] = _check_small_copy(graph.config, attention, kinds)
-    return _found[key]
+    if key not in _reasons:
+        _reasons[key] = _check_small_copy(graph.config, attention, kinds)
+    return _reasons[key]
 
 
 def _check_small_copy(config: PretrainedConfig, attention: str, kinds: set[str]) -> str | None:
@@ -112,18 +112,18 @@ def _check_small_copy(config: PretrainedConfig, attention: str, kinds: set[str])
         try:
             model = small_model(config, attention, seed=0, num_layers=num_layers).eval()
         except UnsupportedModelError as error:
-            return f"{_MIXES_PERHAPS}: that cannot be tried, as {error.problem.partition('. ')[0]}"
-        missing = kinds - _kinds(model)
+            return f"{_MAY_MIX}: that cannot be tried, as {error.problem.partition('. ')[0]}"
+        missing = kinds - _module_classes(model)
         if not missing:
             break
     try:
         is_apart = _separates_documents(model)
     except Exception as error:  # each class raises different errors
-        return f"{_MIXES_PERHAPS}: that cannot be tried ({type(error).__name__}: {error})"
+        return f"{_MAY_MIX}: that cannot be tried ({type(error).__name__}: {error})"
     if not is_apart:
         return _MIXES
     if missing:
-        return f"{_MIXES_PERHAPS}: the small copy on which that is tried has no {', '.join(sorted(missing))}"
+        return f"{_MAY_MIX}: the small copy on which that is tried has no {', '.join(sorted(missing))}"
     return None
 
 
@@ -150,6 +150,6 @@ def _logits(model: PreTrainedModel, *documents: Tensor) -> Tensor:
     return logits
 
 
-def _kinds(model: PreTrainedModel) -> set[str]:
+def _module_classes(model: PreTrainedModel) -> set[str]:
     """Return the names of the module classes that are defined in the model's own source file."""
     return {type(module).__name__ for module in model.modules() if type(module).__module__ == type(model).__module__}

@@ -22,7 +22,7 @@ __all__ = ["ModelSpec", "build_graph", "converters_for"]
 
 def converters_for(settings: ModelSettings) -> tuple[ModelConverter, ...]:
     """Return new converters for one graph, in the order in which they change the graph."""
-    found = [None if settings.of_task is None else settings.of_task.converter()]
+    found = [None if settings.task_spec is None else settings.task_spec.converter()]
     for name in CONVERTERS:
         file, _, made = name.partition(".")
         found.append(getattr(import_module(f"megatrain.converters.{file}"), made).for_model(settings))
@@ -34,7 +34,7 @@ def build_graph(
     table: ModelConfig | None = None,
     *,
     lora: LoraConfig | None = None,
-    of_task: ConverterSpec | None = None,
+    task_spec: ConverterSpec | None = None,
     dtype: torch.dtype = torch.float32,
     is_trained: bool = True,
     **keys: Any,
@@ -45,7 +45,7 @@ def build_graph(
         config_or_folder: Hugging Face configuration, or a folder with `config.json`.
         table: The ``[model]`` table; None to use ``keys``, and the defaults of all other keys.
         lora: As in `ModelSettings`.
-        of_task: As in `ModelSettings`.
+        task_spec: As in `ModelSettings`.
         dtype: As in `converted_graph`.
         is_trained: As in `converted_graph`.
         keys: Keys of ``[model]``.
@@ -58,7 +58,7 @@ def build_graph(
     table = table or ModelConfig.model_construct(**keys)
     return converted_graph(
         config_or_folder,
-        converters_for(ModelSettings(table, lora, of_task)),
+        converters_for(ModelSettings(table, lora, task_spec)),
         attn_implementation=table.attn_implementation,
         freeze=table.freeze,
         dtype=dtype,
@@ -78,7 +78,7 @@ class ModelSpec:
         hub: Hub model, if ``folder`` is in the hub's cache; None for a local folder.
         lora: Settings of the adapters that are trained instead of the model, if any.
         is_trained: Whether weights are trained. If False, all weights are frozen.
-        of_task: Settings of the converter that changes a language model into the task's model, if any.
+        task_spec: Settings of the converter that changes a language model into the task's model, if any.
     """
 
     table: ModelConfig
@@ -87,7 +87,7 @@ class ModelSpec:
     hub: HubModel | None = None
     lora: LoraConfig | None = None
     is_trained: bool = True
-    of_task: ConverterSpec | None = None
+    task_spec: ConverterSpec | None = None
 
     @property
     def name(self) -> str:
@@ -97,5 +97,5 @@ class ModelSpec:
     def build(self, dtype: torch.dtype) -> ModelGraph:
         """Build the model's graph on the meta device. Raises the same errors as `build_graph`."""
         return build_graph(
-            self.folder, self.table, lora=self.lora, of_task=self.of_task, dtype=dtype, is_trained=self.is_trained
+            self.folder, self.table, lora=self.lora, task_spec=self.task_spec, dtype=dtype, is_trained=self.is_trained
         )

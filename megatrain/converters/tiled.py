@@ -34,7 +34,7 @@ __all__ = ["TiledForward", "find_position_wise", "is_position_wise", "tile_mlps"
 _TOKENS = (2, 7)  # rows and tokens of the trial input
 _PIECES = (1, 5, 3, 5)
 _RTOL, _ATOL = 1e-3, 1e-5  # allow for fp32 sums in a different order
-_FEWEST_MATRICES = 2  # an MLP has at least two; a single projection has almost no internal activations
+_MIN_MATRICES = 2  # an MLP has at least two; a single projection has almost no internal activations
 
 #: Signature of a layer: (path, class) of its larger submodules. Layers with the same signature count as equal.
 _Signature = tuple[tuple[str, str], ...]
@@ -82,7 +82,7 @@ class TiledForward:
         if hidden.numel() // hidden.shape[-1] <= self._rows:
             return self._whole(hidden)
         if not torch.is_grad_enabled():
-            return self.in_pieces(hidden)
+            return self.run_pieces(hidden)
         weights = [parameters[leaf] for parameters, leaf in self._slots]
         out: Tensor = _TiledFunction.apply(self, hidden, *weights)  # type: ignore[no-untyped-call]
         return out
@@ -94,11 +94,11 @@ class TiledForward:
             part = slice(start, min(start + self._rows, len(flat)))
             yield part, flat[part] if hidden.dim() == 2 else flat[part].unsqueeze(0)
 
-    def piece(self, hidden: Tensor) -> Tensor:
+    def run_piece(self, hidden: Tensor) -> Tensor:
         """Run one piece, and return its output [rows, H].
 
         Raises:
-            UnsupportedModelError: If an output recorder collects values in the module, which it would do per piece.
+            UnsupportedModelError: If an output recorder collects values in the module, as it would do so per piece.
         """
         from transformers.utils.output_capturing import _active_collector
 
@@ -113,11 +113,11 @@ class TiledForward:
             )
         return out.reshape(-1, out.shape[-1])
 
-    def in_pieces(self, hidden: Tensor) -> Tensor:
+    def run_pieces(self, hidden: Tensor) -> Tensor:
         """Run all pieces in the current grad mode, and concatenate the results to [..., H]."""
         out: Tensor | None = None
         for part, piece in self.pieces(hidden):
-            rows = self.piece(piece).detach()
+            rows = self.run_piece(piece).detach()
             if out is None:
                 out = rows.new_empty(hidden.numel() // hidden.shape[-1], rows.shape[-1])
             out[part] = rows
@@ -125,7 +125,7 @@ class TiledForward:
         return out.view(*hidden.shape[:-1], out.shape[-1])
 
     @contextmanager
-    def bound(self, weights: Sequence[Tensor]) -> Iterator[None]:
+    def bind(self, weights: Sequence[Tensor]) -> Iterator[None]:
         """Bind ``weights`` to the module's parameters within the context."""
         saved = [parameters[leaf] for parameters, leaf in self._slots]
         try:
@@ -149,7 +149,7 @@ class _TiledFunction(torch.autograd.Function):
         ctx.save_for_backward(hidden, *weights)
         # Use grad mode, as in the recompute, because both runs must select the same kernels.
         with torch.enable_grad(), without_saved_tensors():
-            return tiled.in_pieces(hidden)
+            return tiled.run_pieces(hidden)
 
     @staticmethod
     @once_differentiable
@@ -167,12 +167,12 @@ class _TiledFunction(torch.autograd.Function):
             ctx.modes.applied(),
             ctx.random.continued_from(ctx.random_state),
             torch.enable_grad(),
-            tiled.bound(leaves),
+            tiled.bind(leaves),
             intercepting(leaves),
         ):
             for part, piece in tiled.pieces(hidden):
                 leaf = piece.detach().requires_grad_(needs_hidden)
-                out = tiled.piece(leaf)
+                out = tiled.run_piece(leaf)
                 inputs = [leaf, *wanted] if needs_hidden else wanted
                 found = optional_gradients([out], [grads[part]], inputs)
                 del out
@@ -265,13 +265,13 @@ def _call_widths(model: Any, layers: Any) -> dict[nn.Module, list[int | None]]:
     """
     seen: dict[nn.Module, list[int | None]] = {}
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def record_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and isinstance(output, Tensor)
         is_hidden = is_plain and args[0].dim() >= 2 and output.shape[:-1] == args[0].shape[:-1]
         seen.setdefault(module, []).append(args[0].shape[-1] if is_hidden else None)
 
     modules = [module for layer in layers for module in layer.modules() if module is not layer]
-    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in modules if _has_matrices(module)]
+    hooks = [module.register_forward_hook(record_call, with_kwargs=True) for module in modules if _has_matrices(module)]
     try:
         with torch.no_grad():
             model(input_ids=torch.arange(8)[None], use_cache=False)
@@ -316,7 +316,7 @@ def _run(module: nn.Module, inputs: Sequence[Tensor], generator: torch.Generator
 
 
 def _has_matrices(module: nn.Module) -> bool:
-    return sum(parameter.dim() >= 2 for parameter in module.parameters()) >= _FEWEST_MATRICES
+    return sum(parameter.dim() >= 2 for parameter in module.parameters()) >= _MIN_MATRICES
 
 
 def _signature(layer: nn.Module) -> _Signature:

@@ -15,7 +15,7 @@ from megatrain.embed.offload import move_buffers, offload
 from megatrain.embed.offloaded_module import offloaded_module
 from megatrain.embed.weights import block_of
 from megatrain.models.folder import join_names
-from megatrain.models.hub import fetch_weights, locate
+from megatrain.models.hub import fetch_weights, find_hub_model
 from megatrain.models.load import WeightLoader
 from megatrain.models.skeleton import build_skeleton, resolve_config
 from tiered import TieredStore
@@ -52,7 +52,7 @@ def load_pretrained(
         UnsupportedModelError: The model is not a causal language model, or its weights are quantized.
         CapacityError: The store is too small.
     """
-    hub = locate(str(folder), revision)
+    hub = find_hub_model(str(folder), revision)
     if hub is not None:
         fetch_weights(hub, shows_bar=True)
         folder = hub.folder

@@ -161,7 +161,7 @@ class LayerRunner:
             trace,
             self._micro_batches.mirror,
             recompute,
-            context or partial(graph.computing, is_compiled=compiler is not None),
+            context or partial(graph.pass_context, is_compiled=compiler is not None),
         )
 
     def _make_head(self, recompute: Recompute) -> CutHead | OwnLoss:

@@ -18,7 +18,7 @@ from megatrain.base.observer import RunObserver
 from megatrain.config.combinations import find_generation_problems
 from megatrain.config.resolved import load_run_config, with_values
 from megatrain.config.schema import RunConfig
-from megatrain.converters.adapters import base_of_adapter
+from megatrain.converters.adapters import find_base_model
 from megatrain.engine.table import TrainingConfig
 from megatrain.models.folder import ADAPTER_CONFIG
 from megatrain.models.graph import num_learned_positions
@@ -104,7 +104,7 @@ def tables_of_folder(folder: Path) -> dict[str, dict[str, Any]]:
         model.update({name: value for name, value in values["model"].items() if value != ""})
         tables["precision"] = values["precision"]
     else:
-        model["model_name_or_path"] = base_of_adapter(folder)
+        model["model_name_or_path"] = find_base_model(folder)
     if (folder / "tokenizer.json").is_file():
         model["tokenizer_name_or_path"] = str(folder)
     return tables

@@ -1,1 +1,1 @@
-"""Hugging Face models: their units, layouts, weights in and out."""
+"""Hugging Face models: their units and layouts, and how weights are loaded and exported."""

@@ -2,7 +2,7 @@
 
 In transformers 5, some models' parameters differ from the tensors in their files: prefixes differ, and a layer's
 experts are one fused tensor. Transformers describes the differences as a list of transforms. This module first applies
-the list only to names and shapes, on the meta device. It gets a complete plan before any weight is read or written, so
+the list only to names and shapes, on the meta device. The plan is complete before any weight is read or written, so
 missing names and wrong shapes are detected early. Each step of the plan can run alone, with only its own tensors.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ConversionError(Exception):
-    """Tensors cannot be converted by the transforms that transformers defines for the model."""
+    """Failure of a conversion by the transforms that transformers defines for the model."""
 
 
 @dataclass
@@ -108,17 +108,17 @@ class LoadPlan:
     """Plan for loading a checkpoint into a model.
 
     Attributes:
-        by_target: Conversion step for each parameter and persistent buffer.
+        target_steps: Conversion step for each parameter and persistent buffer.
         missing: Parameters and buffers of the model that no checkpoint tensor provides.
         unexpected: Checkpoint tensors that the model does not have.
-        ignorable: Checkpoint tensors that the model's class permits to ignore, with their names in the model.
+        ignored: Names in the model, by checkpoint name, of tensors that the model's class declares ignorable.
         transforms: Transforms that matched a tensor. An export applies their inverses.
     """
 
-    by_target: dict[str, Conversion]
+    target_steps: dict[str, Conversion]
     missing: list[str]
     unexpected: list[str]
-    ignorable: dict[str, str]
+    ignored: dict[str, str]
     transforms: list[WeightTransform]
 
 
@@ -148,21 +148,21 @@ def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) ->
         if pattern is None and step.sources:
             raise ConversionError(f"tensors {step.source_names[0]} and {name} are both meant for {target}")
         step.sources.setdefault(pattern or name, []).append(name)
-    by_target: dict[str, Conversion] = {}
+    target_steps: dict[str, Conversion] = {}
     for step in steps.values():
         step.trace(checkpoint, model)
-        by_target.update(dict.fromkeys(step.targets, step))
-    unplaced = [name for name in by_target if name not in places]
-    by_target = {name: step for name, step in by_target.items() if name in places}
-    patterns = [re.compile(pattern) for pattern in _ignored_unexpected(model)]
-    ignorable = {  # like transformers, match the patterns against the name in the model
+        target_steps.update(dict.fromkeys(step.targets, step))
+    unplaced = [name for name in target_steps if name not in places]
+    target_steps = {name: step for name, step in target_steps.items() if name in places}
+    patterns = [re.compile(pattern) for pattern in _ignored_patterns(model)]
+    ignored = {  # like transformers, match the patterns against the name in the model
         name: target for name, target in unexpected.items() if any(pattern.search(target) for pattern in patterns)
     }
     return LoadPlan(
-        by_target=by_target,
-        missing=_exclude_matches(model._keys_to_ignore_on_load_missing, _find_missing(model, places, by_target)),
-        unexpected=[name for name in unexpected if name not in ignorable] + unplaced,
-        ignorable=ignorable,
+        target_steps=target_steps,
+        missing=_exclude_matches(model._keys_to_ignore_on_load_missing, _find_missing(model, places, target_steps)),
+        unexpected=[name for name in unexpected if name not in ignored] + unplaced,
+        ignored=ignored,
         transforms=[transform for transform in mapping if transform.was_used()],
     )
 
@@ -211,14 +211,14 @@ def plan_export(
 
 def _restore_file_names(step: Conversion, loaded: LoadPlan, prefix: str) -> None:
     """Rename an export step's outputs to their names in the folder. The shapes must be equal."""
-    steps = [loaded.by_target[name] for name in step.source_names if name in loaded.by_target]
+    steps = [loaded.target_steps[name] for name in step.source_names if name in loaded.target_steps]
     if not steps:
-        return  # no file contains the tensor; transformers allows it to be missing
+        return  # no file contains the tensor, which transformers permits
     shapes = {name: shape for loading in steps for name, shape in loading.source_shapes.items()}
     new_names = {}
     for name, value in step.targets.items():
-        with_or_without = {name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")}  # from_pretrained accepts both
-        found = [other for other in with_or_without if other in shapes]
+        candidates = {name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")}  # from_pretrained accepts both
+        found = [other for other in candidates if other in shapes]
         if step.transform is None and len(shapes) == 1:
             found = list(shapes)  # a plain copy has only one candidate, even if a renaming has lost the name
         if len(found) == 1 and shapes[found[0]] == value.shape:
@@ -233,7 +233,7 @@ def _restore_file_names(step: Conversion, loaded: LoadPlan, prefix: str) -> None
 
 
 def _region_of_input(name: str, place: torch.Tensor) -> Region:
-    """Return the region that maps a whole input to ``place``. ``place`` is a view of an output on the meta device."""
+    """Return the region that maps a whole input to ``place``, a view of an output on the meta device."""
     return region_of(name, torch.empty(place.shape, device="meta"), place)
 
 
@@ -285,7 +285,7 @@ def _find_missing(model: PreTrainedModel, places: Mapping[str, torch.Tensor], fo
     return sorted(missing)
 
 
-def _ignored_unexpected(model: PreTrainedModel) -> list[str]:
+def _ignored_patterns(model: PreTrainedModel) -> list[str]:
     """Return patterns of tensor names that transformers ignores, because old or larger checkpoints contain them."""
     patterns = list(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]

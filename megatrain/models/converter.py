@@ -4,7 +4,7 @@ The core builds a folder's skeleton, finds its units, streams their weights thro
 back. Some models or runs need more: adapters, experts in parts, images, or attention within documents. Converters add
 this by overriding methods of `ModelConverter`. By default, each method does nothing. The methods are listed in the
 order in which the core calls them. ``CONVERTERS`` in ``megatrain/models/table.py`` lists the converters. Each converter
-decides whether a run needs it. The core gets the needed ones as a tuple and calls them in the tuple's order.
+decides whether a run needs it. The core receives the required converters as a tuple and calls them in this order.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ModelConverter:
 
     @classmethod
     def for_model(cls, settings: ModelSettings) -> ModelConverter | None:
-        """Return a new converter for one graph, or None if the run does not need it. By default every run does."""
+        """Return a new converter for one graph, or None if the run does not need one. By default, every run does."""
         return cls()
 
     # -- the skeleton, whose parameters are on the meta device --------------------------------------------------------
@@ -84,7 +84,7 @@ class ModelConverter:
         """Return whether micro-batches can skip a unit. Each step still visits it."""
         return False
 
-    def cut(self, model: PreTrainedModel, layer: nn.Module) -> Sequence[InnerUnit]:
+    def split_layer(self, model: PreTrainedModel, layer: nn.Module) -> Sequence[InnerUnit]:
         """Return the units that replace a layer, in forward order. Return nothing to keep the layer as one unit.
 
         Together, the units must own all of the layer's parameters. Called once per layer that every micro-batch uses.
@@ -93,7 +93,7 @@ class ModelConverter:
 
     # -- passes and exports -------------------------------------------------------------------------------------------
 
-    def computing(self, on_dense_mask: Callable[[str], None], *, is_compiled: bool) -> AbstractContextManager[None]:
+    def pass_context(self, on_dense_mask: Callable[[str], None], *, is_compiled: bool) -> AbstractContextManager[None]:
         """Return the context in which a pass runs its forward and backward. Not thread-safe.
 
         Args:
@@ -102,24 +102,24 @@ class ModelConverter:
         """
         return nullcontext()
 
-    def exported(self, graph: ConvertedGraph, source: WeightSource) -> WeightSource:
+    def export_source(self, graph: ConvertedGraph, source: WeightSource) -> WeightSource:
         """Return the source of the weights to export. ``source`` provides the weights in the blocks."""
         return source
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """Settings of a run that decide which converters its model needs.
+    """Settings of a run that determine which converters the model needs.
 
     Attributes:
         table: The ``[model]`` table.
         lora: Settings of adapters to train or only to run, or None. Adapters freeze the model's weights.
-        of_task: Settings of the converter that turns a language model into the task's model. None if not needed.
+        task_spec: Settings of the converter that turns a language model into the task's model. None if not needed.
     """
 
     table: ModelConfig
     lora: LoraConfig | None = None
-    of_task: ConverterSpec | None = None
+    task_spec: ConverterSpec | None = None
 
 
 class ConverterSpec(Protocol):
@@ -141,7 +141,7 @@ class ConvertedGraph(Protocol):
 
     def plain_model(self) -> AbstractContextManager[None]: ...
 
-    def exported(self, source: WeightSource) -> WeightSource: ...
+    def export_source(self, source: WeightSource) -> WeightSource: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,7 +174,7 @@ class LayerPart(Protocol):
         """Row range of this part in the first dimension of every parameter."""
 
     @property
-    def num_all(self) -> int:
+    def total_rows(self) -> int:
         """Number of rows in the whole module."""
 
     @property
@@ -189,7 +189,7 @@ class LayerPart(Protocol):
         """Return whether a call's arguments contain real routing values. In a trace they do not."""
 
     def is_idle(self, arguments: Sequence[Any]) -> bool:
-        """Return whether it is known that a call routes no token to this part. Can synchronize with the device."""
+        """Return whether a call is known to route no token to this part. Can synchronize with the device."""
 
     def chance_of_no_token(self, arguments: Sequence[Any]) -> float:
         """Return the probability that a given token is not routed to this part if routing is uniform."""

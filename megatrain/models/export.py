@@ -1,7 +1,7 @@
 """Export of a trained model to a Hugging Face folder, unit by unit, with verification and an atomic rename.
 
 The files are written to a hidden folder next to the target. This folder is renamed after all files have been verified.
-An export needs RAM for its source's leases and for one small piece of a tensor. A conversion that does more than
+An export needs RAM for the leases of its source and for one small piece of a tensor. A conversion that does more than
 stack, join, cut and transpose also needs RAM for all of its tensors.
 """
 
@@ -41,7 +41,7 @@ from megatrain.models.folder import (
 )
 from megatrain.models.load import Origin
 from megatrain.models.regions import Region, read_regions
-from megatrain.models.skeleton import dtypes_when_loaded
+from megatrain.models.skeleton import loaded_dtypes
 from megatrain.models.table import ExportConfig
 from megatrain.models.task_head import head_of
 from tiered.units import format_size, is_number
@@ -74,11 +74,11 @@ def export_dtype(table: ExportConfig, compute_dtype: torch.dtype) -> torch.dtype
 
 
 #: Bytes per element of the widest dtype that weights are read in.
-_WIDEST_BYTES = 4
+_MAX_DTYPE_BYTES = 4
 
 
 class DamagedShardError(Exception):
-    """A file does not contain the data that was written to it."""
+    """Error for a file that does not contain the data that was written to it."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def plan_file(file_name: str, names: list[str], tensors: Mapping[str, Tensor]) -
 
 
 class ShardWriter:
-    """Writes the planned weight files of a folder, and can verify them.
+    """Writer and verifier of the planned weight files of a folder.
 
     Attributes:
         checksums: Checksum of each tensor's bytes in the file, by name (xxh3-64, hexadecimal).
@@ -151,7 +151,7 @@ class ShardWriter:
         self._folder, self._shards, self._tensors = folder, shards, tensors
         self._on_bytes, self._done_bytes = on_bytes, 0
         self._num_bytes = 2 * sum(tensor.nbytes for tensor in tensors.values())  # each byte is written and read back
-        self._shard_of = {name: shard for shard in shards for name in shard.offsets}
+        self._shard_by_name = {name: shard for shard in shards for name in shard.offsets}
         self._started: set[str] = set()
         self.checksums: dict[str, str] = {}
 
@@ -163,7 +163,7 @@ class ShardWriter:
             read: Function (start, stop) that returns a range of elements: 1-D, any floating-point dtype, any device.
         """
         expected = self._tensors[name]
-        count, step = expected.numel(), max(1, PIECE_BYTES // _WIDEST_BYTES)
+        count, step = expected.numel(), max(1, PIECE_BYTES // _MAX_DTYPE_BYTES)
         ranges = ((start, min(start + step, count)) for start in range(0, count, step))
         self._write(name, (read(start, stop).to("cpu", expected.dtype).contiguous() for start, stop in ranges))
 
@@ -173,7 +173,7 @@ class ShardWriter:
 
     def _write(self, name: str, pieces: Iterable[Tensor]) -> None:
         assert name not in self.checksums, name
-        shard = self._shard_of[name]
+        shard = self._shard_by_name[name]
         path = self._folder / shard.file_name
         if shard.file_name not in self._started:
             self._started.add(shard.file_name)
@@ -202,14 +202,14 @@ class ShardWriter:
         if len(self._shards) > 1:
             total = sum(tensor.nbytes for tensor in self._tensors.values())
             metadata = {"total_parameters": sum(t.numel() for t in self._tensors.values()), "total_size": total}
-            weight_map = {name: self._shard_of[name].file_name for name in sorted(self._tensors)}
+            weight_map = {name: self._shard_by_name[name].file_name for name in sorted(self._tensors)}
             text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n"
             (self._folder / INDEX_FILE).write_text(text, encoding="utf-8")
         paths = sorted(self._folder.rglob("*"))  # chat templates can be in a folder
         _fsync(paths)
         for path in filter(Path.is_file, paths):
             with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that `verify` reads from the drive
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that `verify` reads the drive
 
     def verify(self, folder: TensorReader | None = None) -> None:
         """Read all headers and tensors back, and compare checksums.
@@ -264,11 +264,11 @@ OnBytes = Callable[[int, int], None]
 
 
 class ExportError(Exception):
-    """The export failed. If the target folder existed before, it is unchanged."""
+    """Failure of an export. An existing target folder is unchanged."""
 
 
 class ExportTargetError(ExportError):
-    """The target folder contains files that this program did not write, or an export that must not be replaced."""
+    """Error for a target folder with files of other programs, or with an export that must not be replaced."""
 
 
 def export_model(
@@ -313,7 +313,7 @@ def export_model(
     """
     out = Path(out_dir).absolute()
     check_target(out)
-    source = graph.exported(source)
+    source = graph.export_source(source)
     with graph.plain_model():
         model = graph.model
         steps, inputs = _plan_steps(model, dtype, origin)
@@ -378,18 +378,18 @@ def _plan_steps(
     for names in tied_groups(model):
         dropped.update(names[1:])
     if origin is not None:
-        by_target = origin.plan.by_target
+        target_steps = origin.plan.target_steps
         for names in tied_groups(model):
-            dropped.update(names if any(name in by_target for name in names) else names[1:])
+            dropped.update(names if any(name in target_steps for name in names) else names[1:])
         dropped -= set(origin.trained)
-        dropped.update(name for name in places if name not in parameters and name in by_target)  # pass-through
-    dtypes = dtypes_when_loaded(model, dtype)
+        dropped.update(name for name in places if name not in parameters and name in target_steps)  # pass-through
+    dtypes = loaded_dtypes(model, dtype)
     inputs: dict[str, Tensor] = {}
     for name, place in places.items():
         if name not in dropped:
             # A converter may have added parameters, which the plain class lacks.
-            wanted = dtypes.get(name, dtype) if name in parameters else place.dtype
-            inputs[name] = torch.empty(place.shape, dtype=wanted, device="meta")
+            target_dtype = dtypes.get(name, dtype) if name in parameters else place.dtype
+            inputs[name] = torch.empty(place.shape, dtype=target_dtype, device="meta")
     return plan_export(model, inputs, None if origin is None else origin.plan), inputs
 
 
@@ -430,7 +430,7 @@ def _write_group(
                     writer.write(target, partial(_read_parts, parts, weights))
                 continue
             # Convert in the file's dtype to save memory. This is exact, because the transforms only move elements.
-            outputs = step.run(lambda name: weights.whole(name, inputs[name].dtype), model)
+            outputs = step.run(lambda name: weights.read_whole(name, inputs[name].dtype), model)
             for target in list(outputs):
                 flat = outputs.pop(target).reshape(-1)
                 writer.write(target, lambda start, stop, flat=flat: flat[start:stop])  # type: ignore[misc]
@@ -438,7 +438,7 @@ def _write_group(
 
 def _read_parts(regions: Sequence[Region], weights: _OpenWeights, start: int, stop: int) -> Tensor:
     out = torch.empty(stop - start, dtype=weights.dtype_of(regions[0].source))
-    read_regions(regions, start, out, weights.read, max(1, PIECE_BYTES // _WIDEST_BYTES))
+    read_regions(regions, start, out, weights.read, max(1, PIECE_BYTES // _MAX_DTYPE_BYTES))
     return out
 
 
@@ -472,7 +472,7 @@ class _OpenWeights:
                 found.append(read(start + moved, stop + moved))
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def whole(self, name: str, dtype: torch.dtype) -> Tensor:
+    def read_whole(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return a complete tensor in ``dtype``."""
         if name not in self._places:
             return self._buffer(name).to(dtype)
@@ -480,7 +480,7 @@ class _OpenWeights:
         found = torch.empty(
             (sum(entry.shape[0] for entry in entries), *entries[0].shape[1:]) if entries[0].shape else (), dtype=dtype
         )
-        flat, step = found.view(-1), max(1, PIECE_BYTES // _WIDEST_BYTES)
+        flat, step = found.view(-1), max(1, PIECE_BYTES // _MAX_DTYPE_BYTES)
         for start in range(0, flat.numel(), step):
             part = flat[start : start + step]
             part.copy_(self.read(name, start, part.numel()))
@@ -635,18 +635,18 @@ def _create_sibling(out: Path, word: str) -> Path:
     return sibling
 
 
-def write_record(folder: Path, dtype: torch.dtype, checksums: Mapping[str, str], more: Mapping[str, int]) -> None:
-    """Write ``export.json``. It is an export's last file. Later exports recognize the folder by this file.
+def write_record(folder: Path, dtype: torch.dtype, checksums: Mapping[str, str], extra_keys: Mapping[str, int]) -> None:
+    """Write ``export.json``. It is an export's last file. Later exports recognize an earlier export by this file.
 
     Args:
         folder: Folder that contains all other files of the export.
         dtype: dtype of the weights.
         checksums: Checksum of each tensor's bytes (xxh3-64, hexadecimal).
-        more: Additional keys, for example the step.
+        extra_keys: Additional keys, for example the step.
     """
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
     record = {
-        **more,
+        **extra_keys,
         "program": _PROGRAM,
         "dtype": str(dtype).removeprefix("torch."),
         "files": files,
@@ -657,7 +657,7 @@ def write_record(folder: Path, dtype: torch.dtype, checksums: Mapping[str, str],
 
 
 def _publish(partial: Path, out: Path) -> None:
-    """Rename the finished folder to ``out``. Move an earlier export aside before that, and remove it afterwards."""
+    """Rename the finished folder to ``out``. First move an earlier export aside, and remove it at the end."""
     old: Path | None = None
     if out.exists() and any(out.iterdir()):
         old = _create_sibling(out, "old")

@@ -1,7 +1,7 @@
-"""Reader of a Hugging Face folder. It reads the config, and the tensors one at a time.
+"""Reader of a Hugging Face folder: the config, and the tensors one at a time.
 
 Nothing is memory-mapped or cached. A tensor's bytes are read from the file into the caller's memory. If the dtype
-changes, they pass through one small buffer. A run therefore never has a second copy of a model in RAM.
+changes, the bytes pass through one small buffer. A run therefore never has a second copy of a model in RAM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatrain.base.errors import ModelFolderError as ModelFolderError
 from megatrain.base.facts import ModelFacts
 from megatrain.base.names import INDEX_FILE as INDEX_FILE
 from megatrain.base.names import SINGLE_FILE as SINGLE_FILE
-from megatrain.models.quantized import METHODS, Decoder, QuantizationError, decode, find_decoders, method_of
+from megatrain.models.quantized import METHODS, Decoder, QuantizationError, decode, find_decoders, find_method
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -130,20 +130,20 @@ def read_config_json(folder: Path) -> dict[str, Any]:
         raise ModelFolderError(folder, f"is not a folder. {advice}")
     path = folder / "config.json"
     if not path.exists():
-        _refuse_adapter(folder)
+        _reject_adapter(folder)
     inner = sorted(file.parent for glob in ("*", "snapshots/*") for file in folder.glob(f"{glob}/config.json"))
     values = _read_json_object(path, f"Use {inner[0]}" if inner else "Use a Hugging Face model folder")
-    table = quantization_of(values)
-    if table is not None and method_of(table) not in METHODS:
+    table = find_quantization(values)
+    if table is not None and find_method(table) not in METHODS:
         raise ModelFolderError(
             path,
-            f"the model is quantized ({method_of(table) or 'unknown method'}), which is not supported; with [lora], "
+            f"the model is quantized ({find_method(table) or 'unknown method'}), which is not supported; with [lora], "
             f"{', '.join(METHODS.values())} are supported. {PLAIN_ADVICE}",
         )
     return values
 
 
-def _refuse_adapter(folder: Path) -> None:
+def _reject_adapter(folder: Path) -> None:
     """Raise ModelFolderError if a folder contains a peft adapter instead of a model."""
     if not any(file.name.startswith("adapter_") for file in folder.iterdir()):
         return
@@ -159,7 +159,7 @@ def _refuse_adapter(folder: Path) -> None:
     )
 
 
-def quantization_of(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def find_quantization(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return ``quantization_config`` from ``config.json``, or from the ``text_config`` in it, or None."""
     table, texts = values.get("quantization_config"), values.get("text_config")
     if table is None and isinstance(texts, dict):
@@ -180,7 +180,7 @@ def _read_json_object(path: Path, advice: str) -> dict[str, Any]:
 
 
 class TensorReader:
-    """Reads the tensors in safetensors files.
+    """Reader of the tensors in safetensors files.
 
     Attributes:
         records: Location of each tensor, by name, in file order. Quantized weights appear as decoded tensors.
@@ -288,7 +288,7 @@ class TensorReader:
 
 
 class TensorFile(TensorReader):
-    """Reads a single safetensors file.
+    """Reader of a single safetensors file.
 
     Raises:
         ModelFolderError: The file is missing, truncated or damaged.
@@ -299,7 +299,7 @@ class TensorFile(TensorReader):
 
 
 class ModelFolder(TensorReader):
-    """Reads a folder's safetensors files.
+    """Reader of a folder's safetensors files.
 
     Args:
         path: A folder that contains ``model.safetensors``, or shards and ``model.safetensors.index.json``.
@@ -319,7 +319,7 @@ class ModelFolder(TensorReader):
         else:
             self._raise_no_weights()
         self.stored = self.records
-        if table := quantization_of(read_config_json(self.path)):
+        if table := find_quantization(read_config_json(self.path)):
             self._add_decoders(table)
         left = [record for record in self.records.values() if record.dtype in _QUANTIZED_DTYPES]
         if left:
@@ -350,7 +350,7 @@ class ModelFolder(TensorReader):
     def fingerprint(self) -> str:
         """Return a checksum of all headers and of at most 4096 samples, 4 KiB each, from the tensors.
 
-        This takes seconds for models of any size. The checksum reveals a different model with the same shapes, but not
+        This takes seconds for models of any size. The checksum detects a different model with the same shapes, but not
         a few changed bytes.
         """
         digest = xxhash.xxh3_64()
@@ -389,7 +389,7 @@ class ModelFolder(TensorReader):
 
     def _raise_no_weights(self) -> None:
         names = sorted(path.name for path in self.path.iterdir())
-        _refuse_adapter(self.path)
+        _reject_adapter(self.path)
         shards = [name for name in names if name.endswith(".safetensors")]
         if shards:
             raise ModelFolderError(
@@ -419,7 +419,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def join_names(names: list[str], limit: int = 6) -> str:
-    """Return the first ``limit`` names and the number of remaining names, as text."""
+    """Return a text with the first ``limit`` names and the number of remaining names."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 

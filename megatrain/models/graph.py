@@ -141,12 +141,12 @@ _MAX_POSITION_OFFSET = 2  # some model families do not use the first rows of the
 
 
 class FreezeError(Exception):
-    """A `freeze` pattern matches no parameter, or the patterns freeze all parameters."""
+    """Error for a `freeze` pattern that matches no parameter, or patterns that freeze all parameters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """A module that the engine runs as a whole. Its weights are bound only while it runs.
+    """Module that the engine runs as a whole. Its weights are bound only during a run.
 
     Attributes:
         index: Position in `ModelGraph.units`.
@@ -158,7 +158,7 @@ class Unit:
             tied parameter appears in every unit that uses it, always with the same owner.
         is_container: Whether `module` contains layers. The unit then has only the module's directly owned parameters,
             and the forward visits the unit before the units inside it.
-        shares_inputs: Whether earlier units in the layer can have the same inputs. Such inputs are saved only once.
+        shares_inputs: Whether earlier units in the layer can have the same inputs. Shared inputs are saved only once.
         part: The part of a larger module that this unit is, or None for a whole module.
     """
 
@@ -175,7 +175,7 @@ class Unit:
     @property
     def share(self) -> float:
         """Expected fraction of tokens that the unit computes. Below 1 if tokens are routed to it."""
-        return 1.0 if self.part is None else len(self.part.rows) / self.part.num_all
+        return 1.0 if self.part is None else len(self.part.rows) / self.part.total_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,18 +205,18 @@ class ModelGraph:
         """Return a context in which the model has the same modules and names as its folder."""
         return _enter_all([converter.plain_model() for converter in self.converters])
 
-    def computing(
+    def pass_context(
         self, on_dense_mask: Callable[[str], None] = lambda what: None, *, is_compiled: bool
     ) -> AbstractContextManager[None]:
-        """Return the context in which a pass runs its forward and backward. See `ModelConverter.computing`."""
+        """Return the context in which a pass runs its forward and backward. See `ModelConverter.pass_context`."""
         return _enter_all(
-            [converter.computing(on_dense_mask, is_compiled=is_compiled) for converter in self.converters]
+            [converter.pass_context(on_dense_mask, is_compiled=is_compiled) for converter in self.converters]
         )
 
-    def exported(self, source: WeightSource) -> WeightSource:
+    def export_source(self, source: WeightSource) -> WeightSource:
         """Return the source of the weights to export. ``source`` provides the weights in the blocks."""
         for converter in self.converters:
-            source = converter.exported(self, source)
+            source = converter.export_source(self, source)
         return source
 
     @property
@@ -274,7 +274,7 @@ def converted_graph(
     """
     freezes = any(converter.freezes_weights for converter in converters)
     config = resolve_config(
-        config_or_folder, trust_remote_code=trust_remote_code, takes_quantized=freezes or not is_trained
+        config_or_folder, trust_remote_code=trust_remote_code, allows_quantized=freezes or not is_trained
     )
     model = build_skeleton(
         resolve_config(config, trust_remote_code=trust_remote_code),
@@ -290,7 +290,7 @@ def converted_graph(
 
 
 def find_split_mismatch(graph: ModelGraph, stored: Collection[str]) -> str:
-    """Return the first layer whose experts are split in only one of the graph and the stored blocks, or "" if none.
+    """Return the first layer whose experts are split in the graph but not in the stored blocks or vice versa, or "".
 
     Args:
         stored: Keys of the blocks in a checkpoint.
@@ -338,7 +338,7 @@ def graph_of(
         is_optional = any(converter.is_optional(module) for converter in converters)
         inner: Sequence[InnerUnit] = ()
         if kind == "layer" and not is_optional:
-            inner = next((found for converter in converters if (found := converter.cut(model, module))), ())
+            inner = next((found for converter in converters if (found := converter.split_layer(model, module))), ())
         if not inner:
             units.add(path, module, kind, is_optional=is_optional and kind != "container")
         for each in inner:
@@ -347,7 +347,7 @@ def graph_of(
             else:
                 units.add_part(f"{path}.{each.path}", each.module, each.part, inside=path)
     owner_of = {alias: aliases[0] for _, aliases in names for alias in aliases[1:]}
-    assert len(units.covered) == len(names), (len(units.covered), len(names), type(model).__name__)
+    assert len(units.covered_names) == len(names), (len(units.covered_names), len(names), type(model).__name__)
     layouts = {layout.name: layout for layout in in_parts(units.layouts.values())}
     return ModelGraph(
         config, model, tuple(units.found), layouts, owner_of, dtype, tuple(converters), frozenset(units.optional)
@@ -363,7 +363,7 @@ class _UnitCollector:
     Attributes:
         found: Units in the order in which they were added.
         layouts: Layouts by name. A parameter's owner is the first unit that uses it.
-        covered: Names of all parameters that are in a layout. Tied parameters have their owner's name.
+        covered_names: Names of all parameters that are in a layout. Tied parameters have their owner's name.
         optional: Indices of units that a micro-batch can skip.
     """
 
@@ -372,7 +372,7 @@ class _UnitCollector:
         self._layout_of: dict[str, str] = {}
         self.found: list[Unit] = []
         self.layouts: dict[str, UnitLayout] = {}
-        self.covered: set[str] = set()
+        self.covered_names: set[str] = set()
         self.optional: set[int] = set()
 
     def add(self, path: str, module: nn.Module, kind: UnitKind, *, inside: str = "", is_optional: bool = False) -> None:
@@ -391,7 +391,7 @@ class _UnitCollector:
         for layout in build_layouts(path, own):
             self.layouts[layout.name] = layout
             self._layout_of.update((entry.name, layout.name) for entry in layout.entries)
-        self.covered.update(own)
+        self.covered_names.update(own)
         owned = ((local, self._owner[id(parameter)]) for local, parameter in parameters)
         params = tuple((local, owner, self._layout_of[owner]) for local, owner in owned)
         if is_optional:
@@ -420,7 +420,7 @@ class _UnitCollector:
         )
         self.layouts[path] = replace(layout, entries=entries)
         self._layout_of.update((name, path) for name in own)
-        self.covered.update(names.values())
+        self.covered_names.update(names.values())
         params = tuple((local, name, path) for local, name in zip(names, own, strict=True))
         self.found.append(
             Unit(len(self.found), path, module, False, params, layer=inside, shares_inputs=True, part=part)

@@ -30,10 +30,10 @@ __all__ = [
     "OnFetched",
     "cached_folder",
     "fetch_weights",
-    "locate",
+    "find_hub_model",
     "missing_files",
     "missing_weights",
-    "push",
+    "push_folder",
 ]
 
 _ID = re.compile(r"\w[\w.-]*/[\w.-]+")
@@ -43,7 +43,7 @@ _IGNORED_FILES = ["config.json", "original/*", "onnx/*", "*.gguf"]
 
 
 class HubError(ModelFolderError):
-    """A model cannot be downloaded, or an export cannot be uploaded. The message states the cause and the remedy."""
+    """Failure of a download or upload. The message states the cause and the remedy."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(Path(name), problem)
@@ -65,7 +65,7 @@ class HubModel:
 
 @dataclass(frozen=True, slots=True)
 class FetchedFile:
-    """A weight file that has been fetched. It is file ``number`` of ``count``."""
+    """Fetched weight file, number ``number`` of ``count``."""
 
     name: str
     number: int
@@ -79,7 +79,7 @@ class FetchedFile:
 OnFetched = Callable[[FetchedFile], None]
 
 
-def locate(name: str, revision: str | None) -> HubModel | None:
+def find_hub_model(name: str, revision: str | None) -> HubModel | None:
     """Return the hub model with this id, or None if ``name`` is a path.
 
     If the model's small files are not in the cache, fetch them. Otherwise the network is not used, so a branch stays at
@@ -142,7 +142,7 @@ def missing_files(model: HubModel) -> list[str]:
 
 
 def missing_weights(model: HubModel) -> dict[str, int]:
-    """Ask the hub for the sizes of all weight files that are not in the cache. Return them in bytes, by name.
+    """Return the sizes in bytes of all weight files that are not in the cache, by name. Asks the hub.
 
     Raises:
         HubError: The hub does not have one of the files, or it cannot be reached.
@@ -194,12 +194,12 @@ def fetch_weights(model: HubModel, on_fetched: OnFetched | None = None, *, shows
                 on_fetched(FetchedFile(name, number, len(sizes), nbytes))
 
 
-def push(folder: Path, name: str, *, is_private: bool = False) -> str:
+def push_folder(folder: Path, name: str, *, is_private: bool = False) -> str:
     """Upload a folder to the hub as one commit and return its URL. Create the repository if it does not exist.
 
     Args:
         name: Id of the repository.
-        is_private: Whether the repository is private if it is created.
+        is_private: Whether to make a new repository private.
 
     Raises:
         HubError: There is no token, the token has no write permission, or the hub cannot be reached.

@@ -1,4 +1,4 @@
-"""Source of frozen weights that reads them from the model's folder. No tier needs a second copy of these weights.
+"""Source that reads frozen weights from the model's folder, so that no tier needs a second copy of them.
 
 Each fetch of a frozen block assembles the block from ranges of the folder's safetensors files. A range is read into a
 small buffer, bypassing the page cache. It is then cast to the compute dtype and copied to its place in the layout. The
@@ -24,7 +24,7 @@ from megatrain.base.layout import UnitLayout
 from megatrain.base.precision import high_half
 from megatrain.models.folder import ModelFolderError, TensorRecord, tensor_bytes
 from megatrain.models.load import WeightLoader
-from megatrain.models.packed import Packing, cut, pack
+from megatrain.models.packed import Packing, pack, split_rows
 from tiered.errors import TransferError
 from tiered.ext import ReadPart, drop_cached, open_direct, read_all
 from tiered.units import PAGE_BYTES, MiB, round_up
@@ -63,7 +63,7 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class FrozenBlock:
-    """Describes where the contents of a block of frozen weights come from.
+    """Origin of the contents of a block of frozen weights.
 
     Attributes:
         ranges: File ranges that fill the block. Empty if the folder has not been read.
@@ -125,7 +125,7 @@ def _frozen_block(loader: WeightLoader, layout: UnitLayout, dtype: torch.dtype) 
 
 def _ranges(record: TensorRecord, place: Tensor) -> Iterator[FileRange]:
     """Split a tensor into ranges of whole rows. Each range has about ``_PIECE_BYTES``."""
-    for first, rows in cut(place, _PIECE_BYTES // record.dtype.itemsize):
+    for first, rows in split_rows(place, _PIECE_BYTES // record.dtype.itemsize):
         skip = first * record.dtype.itemsize
         yield FileRange(record, skip, tuple(rows.shape), rows.stride(), int(rows.storage_offset()))
 
@@ -186,10 +186,10 @@ class FolderSource:
         """Return a block's readers. See ``BlockSource``."""
         block = self._blocks[key]
         reads = [partial(self._read, key, number, each) for number, each in enumerate(block.ranges)]
-        return [partial(self._zero, block.gaps), *reads]
+        return [partial(self._zero_gaps, block.gaps), *reads]
 
     @staticmethod
-    def _zero(gaps: Sequence[range], into: Tensor) -> None:
+    def _zero_gaps(gaps: Sequence[range], into: Tensor) -> None:
         for gap in gaps:
             into[gap.start : gap.stop].zero_()
 
@@ -202,7 +202,7 @@ class FolderSource:
             high_half(piece.float(), rounded)
             piece = rounded
         place.copy_(piece.view(each.shape))
-        if (key, number) not in self._checked:  # check once; the files do not change during the run
+        if (key, number) not in self._checked:  # check only once, because the files do not change during the run
             if not (_is_finite(place) if each.is_finite is None else each.is_finite(place)):
                 raise TransferError(
                     f"tensor {each.record.name} contains infinite values or NaN. Use an undamaged model",

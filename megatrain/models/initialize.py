@@ -43,7 +43,7 @@ _SKIPPED_ELEMENTS = 1 << 20
 
 
 class InitializationError(Exception):
-    """The model's class has no rule for a parameter, so the model cannot be trained from scratch."""
+    """Error for a parameter without an initialization rule. The model cannot be trained from scratch."""
 
 
 def init_weights(model: PreTrainedModel, layout: UnitLayout, views: Mapping[str, Tensor], seed: int) -> None:
@@ -89,7 +89,7 @@ def initialize_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor], se
 
 
 class Initializer:
-    """Computes random weights range by range. They are bit-identical to weights from ``initialize_tensors``.
+    """Generator of random weights, range by range, bit-identical to weights from ``initialize_tensors``.
 
     Not thread-safe. Read ranges in the order of the elements, because otherwise earlier elements are drawn again.
 
@@ -104,8 +104,8 @@ class Initializer:
         self._whole: dict[str, Tensor] = {}
 
     @property
-    def is_in_ranges(self) -> bool:
-        """Whether ranges are computed separately. If not, the first read materializes all parameters."""
+    def supports_ranges(self) -> bool:
+        """Whether each range is computed separately. If not, the first read materializes all parameters."""
         return self._rules is not None
 
     def read(self, name: str, start: int, out: Tensor) -> None:
@@ -147,7 +147,7 @@ class _Operation:
         position: Index of the next element to draw, or -1 before the first draw.
         state: Generator state before ``position``, or None before the first draw.
         end: Generator state after the last element, or None until the last element has been drawn.
-        surplus: Last elements of the parameter, less than a group. They are drawn but not yet returned.
+        leftover: Last elements of the parameter, less than a group, which are drawn but not yet returned.
     """
 
     name: str
@@ -160,7 +160,7 @@ class _Operation:
     position: int = -1
     state: Tensor | None = None
     end: Tensor | None = None
-    surplus: Tensor | None = None
+    leftover: Tensor | None = None
 
     def apply(self, start: int, out: Tensor) -> None:
         """Apply the operation to ``out``: a contiguous fp32 range of the parameter that starts at element ``start``."""
@@ -169,7 +169,7 @@ class _Operation:
         elif self.box is None:
             self.function(out, *self.arguments)
         else:
-            for box in self.box.within(start, start + out.numel()):
+            for box in self.box.clip(start, start + out.numel()):
                 place = out.as_strided(box.shape, box.target_strides, out.storage_offset() + box.target_start - start)
                 self.function(place, *self.arguments)
 
@@ -186,7 +186,7 @@ class _Operation:
         generator.manual_seed(self.seed)
         if self.before is not None:
             generator.set_state(self.before.state_at_end())
-        self.position, self.state, self.surplus = 0, generator.get_state(), None
+        self.position, self.state, self.leftover = 0, generator.get_state(), None
 
     def state_at_end(self) -> Tensor:
         """Draw the remaining elements. Return the generator's state after the last element."""
@@ -202,9 +202,9 @@ class _Operation:
         """Draw the next elements into ``out``. The size of each range except the last must be a multiple of a group."""
         stop = self.position + out.numel()
         rest = self.num_elements - stop
-        if self.surplus is not None:
-            out.copy_(self.surplus[: out.numel()])
-            self.surplus = self.surplus[out.numel() :]
+        if self.leftover is not None:
+            out.copy_(self.leftover[: out.numel()])
+            self.leftover = self.leftover[out.numel() :]
         else:
             assert self.state is not None and (rest == 0 or out.numel() % _GROUP_SIZE == 0), (self.name, out.numel())
             generator = torch.Generator()
@@ -213,13 +213,13 @@ class _Operation:
                 whole = torch.empty(out.numel() + rest)
                 self.function(whole, *self.arguments, generator=generator)
                 out.copy_(whole[: out.numel()])
-                self.surplus = whole[out.numel() :]
+                self.leftover = whole[out.numel() :]
             else:
                 self.function(out, *self.arguments, generator=generator)
             self.state = generator.get_state()
         self.position = stop
         if rest == 0:
-            self.end, self.surplus = self.state, None
+            self.end, self.leftover = self.state, None
 
 
 @dataclass
@@ -240,7 +240,7 @@ class _Rules:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations on meta parameters.
+    """Dispatch mode that records operations on meta parameters.
 
     Attributes:
         is_simple: Whether all recorded operations can be repeated range by range.
@@ -262,7 +262,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.is_mutable and name is not None:
             self._record_operation(name, func, args, kwargs or {})
         elif torch.Tag.nondeterministic_seeded in func.tags and not _is_on_meta(args, kwargs or {}):
-            self.is_simple = False  # a repetition of the rule would not draw these random numbers
+            self.is_simple = False  # repeating the rule would not draw these random numbers
         return func(*args, **(kwargs or {}))
 
     def _name(self, tensor: Tensor) -> str | None:

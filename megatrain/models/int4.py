@@ -20,7 +20,7 @@ __all__ = ["find_int4"]
 _PACKED, _SCALE, _ZERO, _SHAPE = "_packed", "_scale", "_zero_point", "_shape"
 _SCALES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _PER_WORD, _BIAS, _LARGEST_NUMBER = 8, 8, 15
-_LARGEST = 3.38e38  # largest number that is finite in bf16
+_MAX_BF16 = 3.38e38  # largest number that is finite in bf16
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class _Int4:
     parts: tuple[str, ...]
     packed: tuple[str, ...]  # names of the tensors with the numbers, the scales and, if asymmetric, the zero points
     shape: tuple[int, int]
-    group: int  # number of columns in a group
+    group_size: int  # number of columns in a group
     dtype: torch.dtype  # dtype of the scales
     is_transposed: bool = False
 
     @property
     def _num_groups(self) -> int:
-        return -(-self.shape[1] // self.group)
+        return -(-self.shape[1] // self.group_size)
 
     @property
     def _row_bytes(self) -> int:
@@ -57,7 +57,7 @@ class _Int4:
         rows, columns = self._rows(first, count), self.shape[1]
         numbers = _unpack(packed[0].view(len(rows), -1))[:, :columns]
         device = numbers.device
-        of_column = torch.arange(columns, device=device) // self.group
+        of_column = torch.arange(columns, device=device) // self.group_size
         if len(self.packed) > 2:
             # Each word contains the zero points of eight rows. Unpack whole words, then select the requested rows.
             words = packed[2].view(-1, self._num_groups, 4).transpose(0, 1).reshape(self._num_groups, -1)
@@ -72,7 +72,7 @@ class _Int4:
         if name != self.packed[1]:
             return True
         # Multiply by the largest packed number for this check, because all products must be finite.
-        return bool((packed.view(self.dtype).float().abs() * _LARGEST_NUMBER <= _LARGEST).all())
+        return bool((packed.view(self.dtype).float().abs() * _LARGEST_NUMBER <= _MAX_BF16).all())
 
 
 def _unpack(packed: Tensor) -> Tensor:
@@ -108,8 +108,8 @@ def find_int4(
         if len(scale_shape) != 2 or scale_shape[0] != rows or scale_dtype not in _SCALES:
             raise ValueError(f"{whole}{_SCALE} is {scale_dtype or 'missing'} {list(scale_shape)}, not [{rows}, groups]")
         across = scale_shape[1]
-        group = columns if across == 1 else next((g for g in groups if -(-columns // g) == across), 0)
-        if not group:
+        group_size = columns if across == 1 else next((g for g in groups if -(-columns // g) == across), 0)
+        if not group_size:
             raise ValueError(f"{whole}{_SCALE} has {across} groups of {columns} columns, but config.json no such size")
         packed: tuple[str, ...] = (name, f"{whole}{_SCALE}")
         if (zeros := f"{whole}{_ZERO}") in shapes:
@@ -118,7 +118,7 @@ def find_int4(
                 raise ValueError(f"{zeros} is {shapes[zeros][1]} {list(shapes[zeros][0])}, not I32 {list(wanted[0])}")
             packed = (*packed, zeros)
         parts = (*packed, f"{whole}{_SHAPE}")
-        found[whole] = _Int4(parts, packed, (rows, columns), group, _SCALES[scale_dtype])
+        found[whole] = _Int4(parts, packed, (rows, columns), group_size, _SCALES[scale_dtype])
     return found
 
 

@@ -71,10 +71,10 @@ IMAGE_INTERNALS = {
 
 
 class TransformersVersionError(Exception):
-    """The installed transformers lacks internals that this package uses. The message lists them with the remedy."""
+    """Error for a transformers version without internals that this package uses. The message lists them."""
 
 
-def missing(names: Iterable[str]) -> list[str]:
+def missing_internals(names: Iterable[str]) -> list[str]:
     """Return the internals in ``names`` that the installed transformers lacks."""
     return [name for name in names if not _exists(name)]
 
@@ -108,7 +108,7 @@ def check_internals(*, with_trainer: bool = False, with_images: bool = False, wi
         **(IMAGE_INTERNALS if with_images else {}),
         **(SCHEDULE_INTERNALS if with_schedules else {}),
     }
-    gone = missing(wanted)
+    gone = missing_internals(wanted)
     if gone:
         named = "; ".join(f"{name.replace(':', '.')} ({wanted[name]})" for name in gone)
         raise TransformersVersionError(
@@ -126,10 +126,10 @@ def required_transformers() -> str:
     return next((line.split(";")[0].strip() for line in asked if line.startswith("transformers")), "transformers")
 
 
-def report() -> int:
+def print_missing() -> int:
     """Print the missing internals. Return 1 if there are any."""
     used = {**MODEL_INTERNALS, **TRAINER_INTERNALS, **IMAGE_INTERNALS, **SCHEDULE_INTERNALS}
-    gone = missing(used)
+    gone = missing_internals(used)
     print(f"transformers {version('transformers')}: {len(used) - len(gone)} of {len(used)} internals exist")
     for name in gone:
         print(f"missing: {name.replace(':', '.')} ({used[name]})")
@@ -137,4 +137,4 @@ def report() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(report())
+    sys.exit(print_missing())

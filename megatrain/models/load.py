@@ -35,7 +35,7 @@ _SAME_MODEL = "Do config.json and the weights belong together? Copy or download 
 
 @dataclass(frozen=True)
 class Origin:
-    """Facts for an export about the folder from which a model was loaded.
+    """Facts about the folder from which a model was loaded, for an export.
 
     Attributes:
         plan: Plan with which the folder was loaded.
@@ -59,7 +59,7 @@ def open_loader(folder: Path | str, graph: ModelGraph) -> WeightLoader:
 
 
 class WeightLoader:
-    """Loads a model's parameters and persistent buffers from a folder. Not thread-safe.
+    """Loader of a model's parameters and persistent buffers from a folder. Not thread-safe.
 
     Before the loader reads weights, it checks all names, shapes and dtypes. It rejects a folder if a tensor would be
     neither loaded nor copied by an export, or if an export could not restore one of the folder's names.
@@ -95,7 +95,7 @@ class WeightLoader:
                 plan = plan_load(model, on_meta)
             except ConversionError as error:
                 raise ModelFolderError(self._folder.path, f"{error}. {_SAME_MODEL}") from error
-            self._steps = plan.by_target
+            self._steps = plan.target_steps
             self._check_names(plan)
             self._check_shapes()
         self._aliases = {name: names for names in tied_groups(model) for name in names}
@@ -145,7 +145,7 @@ class WeightLoader:
         """Fill ``out`` with a parameter's elements, starting at element ``start``."""
         step, start = self._find_step(entry.parameter), entry.first + start
         with torch.no_grad():
-            if step is None:  # the folder lacks the parameter; transformers permits this and initializes it
+            if step is None:  # transformers permits and initializes a parameter that the folder lacks
                 self._initializer(layout).read(entry.parameter, start, out)
             else:
                 self._run_step(step, entry.parameter, start, out)
@@ -230,7 +230,7 @@ class WeightLoader:
         parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         owners: dict[str, str] = {}
         trained: list[str] = []
-        for step in {id(step): step for step in plan.by_target.values()}.values():
+        for step in {id(step): step for step in plan.target_steps.values()}.values():
             inside = [target for target in step.targets if target in parameters]
             if inside and len(inside) < len(step.targets):
                 outside = next(target for target in step.targets if target not in parameters)
@@ -242,8 +242,8 @@ class WeightLoader:
             for name in () if inside else step.source_names:
                 owners[name] = _owner(step.first_target, paths) if step.first_target in passthrough_names else "buffers"
         head = head_of(self._model)
-        other_heads = {name for name in plan.ignorable if head is not None and head.is_left_out(plan.ignorable[name])}
-        owners.update((name, _owner(name, ())) for name in plan.ignorable if name not in other_heads)
+        other_heads = {name for name in plan.ignored if head is not None and head.is_excluded(plan.ignored[name])}
+        owners.update((name, _owner(name, ())) for name in plan.ignored if name not in other_heads)
         names = tuple(name for name in self._folder.records if name in owners)
         origin = Origin(self._folder, plan, PassthroughTensors(self._folder, names, owners), tuple(sorted(trained)))
         places = self._model.state_dict(keep_vars=True)
@@ -333,7 +333,7 @@ class WeightLoader:
 
 
 def _owner(name: str, paths: tuple[str, ...]) -> str:
-    """Return the owner of a pass-through tensor, for messages. It is a module in ``paths`` or a prefix of the name."""
+    """Return the owner of a pass-through tensor, for messages: a module in ``paths`` or a prefix of the name."""
     for path in paths:
         if name == path or name.startswith(f"{path}."):
             return path

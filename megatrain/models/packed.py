@@ -22,7 +22,7 @@ from megatrain.models.quantized import Decoder
 from megatrain.models.regions import Region
 from tiered.units import round_up
 
-__all__ = ["Packing", "cut", "pack"]
+__all__ = ["Packing", "split_rows", "pack"]
 
 #: Alignment of all parts of a block: a GPU cache line, which is a multiple of every element size.
 _ALIGNMENT_BYTES = 128
@@ -121,19 +121,19 @@ class Packing:
                 count = plain.source.numel
                 found = block[plain.offset : plain.offset + count * self.dtype.itemsize].view(self.dtype)
                 plain.target.view(weights).copy_(found.view(plain.target.shape))
-            size = _numbers_at_once(block.device)
+            size = _decode_chunk_size(block.device)
             for packed in self.weights:
-                for first, place in cut(packed.target.view(weights), size):
-                    place.copy_(self._decoded(packed, packed.first + first, place.numel(), block).view(place.shape))
+                for first, place in split_rows(packed.target.view(weights), size):
+                    place.copy_(self._decode(packed, packed.first + first, place.numel(), block).view(place.shape))
 
     def decoding_bytes(self, device: torch.device) -> int:
         """Return the peak number of bytes that ``decode`` allocates. The block and the weights are not counted."""
-        most = _numbers_at_once(device)
+        most = _decode_chunk_size(device)
         targets = {replace(packed.target, offset=0) for packed in self.weights}
-        pieces = (piece for target in targets for _, piece in cut(target.view(), most))
+        pieces = (piece for target in targets for _, piece in split_rows(target.view(), most))
         return _DECODING_BYTES * max((piece.numel() for piece in pieces), default=0)
 
-    def _decoded(self, packed: PackedWeight, first: int, count: int, block: Tensor) -> Tensor:
+    def _decode(self, packed: PackedWeight, first: int, count: int, block: Tensor) -> Tensor:
         spans = zip(packed.offsets, packed.decoder.spans(first, count), strict=True)
         numbers = packed.decoder.numbers(first, count, [block[at + s.start : at + s.stop] for at, s in spans])
         if self.dtype != torch.bfloat16:
@@ -143,7 +143,7 @@ class Packing:
         return rounded
 
 
-def cut(place: Tensor, num_elements: int) -> Iterator[tuple[int, Tensor]]:
+def split_rows(place: Tensor, num_elements: int) -> Iterator[tuple[int, Tensor]]:
     """Split a view into pieces of whole rows. Yield (index of the first element, piece) for each piece.
 
     Args:
@@ -157,7 +157,7 @@ def cut(place: Tensor, num_elements: int) -> Iterator[tuple[int, Tensor]]:
     row = place.numel() // place.shape[0]
     if row > num_elements and place.dim() > 1:
         for number in range(place.shape[0]):
-            yield from ((number * row + first, piece) for first, piece in cut(place[number], num_elements))
+            yield from ((number * row + first, piece) for first, piece in split_rows(place[number], num_elements))
         return
     step = max(1, num_elements // row)
     for first in range(0, place.shape[0], step):
@@ -170,7 +170,7 @@ def pack(
     folder: ModelFolder,
     dtype: torch.dtype,
 ) -> Packing | None:
-    """Return a layout's packing, or None if the folder lacks a weight or the weights need more than moved elements.
+    """Return a layout's packing, or None if the folder lacks a weight or a weight needs more than moving elements.
 
     Args:
         regions_of: Function that returns the regions of the folder's tensors that form a parameter.
@@ -195,7 +195,7 @@ def pack(
         if regions is None:
             return None
         stop = entry.first + entry.numel
-        for region in chain.from_iterable(region.within(entry.first, stop) for region in regions):
+        for region in chain.from_iterable(region.clip(entry.first, stop) for region in regions):
             record = folder.records[region.source]
             is_row_of_file = region.source_strides == torch.empty(region.shape, device="meta").stride()
             if not record.dtype.is_floating_point or not is_row_of_file:
@@ -234,5 +234,5 @@ def _has_whole_matrices(region: Region, record: TensorRecord) -> bool:
     return region.shape[-2:] == matrix and region.source_start % max(1, matrix[0] * matrix[1]) == 0
 
 
-def _numbers_at_once(device: torch.device) -> int:
+def _decode_chunk_size(device: torch.device) -> int:
     return _NUMBERS_ON_CPU if device.type == "cpu" else _NUMBERS_ON_DEVICE

@@ -43,7 +43,7 @@ _ATTRIBUTE = "_megatrain_passthrough_modules"
 
 
 class _PassthroughWeight(Tensor):
-    """Placeholder that has a pass-through weight's shape and dtype. It raises an error if it is used."""
+    """Placeholder with a pass-through weight's shape and dtype. Any use raises an error."""
 
     weight_name: str
     model_name: str
@@ -147,7 +147,7 @@ class PassthroughTensors:
     Attributes:
         folder: Folder that contains the tensors.
         names: Names of the tensors in the files.
-        owners: Owner of each tensor, for messages. It is a module of the model or a prefix of the tensor's name.
+        owners: Owner of each tensor, for messages: a module of the model or a prefix of the tensor's name.
     """
 
     folder: ModelFolder

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from megatrain.models.int4 import find_int4
 
-__all__ = ["METHODS", "Decoder", "QuantizationError", "decode", "find_decoders", "method_of"]
+__all__ = ["METHODS", "Decoder", "QuantizationError", "decode", "find_decoders", "find_method"]
 
 #: Names of the quantization methods in messages. Keys are values of ``quant_method`` in a config.
 METHODS = {
@@ -43,7 +43,7 @@ _EXPONENT_BIAS = 127
 _NF4_STATE = ".quant_state.bitsandbytes__nf4"
 #: Largest number that is finite in bf16; largest mxfp4 scale whose products are finite; largest value that this program
 #: accepts in nf4's tables and scales. With this limit, all nf4 products are finite.
-_LARGEST, _LARGEST_SCALE, _LARGEST_NF4 = 3.38e38, 252, 1e18
+_MAX_BF16, _LARGEST_SCALE, _LARGEST_NF4 = 3.38e38, 252, 1e18
 _SMALLEST_SCALE_BITS = 0x0040_0000  # bits of 2 ** -127, a subnormal number
 
 #: Function (name, first byte, number of bytes) that returns bytes of a stored tensor as a new 1-D uint8 tensor.
@@ -51,7 +51,7 @@ ReadBytes = Callable[[str, int, int], Tensor]
 
 
 class QuantizationError(Exception):
-    """Quantized tensors have an unsupported format. The message describes the format."""
+    """Error for quantized tensors with an unsupported format. The message describes the format."""
 
 
 class Decoder(Protocol):
@@ -103,7 +103,7 @@ def decode(decoder: Decoder, first: int, count: int, read: ReadBytes) -> Tensor:
     return decoder.numbers(first, count, [read(name, span.start, len(span)) for name, span in spans])
 
 
-def method_of(table: object) -> str:
+def find_method(table: object) -> str:
     """Return the quantization method that a config names, or "" if it is unknown."""
     if not isinstance(table, Mapping):
         return ""
@@ -124,7 +124,7 @@ def find_decoders(
     Raises:
         QuantizationError: The method, or this variant of the method, is not supported.
     """
-    method = method_of(table)
+    method = find_method(table)
     if method == "fp8":
         return _find_fp8(shapes, table)
     if method == "mxfp4":
@@ -177,7 +177,7 @@ class _Fp8:
     def is_finite(self, name: str, packed: Tensor) -> bool:
         if name == self.parts[1]:
             # Multiply only by the largest fp8 number instead of computing all products.
-            return bool((packed.view(torch.float32).abs() * torch.finfo(self.dtype).max <= _LARGEST).all())
+            return bool((packed.view(torch.float32).abs() * torch.finfo(self.dtype).max <= _MAX_BF16).all())
         magnitude = packed & 0x7F
         return not bool((magnitude == 0x7F if self.dtype == torch.float8_e4m3fn else magnitude >= 0x7C).any())
 

@@ -1,4 +1,4 @@
-"""Maps from elements of source tensors to elements of a target tensor. With them, any range can be computed separately.
+"""Maps from elements of source tensors to elements of a target tensor, so that any range can be computed separately.
 
 Most transforms between a model's tensors and its files only move elements: they stack, join, cut and transpose. A
 ``Region`` describes one move, from a strided box of a source to a strided box of the target. Given all regions of a
@@ -65,7 +65,7 @@ class Region:
         return _span(self.shape, self.source_strides)
 
     @property
-    def can_be_read_in_place(self) -> bool:
+    def is_readable_in_place(self) -> bool:
         """Whether any range can be read without many unneeded elements. False, for example, for transposed tensors."""
         if self.num_elements == 0:
             return True
@@ -91,7 +91,7 @@ class Region:
             target_strides=row.target_strides[1:],
         )
 
-    def within(self, start: int, stop: int) -> Iterator[Region]:
+    def clip(self, start: int, stop: int) -> Iterator[Region]:
         """Yield boxes that cover this region's elements in the target's range from ``start`` to ``stop``."""
         span = _span(self.shape, self.target_strides)
         if self.num_elements == 0 or self.target_start >= stop or self.target_start + span <= start:
@@ -107,11 +107,11 @@ class Region:
         first_touched = max(0, (start - self.target_start - row_span) // stride + 1)
         end_touched = min(size, -(-(stop - self.target_start) // stride))
         for number in range(first_touched, min(first_whole, end_touched)):
-            yield from self.row(number).within(start, stop)
+            yield from self.row(number).clip(start, stop)
         if first_whole < end_whole:
             yield self.rows(first_whole, end_whole)
         for number in range(max(end_whole, first_touched), end_touched):
-            yield from self.row(number).within(start, stop)
+            yield from self.row(number).clip(start, stop)
 
 
 def region_of(source: str, source_view: Tensor, target_view: Tensor) -> Region:
@@ -138,7 +138,7 @@ def read_regions(regions: Sequence[Region], start: int, out: Tensor, read: ReadS
         max_elements: Maximum number of elements per read.
     """
     for region in regions:
-        for box in _merge_dimensions(region).within(start, start + out.numel()):
+        for box in _merge_dimensions(region).clip(start, start + out.numel()):
             _copy_box(box, start, out, read, max_elements)
 
 
@@ -147,15 +147,15 @@ def _copy_box(box: Region, start: int, out: Tensor, read: ReadSpan, max_elements
     span, size, stride = box.source_span, box.shape[0], max(1, box.source_strides[0])
     row_span = _span(box.shape[1:], box.source_strides[1:])
     # Read the gaps between rows if this costs less than a separate read for each row.
-    takes_gaps = span <= _MAX_WASTE * box.num_elements or row_span < _SHORT_ROW
-    if span <= max_elements and takes_gaps:
+    reads_gaps = span <= _MAX_WASTE * box.num_elements or row_span < _SHORT_ROW
+    if span <= max_elements and reads_gaps:
         place = out.as_strided(box.shape, box.target_strides, out.storage_offset() + box.target_start - start)
         is_plain = box.source_strides == box.target_strides == (1,)
         found = read(box.source, box.source_start, span, place if is_plain else None)
         if found is not place:
             place.copy_(found.as_strided(box.shape, box.source_strides, found.storage_offset()))
         return
-    if not takes_gaps or row_span > max_elements:
+    if not reads_gaps or row_span > max_elements:
         for number in range(size):
             _copy_box(box.row(number), start, out, read, max_elements)
         return
@@ -220,7 +220,7 @@ def trace_regions(
         if source is None:
             return None
         region = region_of(source, value, torch.empty(value.shape, device="meta"))
-        if not region.can_be_read_in_place:
+        if not region.is_readable_in_place:
             return None
         found[target] = [region]
     return found

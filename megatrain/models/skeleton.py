@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "build_skeleton",
-    "dtypes_when_loaded",
+    "loaded_dtypes",
     "multimodal_class",
     "is_multimodal",
     "resolve_config",
@@ -32,18 +32,18 @@ __all__ = [
 
 
 def resolve_config(
-    config_or_folder: PretrainedConfig | Path | str, *, trust_remote_code: bool, takes_quantized: bool = False
+    config_or_folder: PretrainedConfig | Path | str, *, trust_remote_code: bool, allows_quantized: bool = False
 ) -> PretrainedConfig:
     """Read a configuration from a folder, or copy an existing configuration.
 
     Args:
         config_or_folder: A Hugging Face configuration, or a folder with `config.json`.
         trust_remote_code: Whether to run model code from the folder.
-        takes_quantized: Whether quantized weights are allowed, because they are frozen and decoded. If so, the returned
-            configuration has no quantization.
+        allows_quantized: Whether quantized weights are allowed, because they are frozen and decoded. If so, the
+            returned configuration has no quantization.
 
     Raises:
-        UnsupportedModelError: The weights are quantized and `takes_quantized` is False.
+        UnsupportedModelError: The weights are quantized and `allows_quantized` is False.
         ModelFolderError: The folder has no usable `config.json`.
     """
     if isinstance(config_or_folder, str | Path):
@@ -51,7 +51,7 @@ def resolve_config(
     else:
         config = copy.deepcopy(config_or_folder)
     quantization = getattr(config, "quantization_config", None)
-    if quantization and takes_quantized:
+    if quantization and allows_quantized:
         del config.quantization_config
     elif quantization:
         is_folder = isinstance(config_or_folder, str | Path)
@@ -209,8 +209,8 @@ def _names_in_fp32(model: PreTrainedModel, names: Iterable[str], dtype: torch.dt
     return [name for name in names if pattern.search(name)]
 
 
-def dtypes_when_loaded(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtype that `from_pretrained` with `dtype` would give each parameter and buffer.
+def loaded_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtype of each parameter and buffer after `from_pretrained` with `dtype`.
 
     The model's code sets the dtype of some tensors, and transformers' rules keep others in fp32.
     """

@@ -119,7 +119,7 @@ def build(config: PretrainedConfig, attn_implementation: str, seed: int, *, need
 
 
 def _shrunken_configs(config: PretrainedConfig, num_layers: int) -> Iterator[PretrainedConfig]:
-    """Yield scaled-down configs to try: narrow; narrow with the original head width; with all original widths."""
+    """Yield scaled-down configs to try: narrow; narrow but with the original head width; with all original widths."""
     for keeps_head_dim, keeps_widths in ((False, False), (True, False), (True, True)):
         values = config.to_dict()
         for name in ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"):
@@ -136,8 +136,8 @@ def _shrink(
 ) -> None:
     names = dict(getattr(config, "attribute_map", None) or {})
     _shrink_depth(values, names.get("num_hidden_layers", "num_hidden_layers"), num_layers)
-    for name, most in _COUNTS.items():
-        _limit(values, names.get(name, name), most)
+    for name, maximum in _COUNTS.items():
+        _limit(values, names.get(name, name), maximum)
     if not keeps_widths:
         heads_key = names.get("num_attention_heads", "num_attention_heads")
         hidden_key = names.get("hidden_size", "hidden_size")
@@ -154,8 +154,8 @@ def _shrink(
         if isinstance(groups, int):
             is_latent = "kv_lora_rank" in values
             values["num_key_value_heads"] = new_heads if is_latent else max(1, new_heads * groups // heads)
-        for name, most in _WIDTHS.items():
-            _limit(values, names.get(name, name), most)
+        for name, maximum in _WIDTHS.items():
+            _limit(values, names.get(name, name), maximum)
         _fit_scan_width(values, hidden_key)
     for name, value in list(values.items()):
         if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
@@ -192,12 +192,12 @@ def _fit_scan_width(values: dict[str, Any], hidden_key: str) -> None:
             values[width] = inner // values[heads]
 
 
-def _limit(values: dict[str, Any], name: str, most: int) -> None:
+def _limit(values: dict[str, Any], name: str, maximum: int) -> None:
     value = values.get(name)
     if isinstance(value, int) and not isinstance(value, bool):
-        values[name] = min(value, most)
+        values[name] = min(value, maximum)
     elif isinstance(value, list) and all(isinstance(item, int) for item in value):
-        values[name] = [min(item, most) for item in value]
+        values[name] = [min(item, maximum) for item in value]
 
 
 def _limit_token(value: Any) -> Any:
@@ -206,7 +206,7 @@ def _limit_token(value: Any) -> Any:
     return value if value < VOCABULARY else 0
 
 
-_NUM_DOCUMENTS, _SHORTEST, _LONGEST = 80, 12, 100  # number of documents, and minimum and maximum words in each
+_NUM_DOCUMENTS, _MIN_WORDS, _MAX_WORDS = 80, 12, 100  # number of documents, and minimum and maximum words in each
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ class SmallModel:
 
 
 def _default_config() -> PretrainedConfig:
-    """Return the config of a small Llama. It is the default for small models."""
+    """Return the default config of small models, a small Llama."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -296,6 +296,6 @@ def _write_text(path: Path, seed: int) -> Path:
     draw = random.Random(seed)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(_NUM_DOCUMENTS):
-            words = (f"w{draw.randrange(2, VOCABULARY)}" for _ in range(draw.randint(_SHORTEST, _LONGEST)))
+            words = (f"w{draw.randrange(2, VOCABULARY)}" for _ in range(draw.randint(_MIN_WORDS, _MAX_WORDS)))
             file.write(json.dumps({"text": " ".join(words)}) + "\n")
     return path

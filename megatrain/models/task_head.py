@@ -26,25 +26,25 @@ class TaskHead:
     """Differences between a folder and a model with a task head.
 
     Attributes:
-        own: Pattern for the names of the head's parameters. They are initialized if the folder lacks them.
-        others: Pattern for the tensor names of all other heads. Such tensors are neither loaded nor exported.
+        own_pattern: Pattern for the names of the head's parameters, which are initialized if the folder lacks them.
+        other_pattern: Pattern for the tensor names of all other heads, which are neither loaded nor exported.
         config: Values that an export sets in ``config.json``.
     """
 
-    own: str
-    others: str
+    own_pattern: str
+    other_pattern: str
     config: Mapping[str, Any] = field(default_factory=dict)
 
-    def is_left_out(self, name: str) -> bool:
+    def is_excluded(self, name: str) -> bool:
         """Return whether a tensor belongs to another head. ``name`` is the tensor's name in the model."""
-        return re.search(self.others, name) is not None
+        return re.search(self.other_pattern, name) is not None
 
 
 def set_head(model: PreTrainedModel, head: TaskHead) -> None:
-    """Record a task head on a skeleton. Make transformers permit missing ``own`` and unexpected ``others`` tensors."""
+    """Record a task head on a skeleton. Make transformers permit folders without this head or with other heads."""
     own: Any = cast("Any", model).__dict__
     own[_ATTRIBUTE] = head
-    for key, pattern in (("missing", head.own), ("unexpected", head.others)):
+    for key, pattern in (("missing", head.own_pattern), ("unexpected", head.other_pattern)):
         name = f"_keys_to_ignore_on_load_{key}"
         own[name] = [*(getattr(model, name, None) or ()), pattern]
 

@@ -62,7 +62,7 @@ class Tracer:
             device=device,
             order=order,
             objective=objective,
-            context=partial(graph.computing, self._dense_masks.setdefault, is_compiled=is_compiled),
+            context=partial(graph.pass_context, self._dense_masks.setdefault, is_compiled=is_compiled),
         )
         for bound in self.runner.bounds:
             if bound.unit.part is not None:

@@ -28,7 +28,7 @@ from megatrain.machine.machine import Machine
 from megatrain.machine.resources import TierSpecs, resolve_compute_dtype, stripe_rates
 from megatrain.machine.table import TiersConfig
 from megatrain.machine.this_machine import THIS_MACHINE
-from megatrain.models.hub import locate
+from megatrain.models.hub import find_hub_model
 from megatrain.plan.budgets import FOLDER
 from megatrain.plan.placement import PlacementSpec
 from megatrain.plan.run_spec import MICRO_BATCH_TOKENS, BatchSpec, RunSpec
@@ -112,7 +112,7 @@ def resolve_model(config: RunConfig) -> ModelSpec:
         HubError: The hub has no such model, or cannot be reached.
     """
     table = config.model
-    hub = locate(table.model_name_or_path, table.revision)
+    hub = find_hub_model(table.model_name_or_path, table.revision)
     folder, tokenizer_folder = resolve_folders(config)
     return ModelSpec(
         table,
@@ -120,7 +120,7 @@ def resolve_model(config: RunConfig) -> ModelSpec:
         tokenizer_folder,
         hub,
         lora=config.lora if config.lora.is_on else None,
-        of_task=_head(config, tokenizer_folder),
+        task_spec=_head(config, tokenizer_folder),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import DataSpec
 from megatrain.data.table import DatasetConfig
-from megatrain.models.hub import locate
+from megatrain.models.hub import find_hub_model
 
 __all__ = ["resolve_data", "resolve_folders"]
 
@@ -20,11 +20,11 @@ def resolve_folders(config: RunConfig) -> tuple[str, str]:
         HubError: The hub has no such model, or cannot be reached.
     """
     table = config.model
-    hub = locate(table.model_name_or_path, table.revision)
+    hub = find_hub_model(table.model_name_or_path, table.revision)
     folder = table.model_name_or_path if hub is None else str(hub.folder)
     if table.tokenizer_name_or_path is None:
         return folder, folder
-    tokenizer = locate(table.tokenizer_name_or_path, None)
+    tokenizer = find_hub_model(table.tokenizer_name_or_path, None)
     return folder, table.tokenizer_name_or_path if tokenizer is None else str(tokenizer.folder)
 
 

@@ -132,7 +132,7 @@ def test_a_model_without_kernels_is_planned_without_them(monkeypatch: pytest.Mon
     monkeypatch.setattr(traced, "has_liger_kernels", lambda: True)
     assert plan_run(run_for("cuda")).run.uses_liger
     assert not plan_run(run_for("cpu")).run.uses_liger
-    monkeypatch.setattr(liger_kernels, "_function_for", refuse)
+    monkeypatch.setattr(liger_kernels, "_find_function", refuse)
     assert not plan_run(run_for("cuda")).run.uses_liger
     with pytest.raises(UnsupportedModelError, match="no kernels for it"):
         plan_run(run_for("cuda", "use_liger_kernel = true"))

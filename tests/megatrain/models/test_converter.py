@@ -77,13 +77,13 @@ class Gains(ModelConverter):
     def plain_name(self, name: str) -> str:
         return name.replace(".mlp.inner.", ".mlp.")
 
-    def cut(self, model: PreTrainedModel, layer: nn.Module) -> Sequence[InnerUnit]:
+    def split_layer(self, model: PreTrainedModel, layer: nn.Module) -> Sequence[InnerUnit]:
         """Make attention and the MLP of the first layer separate units."""
         if layer is not self._gains[0][0]:
             return ()
         return [InnerUnit(name, child) for name, child in layer.named_children() if list(child.parameters())]
 
-    def computing(self, on_dense_mask: Callable[[str], None], *, is_compiled: bool) -> AbstractContextManager[None]:
+    def pass_context(self, on_dense_mask: Callable[[str], None], *, is_compiled: bool) -> AbstractContextManager[None]:
         @contextmanager
         def context() -> Iterator[None]:
             self.calls.append("begin")
@@ -92,7 +92,7 @@ class Gains(ModelConverter):
 
         return context()
 
-    def exported(self, graph: ConvertedGraph, source: WeightSource) -> WeightSource:
+    def export_source(self, graph: ConvertedGraph, source: WeightSource) -> WeightSource:
         """Return doubled weights: not a gain's effect, but easy to find in the files."""
 
         @contextmanager

@@ -64,7 +64,7 @@ def test_the_table_has_no_more() -> None:
 
 
 def test_the_installed_version_has_all() -> None:
-    assert internals.missing(USED) == []
+    assert internals.missing_internals(USED) == []
     check_internals(with_trainer=True)
 
 

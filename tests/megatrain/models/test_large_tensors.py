@@ -113,7 +113,7 @@ def test_random_weights_in_ranges_have_the_bits_of_whole_tensors(family: str) ->
             for start in [*range(0, entry.numel, 112)][::-1]:
                 initializer.read(entry.name, start, found[start : start + 112])
             assert torch.equal(found, weights.named()[entry.name].reshape(-1)), entry.name
-        assert initializer.is_in_ranges, layout.name
+        assert initializer.supports_ranges, layout.name
 
 
 def test_an_export_in_ranges_equals_the_conversion_of_transformers(family: str) -> None:

@@ -82,7 +82,7 @@ def test_experts_read_into_place_equal_the_plain_conversion(tmp_path: Path) -> N
     folder = ModelFolder(tmp_path)
     skeleton = build_graph(model.config).model
     names = {name: torch.empty(record.shape, device="meta") for name, record in folder.records.items()}
-    steps = {id(step): step for step in plan_load(skeleton, names).by_target.values() if step.transform is not None}
+    steps = {id(step): step for step in plan_load(skeleton, names).target_steps.values() if step.transform is not None}
     assert len(steps) == 6
     for step in steps.values():
         (expected,) = step.run(folder.read, skeleton).values()

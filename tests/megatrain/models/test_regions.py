@@ -34,6 +34,6 @@ def test_boxes_within_a_range_have_exactly_its_elements(order: tuple[int, ...]) 
     assert sorted(expected) == list(range(60, 120))
     for start in range(55, 121, 3):
         for stop in range(start, 126, 4):
-            found = [pair for box in region.within(start, stop) for pair in pairs(box)]
+            found = [pair for box in region.clip(start, stop) for pair in pairs(box)]
             assert len(found) == len(dict(found)), (start, stop)
             assert dict(found) == {key: value for key, value in expected.items() if start <= key < stop}, (start, stop)

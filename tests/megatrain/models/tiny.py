@@ -84,7 +84,7 @@ class Graph:
     def plain_model(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def exported(self, source: WeightSource) -> WeightSource:
+    def export_source(self, source: WeightSource) -> WeightSource:
         return source
 
 

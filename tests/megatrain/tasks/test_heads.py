@@ -67,7 +67,7 @@ def plain_loss(model: Any, batch: dict[str, Tensor], center: float) -> Tensor:
 @pytest.mark.parametrize("center", [0.0, 0.01])
 def test_losses_and_gradients_match_the_plain_model(family: str, center: float) -> None:
     config = AutoConfig.for_model(family, vocab_size=64, pad_token_id=0, **SHAPE, **FAMILIES[family])
-    graph = build_graph(config, of_task=HeadSpec(center), train_from_scratch=True)
+    graph = build_graph(config, task_spec=HeadSpec(center), train_from_scratch=True)
     torch.manual_seed(3)
     plain = AutoModelForSequenceClassification.from_config(graph.model.config).train()
     assert type(plain) is type(graph.model)
