@@ -203,7 +203,7 @@ def escape_controls(text: str) -> str:
 
 
 class SafeStream:
-    """A text stream that escapes control characters; all other methods are those of the wrapped stream."""
+    """A text stream that escapes control characters; all other methods delegate to the wrapped stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

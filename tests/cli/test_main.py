@@ -236,8 +236,8 @@ def test_options_of_a_run_reach_its_processes(cli_module: CliModule) -> None:
     source = shared.ConfigSource(Path("a.toml"), (Path("b.toml"),), ("seed=1", "lr=2"))
     options = shared.RunOptions(source, dry_run=True, allow_config_change=True, as_json=True)
     words = "a.toml -c b.toml --set seed=1 --set lr=2 --allow-config-change --json"
-    assert options.words == words.split()
-    assert shared.RunOptions(shared.ConfigSource(Path("a.toml"))).words == ["a.toml"]
+    assert options.arguments == words.split()
+    assert shared.RunOptions(shared.ConfigSource(Path("a.toml"))).arguments == ["a.toml"]
 
 
 def test_progress_none_is_silent_after_the_plan(

@@ -99,7 +99,7 @@ def test_loss_and_every_gradient_equal_hugging_face(
         tower = {entry.name for unit in graph.optional_units for entry in _entries(graph, unit)}
         assert tower and bool(tower & set(expected.gradients)) == (images == "trained")
         tokenizer = load_tokenizer(str(folder))
-        example = ImageProcessor(str(folder), tokenizer, MAX_LENGTH).example(batch_rows)
+        example = ImageProcessor(str(folder), tokenizer, MAX_LENGTH).make_example(batch_rows)
         trace = trace_visits(graph, batch_rows, MAX_LENGTH, torch.float32, example=example)
         assert trace.exact, trace.guesses
         access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32)
@@ -151,7 +151,7 @@ def test_adapters_are_trained_as_by_peft(
         for name, buffer in graph.model.named_buffers():
             if name in graph.persistent_buffers():
                 buffer.copy_(buffers[name])
-    example = ImageProcessor(str(folder), load_tokenizer(str(folder)), MAX_LENGTH).example(1)
+    example = ImageProcessor(str(folder), load_tokenizer(str(folder)), MAX_LENGTH).make_example(1)
     trace = trace_visits(graph, 1, MAX_LENGTH, torch.float32, example=example)
     access = MemoryAccess(graph, parameters_by_name(theirs), torch.float32)
     runner = layer_runner(graph, access, device="cpu", trace=trace)
