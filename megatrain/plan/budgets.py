@@ -76,8 +76,7 @@ def with_residents(
             bus_s_per_byte=0.5 / gpu.h2d_bytes_per_s + 0.5 / gpu.d2h_bytes_per_s,
             host_update_s_per_element=1 / rate if rate and run.optimizer.optim == "adamw" else 0.0,
         )
-    compute = program.compute_tier
-    return {**budgets, compute: replace(budgets[compute], residency=residency)}
+    return {**budgets, program.compute_tier: replace(budgets[program.compute_tier], residency=residency)}
 
 
 def _master(program: StepProgram) -> str:

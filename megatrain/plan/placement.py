@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median_low
 from typing import Literal
 
@@ -19,6 +19,7 @@ from megatrain.plan.residents import Residency, ResidentChooser
 from megatrain.plan.shortfall import Shortfall
 from megatrain.plan.stays import BufferBudget, choose_stays
 from megatrain.plan.traffic import Traffic
+from megatrain.plan.working_sets import WorkingSets
 from tiered import Mode
 from tiered.ext import Routes
 from tiered.units import format_size
@@ -230,24 +231,18 @@ class PlacementSolver:
                     break
         self._place_overflow_in_compute_tier(state, ahead=ahead)
         if self._residents is not None and state.overfull(ahead=False) == self.order[-1]:
-            self._residents.choose(
-                homes,
-                lambda keys: state.try_move(keys, self.program.compute_tier, ahead=ahead),
-                lambda: state.overfull(ahead=False) == self.order[-1],
-            )
+            move = partial(state.try_move, tier=self.program.compute_tier, ahead=ahead)
+            self._residents.choose(homes, move, lambda: state.overfull(ahead=False) == self.order[-1])
         return state
 
     def _make_residents(self, state: _Fill, *, ahead: bool) -> None:
         """Make the compute tier the home of all blocks, or if they do not fit, of the blocks that save most time."""
         if self._residents is None:
             return
-
-        def try_move(keys: Sequence[str]) -> bool:
-            return state.try_move(keys, self.program.compute_tier, ahead=ahead)
-
+        move = partial(state.try_move, tier=self.program.compute_tier, ahead=ahead)
         everything = self._residents.everything()
-        if not everything or not try_move(everything):
-            self._residents.choose(state.homes, try_move)
+        if not everything or not move(everything):
+            self._residents.choose(state.homes, move)
 
     def _place_overflow_in_compute_tier(self, state: _Fill, *, ahead: bool) -> None:
         """Move gradients that overflow RAM into free memory of the compute tier instead of to drives.
@@ -387,7 +382,7 @@ class _Fill:
         for key, block in solver.program.blocks.items():
             self._count(block, homes[key], 1)
         self._used_in = [solver.program.tier_of(tick, homes) for tick in self._ticks]
-        self._working = {name: _WorkingSets(len(self._ticks)) for name in solver.order}
+        self._working = {name: WorkingSets(len(self._ticks)) for name in solver.order}
         for number in range(len(self._ticks)):
             self._recount(number)
 
@@ -402,10 +397,6 @@ class _Fill:
                     found[name][place] += solver.slots[name][key]
         for name, sizes in found.items():
             self._working[name].put(number, sizes)
-
-    def _passes_through(self, tier: str, used_in: str, key: str) -> int:
-        """Return the slot bytes that a use of a block needs in ``tier`` in addition to the block's home."""
-        return self.solver.slots[tier][key] if tier in self.solver.stops(self.homes[key], used_in) else 0
 
     def working_sets(self, tier: str) -> list[int]:
         """Return the working set of every tick."""
@@ -467,10 +458,10 @@ class _Fill:
 
     def copies_by_tick(self, tier: str, stays: Stays | None = None) -> list[TickCopies]:
         """Return the copies in ``tier`` at each tick: used blocks with a different home, and copies that stay."""
-        by_tick = []
+        by_tick, sizes, stops = [], self.solver.slots[tier], self.solver.stops
         for tick, used_in in zip(self._ticks, self._used_in, strict=True):
             slots = [
-                {key: size for key, _ in group if (size := self._passes_through(tier, used_in, key))}
+                {key: sizes[key] for key, _ in group if sizes[key] and tier in stops(self.homes[key], used_in)}
                 for group in (tick.held, *tick.passing)
             ]
             by_tick.append(TickCopies(slots[0], [group for group in slots[1:] if group]))
@@ -550,60 +541,3 @@ class _Fill:
         self._home_bytes[tier] += nbytes
         self._durable_bytes[tier] += nbytes if block.kind in DURABLE_KINDS else 0
         self.generation_bytes[tier] += times * self._tiers[tier].generation_bytes(block)
-
-
-class _WorkingSets:
-    """Bytes that each tick of a step needs in one tier in addition to homes, and their maximum.
-
-    Attributes:
-        by_tick: Bytes of each tick: the held group plus the largest passing group.
-    """
-
-    def __init__(self, num_ticks: int) -> None:
-        self.by_tick = [0] * num_ticks
-        self._groups: list[list[int]] = [[0]] * num_ticks
-        #: Heaps of (-bytes, first tick) for single ticks (False) and for pairs of consecutive ticks (True). A stale
-        #: entry is dropped when it reaches the top. Most layers are identical, so most changes affect a fullest tick.
-        self._heaps: dict[bool, list[tuple[int, int]]] = {
-            ahead: [(0, tick) for tick in range(num_ticks)] for ahead in (False, True)
-        }
-        self._changed: dict[bool, set[int]] = {False: set(), True: set()}  # ticks to push to the heaps
-
-    def put(self, tick: int, groups: list[int]) -> None:
-        """Set the bytes of each group of a tick. Group 0 is held."""
-        self._groups[tick] = groups
-        self._set(tick, groups[0] + max(groups[1:], default=0))
-
-    def add(self, tick: int, group: int, nbytes: int) -> None:
-        """Add bytes to a group of a tick. Group 0 is held."""
-        groups = self._groups[tick]
-        groups[group] += nbytes
-        self._set(tick, groups[0] + max(groups[1:], default=0))
-
-    def _set(self, tick: int, nbytes: int) -> None:
-        if self.by_tick[tick] != nbytes:
-            self.by_tick[tick] = nbytes
-            self._changed[False].add(tick)
-            self._changed[True].update((tick, (tick or len(self.by_tick)) - 1))
-
-    def largest(self, *, ahead: bool) -> int:
-        """Return the bytes of the fullest tick, or if ``ahead`` is True, of the fullest two consecutive ticks."""
-        heap, changed = self._heaps[ahead], self._changed[ahead]
-        if len(heap) + len(changed) > 4 * len(self.by_tick):
-            heap[:] = [(-self._bytes_from(tick, ahead=ahead), tick) for tick in range(len(self.by_tick))]
-            heapq.heapify(heap)
-        else:
-            for tick in changed:
-                heapq.heappush(heap, (-self._bytes_from(tick, ahead=ahead), tick))
-        changed.clear()
-        while heap and -heap[0][0] != self._bytes_from(heap[0][1], ahead=ahead):
-            heapq.heappop(heap)
-        return -heap[0][0] if heap else 0
-
-    def fullest(self, *, ahead: bool) -> tuple[int, ...]:
-        """Return the tick or ticks that the last call to ``largest`` found."""
-        first = self._heaps[ahead][0][1] if self._heaps[ahead] else 0
-        return (first, (first + 1) % len(self.by_tick)) if ahead and self.by_tick else (first,)
-
-    def _bytes_from(self, tick: int, *, ahead: bool) -> int:
-        return self.by_tick[tick] + (self.by_tick[tick + 1 - len(self.by_tick)] if ahead else 0)

@@ -8,15 +8,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 
-from megatrain.base.errors import ConfigError, Problem
 from megatrain.converters.experts import has_experts_to_cut
 from megatrain.engine.program.block_plan import DURABLE_KINDS
 from megatrain.engine.program.step_program import StepProgram, Tick
 from megatrain.engine.program.visit_trace import Recompute
 from megatrain.machine.profiles import LoadedProfile, MachineProfile
 from megatrain.machine.resources import describe_library_memory
-from megatrain.optim.base import MatrixOptimizer
-from megatrain.optim.factory import make_optimizer
 from megatrain.plan.attempts import MOST_GATHERS_AHEAD, Attempts
 from megatrain.plan.estimate import estimate_step, nvme_written_bytes
 from megatrain.plan.fill import with_results
@@ -25,12 +22,12 @@ from megatrain.plan.kept import KeptGraphs, weights_stay
 from megatrain.plan.limits import Objection, find_objections
 from megatrain.plan.placement import HomeAssignment, PlacementSolver
 from megatrain.plan.plan import Plan
+from megatrain.plan.rank_checks import check_ranks
 from megatrain.plan.remedies import add_remedies
 from megatrain.plan.run_spec import RunSpec
 from megatrain.plan.shortfall import DoesNotFitError, Shortfall
 from megatrain.plan.simulate import measured_rates, replay
 from megatrain.plan.traced import trace_model
-from megatrain.ranks.lanes import has_work_for_all
 
 #: Shares of RAM and GPU memory that the planner tries to leave free for copies if some blocks are streamed
 #: (docs/decisions/0008-open-room.md). The first is the usual share.
@@ -64,7 +61,7 @@ def plan_run(
             model, and its trace if micro-batches have the same shape on the same kind of device. This saves most of the
             time.
         capacities: Capacities in bytes, by tier. They override the run's capacities.
-        most_ahead: Maximum number of visits that several ranks gather weights ahead.
+        most_ahead: Maximum number of visits that several processes gather weights ahead.
         passes_parts: Whether to process the vocabulary one part at a time if possible. None lets the planner choose.
 
     Raises:
@@ -74,7 +71,7 @@ def plan_run(
         FreezeError: The model cannot be trained.
         AdapterError: The model has no modules for these adapters.
         OptimizerError: A parameter group matches no parameter, or a custom optimizer cannot be created.
-        ConfigError: The config does not support several ranks.
+        ConfigError: The config does not support several processes.
     """
     check_ranks(run)
     model = trace_model(run, padded, None if like is None else like.traced)
@@ -150,7 +147,7 @@ def _may_run_one_at_a_time(plan: Plan) -> bool:
     one backward, instead of a whole step, to transfer state.
     """
     run, recompute = plan.run, plan.program.recompute
-    is_open = run.advanced.micro_batch_order == "auto" and run.recompute.mode == "auto"
+    is_open = run.advanced.has_open_order and run.recompute.mode == "auto"
     run_again = {number for number, visit in enumerate(plan.trace.visits) if visit.is_recomputed}
     kept_nbytes = sum(
         layout.num_parameters * (run.dtype.itemsize + (run.grad_dtype.itemsize if layout.trainable else 0))
@@ -208,97 +205,6 @@ def _object_to_untraced_layers(plan: Plan) -> Iterator[Objection]:
     yield Objection("tiers.gpu.size", text, advice, "place")
 
 
-def check_ranks(run: RunSpec) -> None:
-    """Raise an error if the config does not support more than one rank.
-
-    Raises:
-        ConfigError: A key has an unsupported value. The error contains all such keys.
-    """
-    if run.world.is_single:
-        return
-    if run.num_lanes < run.world.size:  # the other checks assume at least one lane per rank
-        raise ConfigError("the config", [_too_few_lanes(run)])
-    problems = list(_problems_of_ranks(run))
-    if problems:
-        raise ConfigError("the config", problems)
-
-
-def _too_few_lanes(run: RunSpec) -> Problem:
-    message = (
-        f"training.gradient_lanes = {run.num_lanes}: {run.world.size} processes need at least one lane each. "
-        "A run keeps its number of lanes, because it affects the last bits of the results"
-    )
-    advice = f"Start at most {_count_processes(run.num_lanes)}, or begin a new run with more lanes"
-    return Problem("training.gradient_lanes", message, advice)
-
-
-def _problems_of_ranks(run: RunSpec) -> Iterator[Problem]:
-    """Yield the reasons why the config cannot run on several ranks. Each rank must have at least one lane."""
-    world = run.world
-    several = f"with {world.size} processes"
-    if 1 < world.num_hosts < world.size:
-        message = (
-            f"{world.num_hosts} hosts with {world.local_size} processes each: a world with several hosts and several "
-            "processes on each is refused until two real hosts have trained in it"
-        )
-        advice = "Start one process on each host, or all processes on one host"
-        yield Problem("distributed.processes", message, advice)
-    if not has_work_for_all(world.size, run.num_lanes, run.batch.num_micro_batches):
-        yield _too_few_micro_batches(run)
-    if run.batch.order != "layer":
-        message = (
-            f'advanced.micro_batch_order = "{run.batch.order}": {several} all micro-batches of a layer run before the '
-            "next layer"
-        )
-        yield Problem("advanced.micro_batch_order", message, 'Write "layer"')
-    optimizer = make_optimizer(run.optimizer)
-    kinds = optimizer.state_kinds(run.dtype.itemsize == 2)
-    needs_whole = any(kind.elements_of is not None or kind.needs_whole for kind in kinds)
-    if needs_whole or isinstance(optimizer, MatrixOptimizer):
-        what = f'optimizer.optim = "{run.optimizer.optim}" needs whole matrices'
-        message = f"{what}, and {several} each has only a part of every matrix"
-        advice = "Start one process, which also resumes a checkpoint of several, or write an optimizer such as adamw"
-        yield Problem("optimizer.optim", message, advice)
-
-
-def _too_few_micro_batches(run: RunSpec) -> Problem:
-    """Return the problem that some rank has no micro-batch in a step, with values that solve it."""
-    size, lanes, batch = run.world.size, run.num_lanes, run.batch
-    count, together = batch.num_micro_batches, batch.rows_per_example
-    # A new run has one lane per process unless the config sets the number.
-    most = max(n for n in range(1, size) if has_work_for_all(n, n if lanes == size else lanes, count))
-    enough = next(n for n in range(size, lanes + 1) if has_work_for_all(size, lanes, n))
-    fewer = f"or start at most {_count_processes(most)}"
-    if batch.given_rows is None:
-        what = "rows" if together == 1 else "examples of two rows"
-        message = (
-            f"training.train_batch_tokens = {batch.num_tokens}: with {size} processes each needs a micro-batch, and a "
-            f"step has {batch.num_rows // together} {what} of data.max_length = {batch.max_length}"
-        )
-        advice = f"Write train_batch_tokens = {enough * together * batch.max_length}, {fewer}"
-        return Problem("training.train_batch_tokens", message, advice)
-    if size < lanes and has_work_for_all(size, size, count):
-        fewer = f"for a new run gradient_lanes = {size}, so that each has one; {fewer}"
-    examples = batch.num_rows // together
-    message = (
-        f"training.gradient_accumulation_steps = {count}: with {size} processes each needs a micro-batch, but a step "
-        "has only that many"
-    )
-    # Prefer smaller micro-batches of the same rows. Otherwise suggest a larger step.
-    finer = (n for n in range(enough, examples + 1) if examples % n == 0 and has_work_for_all(size, lanes, n))
-    same = next(finer, None)
-    if same is not None:
-        advice = f"Write per_device_train_batch_size = {examples // same} and gradient_accumulation_steps = {same}, "
-        advice += f"which is the same step in smaller micro-batches, {fewer}"
-    else:
-        advice = f"Write gradient_accumulation_steps = {enough}, {fewer}"
-    return Problem("training.gradient_accumulation_steps", message, advice)
-
-
-def _count_processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"
-
-
 def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
     """Save results of layers if that shortens a step that moves blocks. Return the new plan, or the plan itself.
 
@@ -315,9 +221,8 @@ def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
         return estimated(found, profile) if found is not None and _has_similar_wear(found, plan) else None
 
     seconds = _step_s if is_elsewhere else _replayed_s
-    found = with_results(
-        plan, placed, seconds, on_drives_bytes=int((_MOST_WEAR - 1) * nvme_written_bytes(plan.traffic))
-    )
+    more_written = int((_MOST_WEAR - 1) * nvme_written_bytes(plan.traffic))
+    found = with_results(plan, placed, seconds, on_drives_bytes=more_written)
     if is_elsewhere:
         return found if _step_s(found) < WORTHWHILE * _step_s(plan) else plan
     if found is plan:

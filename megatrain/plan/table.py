@@ -86,6 +86,11 @@ class AdvancedConfig(Table, json_schema_extra=all_alter("no")):
     )
 
     @property
+    def has_open_order(self) -> bool:
+        """Whether the planner may choose the order of micro-batches."""
+        return self.micro_batch_order == "auto"
+
+    @property
     def prefetch_bytes(self) -> int | None:
         """Maximum number of prefetched bytes; None if only memory limits prefetching."""
         return self.prefetch if isinstance(self.prefetch, int) else None

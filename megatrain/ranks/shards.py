@@ -75,7 +75,7 @@ class RankLanes:
     Attributes:
         count: Number of lanes in a step. Must be at least the number of ranks.
         size: Number of ranks.
-        num_hosts: 1, or the number of ranks. `plan.planner.check_ranks` rejects all other numbers.
+        num_hosts: 1, or the number of ranks. `plan.rank_checks.check_ranks` rejects all other numbers.
     """
 
     count: int = 1

@@ -28,7 +28,7 @@ from megatrain.engine.unit.weight_gradients import GradientAccumulator
 from megatrain.machine.file_systems import file_system_of
 from megatrain.machine.profiles import load_profile, store_profile
 from megatrain.plan.estimate import estimate_step
-from megatrain.plan.planner import check_ranks
+from megatrain.plan.rank_checks import check_ranks
 from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.ranks.collectives import Collectives, RanksDifferError
 from megatrain.ranks.world import World
