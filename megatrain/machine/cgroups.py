@@ -13,39 +13,39 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 
 
-def total_ram_bytes(root: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
+def total_ram_bytes(root: Path = _CGROUPS, own_cgroup: Path = _OWN_CGROUP) -> int:
     """Return the machine's RAM, or the cgroup's limit if the limit is lower."""
     total: int = psutil.virtual_memory().total
-    return min([total, *(limit for limit, _ in _cgroup_limits(root, own))])
+    return min([total, *(limit for limit, _ in _cgroup_limits(root, own_cgroup))])
 
 
-def available_ram_bytes(root: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
+def available_ram_bytes(root: Path = _CGROUPS, own_cgroup: Path = _OWN_CGROUP) -> int:
     """Return the free RAM, within the cgroup's limit. Swap does not count."""
-    left = (max(0, limit - used) for limit, used in _cgroup_limits(root, own))
+    left = (max(0, limit - used) for limit, used in _cgroup_limits(root, own_cgroup))
     available: int = psutil.virtual_memory().available
     return min([available, *left])
 
 
-def _cgroup_limits(root: Path, own: Path) -> list[tuple[int, int]]:
+def _cgroup_limits(root: Path, own_cgroup: Path) -> list[tuple[int, int]]:
     """Return (limit, used bytes) for this process's cgroup and each parent with a limit.
 
     A container sees its own cgroup as the root. A batch job sees the whole tree and its position in the tree.
     """
     found = []
-    for folder, limit_name, used_name, cache_name in _cgroup_folders(root, own):
+    for folder, limit_name, used_name, cache_name in _cgroup_folders(root, own_cgroup):
         try:
             limit, used = (folder / limit_name).read_text(), (folder / used_name).read_text()
         except OSError:
             continue
         if is_number(limit.strip()):
-            found.append((int(limit), max(0, int(used) - _stat_of(folder, cache_name))))
+            found.append((int(limit), max(0, int(used) - _memory_stat(folder, cache_name))))
     return found
 
 
-def _cgroup_folders(root: Path, own: Path) -> Iterator[tuple[Path, str, str, str]]:
+def _cgroup_folders(root: Path, own_cgroup: Path) -> Iterator[tuple[Path, str, str, str]]:
     """Yield folders of cgroups, with the names of the limit, the usage, and the file cache within the usage."""
     try:
-        lines = [line.split(":", 2) for line in own.read_text().split("\n") if line]
+        lines = [line.split(":", 2) for line in own_cgroup.read_text().split("\n") if line]
     except OSError:
         lines = []
     paths = {controllers: path.lstrip("/") for _, controllers, path in lines}
@@ -56,7 +56,7 @@ def _cgroup_folders(root: Path, own: Path) -> Iterator[tuple[Path, str, str, str
         yield root / "memory" / at, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 
 
-def _stat_of(folder: Path, name: str) -> int:
+def _memory_stat(folder: Path, name: str) -> int:
     """Return a value in ``memory.stat``. A cgroup is charged for file cache, although it is freed on demand."""
     try:
         lines = (folder / "memory.stat").read_text().split("\n")

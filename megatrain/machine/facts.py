@@ -1,4 +1,4 @@
-"""Collects facts about this machine for a first config."""
+"""Facts about this machine for a first config."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatrain.machine.resources import TierSpecs
 from tiered.units import GiB
 
 #: Folder on a drive for training state and its checkpoints.
-_FOLDER = "state"
+_STATE_FOLDER = "state"
 
-_NOT_FOR_DATA = frozenset({"squashfs", "iso9660", "vfat", "efivarfs", "autofs"})
+_EXCLUDED_KINDS = frozenset({"squashfs", "iso9660", "vfat", "efivarfs", "autofs"})
 
-_LEAST_FREE_BYTES = 4 * GiB
+_MIN_FREE_BYTES = 4 * GiB
 
 
 def machine_facts(folder: Path, tiers: TierSpecs) -> MachineFacts:
@@ -40,20 +40,20 @@ def machine_facts(folder: Path, tiers: TierSpecs) -> MachineFacts:
 def _drives(folder: Path) -> Iterator[Drive]:
     """Yield the drive of ``folder``, then the other writable drives, ordered by free space."""
     own, free = file_system_of(folder), disk_usage(folder).free
-    yield Drive(_FOLDER, free, own.kind, _objection(own, free))
+    yield Drive(_STATE_FOLDER, free, own.kind, _objection(own, free))
     found: list[Drive] = []
     seen = {own.device}
     for partition in psutil.disk_partitions(all=False):
         point = Path(partition.mountpoint)
         is_writable = "rw" in partition.opts.split(",") and os.access(point, os.W_OK)
-        if not is_writable or not point.is_dir() or partition.fstype in _NOT_FOR_DATA:
+        if not is_writable or not point.is_dir() or partition.fstype in _EXCLUDED_KINDS:
             continue
         file_system = file_system_of(point)
         free = disk_usage(point).free
-        if file_system.device in seen or free < _LEAST_FREE_BYTES:
+        if file_system.device in seen or free < _MIN_FREE_BYTES:
             continue
         seen.add(file_system.device)
-        path, objection = str(point / "megatrain-tier" / _FOLDER), _objection(file_system, free)
+        path, objection = str(point / "megatrain-tier" / _STATE_FOLDER), _objection(file_system, free)
         found.append(Drive(path, free, file_system.kind, objection))
     yield from sorted(found, key=lambda drive: (bool(drive.objection), -drive.free_bytes))
 
@@ -64,6 +64,6 @@ def _objection(file_system: FileSystem, free_bytes: int) -> str:
         return f"not a drive: {kind} is RAM"
     if nature in ("network", "program"):
         return f"{kind} may be slow: measure it with `megatrain-tier doctor PATH` first"
-    if free_bytes < _LEAST_FREE_BYTES:
+    if free_bytes < _MIN_FREE_BYTES:
         return "little free space"
     return ""

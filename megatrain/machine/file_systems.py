@@ -24,11 +24,11 @@ _NETWORK = (
 )  # fmt: skip
 #: WSL mounts of a Windows drive: ``C:\\`` over 9p or virtiofs, ``C:`` as drvfs.
 _WINDOWS_DRIVE = re.compile(r"[A-Za-z]:(\\.*)?")
-_WINDOWS_CAUTION = (
+_WINDOWS_WARNING = (
     "is a drive of Windows, and every read and write passes through Windows: many times slower than the disk of WSL, "
     "and O_DIRECT, locks and links may not work. A folder in the home directory of Linux is on the disk of WSL"
 )
-_CAUTIONS: Mapping[Nature, str] = {
+_WARNINGS: Mapping[Nature, str] = {
     "drive": "",
     "memory": "is RAM, not a drive: blocks there use RAM outside all configured limits",
     "network": "is not on a drive of this machine: others share its speed, and locks may not hold",
@@ -51,7 +51,7 @@ class FileSystem:
 
     @property
     def nature(self) -> Nature:
-        """Return the location of the file system's bytes, derived from its kind."""
+        """Location of the file system's bytes, derived from its kind."""
         if self.kind in _IN_MEMORY:
             return "memory"
         if self.kind.startswith(_LAYERS):
@@ -62,14 +62,14 @@ class FileSystem:
 
     @property
     def caution(self) -> str:
-        """Return a warning about this file system as a clause that begins with its kind, or "" for a drive."""
+        """Warning about this file system, as a clause that begins with its kind. "" for a drive."""
         if self.nature == "network" and _WINDOWS_DRIVE.fullmatch(self.source):
-            return f"{self.kind} {_WINDOWS_CAUTION}"
-        return f"{self.kind} {_CAUTIONS[self.nature]}" if _CAUTIONS[self.nature] else ""
+            return f"{self.kind} {_WINDOWS_WARNING}"
+        return f"{self.kind} {_WARNINGS[self.nature]}" if _WARNINGS[self.nature] else ""
 
     @property
     def key(self) -> str:
-        """Return the identifier of this file system on the machine."""
+        """Identifier of this file system on the machine."""
         return f"{self.device} {self.source}"
 
 
@@ -83,7 +83,7 @@ def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> F
 
 
 def missing_mount(path: Path, table: Path = Path("/etc/fstab")) -> str | None:
-    """Return the folder above ``path`` where /etc/fstab mounts a drive that is not mounted now, or None."""
+    """Return the parent folder of ``path`` at which /etc/fstab lists a drive that is not mounted, or None."""
     try:
         lines = table.read_bytes().decode(errors="surrogateescape").split("\n")
     except OSError:
@@ -99,7 +99,7 @@ def missing_mount(path: Path, table: Path = Path("/etc/fstab")) -> str | None:
 
 
 def disk_of(file_system: FileSystem, root: Path = Path("/sys/dev/block")) -> str:
-    """Return a file system's disk, e.g. ``nvme0n1`` for its first partition. If unknown, return the key."""
+    """Return a file system's disk, such as ``nvme0n1``, or the file system's key if the disk is unknown."""
     number = file_system.device
     if number.startswith("0:") and file_system.source.startswith("/dev/"):  # btrfs has anonymous device numbers
         with contextlib.suppress(OSError):
@@ -131,7 +131,7 @@ class Space(NamedTuple):
 def disk_usage(path: Path) -> Space:
     """Return the total and free bytes of the file system of a path. The path need not exist."""
     while True:
-        with contextlib.suppress(FileNotFoundError):  # as above
+        with contextlib.suppress(FileNotFoundError):  # another process may have removed the folder
             usage = shutil.disk_usage(existing_parent(path))
             return Space(usage.total, usage.free)
 

@@ -1,4 +1,4 @@
-"""The format of machine files. A TOML file has one machine's figures and their origins, to plan its runs elsewhere.
+"""Format of machine files. A TOML file has a machine's figures and their origins, to plan its runs on other machines.
 
 The package contains files for common machines (``megatrain/machine/machines``). ``doctor --save-profile`` writes a
 file. A figure is a table. ``is`` is the value with its unit. Exactly one key states the origin: ``source`` (a
@@ -26,28 +26,28 @@ __all__ = ["Figure", "MachineFile", "MachineFileError", "machine_names", "machin
 FORMAT = "megatrain-tier machine 1"
 _FOLDER = Path(__file__).with_name("machines")
 _PREFIXES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-_COUNTED = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kMGTP]?)([A-Za-z]+)/s")
+_RATE = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kMGTP]?)([A-Za-z]+)/s")
 
 
 class MachineFileError(Exception):
     """The machine does not exist, or its file cannot be used. The message states the remedy."""
 
 
-def _text(value: object) -> str:
+def _require_text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f'{value!r} has no unit. Write a text such as "24GB"')
     return value
 
 
 def _size(value: object) -> float:
-    return float(parse_size(_text(value)))
+    return float(parse_size(_require_text(value)))
 
 
 def _per_second(unit: str, example: str) -> BeforeValidator:
     """Return a parser for units per second, e.g. ``"794TFLOP/s"``."""
 
     def parse(value: object) -> float:
-        match = _COUNTED.fullmatch(_text(value).strip())
+        match = _RATE.fullmatch(_require_text(value).strip())
         if match is None or match[3] != unit or not float(match[1]):
             raise ValueError(f'"{value}" is not a rate above 0. Write for example "{example}"')
         return float(match[1].replace("_", "")) * _PREFIXES[match[2]]
@@ -151,7 +151,7 @@ class CpuTable(_MachineTable):
 
 
 class RamTable(_MachineTable):
-    """``[ram]``. Its rates of reads and copies are informative; no plan uses them."""
+    """``[ram]``. Plans do not use the rates of reads and copies."""
 
     size: ByteFigure
     in_use: ByteFigure
@@ -177,7 +177,7 @@ class MachineFile(_MachineTable):
     """All contents of a machine file.
 
     Attributes:
-        note: Note for the user; may be "".
+        note: Note for the user, or "".
         unified_memory: Size of the memory that the CPU and the GPU share, or None if each has its own memory.
     """
 
@@ -233,12 +233,12 @@ def read_machine(name: str) -> tuple[str, MachineFile]:
     except OSError as error:
         raise MachineFileError(f"--machine: {path}: {error.strerror}") from None
     except ValidationError as error:
-        raise MachineFileError(f"--machine: {path}: {_first_problem(error)}") from None
+        raise MachineFileError(f"--machine: {path}: {_first_problem_text(error)}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise MachineFileError(f"--machine: {path} is not a TOML file: {error}") from None
 
 
-def _first_problem(error: ValidationError) -> str:
+def _first_problem_text(error: ValidationError) -> str:
     problems = error.errors(include_url=False, include_input=False)
     first = problems[0]
     place = ".".join(str(part) for part in first["loc"])
@@ -288,7 +288,7 @@ def machine_toml(profile: MachineProfile, in_use_bytes: int, drive_sizes: Mappin
         f"title = {_quoted(f'{profile.host}: {profile.cpu}')}",
     ]
     gpu = profile.gpu
-    if gpu is not None and THIS_MACHINE.is_one_memory:
+    if gpu is not None and THIS_MACHINE.has_unified_memory:
         lines.append(size("unified_memory", profile.ram_bytes))
     if gpu is not None:
         lines += ["", "[gpu]", f"name = {_quoted(gpu.name)}", size("memory", gpu.memory_bytes)]

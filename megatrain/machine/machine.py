@@ -19,7 +19,7 @@ class Machine(ABC):
 
     Attributes:
         name: Name in messages.
-        is_here: Whether this process runs on the machine. Only then can plans query drives and trust rates.
+        is_here: Whether this process runs on the machine, so that plans can query its drives and trust its rates.
     """
 
     name: str
@@ -45,8 +45,8 @@ class Machine(ABC):
 
     @property
     @abstractmethod
-    def is_one_memory(self) -> bool:
-        """Whether GPU and RAM are one memory. False for coherent access to separate memory (GH200): RAM is slower."""
+    def has_unified_memory(self) -> bool:
+        """Whether GPU and CPU share one memory. False for separate memories with coherent access, such as GH200."""
 
     @property
     @abstractmethod
@@ -63,20 +63,20 @@ class Machine(ABC):
 
     @abstractmethod
     def drive_spaces(self, table: TiersConfig, output_dir: Path) -> list[Space]:
-        """Return, for each path of ``[[tiers.nvme]]``, the total bytes and those of a tier with the size "auto"."""
+        """Return the total bytes of each ``[[tiers.nvme]]`` path, and the bytes that the size "auto" stands for."""
 
     @abstractmethod
     def drive_keys(self, paths: Sequence[Path]) -> list[str]:
         """Return the key of each path's drive in the profile."""
 
     @abstractmethod
-    def moves_past_ram(self, table: TiersConfig) -> bool:
-        """Return whether blocks move directly between all drives and a GPU, unless the config switches this off.
+    def bypasses_ram(self, table: TiersConfig) -> bool:
+        """Return whether blocks move directly between all drives and a GPU. The config can disable this.
 
         Raises:
-            ConfigError: The config requests direct movement, but it does not work.
+            ConfigError: The config requires direct movement, but it does not work.
         """
 
     @abstractmethod
     def rates(self) -> LoadedProfile:
-        """Return the rates to plan with."""
+        """Return the machine's rates for plans."""

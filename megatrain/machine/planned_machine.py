@@ -18,7 +18,7 @@ from megatrain.machine.profiles import DriveProfile, GpuProfile, LoadedProfile, 
 from megatrain.machine.table import TiersConfig
 
 #: Placeholder, because profiles need the date of a measurement and planned machines have none.
-_NO_DAY = datetime(1970, 1, 1, tzinfo=UTC)
+_UNKNOWN_DATE = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PlannedMachine(Machine):
         return self.file.gpu is not None
 
     @property
-    def is_one_memory(self) -> bool:
+    def has_unified_memory(self) -> bool:
         return self.file.unified_memory is not None
 
     @property
@@ -69,11 +69,11 @@ class PlannedMachine(Machine):
         keys = [key for key, _ in self.drives] + [f"beyond {number}" for number in range(len(paths))]
         return keys[: len(paths)]
 
-    def moves_past_ram(self, table: TiersConfig) -> bool:
+    def bypasses_ram(self, table: TiersConfig) -> bool:
         return table.direct == "on"
 
     def rates(self) -> LoadedProfile:
-        """Return the rates of the file, and a line about their origin."""
+        """Return the file's rates, and a line that states their origin."""
         origins = [figure for _, figure in self.file.figures()]
         num_published = sum(figure.source is not None for figure in origins)
         num_estimated = sum(figure.estimate is not None for figure in origins)
@@ -87,11 +87,11 @@ class PlannedMachine(Machine):
 
     @cached_property
     def profile(self) -> MachineProfile:
-        """The figures in the form of doctor's measurements."""
+        """Figures of the file as a profile, like the one that doctor measures."""
         gpu, cpu, ram = self.file.gpu, self.file.cpu, self.file.ram
 
-        def by_device(prefix: str = "") -> dict[str, float]:
-            """Return one kind of rate for the CPU and the GPU."""
+        def rates_by_device(prefix: str = "") -> dict[str, float]:
+            """Return the rates with this prefix, by device and dtype."""
             return {
                 f"{device}/{dtype}": figure.value
                 for device, table in (("cpu", cpu), ("cuda", gpu))
@@ -103,14 +103,14 @@ class PlannedMachine(Machine):
             host=self.name,
             cpu=cpu.name,
             ram_bytes=ram.size.nbytes,
-            measured_at=_NO_DAY,
+            measured_at=_UNKNOWN_DATE,
             is_quick=False,
             num_threads=cpu.cores.value,
             ram_update_bytes_per_s=ram.update.value,
             adamw_params_per_s={"bfloat16": cpu.adamw_bfloat16.value, "float32": cpu.adamw_float32.value},
-            matmul_flops_per_s=by_device(),
-            attention_flops_per_s=by_device("attention_"),
-            elementwise_bytes_per_s=by_device("elementwise_"),
+            matmul_flops_per_s=rates_by_device(),
+            attention_flops_per_s=rates_by_device("attention_"),
+            elementwise_bytes_per_s=rates_by_device("elementwise_"),
             launches_per_s=None if cpu.launches is None else cpu.launches.value,
             gpu=None
             if gpu is None
@@ -125,7 +125,7 @@ class PlannedMachine(Machine):
                 key: DriveProfile(
                     path=table.name,
                     filesystem="unknown",
-                    measured_at=_NO_DAY,
+                    measured_at=_UNKNOWN_DATE,
                     is_quick=False,
                     is_direct=True,
                     **_rates(table, "read", "write", "mixed", "sustained_write"),

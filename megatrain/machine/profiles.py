@@ -16,13 +16,13 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from megatrain.machine.file_systems import file_system_of
 from tiered.units import GiB
 
-#: Older figures are still used, but are reported as old.
+#: Plans still use older figures, but report their age.
 STALE_DAYS = 30
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 #: Rates that earlier versions stored. No plan reads them.
-_ENDED_RATES = frozenset(
+_OBSOLETE_RATES = frozenset(
     f"{name}_bytes_per_s" for name in ("bare_read", "bare_write", "bare_mixed", "ram_read", "ram_copy")
 )
 
@@ -32,10 +32,10 @@ class _Record(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_ended_rates(cls, values: Any) -> Any:
+    def _drop_obsolete_rates(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return {name: value for name, value in values.items() if name not in _ENDED_RATES}
+        return {name: value for name, value in values.items() if name not in _OBSOLETE_RATES}
 
 
 class DriveProfile(_Record):
@@ -113,7 +113,7 @@ class MachineProfile(_Record):
 
     @property
     def key(self) -> str:
-        """Return the identifier of this machine."""
+        """Identifier of this machine."""
         return _key_of(self.host, self.cpu, self.ram_bytes)
 
     def drive_of(self, path: Path) -> DriveProfile | None:
@@ -129,7 +129,7 @@ class _ProfileFile(_Record):
 
 @dataclass(frozen=True, slots=True)
 class LoadedProfile:
-    """A machine's profile, or None.
+    """The rates known about a machine, and their origin.
 
     Attributes:
         note: Reason why an existing file of profiles provides no rates, or None.

@@ -38,11 +38,11 @@ class TierSpecs:
 
         If GPU and RAM are one memory, layers run in RAM unless the config sets the GPU tier's size.
         """
-        if device.type == "cuda" and self.table.gpu.size.is_auto and self.machine.is_one_memory:
+        if device.type == "cuda" and self.table.gpu.size.is_auto and self.machine.has_unified_memory:
             return "ram"
         return "gpu" if device.type == "cuda" or self.emulates_gpu else "ram"
 
-    def moves_past_ram(self, device: torch.device) -> bool:
+    def bypasses_ram(self, device: torch.device) -> bool:
         """Return whether blocks move directly between files and GPU memory.
 
         With an emulated GPU, plain system calls read the files, and only if the config requests direct movement.
@@ -52,7 +52,7 @@ class TierSpecs:
         """
         if self.table.direct == "off" or not self.table.nvme or self.compute_tier(device) != "gpu":
             return False
-        return self.table.direct == "on" if self.emulates_gpu else self.machine.moves_past_ram(self.table)
+        return self.table.direct == "on" if self.emulates_gpu else self.machine.bypasses_ram(self.table)
 
     def ram_capacity_bytes(self) -> int:
         """Return the RAM tier's capacity. "auto" is the free RAM minus the margin and minus an emulated GPU tier.
@@ -61,14 +61,14 @@ class TierSpecs:
             ConfigError: GPU and RAM are one memory, and the config leaves too little for the system.
         """
         (total, free), gpu_size = self.machine.ram, self.table.gpu.size
-        margin, of_gpu, is_one = self.table.safety_margin.resolve(total), 0, self.machine.is_one_memory
+        margin, of_gpu, is_one = self.table.safety_margin.resolve(total), 0, self.machine.has_unified_memory
         if is_one:
-            margin = max(margin, one_memory_reserve_bytes(total))
+            margin = max(margin, unified_reserve_bytes(total))
         if self.emulates_gpu or (is_one and not gpu_size.is_auto):
             of_gpu = gpu_size.resolve(total)
         capacity = self.table.ram.size.resolve(total, auto_bytes=max(0, free - margin - of_gpu))
         if is_one:
-            _check_one_memory(self.table, capacity + of_gpu, total)
+            _check_unified_memory(self.table, capacity + of_gpu, total)
         return capacity
 
     def gpu_capacity_bytes(self, device: torch.device) -> int:
@@ -113,8 +113,8 @@ def stripe_rates(paths: Sequence[Path], given: Sequence[float], machine: Machine
     return rates if len(rates) == len(paths) else [1.0] * len(paths)
 
 
-def one_memory_reserve_bytes(total_bytes: int) -> int:
-    """Return the bytes that a run leaves free if GPU and RAM share a memory: a tenth, at least 2 GiB.
+def unified_reserve_bytes(total_bytes: int) -> int:
+    """Return the bytes that a run leaves free if GPU and CPU share one memory: a tenth, at least 2 GiB.
 
     When memory runs out, such a machine hangs before it kills a process: GPU allocations cannot be swapped out, so only
     the system's memory can be reclaimed (seen on GB10 with 112 of 119 GiB in use). The reserve includes libraries and
@@ -123,10 +123,10 @@ def one_memory_reserve_bytes(total_bytes: int) -> int:
     return max(total_bytes // 10, min(2 * GiB, total_bytes // 2))
 
 
-def _check_one_memory(table: TiersConfig, wanted_bytes: int, total_bytes: int) -> None:
-    """Refuse sizes that leave too little of a memory shared by GPU and RAM."""
-    most = total_bytes - one_memory_reserve_bytes(total_bytes)
-    if wanted_bytes <= most:
+def _check_unified_memory(table: TiersConfig, requested_bytes: int, total_bytes: int) -> None:
+    """Raise ``ConfigError`` if sizes leave too little of a memory that GPU and CPU share."""
+    most = total_bytes - unified_reserve_bytes(total_bytes)
+    if requested_bytes <= most:
         return
     sizes = {"tiers.ram.size": table.ram.size, "tiers.gpu.size": table.gpu.size}
     given = {key: f'{key} = "{size.text}"' for key, size in sizes.items() if not size.is_auto}
@@ -139,17 +139,17 @@ def _check_one_memory(table: TiersConfig, wanted_bytes: int, total_bytes: int) -
 
 
 def library_bytes(total_bytes: int) -> int:
-    """Return the GPU memory outside the tier that is allowed for libraries. Plans do not include it.
+    """Return the bytes of GPU memory outside the tier that libraries may use. Plans do not include them.
 
-    An estimate from the libraries' source code, not a measurement. It covers workspaces of cuBLAS and cuDNN, and
-    kernels, which are loaded at their first use.
+    This is an estimate from the libraries' source code, not a measurement. It covers workspaces of cuBLAS and cuDNN,
+    and kernels, which are loaded at their first use.
     """
     return min(GiB, total_bytes // 10)
 
 
 def describe_library_memory(machine: Machine, capacity_bytes: int, device: torch.device) -> str:
     """Describe the GPU memory that a tier of this capacity leaves for libraries, or return "" if unknown."""
-    if device.type != "cuda" or not machine.has_gpu or machine.is_one_memory:
+    if device.type != "cuda" or not machine.has_gpu or machine.has_unified_memory:
         return ""
     total, free = machine.gpu_memory(device)
     left, allowed = max(0, free - capacity_bytes), library_bytes(total)

@@ -12,7 +12,7 @@ TierName = Literal["gpu", "ram", "folder", "nvme"]  # the tiers of ``[tiers]``, 
 
 
 class GpuTierConfig(Table):
-    """``[tiers.gpu]``: the home of the blocks whose residence saves most; other blocks only pass through."""
+    """``[tiers.gpu]``: the home of the blocks that save the most traffic. Other blocks are only copied here."""
 
     size: Size = key('GPU memory of the run: "22GiB", "90%" or "auto".', AUTO_SIZE)
 

@@ -31,7 +31,7 @@ class ThisMachine(Machine):
         return torch.cuda.is_available()
 
     @property
-    def is_one_memory(self) -> bool:
+    def has_unified_memory(self) -> bool:
         """Whether CUDA reports an integrated GPU, as on GB10, Jetson or an APU."""
         properties = torch.cuda.get_device_properties(torch.cuda.current_device()) if self.has_gpu else None
         return bool(getattr(properties, "is_integrated", False))
@@ -62,12 +62,12 @@ class ThisMachine(Machine):
     def drive_keys(self, paths: Sequence[Path]) -> list[str]:
         return [file_system_of(path).key for path in paths]
 
-    def moves_past_ram(self, table: TiersConfig) -> bool:
+    def bypasses_ram(self, table: TiersConfig) -> bool:
         """Return whether kvikio has shown that GPUDirect Storage works on all drives."""
         if table.direct == "auto" and (table.verify == "always" or not may_open_driver()):
             return False
         for drive in table.nvme:
-            if reason := _probed(existing_parent(drive.path)).reason:
+            if reason := _probe_once(existing_parent(drive.path)).reason:
                 if table.direct == "auto":
                     return False
                 text = f'tiers.direct = "on", but GPUDirect Storage does not work on {drive.path}: {reason}'
@@ -83,6 +83,6 @@ THIS_MACHINE = ThisMachine()
 
 
 @functools.cache
-def _probed(folder: Path) -> KvikioProbe:
+def _probe_once(folder: Path) -> KvikioProbe:
     """Probe once per process, because a probe takes a second and the result does not change."""
     return probe_kvikio(folder)

@@ -161,7 +161,7 @@ def test_shared_memory_plan_has_one_tier_without_traffic(tiny_model: Path, tmp_p
     spark = find_machine("dgx-spark")
     plan = plan_run(resolve(load_config(tmp_path / "run.toml").config, spark))
     assert set(plan.budgets) == {"ram"} and not any(plan.traffic.values())
-    assert spark.is_one_memory and spark.ram.total == spark.gpu_memory(plan.device).total
+    assert spark.has_unified_memory and spark.ram.total == spark.gpu_memory(plan.device).total
     assert plan.budgets["ram"] == spark.ram.free - spark.ram.total // 10 > 100 * GiB > 2 * MiB
     apart = plan_run(resolve(load_config(tmp_path / "run.toml").config, find_machine("gh200")))
     assert "gpu" in apart.budgets

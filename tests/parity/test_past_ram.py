@@ -159,7 +159,7 @@ class TestProbe:
     def _config(self, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.text = config_text(tmp_path, tiny_model, device="auto", tiers="TIERS")
         self.folder, self.asked, self.reason = tmp_path, list[Path](), ""
-        this_machine._probed.cache_clear()
+        this_machine._probe_once.cache_clear()
         monkeypatch.setattr(this_machine, "may_open_driver", lambda: True)
         monkeypatch.setattr(this_machine, "probe_kvikio", self._probe)
 
@@ -170,7 +170,7 @@ class TestProbe:
     def _decide(self, tiers: str) -> bool:
         (self.folder / "run.toml").write_text(self.text.replace("TIERS", tiers))
         config = load_config(self.folder / "run.toml").config
-        return resolve_tiers(config).moves_past_ram(torch.device("cuda"))
+        return resolve_tiers(config).bypasses_ram(torch.device("cuda"))
 
     def test_auto_uses_proven_direct_copies(self) -> None:
         assert self._decide("")

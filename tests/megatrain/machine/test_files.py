@@ -65,7 +65,7 @@ def test_all_machines_can_be_used() -> None:
         assert all(origins) and len(origins) >= 15, name
         num_gpus = 0 if file.gpu is None else file.gpu.count
         assert num_gpus == {"8xh100-2tb": 8, "4xrtx4090-256gb": 4}.get(name, int(found.has_gpu))
-        assert bool(file.note) == (num_gpus > 1 or found.is_one_memory), name
+        assert bool(file.note) == (num_gpus > 1 or found.has_unified_memory), name
 
 
 def test_every_machine_figure_names_its_source() -> None:

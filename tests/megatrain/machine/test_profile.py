@@ -21,7 +21,7 @@ from megatrain.machine.profiles import (
     profile_path,
     store_profile,
 )
-from megatrain.machine.resources import one_memory_reserve_bytes, stripe_rates
+from megatrain.machine.resources import stripe_rates, unified_reserve_bytes
 from megatrain.machine.this_machine import THIS_MACHINE
 from tiered.units import GiB
 
@@ -236,4 +236,4 @@ def test_stripe_rates_of_this_machine_are_equal_unless_all_drives_were_measured(
     [(120 * GiB, 12 * GiB), (20 * GiB, 2 * GiB), (8 * GiB, 2 * GiB), (4 * GiB, 2 * GiB), (2 * GiB, GiB), (0, 0)],
 )
 def test_one_memory_reserve_is_a_tenth_and_at_least_2_gib_or_half(total_bytes: int, reserve_bytes: int) -> None:
-    assert one_memory_reserve_bytes(total_bytes) == reserve_bytes
+    assert unified_reserve_bytes(total_bytes) == reserve_bytes

@@ -45,7 +45,7 @@ def test_margin_is_the_minimum_of_the_libraries(
 def test_gpu_tier_that_leaves_libraries_too_little_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (15 * GiB, 16 * GiB))
-    monkeypatch.setattr(ThisMachine, "is_one_memory", False)
+    monkeypatch.setattr(ThisMachine, "has_unified_memory", False)
     fine = describe_library_memory(THIS_MACHINE, 14 * GiB, CUDA)
     assert fine == "1.00 GiB of free GPU memory are outside of the tier; libraries are allowed 1.00 GiB"
     tight = describe_library_memory(THIS_MACHINE, 14 * GiB + 512 * MiB, CUDA)
