@@ -81,7 +81,7 @@ def command(
     # Import here, because --help must not import megatrain.
     from megatrain.ranks.group import RankGroup
 
-    group = RankGroup.of_environment()
+    group = RankGroup.from_environment()
     if not group.world.is_single:
         _run_as_rank(options, group)
     with RunOutput() as output:

@@ -100,7 +100,7 @@ def run(session: Session) -> int:
         print_plan(plan, as_json=True)
     refuse(plan.objections)
     shown = session.prints_text
-    session.group.one_after_the_other(lambda: fetch_weights(plan, shows_files=shown, shows_bar=shown))
+    session.group.run_host_leaders_first(lambda: fetch_weights(plan, shows_files=shown, shows_bar=shown))
     return _train(session, plan, note)
 
 

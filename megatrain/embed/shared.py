@@ -60,7 +60,7 @@ class ModuleRanks(WholeBlocks):
 
     def __init__(self, group: ProcessGroup, store: TieredStore, num_lanes: int | None) -> None:
         self.collectives = Collectives(group)
-        if not self.collectives.serves("cpu"):
+        if not self.collectives.supports_device("cpu"):
             raise ValueError(
                 "group=... has no backend for host memory. Create it with gloo, or create the default group with "
                 'init_process_group("cpu:gloo,cuda:nccl")'
@@ -213,7 +213,7 @@ class ModuleRanks(WholeBlocks):
         shared = shared_state(self.store)
         before = shared.working_bytes
         try:
-            homes = self.collectives.all_or_none(find_homes)
+            homes = self.collectives.run_on_all(find_homes)
             check_same_module(self, model, [part.layout for part in parts])
         except BaseException:  # another rank may have failed, although the module fits on this rank
             self.unreserve()

@@ -1,4 +1,4 @@
-"""Transfers between ranks without arithmetic: gather, exchange, scatter, and gather to one rank.
+"""Transfers between ranks without arithmetic: all-gather, all-to-all, scatter, and gather to one rank.
 
 torch.distributed transfers the bytes. It uses gloo between host memories and NCCL between GPUs. Its reductions are not
 used, because the order of their additions depends on the number of ranks, the topology and the library. The project's
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
     from megatrain.ranks.world import World
 
-__all__ = ["SingleRank", "Collectives", "RanksDifferError", "check_same", "collectives_of"]
+__all__ = ["SingleRank", "Collectives", "RanksDifferError", "check_same", "make_collectives"]
 
 _Result = TypeVar("_Result")
 
 
 class RanksDifferError(WorldError):
-    """Ranks differ in something that determines their collectives. Raised on all ranks."""
+    """Ranks differ in a property that determines the order of collectives. Raised on all ranks."""
 
 
 def check_same(
@@ -71,7 +71,7 @@ def check_same(
 
 
 class Collectives:
-    """Transfers between the ranks of a process group. Must be used by only one thread.
+    """Transfers between the ranks of a process group. Not thread-safe.
 
     Tensors must be contiguous and on the group's device: the host with gloo, a GPU with NCCL. On a GPU, collectives are
     queued on the current stream. On the host, a collective is complete when the call returns. With ``is_async``, it is
@@ -98,7 +98,7 @@ class Collectives:
         # torch 2.13 renames `all_gather_into_tensor` to `all_gather_single`.
         self._all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-    def serves(self, device_type: str) -> bool:
+    def supports_device(self, device_type: str) -> bool:
         """Return whether the group has a backend for a device type (``"cpu"`` or ``"cuda"``)."""
         return f"{device_type}:" in self._dist.get_backend_config(self._group)
 
@@ -168,7 +168,7 @@ class Collectives:
         """Return every rank's item, by rank. ``messages.encode`` must support the items."""
         return gather_messages(item, self._group)
 
-    def all_or_none(self, action: Callable[[], _Result]) -> _Result:
+    def run_on_all(self, action: Callable[[], _Result]) -> _Result:
         """Run an action on all ranks and return its result. If it fails on any rank, raise an error on all ranks.
 
         A failed rank raises its own error. All other ranks raise the error of the first failed rank, so that no rank
@@ -208,7 +208,7 @@ class SingleRank:
         return [item]
 
 
-def collectives_of(world: World, tier: str) -> Collectives | SingleRank:
+def make_collectives(world: World, tier: str) -> Collectives | SingleRank:
     """Return a world's collectives. If there are several ranks, all of them must call this after they have joined.
 
     Args:
@@ -218,5 +218,5 @@ def collectives_of(world: World, tier: str) -> Collectives | SingleRank:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """View a tensor as bytes, because not all dtypes are supported by the backends."""
+    """View a tensor as bytes, because the backends do not support all dtypes."""
     return tensor.view(torch.uint8)

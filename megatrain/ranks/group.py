@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from megatrain.ranks.affinity import bus_of_gpu, cores_near, cores_of_rank
 from megatrain.ranks.table import DistributedConfig
-from megatrain.ranks.watch import Failure, LauncherLine, Watcher
+from megatrain.ranks.watch import Failure, LauncherConnection, Watcher
 from megatrain.ranks.world import CONNECT_TIMEOUT_S, LOOPBACK, World, WorldError, connect, init, rendezvous_address
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ class RankGroup:
         line: Connection to the launcher that started this rank, or None if torchrun or srun started it.
     """
 
-    def __init__(self, world: World, line: LauncherLine | None = None) -> None:
-        self.world, self._line = world, line
+    def __init__(self, world: World, line: LauncherConnection | None = None) -> None:
+        self.world, self._launcher = world, line
         self._watcher: Watcher | None = None
         self._store: Store
         self._on_failure: Callable[[Failure], None] = lambda failure: None
@@ -41,17 +41,17 @@ class RankGroup:
         return cls(World.single())
 
     @classmethod
-    def of_environment(cls) -> RankGroup:
-        """Return the group that the environment describes. The ranks have not met yet. Selects this rank's GPU.
+    def from_environment(cls) -> RankGroup:
+        """Return the group that the environment describes, and select this rank's GPU. Does not connect the ranks.
 
         Raises:
             WorldError: The environment does not describe a valid group.
         """
-        line, world = LauncherLine.of_environment(), World.of_environment()
+        line, world = LauncherConnection.from_environment(), World.from_environment()
         if not world.is_single:
             # Suppress torch's warnings about broken connections, because the ranks end at slightly different times.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-            world.take_gpu()
+            world.select_gpu()
         return cls(world, line)
 
     def rendezvous(self) -> None:
@@ -70,16 +70,16 @@ class RankGroup:
         # Use new keys after torchrun restarts the run, so that ranks do not read keys of the previous attempt.
         attempt = f"megatrain-tier/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         try:
-            if self._line is None:
+            if self._launcher is None:
                 host, port = rendezvous_address()
                 if self.world.num_hosts == 1 and not is_agents:
                     host = LOOPBACK
                 served = connect(self.world, host, port, serves=serves)
             elif serves:
                 served = connect(self.world, host := LOOPBACK, 0, serves=True)
-                self._line.send(port=(port := served.port))  # type: ignore[attr-defined]
+                self._launcher.send(port=(port := served.port))  # type: ignore[attr-defined]
             else:
-                host, port = LOOPBACK, _port(self._line)
+                host, port = LOOPBACK, _port(self._launcher)
                 served = connect(self.world, host, port)
             self._store = PrefixStore(attempt, served)  # rank 0 must keep this object, because it serves all ranks
             own = PrefixStore(attempt, connect(self.world, host, port))
@@ -88,7 +88,7 @@ class RankGroup:
                 self.world,
                 own,
                 timeout_s=DistributedConfig().timeout,
-                line=self._line,
+                line=self._launcher,
                 on_failure=lambda why: self._on_failure(why),
             )
             self._watcher.start()
@@ -125,7 +125,7 @@ class RankGroup:
         kind, bus = THIS_MACHINE.resolve_device("auto" if device == "cuda" else device), ""
         if kind.type == "cuda":
             kind, bus = torch.device("cuda", 0), bus_of_gpu()
-        pins = table.numa == "auto" and self._line is not None  # torchrun has its own option for pinning
+        pins = table.numa == "auto" and self._launcher is not None  # torchrun has its own option for pinning
         if pins and kind.type == "cpu":
             os.sched_setaffinity(0, cores_of_rank(self.world.local_rank, self.world.local_size))
         init(self.world, kind, self._store, bus)
@@ -176,7 +176,7 @@ class RankGroup:
         """Wait until all ranks have called this method."""
         self.gather(None)
 
-    def one_after_the_other(self, work: Callable[[], T]) -> T:
+    def run_host_leaders_first(self, work: Callable[[], T]) -> T:
         """Run ``work`` on the first rank of each host, then on all other ranks, which can reuse the results."""
         if self.world.is_single:
             return work()
@@ -206,8 +206,8 @@ class RankGroup:
 
     def send_to_launcher(self, **message: object) -> None:
         """Send a message to the launcher, if the run has one."""
-        if self._line is not None:
-            self._line.send(**message)
+        if self._launcher is not None:
+            self._launcher.send(**message)
 
     # -- end of the process --------------------------------------------------------------------------------------
 
@@ -222,8 +222,8 @@ class RankGroup:
         if self._watcher is not None:
             self._watcher.fail(message, exit_code, is_own=is_own)
         failure = Failure(self.world.rank, self.world.host, exit_code, message)
-        if self._line is not None:
-            self._line.send(failed=failure.to_json())
+        if self._launcher is not None:
+            self._launcher.send(failed=failure.to_json())
         else:
             os.write(2, f"error: {failure}\n".encode(errors="replace"))
         os._exit(exit_code)
@@ -241,7 +241,7 @@ class RankGroup:
         os._exit(exit_code)
 
 
-def _port(line: LauncherLine) -> int:
+def _port(line: LauncherConnection) -> int:
     """Wait until rank 0 has sent the port of the meeting point to the launcher. Return the port."""
     waited: Sequence[dict[str, object]] | None = []
     while waited is not None:

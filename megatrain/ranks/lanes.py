@@ -1,4 +1,4 @@
-"""Lanes: a fixed order in which the gradients of a step's micro-batches are added, whatever the number of ranks.
+"""Lanes: an order of adding the gradients of a step's micro-batches that does not depend on the number of ranks.
 
 Floating-point sums depend on their order. The micro-batches of a step are therefore divided into contiguous lanes of
 nearly equal size. Each lane is summed from its first micro-batch to its last. The lanes' sums are added in a binary
@@ -73,7 +73,7 @@ def split(first: int, stop: int) -> int:
 
 
 def subtrees(first: int, stop: int, own_first: int, own_stop: int) -> list[Subtree]:
-    """Return, in order, the largest nodes inside a node whose lanes are all between ``own_first`` and ``own_stop``."""
+    """Return, in order, the largest subtrees of a node with only lanes from ``own_first`` to before ``own_stop``."""
     if own_stop <= first or stop <= own_first:
         return []
     if own_first <= first and stop <= own_stop:

@@ -19,21 +19,21 @@ from types import FrameType
 from typing import Any
 
 from megatrain.ranks.affinity import cores_of_rank
-from megatrain.ranks.watch import LAUNCHED_VARIABLE, Failure, LauncherLine, describe_end
+from megatrain.ranks.watch import LAUNCHED_VARIABLE, Failure, LauncherConnection, describe_exit
 
 __all__ = ["launch"]
 
-_CHECK_S = 0.05
+_POLL_S = 0.05
 #: Time that ranks have to exit after they have received a failure. Rank 0 uses it to write the run's status.
-_LEAVE_S = 2.0
+_EXIT_GRACE_S = 2.0
 #: Time to wait for other ranks that fail for the same reason. The message of the lowest rank is reported.
-_TOGETHER_S = 0.5
+_GATHER_FAILURES_S = 0.5
 #: Time between a second stop and the killing of the ranks. They can be blocked in a collective.
 _SECOND_STOP_S = 3.0
 #: Time in which a second signal counts as the same stop, because a parent process can forward the signal again.
 _SAME_STOP_S = 0.5
-_STOPS = (signal.SIGTERM, signal.SIGINT)
-_PASSED_ON = (*_STOPS, signal.SIGHUP, signal.SIGUSR1)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_FORWARDED_SIGNALS = (*_STOP_SIGNALS, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass
@@ -47,7 +47,7 @@ class _Rank:
 
     number: int
     process: subprocess.Popen[bytes]
-    line: LauncherLine
+    line: LauncherConnection
     failure: Failure | None = None
     is_done: bool = False
     is_open: bool = True
@@ -104,8 +104,8 @@ class _Launcher:
     def signals(self) -> Any:
         """Forward signals in the context. If SIGHUP is already ignored (``nohup``), it stays ignored."""
         before = {
-            number: signal.signal(number, self._pass_on)
-            for number in _PASSED_ON
+            number: signal.signal(number, self._forward_signal)
+            for number in _FORWARDED_SIGNALS
             if signal.getsignal(number) is not signal.SIG_IGN
         }
         try:
@@ -137,14 +137,14 @@ class _Launcher:
                     start_new_session=True,
                     env=environment,
                 )
-            self._ranks.append(_Rank(number, process, LauncherLine(ours)))
+            self._ranks.append(_Rank(number, process, LauncherConnection(ours)))
 
     def wait(self) -> int:
         """Wait until all ranks have ended. Return the run's exit code."""
         while True:
             # First check which ranks have ended, then receive all messages that they sent before they ended.
             ended = [rank for rank in self._ranks if rank.has_ended]
-            self._listen(0.0 if len(ended) == self._size else _CHECK_S)
+            self._listen(0.0 if len(ended) == self._size else _POLL_S)
             died = any(rank.failure is None and not rank.is_done for rank in ended)
             if died or self._is_forced() or any(rank.failure is not None for rank in self._ranks):
                 return self._end()
@@ -168,11 +168,11 @@ class _Launcher:
                 messages = rank.line.receive(0.0)
                 rank.is_open = messages is not None
                 for message in messages or ():
-                    self._take(rank, message)
+                    self._handle_message(rank, message)
                 if not messages:
                     break
 
-    def _take(self, rank: _Rank, message: Mapping[str, Any]) -> None:
+    def _handle_message(self, rank: _Rank, message: Mapping[str, Any]) -> None:
         if "failed" in message:
             rank.failure = rank.failure or Failure.from_json(message["failed"])
         elif "done" in message:
@@ -188,15 +188,15 @@ class _Launcher:
 
     def _end(self) -> int:
         """End all ranks after a failure. Report the failure and return its exit code."""
-        end_s = time.monotonic() + _TOGETHER_S
+        end_s = time.monotonic() + _GATHER_FAILURES_S
         while time.monotonic() < end_s and not all(rank.has_ended for rank in self._ranks):
-            self._listen(_CHECK_S)
+            self._listen(_POLL_S)
         failure = self._failure()
         for rank in self._ranks:
             rank.line.send(failed=failure.to_json())
-        end_s = time.monotonic() + _LEAVE_S
+        end_s = time.monotonic() + _EXIT_GRACE_S
         while time.monotonic() < end_s and not all(rank.has_ended for rank in self._ranks):
-            self._listen(_CHECK_S)
+            self._listen(_POLL_S)
         self.kill()
         self._on_failure(failure)
         return failure.exit_code
@@ -206,7 +206,7 @@ class _Launcher:
         host = socket.gethostname()
         own = {rank.number: rank.failure for rank in self._ranks if rank.failure and rank.failure.rank == rank.number}
         if own:
-            return Failure.reported_of(own, self._size)
+            return Failure.select_reported(own, self._size)
         if self._is_forced():
             return Failure(-1, host, 1, "interrupted")
         for rank in self._ranks:
@@ -215,12 +215,12 @@ class _Launcher:
                 continue
             if self._was_interrupted and code in (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP):
                 return Failure(-1, host, 1, "interrupted")
-            return Failure(rank.number, host, code if code > 0 else 1, describe_end(code))
+            return Failure(rank.number, host, code if code > 0 else 1, describe_exit(code))
         return next(rank.failure for rank in self._ranks if rank.failure)
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def _forward_signal(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
-        if number in _STOPS:
+        if number in _STOP_SIGNALS:
             self._was_interrupted = True
             if self._stopped_s is None:
                 self._stopped_s = now_s

@@ -35,7 +35,7 @@ __all__ = ["MessageError", "broadcast_message", "decode", "encode", "gather_mess
 _PACKAGES = ("megatrain", "tiered", "megatrain_tier_cli")
 _HEADER = struct.Struct("<Q")
 #: Errors that invalid bytes can cause. torch and deeply nested JSON raise RuntimeError.
-_UNREADABLE = (
+_DECODE_ERRORS = (
     *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, ImportError),
     struct.error,
 )
@@ -58,7 +58,7 @@ def encode(item: object) -> bytes:
     """
     buffers: list[bytes] = []
     text = json.dumps(_tagged(item, buffers), separators=(",", ":")).encode()
-    parts = [_HEADER.pack(len(text)), _padded(text), *map(_padded, buffers)]
+    parts = [_HEADER.pack(len(text)), _pad(text), *map(_pad, buffers)]
     return b"".join(parts)
 
 
@@ -75,10 +75,10 @@ def decode(message: bytes | bytearray | memoryview) -> Any:
         if length > len(data) - start:
             raise ValueError(f"{length} bytes of text in {len(data)} bytes")
         tree = json.loads(bytes(data[start : start + length]))
-        return _Reader(data, _after(start + length)).value(tree)
+        return _Reader(data, _align(start + length)).value(tree)
     except MessageError:
         raise
-    except _UNREADABLE as error:
+    except _DECODE_ERRORS as error:
         raise MessageError(f"a message of another rank cannot be decoded: {error}") from error
 
 
@@ -121,13 +121,13 @@ def broadcast_message(item: object, *, source: int = 0) -> Any:
     return item if is_source else decode(message.numpy().data)
 
 
-def _after(offset: int) -> int:
+def _align(offset: int) -> int:
     """Return the next aligned offset."""
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
-def _padded(data: bytes) -> bytes:
-    return data + bytes(_after(len(data)) - len(data))
+def _pad(data: bytes) -> bytes:
+    return data + bytes(_align(len(data)) - len(data))
 
 
 def _name(kind: type) -> list[str]:
@@ -148,7 +148,7 @@ def _tagged(item: Any, buffers: list[bytes]) -> Any:
     if isinstance(item, Enum):
         return {"enum": [_name(kind), item.name]}
     if isinstance(item, Exception):
-        return {"error": [_name(kind), [_or_text(one, buffers) for one in item.args], _attributes(item, buffers)]}
+        return {"error": [_name(kind), [_tag_or_str(one, buffers) for one in item.args], _attributes(item, buffers)]}
     if isinstance(item, BaseModel):
         return {"model": [_name(kind), item.model_dump(mode="json")]}
     if is_dataclass(kind):
@@ -179,7 +179,7 @@ def _memory(tensor: Tensor, buffers: list[bytes]) -> int:
     return len(buffers[-1])
 
 
-def _or_text(item: Any, buffers: list[bytes]) -> Any:
+def _tag_or_str(item: Any, buffers: list[bytes]) -> Any:
     """Convert an exception's argument. Convert unsupported types to text, so that any error can be sent."""
     before = len(buffers)
     try:
@@ -190,7 +190,7 @@ def _or_text(item: Any, buffers: list[bytes]) -> Any:
 
 
 def _attributes(error: Exception, buffers: list[bytes]) -> list[Any]:
-    return [[name, _or_text(value, buffers)] for name, value in vars(error).items()]
+    return [[name, _tag_or_str(value, buffers)] for name, value in vars(error).items()]
 
 
 class _Reader:
@@ -284,7 +284,7 @@ class _Reader:
         found = self._data[self._at : self._at + nbytes]
         if not isinstance(nbytes, int) or nbytes < 0 or len(found) != nbytes:
             raise MessageError(f"a message is too short for the {nbytes} bytes of an array")
-        self._at = _after(self._at + nbytes)
+        self._at = _align(self._at + nbytes)
         return found
 
 

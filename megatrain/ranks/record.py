@@ -1,4 +1,4 @@
-"""Agreement of all ranks after a step. If one rank received a request to stop or save, all ranks follow it."""
+"""Consensus of all ranks after a step. If one rank received a request to stop or save, all ranks follow it."""
 
 from __future__ import annotations
 
@@ -54,35 +54,35 @@ class Consensus:
     """
 
     def __init__(self, group: RankGroup, requests: Callable[[], StepRecord]) -> None:
-        self._group, self._requests, self._agreed = group, requests, StepRecord()
+        self._group, self._requests, self._decision = group, requests, StepRecord()
 
     @property
     def stops(self) -> bool:
         """Whether the run ends after the current step."""
-        return self._requests().stops if self._group.world.is_single else self._agreed.stops
+        return self._requests().stops if self._group.world.is_single else self._decision.stops
 
     @property
     def is_hung_up(self) -> bool:
         """Whether the terminal of any rank was closed."""
-        return self._requests().is_hung_up or self._agreed.is_hung_up
+        return self._requests().is_hung_up or self._decision.is_hung_up
 
     @property
-    def saves_at_once(self) -> bool:
+    def saves_immediately(self) -> bool:
         """Whether a signal requests a checkpoint from a single process, even after the last step."""
         return self._group.world.is_single and self._requests().saves
 
-    def is_due(self, is_due_here: bool) -> bool:
+    def is_due(self, is_due_locally: bool) -> bool:
         """Return whether a checkpoint is due. Several ranks use their records, because their clocks may disagree."""
-        return is_due_here if self._group.world.is_single else self._agreed.saves
+        return is_due_locally if self._group.world.is_single else self._decision.saves
 
     def agree_to_stop(self) -> bool:
         """Return whether the run must end because any rank received a stop request. This is a collective."""
         if not self._group.world.is_single:
-            stops = any(self._group.gather(self._agreed.stops or self._requests().stops))
-            self._agreed = replace(self._agreed, stops=stops)
+            stops = any(self._group.gather(self._decision.stops or self._requests().stops))
+            self._decision = replace(self._decision, stops=stops)
         return self.stops
 
-    def agree(self, figures: StepRecord, *, is_due: bool) -> Sequence[StepRecord]:
+    def gather_records(self, figures: StepRecord, *, is_due: bool) -> Sequence[StepRecord]:
         """Gather and return all ranks' records after a step, or none for a single process. This is a collective.
 
         ``is_due`` states whether the config requests a checkpoint. Only rank 0's value is used.
@@ -92,7 +92,7 @@ class Consensus:
         own = self._requests()
         saves = own.saves or (self._group.world.is_first and is_due)
         records = self._group.gather(replace(figures, stops=own.stops, saves=saves, is_hung_up=own.is_hung_up))
-        self._agreed = StepRecord(
+        self._decision = StepRecord(
             stops=any(record.stops for record in records),
             saves=any(record.saves for record in records),
             is_hung_up=any(record.is_hung_up for record in records),

@@ -26,27 +26,27 @@ if TYPE_CHECKING:
 
     from megatrain.ranks.world import World
 
-__all__ = ["LAUNCHED_VARIABLE", "Failure", "LauncherLine", "Watcher", "describe_end"]
+__all__ = ["LAUNCHED_VARIABLE", "Failure", "LauncherConnection", "Watcher", "describe_exit"]
 
 _log = logging.getLogger(__name__)
 #: Environment variable that marks ranks whose stdin is a socket to their launcher.
 LAUNCHED_VARIABLE = "MEGATRAIN_TIER_LAUNCHED"
 _BEAT_S = 0.5
-_CHECK_S = 0.1
+_POLL_S = 0.1
 #: Time to wait for the reason why a collective broke. The reason is clearer than "connection reset".
 _REASON_S = 2.0
 #: Time without heartbeats after which a rank is reported as the cause of a broken collective.
 _BROKEN_S = 2.5
 #: Time to wait for other ranks that fail for the same reason. The message of the lowest rank is reported.
-_TOGETHER_S = 0.5
+_GATHER_FAILURES_S = 0.5
 #: Time within which the store answers if its process runs.
 _ANSWER_S = 0.5
 #: Time for all other ranks to end before rank 0, because rank 0 can serve the store that they read.
-_LEAVE_S = 3.0
+_EXIT_GRACE_S = 3.0
 #: Time to wait until rank 0 has also found an error in the config, the model or the data.
-_ALIKE_S = 2.0
+_SHARED_ERROR_S = 2.0
 #: Exit codes for an invalid config, for a model that does not fit, and for unusable data.
-_OF_ALL = (2, 3, 4)
+_SHARED_EXIT_CODES = (2, 3, 4)
 _FAILED, _REPORTED, _NOTICES = "failed", "reported", "notices"
 
 
@@ -70,7 +70,7 @@ class Failure:
 
     def __str__(self) -> str:
         """Return the message to report. It names the rank, except if the failure applies to all ranks."""
-        if self.is_shared or self.rank < 0 or (self.rank == 0 and self.exit_code in _OF_ALL):
+        if self.is_shared or self.rank < 0 or (self.rank == 0 and self.exit_code in _SHARED_EXIT_CODES):
             return self.message
         return f"rank {self.rank} (on {self.host}): {self.message}"
 
@@ -82,7 +82,7 @@ class Failure:
         return cls(**json.loads(text))
 
     @classmethod
-    def reported_of(cls, failures: Mapping[int, Failure], size: int) -> Failure:
+    def select_reported(cls, failures: Mapping[int, Failure], size: int) -> Failure:
         """Select the failure to report, which is the failure of the lowest rank.
 
         Args:
@@ -95,7 +95,7 @@ class Failure:
         return cls(first.rank, first.host, first.exit_code, first.message, is_shared)
 
 
-def describe_end(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Describe how a process ended, given its exit code."""
     if code < 0:
         try:
@@ -107,7 +107,7 @@ def describe_end(code: int) -> str:
     return f"ended with exit code {code}, without a message"
 
 
-class LauncherLine:
+class LauncherConnection:
     """Connection between a rank and its launcher. Both send lines of JSON. Thread-safe.
 
     The connection is the rank's stdin, which is an unnamed socket. No other process can open it. It is closed when
@@ -120,7 +120,7 @@ class LauncherLine:
         self._rest = b""
 
     @classmethod
-    def of_environment(cls) -> LauncherLine | None:
+    def from_environment(cls) -> LauncherConnection | None:
         """Return the connection to the launcher, or None without a launcher. Replace stdin with an empty file."""
         if os.environ.pop(LAUNCHED_VARIABLE, None) is None:
             return None
@@ -141,7 +141,7 @@ class LauncherLine:
 
     def receive(self, timeout_s: float | None = None) -> list[dict[str, object]] | None:
         """Wait for data. Return the messages that have arrived, or None if the other end is closed."""
-        try:  # no timeout of the socket, which would also cut off messages that another thread sends
+        try:  # use select, because a socket timeout would also interrupt sends of other threads
             if not select.select([self._connection], [], [], timeout_s)[0]:
                 return []
             data = self._connection.recv(1 << 16)
@@ -175,14 +175,14 @@ class Watcher:
         store: Store,
         *,
         timeout_s: float,
-        line: LauncherLine | None = None,
+        line: LauncherConnection | None = None,
         on_notice: Callable[[str], None] = lambda text: None,
         on_failure: Callable[[Failure], None] = lambda failure: None,
     ) -> None:
-        self._world, self._store, self._timeout_s, self._line = world, store, timeout_s, line
+        self._world, self._store, self._timeout_s, self._launcher = world, store, timeout_s, line
         self.on_notice, self.on_failure = on_notice, on_failure
-        self._over = threading.Event()
-        self._leaving = threading.Lock()
+        self._ended = threading.Event()
+        self._exit_lock = threading.Lock()
         self._beats: dict[int, bytes] = {}
         self._seen_s: dict[int, float] = {}
         self._gone: set[int] = set()  # ranks that ended regularly
@@ -229,17 +229,17 @@ class Watcher:
         """
         if not is_own:
             self._limit_s = min(self._limit_s, _BROKEN_S)
-            self._over.wait(max(_REASON_S, _BROKEN_S + 1.0))  # the watch thread ends the process if it finds the reason
+            self._ended.wait(max(_REASON_S, _BROKEN_S + 1.0))  # the watch thread ends the process with the reason
         mine = Failure(self._world.rank, self._world.host, exit_code, message)
         with contextlib.suppress(Exception):
             self._store.set(f"{_FAILED}/{self._world.rank}", mine.to_json())
             # An error in config, model or data usually occurs on all ranks. Wait for rank 0, whose message is reported.
-            end_s = time.monotonic() + (_ALIKE_S if exit_code in _OF_ALL else 0.0)
+            end_s = time.monotonic() + (_SHARED_ERROR_S if exit_code in _SHARED_EXIT_CODES else 0.0)
             while not self._store.check([f"{_FAILED}/0"]) and time.monotonic() < end_s:
-                time.sleep(_CHECK_S / 2)
+                time.sleep(_POLL_S / 2)
             self._store.compare_set(_FAILED, "", mine.to_json())
-            mine = mine if self._line is not None else self._reported_failure()
-        self._leave(mine)
+            mine = mine if self._launcher is not None else self._reported_failure()
+        self._end_process(mine)
 
     def finish(self) -> None:
         """Stop watching after a regular end. Rank 0 can serve the store, so it waits for all other ranks."""
@@ -249,8 +249,8 @@ class Watcher:
                 names = [f"gone/{rank}" for rank in range(self._world.size)]
                 end_s = time.monotonic() + self._timeout_s
                 while not self._store.check(names) and time.monotonic() < end_s:
-                    time.sleep(_CHECK_S / 5)
-        self._over.set()
+                    time.sleep(_POLL_S / 5)
+        self._ended.set()
 
     # -- threads -------------------------------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class Watcher:
         """Send and read heartbeats. Store calls can block forever if the process that serves the store is stopped."""
         others = [rank for rank in range(self._world.size) if rank != self._world.rank]
         number, next_s = 0, 0.0
-        while not self._over.is_set():
+        while not self._ended.is_set():
             try:
                 if time.monotonic() >= next_s:
                     number, next_s = number + 1, time.monotonic() + _BEAT_S
@@ -275,7 +275,7 @@ class Watcher:
                 _log.debug("rank %d has lost the store", self._world.rank, exc_info=error)
                 return
             self._answered_s = time.monotonic()
-            self._over.wait(_CHECK_S)
+            self._ended.wait(_POLL_S)
 
     def _check_rank(self, rank: int) -> None:
         if not self._store.check([f"beat/{rank}"]):
@@ -289,12 +289,12 @@ class Watcher:
     def _reported_failure(self) -> Failure:
         """Select the failure to report from all failures in the store."""
         first = Failure.from_json(self._store.get(_FAILED))
-        self._is_reporter = self._claim()
-        time.sleep(0.0 if self._line is not None else _TOGETHER_S)
+        self._is_reporter = self._claim_report()
+        time.sleep(0.0 if self._launcher is not None else _GATHER_FAILURES_S)
         names = [f"{_FAILED}/{rank}" for rank in range(self._world.size)]
         written = [name for name in names if self._store.check([name])]
         failures = {each.rank: each for each in (Failure.from_json(self._store.get(name)) for name in written)}
-        return Failure.reported_of(failures, self._world.size) if failures else first
+        return Failure.select_reported(failures, self._world.size) if failures else first
 
     def _take_notices(self) -> None:
         num_notices = self._store.add(_NOTICES, 0)
@@ -305,18 +305,18 @@ class Watcher:
     def _watch(self) -> None:
         """End this process if the other threads have found a failure, or if a rank is silent for too long."""
         before_s = time.monotonic()
-        while not self._over.wait(_CHECK_S):
+        while not self._ended.wait(_POLL_S):
             now_s = time.monotonic()
-            if now_s - before_s > 5 * _CHECK_S:
+            if now_s - before_s > 5 * _POLL_S:
                 # This process was paused. Ignore the pause, because other ranks could have sent heartbeats.
                 self._answered_s += now_s - before_s
                 self._seen_s = {rank: seen_s + now_s - before_s for rank, seen_s in dict(self._seen_s).items()}
             before_s = now_s
-            failure = self._failure or self._find(now_s)
+            failure = self._failure or self._find_failure(now_s)
             if failure is not None:
-                self._leave(failure)
+                self._end_process(failure)
 
-    def _find(self, now_s: float) -> Failure | None:
+    def _find_failure(self, now_s: float) -> Failure | None:
         """Return another rank's failure, or None."""
         if self._store_error is not None:
             return self._store_lost_failure("has ended without a message")
@@ -324,12 +324,12 @@ class Watcher:
             return self._store_lost_failure(f"has not answered for {now_s - self._answered_s:.0f} s")
         for rank, seen_s in dict(self._seen_s).items():  # a copy, because the beat thread adds ranks
             if rank not in self._gone and now_s - seen_s > self._limit_s:
-                silent = Failure(rank, self._host_of(rank), 1, self._silence(now_s - seen_s))
-                self._ask(partial(self._store.compare_set, _FAILED, "", silent.to_json()))
+                silent = Failure(rank, self._host_of(rank), 1, self._silence_text(now_s - seen_s))
+                self._query_store(partial(self._store.compare_set, _FAILED, "", silent.to_json()))
                 return silent
         return None
 
-    def _ask(self, question: Callable[[], bytes], timeout_s: float = _ANSWER_S) -> bytes | None:
+    def _query_store(self, question: Callable[[], bytes], timeout_s: float = _ANSWER_S) -> bytes | None:
         """Return the store's answer, or None if it does not answer in time. The store's process can be stopped."""
         answers: list[bytes] = []
 
@@ -342,7 +342,7 @@ class Watcher:
         thread.join(timeout_s)
         return answers[0] if answers else None
 
-    def _silence(self, seconds: float) -> str:
+    def _silence_text(self, seconds: float) -> str:
         if self._limit_s < self._timeout_s:
             return "has ended without a message"
         return f"has sent no heartbeat for {seconds:.0f} s (distributed.timeout): its process is stopped or has ended"
@@ -357,16 +357,16 @@ class Watcher:
     def _host_of(self, rank: int) -> str:
         if self._world.num_hosts == 1 or rank // self._world.local_size == self._world.host_number:
             return self._world.host
-        name = self._ask(partial(self._store.get, f"host/{rank}"))
+        name = self._query_store(partial(self._store.get, f"host/{rank}"))
         return "another host" if name is None else name.decode()
 
     def _listen(self) -> None:
         """Receive messages from the launcher. If the launcher has ended, record this as a failure."""
-        assert self._line is not None
-        while not self._over.is_set():
-            messages = self._line.receive(_CHECK_S)
+        assert self._launcher is not None
+        while not self._ended.is_set():
+            messages = self._launcher.receive(_POLL_S)
             if messages is None:
-                if not self._over.is_set():
+                if not self._ended.is_set():
                     self._failure = Failure(-1, "", 1, "the launcher of the ranks has ended")
                 return
             for message in messages:
@@ -375,20 +375,20 @@ class Watcher:
 
     # -- end of the process --------------------------------------------------------------------------------------
 
-    def _leave(self, failure: Failure) -> NoReturn:
+    def _end_process(self, failure: Failure) -> NoReturn:
         """Report the failure if necessary, and end this process. If a second thread calls this, it blocks."""
-        with self._leaving:
+        with self._exit_lock:
             with contextlib.suppress(Exception):
                 self.on_failure(failure)
-            if self._line is not None:
-                self._line.send(failed=failure.to_json())
+            if self._launcher is not None:
+                self._launcher.send(failed=failure.to_json())
             elif self._should_report(failure):
                 with contextlib.suppress(OSError, ValueError):
                     sys.stdout.flush()
                 with contextlib.suppress(OSError):
                     os.write(2, f"error: {failure}\n".encode(errors="replace"))
-            if self._line is None:
-                self._ask(partial(self._announce_exit, failure), _LEAVE_S)
+            if self._launcher is None:
+                self._query_store(partial(self._announce_exit, failure), _EXIT_GRACE_S)
             os._exit(failure.exit_code)
 
     def _announce_exit(self, failure: Failure) -> bytes:
@@ -396,10 +396,10 @@ class Watcher:
         self._store.set(f"gone/{self._world.rank}", "1")
         others = set(range(self._world.size)) - {self._world.rank, failure.rank}
         while self._world.is_first and not self._store.check([f"gone/{rank}" for rank in others]):
-            time.sleep(_CHECK_S / 5)
+            time.sleep(_POLL_S / 5)
         return b""
 
-    def _claim(self) -> bool:
+    def _claim_report(self) -> bool:
         """Claim the report to the user. Return whether this rank is the first to claim it."""
         mine = str(self._world.rank)
         return bool(self._store.compare_set(_REPORTED, "", mine) == mine.encode())
@@ -407,6 +407,6 @@ class Watcher:
     def _should_report(self, failure: Failure) -> bool:
         """Return whether this rank reports to the user. This is the first to claim it, or the lowest running rank."""
         if self._is_reporter is None and self._store_error is None:
-            answer = self._ask(lambda: b"1" if self._claim() else b"")
+            answer = self._query_store(lambda: b"1" if self._claim_report() else b"")
             self._is_reporter = None if answer is None else bool(answer)
         return self._world.rank == (1 if failure.rank == 0 else 0) if self._is_reporter is None else self._is_reporter

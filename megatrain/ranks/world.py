@@ -32,12 +32,12 @@ __all__ = [
 ]
 
 #: Environment variables that torchrun and this project's launcher set for each process.
-_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 #: Environment variables that srun sets in a job step. A batch script is not a rank and has only the job's variables.
-_SLURM_NAMES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+_SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 #: Environment variable that lists the GPUs that a process sees, by number or name.
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 #: Timeout of the process group. It is long because a rank waits while a drive is full, which can take hours. The
 #: watcher detects silent ranks much sooner.
 _GROUP_TIMEOUT = timedelta(days=1)
@@ -95,17 +95,17 @@ class World:
         return cls(rank, size, rank % (size // num_hosts), size // num_hosts, socket.gethostname(), num_hosts)
 
     @classmethod
-    def of_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
         """Return the world that torchrun, srun or this project's launcher describes. Default: a world of one process.
 
         Raises:
             WorldError: The variables contradict each other, or the hosts have different numbers of ranks.
         """
-        if all(name in environment for name in _NAMES):
-            rank, size, local_rank, local_size = (_number(environment, name) for name in _NAMES)
-        elif all(name in environment for name in _SLURM_NAMES):
-            rank, size, local_rank = (_number(environment, name) for name in _SLURM_NAMES[:3])
-            counts = _tasks_per_node(environment[_SLURM_NAMES[3]])
+        if all(name in environment for name in _RANK_VARIABLES):
+            rank, size, local_rank, local_size = (_number(environment, name) for name in _RANK_VARIABLES)
+        elif all(name in environment for name in _SLURM_VARIABLES):
+            rank, size, local_rank = (_number(environment, name) for name in _SLURM_VARIABLES[:3])
+            counts = _tasks_per_node(environment[_SLURM_VARIABLES[3]])
             if len(set(counts)) > 1:
                 raise WorldError(
                     f"srun starts {', '.join(map(str, counts))} processes on the hosts. Start the same number on each: "
@@ -137,7 +137,7 @@ class World:
         """Number of this host, counted from 0."""
         return self.rank // self.local_size
 
-    def take_gpu(self, environment: MutableMapping[str, str] = os.environ) -> None:
+    def select_gpu(self, environment: MutableMapping[str, str] = os.environ) -> None:
         """Make this rank's GPU the only GPU that the process sees, so that all of its threads use this GPU.
 
         Call this before any query about GPUs, because CUDA reads the environment variable only at the first query. For
@@ -146,13 +146,13 @@ class World:
         """
         if self.is_single:
             return
-        visible = environment.get(_VISIBLE)
+        visible = environment.get(_VISIBLE_GPUS)
         if visible is None:
-            environment[_VISIBLE] = str(self.local_rank)
+            environment[_VISIBLE_GPUS] = str(self.local_rank)
             return
         names = [name.strip() for name in visible.split(",") if name.strip()]
         if len(names) > 1:
-            environment[_VISIBLE] = names[self.local_rank] if self.local_rank < len(names) else ""
+            environment[_VISIBLE_GPUS] = names[self.local_rank] if self.local_rank < len(names) else ""
 
     def folder_of_rank(self, folder: Path) -> Path:
         """Return this rank's subfolder of a run's folder. For a single process, return the folder itself."""

@@ -25,7 +25,7 @@ from megatrain.plan.forward import plan_averages, plan_samples
 from megatrain.plan.stepping import model_for_passes
 from megatrain.plan.tiers import step_memory_lent
 from megatrain.plan.traffic import Traffic
-from megatrain.ranks.collectives import SingleRank, collectives_of
+from megatrain.ranks.collectives import SingleRank, make_collectives
 from megatrain.tasks.continuation import Continuation, StoppedError
 from megatrain.tasks.passes import Passes
 from megatrain.tasks.prompts import GenerationSettings
@@ -331,7 +331,7 @@ class Evaluator:
         has no schedule. A collective: all ranks must call it at the same steps.
         """
         if self._collectives is None:
-            self._collectives = collectives_of(self._plan.run.world, self._plan.program.compute_tier)
+            self._collectives = make_collectives(self._plan.run.world, self._plan.program.compute_tier)
         self._timeline.is_on = False
         for weights, plan in self._plans.items():
             due = [each for each in self._sets if not self._is_done(step, self._spec.name_of(each.name, weights))]

@@ -24,7 +24,7 @@ from megatrain.converters.adapters import ADAPTER_WEIGHTS
 from megatrain.data.cache import TokenCache, cache_folder
 from megatrain.data.rows_report import DataError
 from megatrain.engine.forward import LayerRunner
-from megatrain.ranks.collectives import collectives_of
+from megatrain.ranks.collectives import make_collectives
 from megatrain.ranks.group import RankGroup
 from megatrain.tasks.passes import Passes
 from tiered import checksum
@@ -162,7 +162,7 @@ class Reference:
             self._store,
             timeline=self._timeline,
             activity=self._activity,
-            collectives=collectives_of(plan.run.world, plan.program.compute_tier),
+            collectives=make_collectives(plan.run.world, plan.program.compute_tier),
         )
         num_passes, size = num_reference_passes(plan, loader), loader.ordered_batch_rows
         together = plan.run.batch.together(plan.run.batch.num_micro_batches)

@@ -34,7 +34,7 @@ from megatrain.plan.tiers import (
     set_schedule,
     unregister_transient_blocks,
 )
-from megatrain.ranks.collectives import collectives_of
+from megatrain.ranks.collectives import make_collectives
 from megatrain.ranks.group import RankGroup
 from megatrain.training.weights import AdaptedWeights, RandomWeights, Weights, WeightSource
 from tiered import RamTier, TieredStore
@@ -76,7 +76,7 @@ def open_run(
         on_message(str(weights.loader.origin.passthrough))
     is_with_all = run.world.size == group.world.size  # False if one rank of the run is inspected alone
     if is_with_all:
-        group.one_after_the_other(lambda: claim_folders(plan) if group.world.local_rank == 0 else None)
+        group.run_host_leaders_first(lambda: claim_folders(plan) if group.world.local_rank == 0 else None)
     check_drives(plan)
     if is_with_all:
         group.wait_for_all()  # opening removes files of dead runs, which other ranks' checks count
@@ -227,7 +227,7 @@ class OpenRun:
             self.store,
             model_for_steps(plan),
             step_recipe(plan),
-            collectives=collectives_of(plan.run.world, plan.program.compute_tier),
+            collectives=make_collectives(plan.run.world, plan.program.compute_tier),
             timeline=self.timeline,
             activity=self._activity,
         )

@@ -83,11 +83,11 @@ class Preparation:
             _ = self.weights  # raises if weights are unusable or a drive is full
         self.activity.begin("reading the data")
         # The first rank of a host writes tokenized rows to the cache. The other ranks read them from the cache.
-        yield from group.one_after_the_other(lambda: list(self.rows()))
+        yield from group.run_host_leaders_first(lambda: list(self.rows()))
         fingerprint = {"the fingerprint of the rows": self.loader.dataset.fingerprint()}
         check_same(group.gather, "data", fingerprint, "Give all ranks the same files in [[data.train]]")
         _ = self.learning_rate  # raises if the warm-up is longer than the run
-        yield from group.one_after_the_other(self.evaluated_rows)
+        yield from group.run_host_leaders_first(self.evaluated_rows)
         self.check_evaluations()
         yield from self.remarks()
         yield from self.warnings()

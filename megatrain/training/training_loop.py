@@ -103,7 +103,7 @@ class TrainingLoop:
         run, state = self._run, self.state
         self._activity.begin("compiling kernels of the optimizer")
         # The first rank compiles the kernels, and the other ranks load the compiled kernels from the cache.
-        self._group.one_after_the_other(partial(warm_up, self._plan))
+        self._group.run_host_leaders_first(partial(warm_up, self._plan))
         device = str(self._plan.device)
         self._observer.on_start(
             RunInfo(run.name, run.task, device, run.output_dir, state.max_steps, run.batch.num_tokens)
@@ -137,7 +137,7 @@ class TrainingLoop:
         result = engine.step(batch.micro_batches, number=number, lr=lr)
         usage = meter.stop()
         is_due = self._saver.is_due(number + 1)
-        records = self._consensus.agree(usage.record(is_paused=self._activity.is_paused()), is_due=is_due)
+        records = self._consensus.gather_records(usage.record(is_paused=self._activity.is_paused()), is_due=is_due)
         self.state = replace(
             self.state.with_loss(result.loss),
             step=number + 1,
@@ -200,7 +200,7 @@ class TrainingLoop:
         step, best = self.state.step, Best.of_state(self.state.best)
         is_best = self._best.is_kept and best is not None and best.step == step
         is_due = is_best or self._consensus.is_due(self._saver.is_due(step))
-        if (is_due and self._has_steps_left) or self._consensus.saves_at_once:
+        if (is_due and self._has_steps_left) or self._consensus.saves_immediately:
             self._signals.save_requested = False
             self._activity.begin("saving")
             self._saver.save(self.state.saved_now(), self._checkpoint)

@@ -337,10 +337,10 @@ def plan_and_refuse(world: World, folder: Path, model: Path) -> dict[str, Any]:
     said["alone"] = estimate_step(plan, plan.shape, load_profile())
     collectives = Collectives()
     try:
-        collectives.all_or_none(lambda: 1 // world.rank)
+        collectives.run_on_all(lambda: 1 // world.rank)
     except ZeroDivisionError as error:
         said["error of rank 0"] = str(error)
-    said["afterwards"] = collectives.all_or_none(lambda: world.rank)
+    said["afterwards"] = collectives.run_on_all(lambda: world.rank)
     # The operations of stage 3 that move whole layers.
     share, whole = torch.full((3,), float(world.rank)), [torch.full((3,), float(rank + 5)) for rank in range(2)]
     collectives.scatter(share, whole if world.is_first else None, 0)

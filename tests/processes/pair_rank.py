@@ -17,7 +17,7 @@ def main() -> None:
     from pairs.runs import train_here
 
     path, cut, stop_after, folder = sys.argv[1:]
-    group = RankGroup.of_environment()
+    group = RankGroup.from_environment()
     group.rendezvous()
     try:
         config = load_config(Path(path)).config

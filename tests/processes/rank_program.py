@@ -28,7 +28,7 @@ def main() -> None:
     ways = {way.partition(":")[2] for way in sys.argv[2:] if way.partition(":")[0] in (rank, "*")}
     if "early" in ways:
         sys.exit(7)
-    group = RankGroup.of_environment()
+    group = RankGroup.from_environment()
     try:
         group.rendezvous()
         group.join("cpu", DistributedConfig(timeout="60s" if "patient" in ways else "2s"))
@@ -53,7 +53,7 @@ def steps(group: RankGroup, folder: Path, ways: set[str]) -> int:
                 misbehave(ways)
             if step == 2:
                 (folder / f"at_step_2_{group.world.rank}").touch()
-            consensus.agree(StepRecord(), is_due=False)
+            consensus.gather_records(StepRecord(), is_due=False)
             step += 1
             if consensus.stops:
                 print(f"stopped after step {step}", flush=True)

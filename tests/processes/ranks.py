@@ -170,7 +170,7 @@ def wait_for_end(ranks: Sequence[Any], limit_s: float) -> None:
 def main(folder: Path) -> None:
     """Run as one rank of a job; exit with 1 after an error."""
     torch.set_num_threads(1)
-    world = World.of_environment()
+    world = World.from_environment()
     try:
         store = torch.distributed.FileStore(str(folder / "meeting"), world.size)
         init(world, torch.device("cpu"), store)

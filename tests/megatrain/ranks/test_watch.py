@@ -8,7 +8,7 @@ import time
 
 from torch.distributed import HashStore
 
-from megatrain.ranks.watch import LauncherLine, Watcher
+from megatrain.ranks.watch import LauncherConnection, Watcher
 from megatrain.ranks.world import World
 
 
@@ -24,12 +24,12 @@ def test_a_rank_may_appear_while_another_thread_looks_for_silent_ranks() -> None
 
     watcher._seen_s[1] = time.monotonic()
     watcher._gone = AddsRank()
-    assert watcher._find(time.monotonic()) is None
+    assert watcher._find_failure(time.monotonic()) is None
     assert set(watcher._seen_s) == {1, 2}
 
 
 def test_a_message_is_whole_although_the_sender_polls_for_messages() -> None:
-    here, there = map(LauncherLine, socket.socketpair())
+    here, there = map(LauncherConnection, socket.socketpair())
     assert here.receive(0.0) == []
     sender = threading.Thread(target=here.send, kwargs={"text": "x" * 4_000_000})  # more than the socket's buffer holds
     sender.start()

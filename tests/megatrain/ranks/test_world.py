@@ -29,9 +29,9 @@ def numbers(world: World) -> tuple[int, ...]:
 
 
 def test_ranks_of_torchrun_and_srun() -> None:
-    assert numbers(World.of_environment(TORCHRUN)) == (5, 8, 1, 4, 2, 1)
-    assert numbers(World.of_environment(SRUN)) == (5, 6, 1, 2, 3, 2)
-    assert numbers(World.of_environment({**SRUN, **TORCHRUN})) == (5, 8, 1, 4, 2, 1), "srun torchrun ..."
+    assert numbers(World.from_environment(TORCHRUN)) == (5, 8, 1, 4, 2, 1)
+    assert numbers(World.from_environment(SRUN)) == (5, 6, 1, 2, 3, 2)
+    assert numbers(World.from_environment({**SRUN, **TORCHRUN})) == (5, 8, 1, 4, 2, 1), "srun torchrun ..."
     host, port = rendezvous_address(SRUN)
     assert host == "gpu007"
     assert rendezvous_address({**SRUN, "SLURM_STEP_ID": "1"}) == (host, port + 1)
@@ -42,7 +42,7 @@ def test_without_ranks() -> None:
     """A batch script of Slurm has the variables of its job, but it is not a rank."""
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "8"}
     for environment in ({}, batch, {"RANK": "0"}):
-        assert numbers(World.of_environment(environment)) == numbers(World.single()) == (0, 1, 0, 1, 1, 0)
+        assert numbers(World.from_environment(environment)) == numbers(World.single()) == (0, 1, 0, 1, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_without_ranks() -> None:
 )
 def test_an_environment_that_cannot_be(environment: dict[str, str], says: str) -> None:
     with pytest.raises(WorldError) as raised:
-        World.of_environment(environment)
+        World.from_environment(environment)
     assert says in str(raised.value)
 
 
@@ -80,10 +80,10 @@ def test_missing_master_port_is_an_error() -> None:
 def test_each_rank_takes_a_gpu(visible: str | None, taken: list[str]) -> None:
     for rank, name in enumerate(taken):
         environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-        World.local(rank, len(taken)).take_gpu(environment)
+        World.local(rank, len(taken)).select_gpu(environment)
         assert environment == {"CUDA_VISIBLE_DEVICES": name}
     alone: dict[str, str] = {}
-    World.single().take_gpu(alone)
+    World.single().select_gpu(alone)
     assert not alone
 
 
