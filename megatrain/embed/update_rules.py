@@ -14,7 +14,7 @@ from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.base import Optimizer as Arithmetic
 from megatrain.optim.base import StateKind
 from megatrain.optim.elementwise import SGD, AdamW, Lion
-from megatrain.optim.matrices import DeviceMatrices, Shape, host_bytes
+from megatrain.optim.matrices import DeviceOrthogonalizer, Shape, host_bytes
 from megatrain.optim.muon import COEFFICIENTS, EPS, Muon
 from tiered import TieredStore
 
@@ -194,7 +194,7 @@ class TieredMuon(TieredOptimizer):
         # Include all groups, because an offloaded layer's block can contain parameters of several groups.
         self._matrices = {id(parameter) for group in groups if _uses_muon(group) for parameter in _parameters_of(group)}
         self._shapes: set[Shape] = set()
-        self._on_gpu: DeviceMatrices | None = None
+        self._on_gpu: DeviceOrthogonalizer | None = None
         super().__init__(groups, defaults, store=store, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -210,9 +210,9 @@ class TieredMuon(TieredOptimizer):
         matrices = [each for each in _parameters_of(param_group) if id(each) in self._matrices]
         self._shapes |= {(len(matrix), matrix.shape[1]) for matrix in matrices}
         if self._on_gpu is None and matrices and matrices[0].is_cuda:
-            self._on_gpu = DeviceMatrices(matrices[0].device)
+            self._on_gpu = DeviceOrthogonalizer(matrices[0].device)
         if self._on_gpu is not None:
-            self._on_gpu.make_room(self._muon(self.defaults, lambda name, shape: True), self._shapes)
+            self._on_gpu.allocate_buffers(self._muon(self.defaults, lambda name, shape: True), self._shapes)
 
     def release(self) -> None:
         """Remove parameters and state from the store; see ``TieredOptimizer``."""

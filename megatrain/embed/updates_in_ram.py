@@ -19,7 +19,7 @@ from megatrain.optim.average import WeightAverage
 from megatrain.optim.base import GRADIENT_DTYPES, Segment, Update
 from megatrain.optim.clip import squared_norms
 from megatrain.optim.elementwise import ElementwiseOptimizer
-from megatrain.optim.threads import KernelThreads, elements_per_call, share_out
+from megatrain.optim.threads import KernelThreads, elements_per_call, group_calls
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class UpdatesInRam:
             sizes = [parameter.numel() for parameter in each.parameters]
             assert [gradient.numel() for gradient in each.gradients] == sizes
             own = (each.names, [parameter.data_ptr() for parameter in each.parameters], sizes)
-            places = (each.split_master, arithmetic.rows_kinds, num_threads, *own, blocks)
+            places = (each.split_master, arithmetic.row_kinds, num_threads, *own, blocks)
             table = self._tables.get(number)
             if table is None or table.places != places:
                 table = self._tables[number] = _make_table(places, each, arithmetic, addresses, num_threads)
@@ -104,7 +104,7 @@ class UpdatesInRam:
             table.rows[:, -2] = starts[table.parameter_index] + table.offsets * each.gradient_dtype.itemsize
             update = Update(settings.step, settings.lr, grad_scale)
             segment = Segment(0, 0, settings.weight_decay)
-            call = arithmetic.rows_call(each.split_master, each.gradient_dtype, segment, update)
+            call = arithmetic.make_row_update(each.split_master, each.gradient_dtype, segment, update)
             for first, last in table.calls:
                 yield partial(call, table.rows[first:last])
 
@@ -137,7 +137,7 @@ def _sorted_by_kind(works: Mapping[StateGroup, DueUpdate]) -> tuple[list[Ordinar
         for name, settings in work.settings.items():
             parameter, gradient = group.values(name), work.gradients[name]
             arithmetic = settings.arithmetic
-            has_kernel = isinstance(arithmetic, ElementwiseOptimizer | WeightAverage) and arithmetic.has_rows
+            has_kernel = isinstance(arithmetic, ElementwiseOptimizer | WeightAverage) and arithmetic.supports_rows
             if not (has_kernel and parameter.dtype == dtype and parameter.is_contiguous() and _is_flat(gradient)):
                 break
             entries.append(((id(settings), dtype, gradient.dtype), name, settings, parameter, gradient))
@@ -161,7 +161,7 @@ def _make_table(
     num_threads: int,
 ) -> _KernelTable:
     at_once = elements_per_call(sum(parameter.numel() for parameter in each.parameters), num_threads)
-    kinds = arithmetic.rows_kinds
+    kinds = arithmetic.row_kinds
     rows: list[list[int]] = []
     of: list[int] = []
     offsets: list[int] = []
@@ -174,7 +174,7 @@ def _make_table(
             of.append(number)
             offsets.append(start)
     shaped = np.array(rows, np.int64).reshape(len(rows), len(kinds) + 2)
-    calls = share_out([row[-1] for row in rows], at_once)
+    calls = group_calls([row[-1] for row in rows], at_once)
     return _KernelTable(places, shaped, np.array(of, np.int64), np.array(offsets, np.int64), calls)
 
 

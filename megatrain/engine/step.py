@@ -26,7 +26,7 @@ from megatrain.engine.tape.access import StoreAccess
 from megatrain.engine.tape.updates import LayerScales, PendingUpdate, Updater
 from megatrain.optim.base import Update
 from megatrain.optim.clip import NonFiniteGradientError, decide_on_device, global_norm, gradient_scale
-from megatrain.optim.matrices import DeviceMatrices
+from megatrain.optim.matrices import DeviceOrthogonalizer
 from megatrain.optim.threads import KernelThreads
 from megatrain.ranks.collectives import SingleRank
 
@@ -229,7 +229,7 @@ class StepEngine:
     @property
     def moved_bytes(self) -> Mapping[str, int]:
         """Bytes moved in addition to blocks, by link: matrices of Muon, and traffic between ranks."""
-        if not isinstance(self._updater.matrices, DeviceMatrices):
+        if not isinstance(self._updater.matrices, DeviceOrthogonalizer):
             return dict(self._collectives.moved_bytes)
         tier, nbytes = self._program.compute_tier, self._updater.matrices.moved_bytes
         return {f"ram->{tier}": nbytes, f"{tier}->ram": nbytes, **self._collectives.moved_bytes}
@@ -242,7 +242,7 @@ class StepEngine:
     @property
     def moving_s(self) -> Mapping[str, float]:
         """Seconds spent transferring Muon's matrices, by link."""
-        if not isinstance(matrices := self._updater.matrices, DeviceMatrices):
+        if not isinstance(matrices := self._updater.matrices, DeviceOrthogonalizer):
             return {}
         tier = self._program.compute_tier
         return {f"ram->{tier}": matrices.sent_s, f"{tier}->ram": matrices.fetched_s}

@@ -27,15 +27,15 @@ MAX_ROW_BLOCKS = 64
 
 def second_moment_elements(entry: TensorEntry) -> int:
     """Return the number of state elements: one per row and per column of a matrix, or one per element of a vector."""
-    num_matrices, num_rows, num_columns = as_matrices(entry.shape, entry.numel)
+    num_matrices, num_rows, num_columns = matrix_shape(entry.shape, entry.numel)
     return num_matrices * (num_rows + num_columns) if len(entry.shape) >= 2 else entry.numel
 
 
 _STATE = (StateKind("v", torch.float32, second_moment_elements, needs_whole=True),)
 
 
-def as_matrices(shape: Sequence[int], num_elements: int) -> tuple[int, int, int]:
-    """Return `(matrices, rows, columns)`, where all dimensions before the last two form a batch of matrices."""
+def matrix_shape(shape: Sequence[int], num_elements: int) -> tuple[int, int, int]:
+    """Return `(matrices, rows, columns)` of a shape. All dimensions before the last two form a batch of matrices."""
     if len(shape) < 2:
         return 1, 1, num_elements
     return math.prod(shape[:-2]), shape[-2], shape[-1]
@@ -55,7 +55,7 @@ class _KernelSlice:
 
 
 class Adafactor:
-    """Adafactor over flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract. 4 bytes per parameter.
+    """Adafactor for flat CPU blocks; see `megatrain.optim.base.Optimizer` for the contract. 4 bytes per parameter.
 
     Shazeer and Stern (2018) with an external learning rate, like `transformers.Adafactor` with `scale_parameter` and
     `relative_step` off and no first moment. A parameter is updated in fp32, with sums in fp64::
@@ -103,14 +103,14 @@ class Adafactor:
             assert 0 <= segment.start <= segment.stop <= num_elements, (segment, num_elements)
             inside = slice(segment.start, segment.stop)
             size = segment.stop - segment.start
-            matrices = as_matrices(segment.shape, size)
+            matrices = matrix_shape(segment.shape, size)
             is_matrix = len(segment.shape) >= 2
             kept = matrices[0] * (matrices[1] + matrices[2]) if is_matrix else size
             assert "v" in segment.state_starts, segment  # build_segments sets this if it gets the kinds
             start = segment.state_starts["v"]
             assert math.prod(matrices) == size and start + kept <= moments.size, (segment, moments.size)
             if size:
-                task = _Parameter(
+                task = _ParameterUpdate(
                     self,
                     (weight[inside], None if low is None else low[inside]),
                     moments[start : start + kept],
@@ -129,7 +129,7 @@ class Adafactor:
             self.update(blocks, torch.zeros(2, dtype=dtype), segments, Update(step=1, lr=0.0))
 
 
-class _Parameter:
+class _ParameterUpdate:
     """One parameter's update in one step. All arrays are views of the blocks."""
 
     def __init__(
@@ -190,7 +190,7 @@ class _Parameter:
             row_factor = np.sqrt(mean / rows).astype(np.float32)
             column_factor = np.sqrt(1.0 / columns.astype(np.float64)).astype(np.float32)
         sums = np.zeros((num_matrices, num_rows))
-        grad, pieces = self._grad.reshape(shape), list(_pieces(shape))
+        grad, pieces = self._grad.reshape(shape), list(_kernel_slices(shape))
         self._threads.run(
             partial(
                 kernels.adafactor_square_sums,
@@ -238,7 +238,7 @@ class _Parameter:
                     row_sums[piece.matrices, piece.rows],
                     partials[piece.rows.start // block][piece.matrices],
                 )
-                for piece in _pieces((last - first, num_rows, num_columns))
+                for piece in _kernel_slices((last - first, num_rows, num_columns))
             )
             for others in partials[1:]:
                 partials[0] += others
@@ -259,7 +259,7 @@ class _Parameter:
         return np.float32(self._lr / ratio if ratio > 1.0 or math.isnan(ratio) else self._lr)
 
 
-def _pieces(shape: tuple[int, int, int]) -> Iterator[_KernelSlice]:
+def _kernel_slices(shape: tuple[int, int, int]) -> Iterator[_KernelSlice]:
     """Yield kernel calls with about RANGE_ELEMENTS elements each: several matrices, or one row block of a matrix."""
     num_matrices, num_rows, num_columns = shape
     block = rows_per_block(num_rows, num_columns)

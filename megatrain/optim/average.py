@@ -75,7 +75,7 @@ class WeightAverage:
         own = {name: block for name, block in blocks.items() if name != EMA.name}
         weight, low = flat_master(blocks, num_elements)
         average = flat_block(EMA.name, blocks[EMA.name], EMA.dtype, num_elements)
-        averaging = self._calls(weight, low, average, segments)
+        averaging = self._kernel_calls(weight, low, average, segments)
         if not isinstance(self.inner, ElementwiseOptimizer):
             self.inner.update(own, gradient, segments, update)
             self.threads.run(averaging)
@@ -83,12 +83,12 @@ class WeightAverage:
         arrays: dict[str, Array | None] = {"weight": weight, "low": low}
         for kind in self.inner.state:
             arrays[kind.name] = flat_block(kind.name, own[kind.name], kind.dtype, kind.elements_for(num_elements))
-        updating = self.inner.calls(arrays, flat_gradient(gradient), segments, update)
+        updating = self.inner.kernel_calls(arrays, flat_gradient(gradient), segments, update)
         # Updating and averaging split segments at the same elements, so a thread averages the range that it has just
         # updated, while this range is in the cache.
-        self.threads.run(partial(_both, *calls) for calls in zip(updating, averaging, strict=True))
+        self.threads.run(partial(_run_both, *kernel_calls) for kernel_calls in zip(updating, averaging, strict=True))
 
-    def _calls(
+    def _kernel_calls(
         self, weight: Array, low: Array | None, average: Array, segments: Sequence[Segment]
     ) -> Iterator[Callable[[], None]]:
         from megatrain.optim import kernels  # imported late, because importing numba takes half a second
@@ -100,27 +100,27 @@ class WeightAverage:
                 yield partial(kernels.average, weight[inside], part, average[inside], self.share)
 
     @property
-    def has_rows(self) -> bool:
-        """Whether the wrapped optimizer supports `rows_call`."""
-        return isinstance(self.inner, ElementwiseOptimizer) and self.inner.has_rows
+    def supports_rows(self) -> bool:
+        """Whether the wrapped optimizer supports `make_row_update`."""
+        return isinstance(self.inner, ElementwiseOptimizer) and self.inner.supports_rows
 
     @property
-    def rows_kinds(self) -> tuple[str, ...]:
-        """State kinds, beginning with the average; see `ElementwiseOptimizer.rows_kinds`."""
+    def row_kinds(self) -> tuple[str, ...]:
+        """State kinds, beginning with the average; see `ElementwiseOptimizer.row_kinds`."""
         assert isinstance(self.inner, ElementwiseOptimizer), self.inner
-        return (EMA.name, *self.inner.rows_kinds)
+        return (EMA.name, *self.inner.row_kinds)
 
-    def rows_call(
+    def make_row_update(
         self, split_master: bool, gradient: torch.dtype, segment: Segment, update: Update
     ) -> Callable[[Any], None]:
         """Return a function that updates the parameters in given rows and then their averages.
 
-        See `ElementwiseOptimizer.rows_call`.
+        See `ElementwiseOptimizer.make_row_update`.
         """
         from megatrain.optim import kernels
 
         assert isinstance(self.inner, ElementwiseOptimizer), self.inner
-        updating = self.inner.rows_call(split_master, gradient, segment, update)
+        updating = self.inner.make_row_update(split_master, gradient, segment, update)
         likes = (*master_examples(split_master), np.zeros(0, np.float32))
 
         def call(rows: Any) -> None:
@@ -136,7 +136,7 @@ class WeightAverage:
         for split_master in {is_split for is_split, _ in formats}:
             blocks = {kind.name: torch.zeros(1, dtype=kind.dtype) for kind in master_kinds(split_master)}
             weight, low = flat_master(blocks, 1)
-            self.threads.run(self._calls(weight, low, np.zeros(1, np.float32), (Segment(0, 1, 0.0),)))
+            self.threads.run(self._kernel_calls(weight, low, np.zeros(1, np.float32), (Segment(0, 1, 0.0),)))
 
 
 def begin_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
@@ -174,9 +174,9 @@ class MatrixWeightAverage(WeightAverage):
         """Scratch bytes of the wrapped optimizer; averaging needs none."""
         return self.inner.piece_bytes
 
-    def is_matrix_of(self, entry: TensorEntry) -> bool:
+    def has_matrices(self, entry: TensorEntry) -> bool:
         """Return whether the wrapped optimizer treats a parameter as matrices."""
-        return self.inner.is_matrix_of(entry)
+        return self.inner.has_matrices(entry)
 
     def make_directions(
         self,
@@ -189,9 +189,9 @@ class MatrixWeightAverage(WeightAverage):
         """Start an update of matrices. `apply_directions` finishes it and updates the averages."""
         self.inner.make_directions(blocks, gradient, segments, update, directions)
 
-    def orthogonalize(self, matrix: Tensor, room: Tensor, name: str = "") -> None:
+    def orthogonalize(self, matrix: Tensor, scratch: Tensor, name: str = "") -> None:
         """Orthogonalize a matrix with the wrapped optimizer."""
-        self.inner.orthogonalize(matrix, room, name)
+        self.inner.orthogonalize(matrix, scratch, name)
 
     def orthogonalize_bytes(self, rows: int, columns: int) -> int:
         """Return the scratch bytes of the wrapped optimizer."""
@@ -215,9 +215,9 @@ class MatrixWeightAverage(WeightAverage):
         average = flat_block(EMA.name, blocks[EMA.name], EMA.dtype, num_elements)
         own = {name: block for name, block in blocks.items() if name != EMA.name}
         self.inner.apply_directions(own, gradient, segments, update, directions)
-        self.threads.run(self._calls(weight, low, average, segments))
+        self.threads.run(self._kernel_calls(weight, low, average, segments))
 
 
-def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
+def _run_both(first: Callable[[], None], second: Callable[[], None]) -> None:
     first()
     second()

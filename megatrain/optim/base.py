@@ -1,4 +1,4 @@
-"""The contract between engine and optimizers: kinds of state, and updates of block groups."""
+"""Contract between the engine and optimizers: kinds of state, and updates of block groups."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class StateKind:
         """Return the number of state elements for an aligned range of `num_elements` weights."""
         return -(-num_elements // self.granularity)
 
-    def is_like_weight(self, layout: UnitLayout) -> bool:
-        """Return whether the block can be cut at the same places as the weight block, to update parts separately."""
+    def has_weight_layout(self, layout: UnitLayout) -> bool:
+        """Return whether the block can be split at the same elements as the weight block, for updates of parts."""
         if self.elements_of is None or self.needs_whole:
             return not self.needs_whole
         return len(layout.entries) == 1 and self.elements_of(layout.entries[0]) == layout.entries[0].numel
@@ -136,7 +136,7 @@ class Segment:
         """Return the overlap of the segment and a range of its block, relative to the start of the range."""
         start, stop = max(self.start, block.start), min(self.stop, block.stop)
         first = self.first + start - self.start
-        # Only blocks with the weight's layout are cut, so state and weight start at the same element.
+        # Only blocks with the weight's layout are split, so state and weight start at the same element.
         starts = dict.fromkeys(self.state_starts, start - block.start)
         return replace(self, start=start - block.start, stop=stop - block.start, first=first, state_starts=starts)
 
@@ -160,7 +160,7 @@ class Update:
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """The contract between the engine and an optimizer.
+    """Contract between the engine and an optimizer.
 
     An optimizer object holds only settings. All state is in blocks, so state can be in any tier, and the blocks are
     sufficient to resume. New state is zeros, except for kinds that begin as the weights.
@@ -211,7 +211,7 @@ class MatrixOptimizer(Optimizer, Protocol):
         """Maximum scratch bytes of `make_directions` and `apply_directions`, for inputs of any size."""
         ...
 
-    def is_matrix_of(self, entry: TensorEntry) -> bool:
+    def has_matrices(self, entry: TensorEntry) -> bool:
         """Return whether an update needs whole matrices, formed by a parameter's last two dimensions."""
         ...
 
@@ -232,14 +232,14 @@ class MatrixOptimizer(Optimizer, Protocol):
         """
         ...
 
-    def orthogonalize(self, matrix: Tensor, room: Tensor, name: str = "") -> None:
+    def orthogonalize(self, matrix: Tensor, scratch: Tensor, name: str = "") -> None:
         """Convert the directions of a whole matrix to its update, in place.
 
         On a GPU, the call queues the work on the current stream and returns before the work is finished.
 
         Args:
             matrix: [rows, columns] in bf16, contiguous, on any device.
-            room: uint8 scratch memory on the same device, at least `orthogonalize_bytes`. No other large memory is
+            scratch: uint8 scratch memory on the same device, at least `orthogonalize_bytes`. No other large memory is
                 allocated.
             name: Full name of the parameter, which can fuse several logical matrices.
         """

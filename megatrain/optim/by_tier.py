@@ -15,10 +15,10 @@ from tiered.ext import host_view
 if TYPE_CHECKING:
     from megatrain.optim.base import Format, Optimizer, Segment, StateKind, Update
 
-__all__ = ["HostUpdates", "optimizers_by_tier"]
+__all__ = ["UnifiedOptimizer", "optimizers_by_tier"]
 
 
-class HostUpdates:
+class UnifiedOptimizer:
     """A host optimizer for blocks in a ``UnifiedTier``; see `megatrain.optim.base.Optimizer`.
 
     `update` waits for the device's current stream, which wrote the blocks. It copies no bytes.
@@ -62,4 +62,4 @@ def optimizers_by_tier(
     try:
         return {"ram": device_optimizer(host, device)}
     except DeviceKernelError:
-        return {"ram": HostUpdates(host, device)}
+        return {"ram": UnifiedOptimizer(host, device)}

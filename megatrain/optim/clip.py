@@ -1,4 +1,4 @@
-"""Adds gradients of use sites, and computes exact gradient norms and the clip coefficient.
+"""Sums of gradients over the uses of a parameter, exact gradient norms, and the clip coefficient.
 
 The norm is the square root of an fp64 sum. The sum's order depends only on the layout: first within every 65,536
 elements, then over these partial sums in a block group, then over the block groups. The norm is therefore bit-identical
@@ -21,7 +21,7 @@ from torch import Tensor
 from megatrain.optim.base import GRADIENT_DTYPES
 from megatrain.optim.elementwise import flat_gradient
 from megatrain.optim.on_device import device_partials, device_partials_of_parts, sum_partials
-from megatrain.optim.threads import RANGE_ELEMENTS, KernelThreads, cut, share_out
+from megatrain.optim.threads import RANGE_ELEMENTS, KernelThreads, cut, group_calls
 
 __all__ = [
     "NonFiniteGradientError",
@@ -40,7 +40,7 @@ __all__ = [
 
 _EPS = 1e-6
 """Number added to the norm, as in `torch.nn.utils.clip_grad_norm_`."""
-_CALLER = KernelThreads(1)
+_CALLING_THREAD = KernelThreads(1)
 
 
 class NonFiniteGradientError(Exception):
@@ -48,7 +48,7 @@ class NonFiniteGradientError(Exception):
 
 
 def sum_gradients(total: Tensor, addend: Tensor, threads: KernelThreads | None = None) -> None:
-    """Add another use site's gradient to `total` in place. Adds in fp32, and rounds to the dtype of `total`.
+    """Add the gradient of another use to `total`, in place. Adds in fp32, and rounds to the dtype of `total`.
 
     Args:
         total: 1-D contiguous fp32 or bf16 CPU tensor. Changed in place.
@@ -59,7 +59,7 @@ def sum_gradients(total: Tensor, addend: Tensor, threads: KernelThreads | None =
 
     total_flat, addend_flat = flat_gradient(total), flat_gradient(addend)
     assert total_flat.size == addend_flat.size, (total_flat.size, addend_flat.size)
-    (threads or _CALLER).run(
+    (threads or _CALLING_THREAD).run(
         partial(kernels.add_in_place, total_flat[start:stop], addend_flat[start:stop])
         for start, stop in cut(0, total_flat.size)
     )
@@ -105,7 +105,7 @@ def _host_partials(gradient: Tensor, threads: KernelThreads | None) -> list[floa
         for start, stop in cut(0, partials.size, elements=4):
             yield partial(kernels.squared_norms, flat[start * block : stop * block], partials[start:stop])
 
-    (threads or _CALLER).run(calls())
+    (threads or _CALLING_THREAD).run(calls())
     found: list[float] = partials.tolist()
     return found
 
@@ -177,7 +177,7 @@ def squared_norms(gradients: Sequence[Tensor], threads: KernelThreads) -> list[f
         ]
         like = flat_gradient(torch.empty(0, dtype=dtype))
         table = np.array(rows, np.int64).reshape(len(rows), 4)
-        for first, last in share_out([row[1] for row in rows], RANGE_ELEMENTS):
+        for first, last in group_calls([row[1] for row in rows], RANGE_ELEMENTS):
             calls.append(partial(kernels.squared_norms_rows, table[first:last], like, partials))
     threads.run(calls)
     sums = partials.tolist()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatrain.optim.base import FORMATS, GRADIENT_DTYPES, Format, Segment, StateKind, Update, master_kinds
-from megatrain.optim.moments import BLOCK_ELEMENTS, code_of, is_signed, moment_kinds, rounding_key
+from megatrain.optim.moments import BLOCK_ELEMENTS, is_signed, moment_code, moment_kinds, rounding_key
 from megatrain.optim.table import StateDtype
 from megatrain.optim.threads import KernelThreads, cut
 
@@ -39,8 +39,8 @@ _EXAMPLES: dict[torch.dtype, Array] = {
     torch.bfloat16: np.empty(0, np.uint16),
     torch.int16: np.empty(0, np.int16),
 }
-_WHOLE: tuple[Array, Array | None] = (_EXAMPLES[torch.float32], None)
-_SPLIT: tuple[Array, Array | None] = (_EXAMPLES[torch.bfloat16], _EXAMPLES[torch.int16])
+_FP32_MASTER: tuple[Array, Array | None] = (_EXAMPLES[torch.float32], None)
+_SPLIT_MASTER: tuple[Array, Array | None] = (_EXAMPLES[torch.bfloat16], _EXAMPLES[torch.int16])
 
 
 class ElementwiseOptimizer(ABC):
@@ -50,7 +50,7 @@ class ElementwiseOptimizer(ABC):
     `megatrain.optim.base.Optimizer` for the contract.
 
     Moments in bf16 are rounded stochastically, so their expected value is exact. The random bits depend only on seed,
-    step, parameter name and element index. Moments in int8 are bytes of a code (`moments.code_of`). Blocks of 256
+    step, parameter name and element index. int8 moments are indices into a code (`moments.moment_code`). Blocks of 256
     elements share a scale, so segments begin at multiples of 256. Arithmetic is always in fp32. The weight is updated
     with the new moments before they are rounded.
 
@@ -80,8 +80,8 @@ class ElementwiseOptimizer(ABC):
         """Names of the moments, in the order of `MOMENTS`. `ElementwiseOptimizer.__init__` reads this property."""
 
     @property
-    def has_rows(self) -> bool:
-        """Whether `rows_call` supports the moments. They must be fp32: rows have no columns for keys and scales."""
+    def supports_rows(self) -> bool:
+        """Whether `make_row_update` supports the moments. They must be fp32: rows lack columns for keys and scales."""
         return self.state_dtype == "float32"
 
     @abstractmethod
@@ -101,9 +101,9 @@ class ElementwiseOptimizer(ABC):
         for kind in self.state:
             length = kind.elements_for(num_elements)
             arrays[kind.name] = flat_block(kind.name, blocks[kind.name], kind.dtype, length)
-        self.threads.run(self.calls(arrays, flat_gradient(gradient), segments, update))
+        self.threads.run(self.kernel_calls(arrays, flat_gradient(gradient), segments, update))
 
-    def calls(
+    def kernel_calls(
         self, arrays: Mapping[str, Array | None], gradient: Array, segments: Sequence[Segment], update: Update
     ) -> Iterator[Callable[[], None]]:
         """Yield an update's kernel calls. They can run in any order, on any thread, and concurrently.
@@ -115,39 +115,39 @@ class ElementwiseOptimizer(ABC):
         from megatrain.optim import kernels  # imported late, because importing numba takes half a second
 
         assert update.step >= 1, update.step
-        in_bytes = self.state_dtype == "int8"
-        of_this = kernels.UPDATES[self.kernel_name]
+        is_int8 = self.state_dtype == "int8"
+        kernels_of_rule = kernels.UPDATES[self.kernel_name]
         flats = [arrays["weight"], arrays["low"], *(arrays.get(name) for name in MOMENTS), gradient]
         for segment in segments:
             assert 0 <= segment.start <= segment.stop <= gradient.size, (segment, gradient.size)
-            assert not in_bytes or segment.start % BLOCK_ELEMENTS == 0, segment
+            assert not is_int8 or segment.start % BLOCK_ELEMENTS == 0, segment
             scalars = self.scalars(segment, update)
             for start, stop in cut(segment.start, segment.stop):
                 weight, low, m, v, grad = (flat if flat is None else flat[start:stop] for flat in flats)
-                if in_bytes:
+                if is_int8:
                     scales = slice(start // BLOCK_ELEMENTS, -(-stop // BLOCK_ELEMENTS))
                     moments = tuple(
-                        (codes, arrays[f"{name}_scale"][scales], code_of(is_signed(name)))  # type: ignore[index]
+                        (codes, arrays[f"{name}_scale"][scales], moment_code(is_signed(name)))  # type: ignore[index]
                         for name, codes in zip(MOMENTS, (m, v), strict=True)
                         if codes is not None
                     )
-                    yield partial(of_this.in_bytes, weight, low, moments, grad, *scalars)
+                    yield partial(kernels_of_rule.int8, weight, low, moments, grad, *scalars)
                 else:
-                    key = self.rounding(segment, update, start - segment.start)
-                    yield partial(of_this.update, weight, low, m, v, grad, key, *scalars)
+                    key = self.rounding_key_at(segment, update, start - segment.start)
+                    yield partial(kernels_of_rule.update, weight, low, m, v, grad, key, *scalars)
 
-    def rounding(self, segment: Segment, update: Update, start: int = 0) -> tuple[Any, ...] | None:
+    def rounding_key_at(self, segment: Segment, update: Update, start: int = 0) -> tuple[Any, ...] | None:
         """Return the key for the random bits of a segment from element `start`, or None without stochastic rounding."""
         if self.state_dtype != "bfloat16":
             return None
         return (*rounding_key(self.seed, update.step, segment.name), np.int64(segment.first + start))
 
     @property
-    def rows_kinds(self) -> tuple[str, ...]:
+    def row_kinds(self) -> tuple[str, ...]:
         """State kinds in the column order of an address table. Gradient and size follow. Unused columns are 0."""
         return ("weight", "low", *MOMENTS)
 
-    def rows_call(
+    def make_row_update(
         self, split_master: bool, gradient: torch.dtype, segment: Segment, update: Update
     ) -> Callable[[Any], None]:
         """Return a function that updates the parameters in given rows. Any thread can call the function.
@@ -158,7 +158,7 @@ class ElementwiseOptimizer(ABC):
         """
         from megatrain.optim import kernels
 
-        assert self.has_rows, self.state_dtype
+        assert self.supports_rows, self.state_dtype
         moments = [_EXAMPLES[torch.float32] if name in self.moments else None for name in MOMENTS]
         likes = [*master_examples(split_master), *moments, _EXAMPLES[gradient]]
         kernel, scalars = kernels.UPDATES[self.kernel_name].rows, self.scalars(segment, update)
@@ -186,7 +186,7 @@ class ElementwiseOptimizer(ABC):
 
 def master_examples(split_master: bool) -> tuple[Array, Array | None]:
     """Return empty arrays `(weight, low)` that give a master's dtypes to kernels that get addresses."""
-    return _SPLIT if split_master else _WHOLE
+    return _SPLIT_MASTER if split_master else _FP32_MASTER
 
 
 def flat_master(blocks: Mapping[str, Tensor], num_elements: int) -> tuple[Array, Array | None]:

@@ -53,7 +53,7 @@ def make_optimizer(
     Raises:
         OptimizerError: a custom optimizer cannot be constructed.
     """
-    made = _updating(table, threads, vocabulary, seed, fused)
+    made = _base_optimizer(table, threads, vocabulary, seed, fused)
     if not table.ema_decay:
         return made
     if any(kind.name == EMA.name for kind in made.state_kinds(True)):
@@ -63,7 +63,7 @@ def make_optimizer(
     return kind(made, table.ema_decay, threads)
 
 
-def _updating(
+def _base_optimizer(
     table: OptimizerConfig,
     threads: KernelThreads | None,
     vocabulary: Container[str],
@@ -183,12 +183,12 @@ def check_groups(table: OptimizerConfig, trained: Iterable[TensorEntry]) -> None
             )
 
 
-def is_timed_optimizer(optimizer: Optimizer, *, split_master: bool) -> bool:
+def has_measured_kernel(optimizer: Optimizer, *, split_master: bool) -> bool:
     """Return whether doctor measures the kernel of an optimizer: AdamW with 12 bytes of master, m and v."""
     return type(optimizer) is AdamW and bytes_per_parameter(optimizer.state_kinds(split_master)) == 12
 
 
-def is_bound_by_ram(optimizer: Optimizer) -> bool:
+def is_memory_bound(optimizer: Optimizer) -> bool:
     """Return whether memory bandwidth limits updates. False for bf16 or int8 moments and for custom optimizers.
 
     On two cores, Lion, SGD and averages reach AdamW's bytes per second within 12 %. Updates take longer than their

@@ -62,12 +62,12 @@ Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 Master = NDArray[np.float32] | NDArray[np.uint16]
 Low = NDArray[np.int16] | None
-ActivitySnapshot = NDArray[np.float32] | NDArray[np.uint16] | None
+Moment = NDArray[np.float32] | NDArray[np.uint16] | None
 Key = tuple[np.uint32, np.uint32, np.int64] | None
 Codes = NDArray[np.uint8]
 Scalars = tuple[np.float32, ...]
 Code = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.uint8]]
-BytesOfMoments = tuple[tuple[Codes, NDArray[np.float32], Code], ...]
+Int8Moments = tuple[tuple[Codes, NDArray[np.float32], Code], ...]
 Gradient = NDArray[np.float32] | NDArray[np.uint16]
 Rows = NDArray[np.int64]
 
@@ -153,7 +153,7 @@ def store_master(weight: Any, low: Low, i: int, value: np.float32) -> None:
 
 
 @njit(fastmath=False, error_model="numpy")
-def mix(bits: Any) -> Any:
+def lowbias32(bits: Any) -> Any:
     """Return Wellons' lowbias32 hash of 32 bits, a bijection. Every output bit depends on all input bits."""
     x = np.uint32(bits)
     x = np.uint32(x ^ (x >> np.uint32(16)))
@@ -179,9 +179,9 @@ def _random_bits(key: Any, i: int) -> Any:
 
     def hashed(key: Any, i: int) -> Any:
         element = np.uint64(key[2]) + np.uint64(i)
-        once = mix(np.uint32(np.uint32(element) + key[0]))
+        once = lowbias32(np.uint32(np.uint32(element) + key[0]))
         far = np.uint32(np.uint32(element >> np.uint64(32)) * np.uint32(0x9E3779B9))
-        return mix(np.uint32(np.uint32(once ^ key[1]) + far))
+        return lowbias32(np.uint32(np.uint32(once ^ key[1]) + far))
 
     return none if isinstance(key, types.NoneType) else hashed
 
@@ -204,13 +204,13 @@ def _moment_from_float32(value: Any, bits: Any, like: Any) -> Any:
 
     def rounded(value: Any, bits: Any, like: Any) -> Any:
         found = np.uint16(np.uint32(np.float32(value).view(np.uint32) + bits) >> np.uint32(16))
-        return np.uint16(0x7FC0) if np.isnan(value) else found  # in the sum, a NaN could carry into the sign
+        return np.uint16(0x7FC0) if np.isnan(value) else found  # adding bits to a NaN could overflow into the sign
 
     return rounded if like == types.uint16 else same
 
 
 @njit(fastmath=False, error_model="numpy")
-def load_moment(moment: ActivitySnapshot, i: int) -> Any:
+def load_moment(moment: Moment, i: int) -> Any:
     """Return moment `i` in fp32, or None if the optimizer does not have this moment."""
     if moment is None:
         return None
@@ -218,7 +218,7 @@ def load_moment(moment: ActivitySnapshot, i: int) -> Any:
 
 
 @njit(fastmath=False, error_model="numpy")
-def store_moment(moment: ActivitySnapshot, i: int, value: Any, bits: Any) -> None:
+def store_moment(moment: Moment, i: int, value: Any, bits: Any) -> None:
     """Write moment `i`, given in fp32. The lowest 16 random bits determine the rounding."""
     if moment is not None:
         moment[i] = moment_from_float32(value, np.uint32(bits & np.uint32(0xFFFF)), moment[i])
@@ -276,8 +276,8 @@ def update_range(
     rule: Any,
     weight: Master,
     low: Low,
-    m: ActivitySnapshot,
-    v: ActivitySnapshot,
+    m: Moment,
+    v: Moment,
     grad: Gradient,
     key: Key,
     grad_scale: np.float32,
@@ -296,7 +296,7 @@ def update_range(
 
 @njit(fastmath=False, error_model="numpy")
 def load_moments(codes: Codes, scale: np.float32, code: Code, moments: Float32) -> None:
-    """Decode bytes into fp32 moments."""
+    """Dequantize code indices to fp32 moments."""
     values = code[0]
     for i in range(codes.size):
         moments[i] = values[codes[i]] * scale
@@ -304,7 +304,7 @@ def load_moments(codes: Codes, scale: np.float32, code: Code, moments: Float32) 
 
 @njit(fastmath=False, error_model="numpy")
 def store_moments(moments: Float32, code: Code, codes: Codes) -> Any:
-    """Write the bytes of the nearest code values (ties go to the smaller value), and return the scale.
+    """Write the indices of the nearest code values (ties go to the smaller value), and return the scale.
 
     Bits are compared to find the scale. A NaN has the largest bits, so it spreads to all moments of its block.
     """
@@ -323,13 +323,13 @@ def store_moments(moments: Float32, code: Code, codes: Codes) -> Any:
     return scale
 
 
-def second_of(moments: BytesOfMoments, new: NDArray[np.float32]) -> Any:
+def second_row(moments: Int8Moments, new: NDArray[np.float32]) -> Any:
     """Return the second row of `new`, or None if there is only one moment. `new` has one row per moment."""
     raise NotImplementedError("only compiled code calls this")
 
 
-@overload(second_of)
-def _second_of(moments: Any, new: Any) -> Any:
+@overload(second_row)
+def _second_row(moments: Any, new: Any) -> Any:
     def nothing(moments: Any, new: Any) -> Any:
         return None
 
@@ -371,18 +371,18 @@ class UpdateKernels:
 
     Attributes:
         update: `(weight, low, m, v, grad, key, grad_scale, scalars)`, with arrays of equal length.
-        in_bytes: `(weight, low, moments, grad, grad_scale, scalars)`, where each moment is a tuple of bytes, scales and
-            code. The kernel decodes each block of moments to fp32, updates it, and encodes it again.
+        int8: `(weight, low, moments, grad, grad_scale, scalars)`, where each moment is a tuple of codes, scales
+            and code. The kernel decodes each block of moments to fp32, updates it, and encodes it again.
         rows: `(rows, weight, low, m, v, grad, grad_scale, scalars)`. Each parameter has a row with the addresses of its
             arrays, then their size. The array arguments are empty and only supply dtypes.
     """
 
     update: Callable[..., None]
-    in_bytes: Callable[..., None]
+    int8: Callable[..., None]
     rows: Callable[..., None]
 
 
-def _kernels_of(rule: Any) -> UpdateKernels:
+def _compile_kernels(rule: Any) -> UpdateKernels:
     """Compile an optimizer's kernels for its rule.
 
     Numba's cache identifies a closure by its pickled cells. `rule` is a plain function of this module, so it is pickled
@@ -393,8 +393,8 @@ def _kernels_of(rule: Any) -> UpdateKernels:
     def update(
         weight: Master,
         low: Low,
-        m: ActivitySnapshot,
-        v: ActivitySnapshot,
+        m: Moment,
+        v: Moment,
         grad: Gradient,
         key: Key,
         grad_scale: np.float32,
@@ -403,11 +403,11 @@ def _kernels_of(rule: Any) -> UpdateKernels:
         update_range(rule, weight, low, m, v, grad, key, grad_scale, scalars)
 
     @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
-    def in_bytes(
-        weight: Master, low: Low, moments: BytesOfMoments, grad: Gradient, grad_scale: np.float32, scalars: Scalars
+    def int8(
+        weight: Master, low: Low, moments: Int8Moments, grad: Gradient, grad_scale: np.float32, scalars: Scalars
     ) -> None:
         new = np.empty((len(moments), BLOCK_ELEMENTS), np.float32)
-        m_new, v_new = new[0], second_of(moments, new)
+        m_new, v_new = new[0], second_row(moments, new)
         for block in range(moments[0][1].size):
             start, stop = block * BLOCK_ELEMENTS, min((block + 1) * BLOCK_ELEMENTS, grad.size)
             for number in range(len(moments)):
@@ -439,14 +439,14 @@ def _kernels_of(rule: Any) -> UpdateKernels:
                 scalars,
             )
 
-    return UpdateKernels(update, in_bytes, rows)
+    return UpdateKernels(update, int8, rows)
 
 
 UPDATES = {
-    "adamw": _kernels_of(_adamw),
-    "lion": _kernels_of(_lion),
-    "nesterov": _kernels_of(_nesterov),
-    "sgd": _kernels_of(_sgd),
+    "adamw": _compile_kernels(_adamw),
+    "lion": _compile_kernels(_lion),
+    "nesterov": _compile_kernels(_nesterov),
+    "sgd": _compile_kernels(_sgd),
 }
 """Kernels of the elementwise optimizers, by `ElementwiseOptimizer.kernel_name`."""
 
@@ -533,8 +533,8 @@ def squared_norms_rows(rows: Rows, grad: Any, partials: Float64) -> None:
         squared_norms(array_at(row[0], row[1], grad), partials[row[2] : row[3]])
 
 
-# -- Adafactor ----------------------------------------------------------------------------------------------------- The
-# kernels repeat the loops of `squared_norms` instead of calling this function, so that they read a gradient once.
+# -- Adafactor -----------------------------------------------------------------------------------------------------
+# These kernels repeat the loops of `squared_norms` instead of calling it, so that they read a gradient only once.
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")

@@ -1,4 +1,4 @@
-"""Learning-rate schedules of transformers, as functions of the step, and messages about their warm-up."""
+"""Learning-rate schedules from transformers as functions of the step, and messages about their warm-up."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DIRECTION_BYTES",
-    "DeviceMatrices",
-    "HostMatrices",
-    "Matrices",
+    "DeviceOrthogonalizer",
+    "HostOrthogonalizer",
+    "Orthogonalizer",
     "Shape",
     "device_bytes",
     "host_bytes",
@@ -48,10 +48,10 @@ _CUBLAS_BYTES = 8 * 4096 * 1024
 """Workspace of cuBLAS per stream, with the setting for deterministic sums."""
 
 
-class Matrices(Protocol):
+class Orthogonalizer(Protocol):
     """Orthogonalizes matrices one at a time."""
 
-    def make_each(
+    def orthogonalize_each(
         self,
         optimizer: MatrixOptimizer,
         shapes: Sequence[Shape],
@@ -70,10 +70,10 @@ class Matrices(Protocol):
         ...
 
 
-class HostMatrices:
-    """Orthogonalizes matrices on the CPU; see `Matrices`. Thread-safe."""
+class HostOrthogonalizer:
+    """Orthogonalizes matrices on the CPU; see `Orthogonalizer`. Thread-safe."""
 
-    def make_each(
+    def orthogonalize_each(
         self,
         optimizer: MatrixOptimizer,
         shapes: Sequence[Shape],
@@ -81,18 +81,18 @@ class HostMatrices:
         use: Callable[[int, Tensor], None],
         names: Sequence[str],
     ) -> None:
-        """See `Matrices.make_each`."""
-        directions = torch.empty(_most_elements(shapes), dtype=torch.bfloat16)
-        room = torch.empty(_room_bytes(optimizer, shapes), dtype=torch.uint8)
+        """See `Orthogonalizer.orthogonalize_each`."""
+        directions = torch.empty(_max_elements(shapes), dtype=torch.bfloat16)
+        scratch = torch.empty(_scratch_bytes(optimizer, shapes), dtype=torch.uint8)
         for number, shape in enumerate(shapes):
             own = directions[: math.prod(shape)]
             fill(number, own)
-            optimizer.orthogonalize(own.view(shape), room, names[number])
+            optimizer.orthogonalize(own.view(shape), scratch, names[number])
             use(number, own)
 
 
-class DeviceMatrices:
-    """Orthogonalizes matrices in RAM on a device; see `Matrices`. Thread-safe; calls are serialized.
+class DeviceOrthogonalizer:
+    """Orthogonalizes matrices in RAM on a device; see `Orthogonalizer`. Thread-safe; calls are serialized.
 
     While the device works on a matrix, the host uses the previous matrix and fills the next matrix. On a GPU, this work
     runs on a separate stream, so the host does not wait for queued layers.
@@ -111,22 +111,22 @@ class DeviceMatrices:
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._slabs: list[HostSlab] = []  # keep the memory of the slots pinned
         self._slots: list[Tensor] = []
-        self._matrix = self._room = torch.empty(0)
+        self._matrix = self._scratch = torch.empty(0)
         self.moved_bytes, self.sent_s, self.fetched_s = 0, 0.0, 0.0
 
-    def make_room(self, optimizer: MatrixOptimizer, shapes: Collection[Shape]) -> None:
+    def allocate_buffers(self, optimizer: MatrixOptimizer, shapes: Collection[Shape]) -> None:
         """Allocate memory for matrices of these shapes: `host_bytes` of pinned RAM, `device_bytes` on the device."""
         with self._lock:
-            most = _most_elements(shapes)
+            most = _max_elements(shapes)
             self._slots, self._slabs = [], []  # free the old memory before allocating the new memory
-            self._matrix = self._room = torch.empty(0)
+            self._matrix = self._scratch = torch.empty(0)
             slabs = [HostSlab(DIRECTION_BYTES * most, pin=self._stream is not None) for _ in range(_NUM_SLOTS)]
             self._slabs, self._slots = slabs, [slab.tensor.view(torch.bfloat16)[:most] for slab in slabs]
             with self._on_stream():
                 self._matrix = torch.empty(most, dtype=torch.bfloat16, device=self._device)
-                self._room = torch.empty(_room_bytes(optimizer, shapes), dtype=torch.uint8, device=self._device)
+                self._scratch = torch.empty(_scratch_bytes(optimizer, shapes), dtype=torch.uint8, device=self._device)
 
-    def make_each(
+    def orthogonalize_each(
         self,
         optimizer: MatrixOptimizer,
         shapes: Sequence[Shape],
@@ -134,7 +134,7 @@ class DeviceMatrices:
         use: Callable[[int, Tensor], None],
         names: Sequence[str],
     ) -> None:
-        """See `Matrices.make_each`."""
+        """See `Orthogonalizer.orthogonalize_each`."""
         under_way: deque[tuple[int, Tensor, Sequence[_Timestamp]]] = deque()
 
         def use_first() -> None:
@@ -155,13 +155,13 @@ class DeviceMatrices:
                 use_first()
 
     def _queue(self, optimizer: MatrixOptimizer, own: Tensor, shape: Shape, name: str) -> Sequence[_Timestamp]:
-        """Queue the copy to the device, the orthogonalization, and the copy back. Return marks around the copies."""
+        """Queue the copy to the device, the orthogonalization, and the copy back. Return timestamps of the copies."""
         with self._on_stream():
             matrix = self._matrix[: own.numel()]
             begun = self._mark()
             matrix.copy_(own, non_blocking=True)
             sent = self._mark()
-            optimizer.orthogonalize(matrix.view(shape), self._room, name)
+            optimizer.orthogonalize(matrix.view(shape), self._scratch, name)
             made = self._mark()
             own.copy_(matrix, non_blocking=True)
             self.moved_bytes += DIRECTION_BYTES * own.numel()
@@ -180,7 +180,7 @@ class _Timestamp:
     def __init__(self, *, is_on_gpu: bool) -> None:
         self._event: Any = None
         self._at_s = 0.0
-        if is_on_gpu:  # a wait for a blocking event sleeps instead of spinning
+        if is_on_gpu:  # with blocking=True, a waiting thread sleeps instead of spinning
             self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
             self._event.record()
         else:
@@ -192,7 +192,7 @@ class _Timestamp:
             self._event.synchronize()
 
     def seconds_to(self, later: _Timestamp) -> float:
-        """Return the seconds from this mark to a later mark. Call `later.wait` first."""
+        """Return the seconds from this timestamp to a later one. Call `later.wait` first."""
         if self._event is None:
             return later._at_s - self._at_s
         return float(self._event.elapsed_time(later._event)) / 1e3
@@ -200,7 +200,7 @@ class _Timestamp:
 
 def update_by_matrix(
     optimizer: MatrixOptimizer,
-    matrices: Matrices,
+    matrices: Orthogonalizer,
     is_matrix: Callable[[Segment], bool],
     blocks: Mapping[str, Tensor],
     gradient: Tensor,
@@ -232,7 +232,7 @@ def update_by_matrix(
         make(own, gradient[inside], (segment,), update, directions)
 
     if found:
-        matrices.make_each(
+        matrices.orthogonalize_each(
             optimizer,
             [_last_two(segment.shape) for segment, _ in found],
             lambda number, directions: step(optimizer.make_directions, number, directions),
@@ -250,25 +250,25 @@ def matrix_shapes(optimizer: MatrixOptimizer, layouts: Iterable[UnitLayout]) -> 
         for layout in layouts
         if layout.trainable
         for entry in layout.entries
-        if optimizer.is_matrix_of(entry)
+        if optimizer.has_matrices(entry)
     }
 
 
 def matrix_elements(optimizer: MatrixOptimizer, layout: UnitLayout) -> int:
     """Return the number of elements in the matrices of a layout."""
-    return sum(entry.numel for entry in layout.entries if optimizer.is_matrix_of(entry))
+    return sum(entry.numel for entry in layout.entries if optimizer.has_matrices(entry))
 
 
 def host_bytes(shapes: Collection[Shape]) -> int:
-    """Return the bytes of RAM that `DeviceMatrices` needs for these shapes."""
-    return _NUM_SLOTS * round_up(DIRECTION_BYTES * _most_elements(shapes), PAGE_BYTES)
+    """Return the bytes of RAM that `DeviceOrthogonalizer` needs for these shapes."""
+    return _NUM_SLOTS * round_up(DIRECTION_BYTES * _max_elements(shapes), PAGE_BYTES)
 
 
 def device_bytes(optimizer: MatrixOptimizer, device: torch.device, shapes: Collection[Shape]) -> int:
-    """Return the bytes of device memory that `DeviceMatrices` needs for these shapes."""
+    """Return the bytes of device memory that `DeviceOrthogonalizer` needs for these shapes."""
     if not shapes:
         return 0
-    own = DIRECTION_BYTES * _most_elements(shapes) + _room_bytes(optimizer, shapes)
+    own = DIRECTION_BYTES * _max_elements(shapes) + _scratch_bytes(optimizer, shapes)
     return own + (_CUBLAS_BYTES if device.type == "cuda" else 0)
 
 
@@ -276,9 +276,9 @@ def _last_two(shape: Sequence[int]) -> Shape:
     return shape[-2], shape[-1]
 
 
-def _most_elements(shapes: Collection[Shape]) -> int:
+def _max_elements(shapes: Collection[Shape]) -> int:
     return max((rows * columns for rows, columns in shapes), default=0)
 
 
-def _room_bytes(optimizer: MatrixOptimizer, shapes: Collection[Shape]) -> int:
+def _scratch_bytes(optimizer: MatrixOptimizer, shapes: Collection[Shape]) -> int:
     return max((optimizer.orthogonalize_bytes(rows, columns) for rows, columns in shapes), default=0)

@@ -16,7 +16,7 @@ from megatrain.optim.table import StateDtype
 __all__ = [
     "BLOCK_ELEMENTS",
     "STATE_DTYPES",
-    "code_of",
+    "moment_code",
     "decode_moments",
     "encode_moments",
     "is_signed",
@@ -64,7 +64,7 @@ def rounding_key(seed: int, step: int, name: str) -> tuple[np.uint32, np.uint32]
 
 
 @cache
-def code_of(signed: bool) -> Code:
+def moment_code(signed: bool) -> Code:
     """Return the dynamic 8-bit code of Dettmers et al. (2021), as in bitsandbytes and torchao.
 
     The code covers the decades from 1e-6 to 1. Each decade has twice the number of values of the decade below.
@@ -98,7 +98,7 @@ def code_of(signed: bool) -> Code:
 
 def encode_moments(moments: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Encode 1-D fp32 moments in host memory as bytes and scales, rounded as in the kernels."""
-    _, between, _ = code_of(signed)
+    _, between, _ = moment_code(signed)
     padded = np.zeros((-(-moments.numel() // BLOCK_ELEMENTS), BLOCK_ELEMENTS), np.float32)
     padded.reshape(-1)[: moments.numel()] = moments.detach().numpy()
     scales = np.abs(padded).max(axis=1, initial=0.0).astype(np.float32)
@@ -110,5 +110,5 @@ def encode_moments(moments: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 def decode_moments(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """Decode bytes and scales to fp32 moments."""
-    values = torch.from_numpy(code_of(signed)[0])
+    values = torch.from_numpy(moment_code(signed)[0])
     return values[codes.long()] * scales.repeat_interleave(BLOCK_ELEMENTS)[: codes.numel()]

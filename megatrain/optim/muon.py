@@ -15,7 +15,7 @@ from torch import Tensor
 from megatrain.optim.base import FORMATS, Format, Segment, StateKind, Update, master_kinds
 from megatrain.optim.elementwise import AdamW, flat_block, flat_gradient, flat_master
 from megatrain.optim.fused import FusedMatrix
-from megatrain.optim.matrices import DIRECTION_BYTES, HostMatrices, Matrices, update_by_matrix
+from megatrain.optim.matrices import DIRECTION_BYTES, HostOrthogonalizer, Orthogonalizer, update_by_matrix
 from megatrain.optim.threads import KernelThreads, cut
 from tiered.units import round_up
 
@@ -28,12 +28,12 @@ __all__ = ["COEFFICIENTS", "EPS", "Muon", "newton_schulz", "newton_schulz_bytes"
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of X, X X^T X and (X X^T)^2 X in the quintic iteration. Jordan et al., Muon (2024)."""
 EPS = 1e-7
-_ROOM_ALIGNMENT_BYTES = 256
+_SCRATCH_ALIGNMENT = 256
 
 
 def newton_schulz(
     matrix: Tensor,
-    room: Tensor,
+    scratch: Tensor,
     num_steps: int = 5,
     coefficients: tuple[float, float, float] = COEFFICIENTS,
     eps: float = EPS,
@@ -42,13 +42,13 @@ def newton_schulz(
 
     Args:
         matrix: [rows, columns] in bf16, contiguous, on any device.
-        room: uint8 scratch memory on the same device, at least `newton_schulz_bytes`.
+        scratch: uint8 scratch memory on the same device, at least `newton_schulz_bytes`.
         eps: Lower bound of the norm by which the matrix is divided.
     """
     a, b, c = coefficients
     rows, columns = matrix.shape
     side = min(rows, columns)
-    free = room[: newton_schulz_bytes(rows, columns)].view(torch.bfloat16)
+    free = scratch[: newton_schulz_bytes(rows, columns)].view(torch.bfloat16)
     other, gram, poly = (part.view(side, -1) for part in torch.split(free, [matrix.numel(), side * side, side * side]))
     # Transpose a tall matrix, because the iteration multiplies by square matrices of the first dimension.
     is_tall = rows > columns
@@ -110,7 +110,7 @@ class Muon:
         adjust_lr: AdjustLr = "match_rms_adamw",
         coefficients: tuple[float, float, float] = COEFFICIENTS,
         eps: float = EPS,
-        matrices: Matrices | None = None,
+        matrices: Orthogonalizer | None = None,
         fused: Mapping[str, FusedMatrix] | None = None,
     ) -> None:
         assert 0 <= momentum < 1 and num_steps >= 1, (momentum, num_steps)
@@ -118,7 +118,7 @@ class Muon:
         self.adamw, self.is_matrix = adamw, is_matrix
         self.momentum, self.nesterov, self.num_steps, self.adjust_lr = momentum, nesterov, num_steps, adjust_lr
         self.coefficients, self.eps = coefficients, eps
-        self.matrices: Matrices = matrices or HostMatrices()
+        self.matrices: Orthogonalizer = matrices or HostOrthogonalizer()
         self.fused = dict(fused or {})
         self._copies_matrices = any(each.needs_copies for each in self.fused.values())
 
@@ -135,16 +135,16 @@ class Muon:
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
         """Return the kinds: the master, `m` and `v`. Only parameters that AdamW updates have elements in `v`."""
         first = StateKind("m", torch.float32)
-        second = StateKind("v", torch.float32, lambda entry: 0 if self.is_matrix_of(entry) else entry.numel)
+        second = StateKind("v", torch.float32, lambda entry: 0 if self.has_matrices(entry) else entry.numel)
         return (*master_kinds(split_master), first, second)
 
-    def is_matrix_of(self, entry: TensorEntry) -> bool:
+    def has_matrices(self, entry: TensorEntry) -> bool:
         """Return whether Muon updates a parameter as matrices."""
         return self.is_matrix(entry.name, entry.shape)
 
     def workspace_bytes(self, entry: TensorEntry) -> int:
         """Return the scratch bytes of `update` for a parameter."""
-        if not self.is_matrix_of(entry):
+        if not self.has_matrices(entry):
             return 0
         rows, columns = entry.shape[-2:]
         return DIRECTION_BYTES * rows * columns + self.orthogonalize_bytes(rows, columns)
@@ -173,9 +173,9 @@ class Muon:
                 inside = range(segment.start, segment.stop)
                 self._make_direction(blocks, gradient, inside, update, directions[segment.start : segment.stop])
 
-    def orthogonalize(self, matrix: Tensor, room: Tensor, name: str = "") -> None:
+    def orthogonalize(self, matrix: Tensor, scratch: Tensor, name: str = "") -> None:
         """Orthogonalize each logical matrix of a parameter's matrix, in place."""
-        fused, make = self.fused.get(name), partial(self._newton_schulz, room)
+        fused, make = self.fused.get(name), partial(self._newton_schulz, scratch)
         if fused is None:
             make(matrix)
             return
@@ -186,16 +186,16 @@ class Muon:
                 continue
             # The remaining scratch memory is large enough even for the whole matrix.
             taken = DIRECTION_BYTES * view.numel()
-            own = room[:taken].view(torch.bfloat16).view(view.shape).copy_(view)
-            self._newton_schulz(room[round_up(taken, _ROOM_ALIGNMENT_BYTES) :], own.flatten(dim, dim + 1))
+            own = scratch[:taken].view(torch.bfloat16).view(view.shape).copy_(view)
+            self._newton_schulz(scratch[round_up(taken, _SCRATCH_ALIGNMENT) :], own.flatten(dim, dim + 1))
             view.copy_(own)
 
-    def _newton_schulz(self, room: Tensor, matrix: Tensor) -> None:
-        newton_schulz(matrix, room, self.num_steps, self.coefficients, self.eps)
+    def _newton_schulz(self, scratch: Tensor, matrix: Tensor) -> None:
+        newton_schulz(matrix, scratch, self.num_steps, self.coefficients, self.eps)
 
     def orthogonalize_bytes(self, rows: int, columns: int) -> int:
         """Return the scratch bytes that `orthogonalize` needs for any division into logical matrices."""
-        copied = round_up(DIRECTION_BYTES * rows * columns, _ROOM_ALIGNMENT_BYTES) if self._copies_matrices else 0
+        copied = round_up(DIRECTION_BYTES * rows * columns, _SCRATCH_ALIGNMENT) if self._copies_matrices else 0
         return copied + newton_schulz_bytes(rows, columns)
 
     def orthogonalize_flops(self, rows: int, columns: int, name: str = "") -> int:
@@ -265,14 +265,14 @@ class Muon:
         rows, columns = segment.shape[-2:]
         fused = self.fused.get(segment.name)
         shapes = [(rows, columns)] if fused is None else fused.shapes(rows, columns)
-        if fused is None or len({self._ratio(*shape) for shape in shapes}) == 1:
+        if fused is None or len({self._lr_factor(*shape) for shape in shapes}) == 1:
             yield range(segment.start, segment.stop), shapes[0]
             return
         shift = segment.start - segment.first
         for first, stop, number in fused.runs(columns, segment.first, segment.stop - shift):
             yield range(first + shift, stop + shift), shapes[number]
 
-    def _ratio(self, rows: int, columns: int) -> float:
+    def _lr_factor(self, rows: int, columns: int) -> float:
         """Return the learning rate factor for a matrix of this shape."""
         return math.sqrt(max(1.0, rows / columns)) if self.adjust_lr == "original" else 0.2 * max(rows, columns) ** 0.5
 
@@ -289,7 +289,7 @@ class Muon:
         from megatrain.optim import kernels
 
         lr = update.lr * segment.lr_scale
-        ratio = self._ratio(*shape)
+        ratio = self._lr_factor(*shape)
         weight, low = flat_master(blocks, len(blocks["weight"]))
         made = flat_block("directions", directions, torch.bfloat16, len(elements))
         scalars = np.float32(1.0 - lr * segment.weight_decay), np.float32(lr * ratio)

@@ -25,7 +25,7 @@ from megatrain.optim.base import (
 )
 from megatrain.optim.elementwise import MOMENTS, ElementwiseOptimizer
 from megatrain.optim.moments import BLOCK_ELEMENTS as MOMENT_BLOCK_ELEMENTS
-from megatrain.optim.moments import code_of, is_signed
+from megatrain.optim.moments import is_signed, moment_code
 
 if TYPE_CHECKING:
     from megatrain.optim.base import Optimizer
@@ -116,7 +116,7 @@ class TritonOptimizer:
         if self._rule is None:
             raise DeviceKernelError(f"{host.kernel_name} has no GPU kernel. Run the updates on the host")
         self._tables: dict[torch.device, list[Tensor | None]] = {}
-        self._known_scalars: tuple[Update | None, dict[tuple[float, float], tuple[float, tuple[float, ...]]]] = (
+        self._cached_scalars: tuple[Update | None, dict[tuple[float, float], tuple[float, tuple[float, ...]]]] = (
             None,
             {},
         )
@@ -157,7 +157,7 @@ class TritonOptimizer:
                         else scale[segment.start // MOMENT_BLOCK_ELEMENTS : -(-segment.stop // MOMENT_BLOCK_ELEMENTS)]
                         for scale in scales
                     ]
-                rounding = self._host.rounding(segment, update)
+                rounding = self._host.rounding_key_at(segment, update)
                 key = (0, 0, 0) if rounding is None else (*map(_as_int32, rounding[:2]), int(rounding[2]))
                 grid = (-(-count // block_elements),)
                 self._kernels.update[grid](
@@ -181,7 +181,7 @@ class TritonOptimizer:
 
     def make_tables(self, groups: Sequence[UpdateGroup]) -> list[UpdateTable] | None:
         """Return tables; see `TableOptimizer`. Return None for bf16 or int8 moments or unaligned ranges."""
-        if not self._host.has_rows:
+        if not self._host.supports_rows:
             return None
         alignment, block_elements = self._kernels.ROW_ALIGNMENT, self._kernels.BLOCK_ELEMENTS
         found: dict[tuple[object, ...], tuple[list[list[int]], list[Tensor | None], Segment]] = {}
@@ -236,9 +236,9 @@ class TritonOptimizer:
 
     def _scalars(self, segment: Segment, update: Update) -> tuple[float, tuple[float, ...]]:
         """Return the kernel's scalars as Python numbers. They are cached, because most parameters share them."""
-        if self._known_scalars[0] != update:
-            self._known_scalars = (update, {})
-        known, settings = self._known_scalars[1], (segment.weight_decay, segment.lr_scale)
+        if self._cached_scalars[0] != update:
+            self._cached_scalars = (update, {})
+        known, settings = self._cached_scalars[1], (segment.weight_decay, segment.lr_scale)
         if settings not in known:
             grad_scale, scalars = self._host.scalars(segment, update)
             known[settings] = float(grad_scale), tuple(map(float, scalars))
@@ -252,7 +252,7 @@ class TritonOptimizer:
                 if self._host.state_dtype != "int8" or name not in self._host.moments:
                     found += [None, None]
                     continue
-                values, borders, cells = map(torch.from_numpy, code_of(is_signed(name)))
+                values, borders, cells = map(torch.from_numpy, moment_code(is_signed(name)))
                 found += [torch.cat([values, borders]).to(device), cells.to(device)]
             self._tables[device] = found
         return self._tables[device]
@@ -433,7 +433,7 @@ def _partials_in_triton(kernels: ModuleType, gradient: Tensor, table: Tensor | N
 
 #: Cached tables, by addresses and lengths of gradients. Gradients rarely move between steps.
 _norm_tables: OrderedDict[tuple[object, ...], tuple[Tensor, int]] = OrderedDict()
-_MOST_NORM_TABLES = 1024
+_MAX_NORM_TABLES = 1024
 
 
 def device_partials_of_parts(parts: Sequence[Tensor]) -> Tensor:
@@ -449,7 +449,7 @@ def device_partials_of_parts(parts: Sequence[Tensor]) -> Tensor:
     if key not in _norm_tables:
         rows = [(len(part), 0, 0, address) for part, address in zip(parts, addresses, strict=True) if len(part)]
         _norm_tables[key] = _rows_on_device(rows, NORM_BLOCK_ELEMENTS, first.device)
-        if len(_norm_tables) > _MOST_NORM_TABLES:
+        if len(_norm_tables) > _MAX_NORM_TABLES:
             _norm_tables.popitem(last=False)
     _norm_tables.move_to_end(key)
     table, num_programs = _norm_tables[key]

@@ -156,7 +156,7 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_default_of_lion(cls, values: Any) -> Any:
+    def _fill_lion_default(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("optim") == "lion":
             return {"adam_beta2": 0.99, **values}
         return values

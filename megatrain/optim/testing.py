@@ -1,4 +1,4 @@
-"""Tests to inherit. They check everything that the engine requires of an optimizer."""
+"""OptimizerSuite: tests to inherit, for an optimizer. They check the whole contract with the engine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class OptimizerSuite:
         plain, split = ({kind.name for kind in optimizer.state_kinds(each)} for each in (False, True))
         assert split - plain == {"low"}, "fp32 and split masters have different state"
 
-    def test_it_can_be_warmed_up_twice(self) -> None:
+    def test_warm_up_can_be_repeated(self) -> None:
         optimizer = self.make_optimizer()
         optimizer.warm_up()
         optimizer.warm_up([(True, torch.bfloat16)])
@@ -63,7 +63,7 @@ class OptimizerSuite:
         given = gradient.clone()
         segments = self._segments(optimizer, layout)
         optimizer.update(blocks, gradient, [], Update(1, 1e-2))
-        assert self._same(blocks, before), "an update without segments changed a block"
+        assert self._are_equal(blocks, before), "an update without segments changed a block"
         chosen = segments[::2]
         optimizer.update(blocks, gradient, chosen, Update(1, 1e-2))
         assert torch.equal(gradient, given), "the update changed the gradient"
@@ -77,7 +77,7 @@ class OptimizerSuite:
         assert moved[mine].float().mean() > 0.5, "the update changed less than half of the weights"
         assert blocks["weight"].isfinite().all()
 
-    def test_state_and_weights_are_all_that_it_remembers(self) -> None:
+    def test_optimizer_object_has_no_state(self) -> None:
         """A new optimizer object can continue a run with the same blocks."""
         layout = self.make_layout()
         one = self.make_optimizer()
@@ -85,11 +85,11 @@ class OptimizerSuite:
         for step in (1, 2, 3):
             self._step(one, layout, first, step)
             self._step(self.make_optimizer(), layout, second, step)
-            assert self._same(first, second), (
+            assert self._are_equal(first, second), (
                 f"a new object with the same blocks gave a different result in step {step}"
             )
 
-    def test_both_kinds_of_master_give_the_same_bits(self) -> None:
+    def test_split_and_fp32_masters_are_bitwise_equal(self) -> None:
         optimizer, layout = self.make_optimizer(), self.make_layout()
         whole, split = self._blocks(optimizer, layout), self._blocks(optimizer, layout, split_master=True)
         for step in (1, 2):
@@ -106,24 +106,24 @@ class OptimizerSuite:
         segments = self._segments(optimizer, layout)
         optimizer.update(narrow, gradient, segments, Update(1, 1e-2))
         optimizer.update(wide, gradient.float(), segments, Update(1, 1e-2))
-        assert self._same(narrow, wide), "a bf16 gradient and the same numbers in fp32 gave different results"
+        assert self._are_equal(narrow, wide), "a bf16 gradient and the same numbers in fp32 gave different results"
 
-    def test_the_scale_of_the_gradient_and_of_the_rate_are_factors(self) -> None:
+    def test_grad_scale_and_lr_scale_are_factors(self) -> None:
         optimizer, layout = self.make_optimizer(), self.make_layout()
         gradient, segments = self._gradient(layout, 1), self._segments(optimizer, layout)
         scaled, plain = self._blocks(optimizer, layout), self._blocks(optimizer, layout)
         optimizer.update(scaled, gradient, segments, Update(1, 1e-2, 0.25))
         optimizer.update(plain, gradient * 0.25, segments, Update(1, 1e-2))
-        assert self._same(scaled, plain), "grad_scale is not a factor on the gradient"
+        assert self._are_equal(scaled, plain), "grad_scale is not a factor on the gradient"
         slow = self._segments(optimizer, layout, lr_scale=0.5)
         scaled, plain = self._blocks(optimizer, layout), self._blocks(optimizer, layout)
         optimizer.update(scaled, gradient, slow, Update(1, 1e-2))
         optimizer.update(plain, gradient, segments, Update(1, 5e-3))
-        assert self._same(scaled, plain), "a segment's lr_scale is not a factor on the learning rate"
+        assert self._are_equal(scaled, plain), "a segment's lr_scale is not a factor on the learning rate"
 
     # -- order and partition of calls ----------------------------------------------------------------------------
 
-    def test_segments_may_come_one_by_one_and_on_several_threads(self) -> None:
+    def test_segments_can_be_updated_separately_and_concurrently(self) -> None:
         optimizer, layout = self.make_optimizer(), self.make_layout()
         expected = self._blocks(optimizer, layout)
         self._step(optimizer, layout, expected, 1)
@@ -136,16 +136,16 @@ class OptimizerSuite:
 
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(update, found, timeout=120))
-        assert all(self._same(blocks, expected) for blocks in found), (
+        assert all(self._are_equal(blocks, expected) for blocks in found), (
             "the result depends on the order or on other threads"
         )
 
-    def test_a_layout_that_may_be_cut_gives_the_same_bits_in_parts(self) -> None:
+    def test_partwise_update_is_bitwise_equal(self) -> None:
         """If no kind of state needs whole parameters, updates can process parts that begin inside a parameter."""
         optimizer = self.make_optimizer()
         layout = build_layout("embedding", [("weight", (1100, 128))], True)
         kinds = optimizer.state_kinds(False)
-        if not all(kind.is_like_weight(layout) for kind in kinds):
+        if not all(kind.has_weight_layout(layout) for kind in kinds):
             return
         whole, cut = self._blocks(optimizer, layout), self._blocks(optimizer, layout)
         gradient, segments = self._gradient(layout, 1), self._segments(optimizer, layout)
@@ -157,7 +157,7 @@ class OptimizerSuite:
             }
             inside = [segment.within(part) for segment in segments]
             optimizer.update(own, gradient[part.start : part.stop], inside, Update(1, 1e-2))
-        assert self._same(whole, cut), "an update in parts gave a different result; set needs_whole=True"
+        assert self._are_equal(whole, cut), "an update in parts gave a different result; set needs_whole=True"
 
     # -- helpers -------------------------------------------------------------------------------------------------
 
@@ -188,5 +188,5 @@ class OptimizerSuite:
         segments = self._segments(optimizer, layout)
         optimizer.update(blocks, self._gradient(layout, step), segments, Update(step, 1e-2))
 
-    def _same(self, left: Blocks, right: Blocks) -> bool:
+    def _are_equal(self, left: Blocks, right: Blocks) -> bool:
         return all(torch.equal(left[name], right[name]) for name in left)

@@ -21,13 +21,13 @@ __all__ = [
     "default_num_threads",
     "elements_per_call",
     "num_update_threads",
-    "share_out",
+    "group_calls",
 ]
 
 RANGE_ELEMENTS = 1 << 20
 """Elements per kernel call: enough to hide the call's overhead, and few enough to balance the threads."""
 
-_FEWEST_ELEMENTS = 1 << 16
+_MIN_CALL_ELEMENTS = 1 << 16
 _CALLS_PER_THREAD = 4
 
 
@@ -55,10 +55,10 @@ def elements_per_call(num_elements: int, num_threads: int) -> int:
     """Return the number of elements per call when many small arrays are updated; at least 1."""
     if num_threads == 1:
         return max(1, num_elements)
-    return min(RANGE_ELEMENTS, max(_FEWEST_ELEMENTS, -(-num_elements // (_CALLS_PER_THREAD * num_threads))))
+    return min(RANGE_ELEMENTS, max(_MIN_CALL_ELEMENTS, -(-num_elements // (_CALLS_PER_THREAD * num_threads))))
 
 
-def share_out(sizes: Sequence[int], at_once: int) -> list[tuple[int, int]]:
+def group_calls(sizes: Sequence[int], at_once: int) -> list[tuple[int, int]]:
     """Group consecutive items into calls of at most `at_once` elements. Return each call as `(first, stop)`.
 
     Args:
@@ -122,14 +122,14 @@ class KernelThreads:
 
     def _run_on_pool(self, worker: Callable[[], None], num_threads: int) -> list[BaseException]:
         futures = [self._executor().submit(worker) for _ in range(num_threads - 1)]
-        errors = _errors_of(worker)  # the calling thread computes too, so it never waits for the pool to start
+        errors = _errors_of(worker)  # the calling thread also computes, instead of waiting for the pool to start
         return errors + [error for future in futures if (error := future.exception()) is not None]
 
     def _run_on_openmp(self, worker: Callable[[], None], num_threads: int) -> list[BaseException]:
         errors: list[BaseException] = []
         call = _OPENMP_BODY(lambda _: errors.extend(_errors_of(worker)))
         assert self._openmp is not None
-        with _interrupts_deferred():
+        with _defer_interrupts():
             self._openmp(call, None, num_threads, 0)  # returns after all threads of the team have finished
         return errors
 
@@ -148,7 +148,7 @@ class KernelThreads:
 
 
 @contextmanager
-def _interrupts_deferred() -> Iterator[None]:
+def _defer_interrupts() -> Iterator[None]:
     """Defer Ctrl-C to the end of the block, because Python only prints exceptions from C callbacks.
 
     Python handles signals in the main thread, so the context manager does nothing in other threads.

@@ -52,35 +52,35 @@ LAUNCH_OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 
 
 @triton.jit
-def _load_master(weight: tl.tensor, low: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
+def _load_master(weight: tl.tensor, low: tl.tensor, index: tl.tensor, mask: tl.tensor) -> tl.tensor:
     """Return fp32 masters: `weight` itself, or the high halves in `weight` joined with `low`."""
     if low is None:
-        return tl.load(weight + at, mask=inside)
+        return tl.load(weight + index, mask=mask)
     else:
-        high_bits = tl.load(weight + at, mask=inside).to(tl.int32) << 16
-        return (high_bits + tl.load(low + at, mask=inside).to(tl.int32)).to(tl.float32, bitcast=True)
+        high_bits = tl.load(weight + index, mask=mask).to(tl.int32) << 16
+        return (high_bits + tl.load(low + index, mask=mask).to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _store_master(weight: tl.tensor, low: tl.tensor, at: tl.tensor, inside: tl.tensor, value: tl.tensor) -> None:
+def _store_master(weight: tl.tensor, low: tl.tensor, index: tl.tensor, mask: tl.tensor, value: tl.tensor) -> None:
     if low is None:
-        tl.store(weight + at, value, mask=inside)
+        tl.store(weight + index, value, mask=mask)
     else:
         bits = value.to(tl.int32, bitcast=True)
-        tl.store(weight + at, ((bits + 0x8000) >> 16).to(tl.int16), mask=inside)
-        tl.store(low + at, bits.to(tl.int16), mask=inside)
+        tl.store(weight + index, ((bits + 0x8000) >> 16).to(tl.int16), mask=mask)
+        tl.store(low + index, bits.to(tl.int16), mask=mask)
 
 
 @triton.jit
-def _load_gradient(grad: tl.tensor, at: tl.tensor, inside: tl.tensor, grad_scale: tl.tensor) -> tl.tensor:
+def _load_gradient(grad: tl.tensor, index: tl.tensor, mask: tl.tensor, grad_scale: tl.tensor) -> tl.tensor:
     """Return scaled gradients in fp32. bf16 bits are widened exactly, and -0 is converted to 0."""
-    return (_load_float32(grad, at, inside) + 0.0) * grad_scale
+    return (_load_float32(grad, index, mask) + 0.0) * grad_scale
 
 
 @triton.jit
-def _load_float32(grad: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """Return elements in fp32, and 0 outside of the mask `inside`."""
-    g = tl.load(grad + at, mask=inside, other=0)
+def _load_float32(grad: tl.tensor, index: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Return elements in fp32, and 0 where `mask` is False."""
+    g = tl.load(grad + index, mask=mask, other=0)
     if grad.dtype.element_ty == tl.int16:
         g = (g.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return g
@@ -94,7 +94,7 @@ def _positions(block_elements: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _row_of_program(rows: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
-    """Return the address of this program's row: the last row with a first program that is not after this program."""
+    """Return the address of this program's row: the last row whose first program has at most this program's number."""
     found = 0
     stop = num_rows
     while stop - found > 1:
@@ -123,16 +123,16 @@ def _array_of_row(row: tl.tensor, column: tl.constexpr, example: tl.tensor) -> t
 
 
 @triton.jit
-def _where_used(inside: tl.tensor, decision: tl.tensor) -> tl.tensor:
-    """Return `inside`, or an empty mask if the decision skips the update."""
+def _apply_decision(mask: tl.tensor, decision: tl.tensor) -> tl.tensor:
+    """Return `mask`, or an all-False mask if the decision skips the update."""
     if decision is None:
-        return inside
+        return mask
     else:
-        return tl.where(tl.load(decision + 1) > 0.0, inside, False)
+        return tl.where(tl.load(decision + 1) > 0.0, mask, False)
 
 
 @triton.jit
-def _mix(bits: tl.tensor) -> tl.tensor:
+def _lowbias32(bits: tl.tensor) -> tl.tensor:
     """See `kernels.mix`."""
     x = bits ^ (bits >> 16)
     x = x * 0x7FEB352D
@@ -142,26 +142,26 @@ def _mix(bits: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _random_bits(first_key: tl.tensor, second_key: tl.tensor, first: tl.tensor, at: tl.tensor) -> tl.tensor:
+def _random_bits(first_key: tl.tensor, second_key: tl.tensor, first: tl.tensor, index: tl.tensor) -> tl.tensor:
     """See `kernels.random_bits`."""
-    element = first.to(tl.int64) + at
-    once = _mix(element.to(tl.uint32) + first_key.to(tl.uint32))
+    element = first.to(tl.int64) + index
+    once = _lowbias32(element.to(tl.uint32) + first_key.to(tl.uint32))
     far = (element >> 32).to(tl.uint32) * 0x9E3779B9
-    return _mix((once ^ second_key.to(tl.uint32)) + far)
+    return _lowbias32((once ^ second_key.to(tl.uint32)) + far)
 
 
 @triton.jit
-def _load_moment(moment: tl.tensor, scale: tl.tensor, code: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
+def _load_moment(moment: tl.tensor, scale: tl.tensor, code: tl.tensor, index: tl.tensor, mask: tl.tensor) -> tl.tensor:
     """Return moments in fp32. `code` holds the value of each byte, then the rounding boundary above each value."""
     if moment.dtype.element_ty == tl.uint8:
-        number = tl.load(moment + at, mask=inside, other=0).to(tl.int32)
-        return tl.load(code + number) * tl.load(scale + at // _MOMENTS, mask=inside, other=0.0)
+        number = tl.load(moment + index, mask=mask, other=0).to(tl.int32)
+        return tl.load(code + number) * tl.load(scale + index // _MOMENTS, mask=mask, other=0.0)
     else:
-        return _load_float32(moment, at, inside)
+        return _load_float32(moment, index, mask)
 
 
 @triton.jit
-def _larger(left: tl.tensor, right: tl.tensor) -> tl.tensor:
+def _maximum(left: tl.tensor, right: tl.tensor) -> tl.tensor:
     return tl.maximum(left, right)
 
 
@@ -171,41 +171,41 @@ def _store_moment(
     scale: tl.tensor,
     code: tl.tensor,
     cells: tl.tensor,
-    at: tl.tensor,
-    inside: tl.tensor,
+    index: tl.tensor,
+    mask: tl.tensor,
     value: tl.tensor,
     bits: tl.tensor,
     num_elements: tl.tensor,
     decision: tl.tensor,
     block_elements: tl.constexpr,
 ) -> None:
-    """Write moments in their block's format, rounded with 16 random `bits` or by `cells` (`moments.code_of`)."""
+    """Write moments in their block's format, rounded with 16 random `bits` or by `cells` (`moments.moment_code`)."""
     if moment is None:
         pass
     elif moment.dtype.element_ty == tl.uint8:
         num_rows: tl.constexpr = block_elements // _MOMENTS
-        magnitude = tl.where(inside, value, 0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        scales = tl.reduce(tl.reshape(magnitude, [num_rows, _MOMENTS]), 1, _larger).to(tl.float32, bitcast=True)
+        magnitude = tl.where(mask, value, 0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        scales = tl.reduce(tl.reshape(magnitude, [num_rows, _MOMENTS]), 1, _maximum).to(tl.float32, bitcast=True)
         divisor = tl.where(scales == 0.0, 1.0, scales)
         divisor = tl.reshape(tl.broadcast_to(tl.expand_dims(divisor, 1), [num_rows, _MOMENTS]), [block_elements])
         ratio = tl.math.div_rn(value, divisor)
         ratio = tl.where(ratio == ratio, ratio, 0.0)
         below = tl.load(cells + ((ratio.to(tl.int32, bitcast=True) >> 16) & 0xFFFF)).to(tl.int32)
         number = below + (ratio > tl.load(code + 256 + below)).to(tl.int32)
-        tl.store(moment + at, number.to(tl.uint8), mask=inside)
+        tl.store(moment + index, number.to(tl.uint8), mask=mask)
         row = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
-        tl.store(scale + row, scales, mask=_where_used(row * _MOMENTS < num_elements, decision))
+        tl.store(scale + row, scales, mask=_apply_decision(row * _MOMENTS < num_elements, decision))
     elif moment.dtype.element_ty == tl.int16:
         rounded = (value.to(tl.uint32, bitcast=True) + bits) >> 16
         rounded = tl.where(value == value, rounded, 0x7FC0)
-        tl.store(moment + at, rounded.to(tl.int16), mask=inside)
+        tl.store(moment + index, rounded.to(tl.int16), mask=mask)
     else:
-        tl.store(moment + at, value, mask=inside)
+        tl.store(moment + index, value, mask=mask)
 
 
 @triton.jit
 def _adamw(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: tl.tensor, scalars: tl.tuple) -> tl.tuple:
-    """AdamW; see `elementwise.AdamW`. A rule returns the new weight and two moments. Unused moments can be anything."""
+    """AdamW; see `elementwise.AdamW`. A rule returns the new weight and two moments; unused moments are arbitrary."""
     decay, one_minus_beta1, beta2, one_minus_beta2, correction2_sqrt, eps, step_size = scalars
     decayed = w * decay
     m_new = m + (g - m) * one_minus_beta1
@@ -276,10 +276,10 @@ def update(
     bf16 moments use the key and `first`, the index of the first element.
     """
     if rows is None:
-        at = _positions(block_elements)
+        index = _positions(block_elements)
     else:
         row = _row_of_program(rows, num_rows)
-        at = _positions_in_row(row, block_elements)
+        index = _positions_in_row(row, block_elements)
         num_elements = _length_of_row(row)
         weight = _array_of_row(row, 2, weight)
         grad = _array_of_row(row, 4, grad)
@@ -291,27 +291,27 @@ def update(
             v = _array_of_row(row, 6, v)
     if decision is not None:
         grad_scale = tl.load(decision)
-    inside = _where_used(at < num_elements, decision)
-    w = _load_master(weight, low, at, inside)
-    g = _load_gradient(grad, at, inside, grad_scale)
+    mask = _apply_decision(index < num_elements, decision)
+    w = _load_master(weight, low, index, mask)
+    g = _load_gradient(grad, index, mask, grad_scale)
     # The loads are inlined, because functions in Triton 3.6 cannot return None.
     m_old = None
     v_old = None
     if m is not None:
-        m_old = _load_moment(m, m_scale, signed, at, inside)
+        m_old = _load_moment(m, m_scale, signed, index, mask)
     if v is not None:
-        v_old = _load_moment(v, v_scale, unsigned, at, inside)
+        v_old = _load_moment(v, v_scale, unsigned, index, mask)
 
     w_new, m_new, v_new = rule(w, g, m_old, v_old, scalars)
 
-    bits = _random_bits(first_key, second_key, first, at)
+    bits = _random_bits(first_key, second_key, first, index)
     _store_moment(
-        m, m_scale, signed, signed_cells, at, inside, m_new, bits & 0xFFFF, num_elements, decision, block_elements
+        m, m_scale, signed, signed_cells, index, mask, m_new, bits & 0xFFFF, num_elements, decision, block_elements
     )
     _store_moment(
-        v, v_scale, unsigned, unsigned_cells, at, inside, v_new, bits >> 16, num_elements, decision, block_elements
+        v, v_scale, unsigned, unsigned_cells, index, mask, v_new, bits >> 16, num_elements, decision, block_elements
     )
-    _store_master(weight, low, at, inside, w_new)
+    _store_master(weight, low, index, mask, w_new)
 
 
 RULES = {"adamw": _adamw, "lion": _lion, "nesterov": _nesterov, "sgd": _sgd}
@@ -328,11 +328,11 @@ def average(
     block_elements: tl.constexpr,
 ) -> None:
     """Move averages toward the masters; see `megatrain.optim.average.WeightAverage`."""
-    at = _positions(block_elements)
-    inside = at < num_elements
-    old = tl.load(ema + at, mask=inside)
-    distance = _load_master(weight, low, at, inside) - old
-    tl.store(ema + at, old + distance * share, mask=inside)
+    index = _positions(block_elements)
+    mask = index < num_elements
+    old = tl.load(ema + index, mask=mask)
+    distance = _load_master(weight, low, index, mask) - old
+    tl.store(ema + index, old + distance * share, mask=mask)
 
 
 @triton.jit
@@ -368,8 +368,8 @@ def squared_norms(
     lanes = tl.full([num_lanes], 0.0, tl.float64)
     for row in range(0, block_elements // num_lanes, unrolled):
         for step in tl.static_range(unrolled):  # unrolled to load several rows concurrently
-            at = first + (row + step) * num_lanes + lane
-            value = _load_float32(grad, at, at < num_elements).to(tl.float64)
+            index = first + (row + step) * num_lanes + lane
+            value = _load_float32(grad, index, index < num_elements).to(tl.float64)
             lanes += value * value
     total = tl.reduce(tl.where(lane == 0, lanes, 0.0), 0, _add)
     for number in range(1, num_lanes):
@@ -382,8 +382,8 @@ def squared_norms(
 def sum_in_order(values: tl.tensor, total: tl.tensor, count: tl.tensor) -> None:
     """Write the sum of `count` fp64 numbers, added sequentially."""
     found = tl.load(values)
-    for at in range(1, count):
-        found += tl.load(values + at)
+    for index in range(1, count):
+        found += tl.load(values + index)
     tl.store(total, found)
 
 

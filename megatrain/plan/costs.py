@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megatrain.engine.device.work import NO_WORK, Work
 from megatrain.engine.program.step_program import Phase, Tick
 from megatrain.machine.profiles import MachineProfile
-from megatrain.optim.factory import is_bound_by_ram, is_timed_optimizer
+from megatrain.optim.factory import has_measured_kernel, is_memory_bound
 from megatrain.plan.flops import flops_per_token, matrix_flops, sums_of_phases, tick_flops, work_of_phases
 from megatrain.plan.plan import Plan
 from megatrain.plan.times import MeasuredTicks
@@ -246,9 +246,9 @@ def _host_updates_s(plan: Plan, machine: MachineProfile) -> float | None:
     rate = machine.adamw_params_per_s.get("bfloat16" if is_split else "float32")
     if not num_updated:
         return 0.0
-    if rate is None or not is_bound_by_ram(plan.traced.optimizer):
+    if rate is None or not is_memory_bound(plan.traced.optimizer):
         return None
-    if is_timed_optimizer(plan.traced.optimizer, split_master=is_split):
+    if has_measured_kernel(plan.traced.optimizer, split_master=is_split):
         return num_updated / rate
     on_gpu = plan.device.type == "cuda"
     there = plan.updates.in_gpu_memory if on_gpu else ()

@@ -15,7 +15,7 @@ from megatrain.machine.file_systems import file_system_of
 from megatrain.machine.profiles import STALE_DAYS, DriveProfile, LoadedProfile, MachineProfile, age_days
 from megatrain.models.export import export_dtype
 from megatrain.models.folder import weight_file_bytes
-from megatrain.optim.factory import is_timed_optimizer
+from megatrain.optim.factory import has_measured_kernel
 from megatrain.plan.budgets import FOLDER
 from megatrain.plan.costs import StepCosts, gpu_updates_s, step_costs
 from megatrain.plan.plan import Plan
@@ -319,7 +319,7 @@ def _notes(
         notes.extend(_striping(shape))
     if FOLDER in unmeasured:
         notes.append(f"times           drive of the model's folder not measured: {_ADVICE}")
-    is_timed = costs.is_timed or is_timed_optimizer(
+    is_timed = costs.is_timed or has_measured_kernel(
         costs.plan.traced.optimizer, split_master=weight_is_split(costs.plan.graph)
     )
     if not (unmeasured or is_timed):

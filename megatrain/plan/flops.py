@@ -101,7 +101,7 @@ def matrix_flops(plan: Plan) -> dict[int, int]:
         return {}
     found: dict[int, int] = {}
     for index in {tick.visit for tick in plan.updates.ticks}:
-        entries = [entry for entry in layouts[index].entries if optimizer.is_matrix_of(entry)]
+        entries = [entry for entry in layouts[index].entries if optimizer.has_matrices(entry)]
         shapes = [(e.shape[-2], e.shape[-1], math.prod(e.shape[:-2]), e.name) for e in entries]
         found[index] = sum(optimizer.orthogonalize_flops(r, c, name) * count for r, c, count, name in shapes)
     return found

@@ -651,7 +651,7 @@ def saved_places(plan: Plan) -> dict[str, SavedPlace]:
             if kind.name == "weight":
                 continue
             parts, owned = program.parts_of(layout), program.owned_parts_of(layout)
-            if kind.elements_of is not None and not kind.is_like_weight(layout):
+            if kind.elements_of is not None and not kind.has_weight_layout(layout):
                 if program.sharding.shards.are_whole:
                     continue
                 parts = [range(kind.num_elements(layout))]  # the state of the layout is one block, sharded separately

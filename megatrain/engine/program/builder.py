@@ -69,7 +69,7 @@ class ProgramBuilder:
 
         # State that is not elementwise needs whole parameters, so its layout cannot be cut into parts.
         def is_elementwise(layout: UnitLayout) -> bool:
-            return all(kind.is_like_weight(layout) for kind in state_kinds)
+            return all(kind.has_weight_layout(layout) for kind in state_kinds)
 
         self._parts = {
             layout.name: layout.parts

@@ -14,7 +14,7 @@ from megatrain.engine.program.visit_trace import uses_of_layouts
 from megatrain.optim.base import MatrixOptimizer, Segment, Update
 from megatrain.optim.by_tier import optimizers_by_tier
 from megatrain.optim.clip import global_norm, gradient_scale
-from megatrain.optim.matrices import DeviceMatrices, matrix_shapes, update_by_matrix
+from megatrain.optim.matrices import DeviceOrthogonalizer, matrix_shapes, update_by_matrix
 from megatrain.optim.on_device import TableOptimizer
 
 if TYPE_CHECKING:
@@ -138,14 +138,14 @@ class Updater:
         self._tables: dict[int, tuple[Sequence[int], Container[str], Sequence[UpdateTable] | None]] = {}
         kinds = optimizers["ram"].state_kinds(weight_is_split(graph))
         self._states = [kind.name for kind in kinds if kind.name != "weight"]
-        self.matrices: DeviceMatrices | None = None
+        self.matrices: DeviceOrthogonalizer | None = None
         self._matrix_names: frozenset[str] = frozenset()
         if isinstance(optimizer := optimizers["ram"], MatrixOptimizer) and program.compute_tier != "ram":
             layouts = [layout for layout, _ in self.trained.values()]
             entries = (entry for layout in layouts for entry in layout.entries)
-            self._matrix_names = frozenset(entry.name for entry in entries if optimizer.is_matrix_of(entry))
-            self.matrices = DeviceMatrices(model.device)
-            self.matrices.make_room(optimizer, matrix_shapes(optimizer, layouts))
+            self._matrix_names = frozenset(entry.name for entry in entries if optimizer.has_matrices(entry))
+            self.matrices = DeviceOrthogonalizer(model.device)
+            self.matrices.allocate_buffers(optimizer, matrix_shapes(optimizer, layouts))
 
     def update(
         self,

@@ -102,9 +102,9 @@ def test_small_parameters_share_a_kernel_call(tmp_path: Path) -> None:
         optimizer = megatrain.TieredAdamW(parameters, store=store)
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
-        with mock.patch.object(updates_in_ram, "share_out", wraps=updates_in_ram.share_out) as share_out:
+        with mock.patch.object(updates_in_ram, "group_calls", wraps=updates_in_ram.group_calls) as group_calls:
             optimizer.step()
-    assert [call.args[0] for call in share_out.call_args_list] == [[15] * 20]
+    assert [call.args[0] for call in group_calls.call_args_list] == [[15] * 20]
 
 
 def test_bf16_with_several_micro_batches(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_averages_are_made_with_the_updates_of_many_parameters_at_once(
             with optimizer.averaged_parameters():
                 return weights, weights_of(module)
 
-    with mock.patch.object(WeightAverage, "has_rows", False):
+    with mock.patch.object(WeightAverage, "supports_rows", False):
         expected = train("apart")
     with mock.patch.object(WeightAverage, "update", side_effect=AssertionError("of one group")):
         found = train("together")

@@ -99,9 +99,9 @@ class Unnamed(Signum):
 @pytest.mark.parametrize(
     ("kind", "found"),
     [
-        (Forgetful, "test_state_and_weights_are_all_that_it_remembers"),
+        (Forgetful, "test_optimizer_object_has_no_state"),
         (Reaching, "test_update_learns_and_leaves_padding_unchanged"),
-        (Whole, "test_a_layout_that_may_be_cut_gives_the_same_bits_in_parts"),
+        (Whole, "test_partwise_update_is_bitwise_equal"),
         (Unnamed, "test_optimizer_implements_the_protocol"),
     ],
 )

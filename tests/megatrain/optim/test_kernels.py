@@ -60,10 +60,10 @@ def compiled() -> None:
 
 def run_no_rows(optimizer: ElementwiseOptimizer) -> None:
     """Compile or load the kernel with row arguments."""
-    rows = np.zeros((0, len(optimizer.rows_kinds) + 2), np.int64)
+    rows = np.zeros((0, len(optimizer.row_kinds) + 2), np.int64)
     for split_master in (False, True):
         for dtype in GRADIENT_DTYPES:
-            optimizer.rows_call(split_master, dtype, Segment(0, 0, 0.0), Update(step=1, lr=0.0))(rows)
+            optimizer.make_row_update(split_master, dtype, Segment(0, 0, 0.0), Update(step=1, lr=0.0))(rows)
 
 
 @functools.cache

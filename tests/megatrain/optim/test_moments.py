@@ -13,7 +13,7 @@ from torch import Tensor
 from megatrain.base.layout import build_layout
 from megatrain.optim.base import Segment, Update, bytes_per_parameter
 from megatrain.optim.elementwise import SGD, AdamW, Lion
-from megatrain.optim.moments import StateDtype, code_of, decode_moments, encode_moments
+from megatrain.optim.moments import StateDtype, decode_moments, encode_moments, moment_code
 from megatrain.optim.threads import KernelThreads
 from oracles.adamw import adamw_step
 from oracles.blocks import random_array, same_bits, update_on
@@ -108,7 +108,7 @@ def test_the_mean_of_random_roundings_is_the_number() -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_round_to_the_nearest_number(signed: bool) -> None:
-    values, _, _ = code_of(signed)
+    values, _, _ = moment_code(signed)
     assert values == pytest.approx(dynamic_code(signed), rel=2e-7, abs=0)
     numbers = random_array(np.random.default_rng(0), 3000) ** 3
     numbers = numbers if signed else np.abs(numbers)
@@ -151,4 +151,4 @@ def test_quantization_code_matches_the_library(library: str) -> None:
     module = importlib.import_module(names[library])
     for signed in (True, False):
         theirs = module.create_dynamic_map(signed)
-        assert code_of(signed)[0] == pytest.approx(np.asarray(theirs, np.float32), rel=1e-6, abs=0)
+        assert moment_code(signed)[0] == pytest.approx(np.asarray(theirs, np.float32), rel=1e-6, abs=0)

@@ -13,7 +13,7 @@ from megatrain.base.layout import build_layout, in_parts
 from megatrain.optim.base import Update, build_segments, bytes_per_parameter
 from megatrain.optim.elementwise import AdamW
 from megatrain.optim.fused import FusedMatrix
-from megatrain.optim.matrices import DeviceMatrices
+from megatrain.optim.matrices import DeviceOrthogonalizer
 from megatrain.optim.muon import Muon, newton_schulz, newton_schulz_bytes
 from megatrain.optim.threads import KernelThreads
 from oracles.blocks import master_blocks, master_of
@@ -87,8 +87,8 @@ def test_matrices_stay_whole_and_the_vocabulary_is_cut(monkeypatch: pytest.Monke
     kinds = make().state_kinds(True)
     layer = build_layout("layer", [("a", (1024, 1024)), ("norm", (1024,))], True)
     head = build_layout("head", [("lm_head", (2048, 1024))], True)
-    assert not all(kind.is_like_weight(layer) for kind in kinds)
-    assert all(kind.is_like_weight(head) for kind in kinds)
+    assert not all(kind.has_weight_layout(layer) for kind in kinds)
+    assert all(kind.has_weight_layout(head) for kind in kinds)
     assert 8 < bytes_per_parameter(kinds, layer) < 8.1 and bytes_per_parameter(kinds, head) == 12
     # In parts the head gets the bits of the whole head.
     (cut,) = in_parts([head])
@@ -137,8 +137,8 @@ def test_logical_matrices_follow_torch_on_split_ones(where: str, adjust_lr: Any)
     options: dict[str, Any] = {"fused": {name: fused for name, (_, fused, _) in FUSED.items()}, "adjust_lr": adjust_lr}
     optimizer, kinds = make(**options), make().state_kinds(False)
     if where == "device":
-        optimizer = make(**options, matrices=DeviceMatrices(torch.device("cpu")))
-        optimizer.matrices.make_room(optimizer, {shape[-2:] for shape, _, _ in FUSED.values()})  # type: ignore
+        optimizer = make(**options, matrices=DeviceOrthogonalizer(torch.device("cpu")))
+        optimizer.matrices.allocate_buffers(optimizer, {shape[-2:] for shape, _, _ in FUSED.values()})  # type: ignore
     generator = torch.Generator().manual_seed(0)
     weight, gradients = torch.randn(layout.num_elements, generator=generator), []
     plain: list[tuple[torch.Tensor, torch.nn.Parameter]] = []  # positions of a logical matrix, and the matrix
@@ -177,8 +177,8 @@ def test_logical_matrices_follow_torch_on_split_ones(where: str, adjust_lr: Any)
                     rows, columns = entry.shape[-2:]
                     own = directions[entry.offset : entry.offset + entry.numel].view(-1, rows, columns)
                     for matrix in own:
-                        room = torch.empty(optimizer.orthogonalize_bytes(rows, columns), dtype=torch.uint8)
-                        optimizer.orthogonalize(matrix, room, entry.name)
+                        scratch = torch.empty(optimizer.orthogonalize_bytes(rows, columns), dtype=torch.uint8)
+                        optimizer.orthogonalize(matrix, scratch, entry.name)
     for at, parameter in plain:
         torch.testing.assert_close(blocks["weight"][at], parameter.detach(), rtol=1e-5, atol=2e-4)
         assert float((parameter.detach() - weight[at]).abs().max()) > 5e-3

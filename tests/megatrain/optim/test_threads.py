@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from megatrain.optim import threads as kernel_threads
-from megatrain.optim.threads import KernelThreads, cut, elements_per_call, num_update_threads, share_out
+from megatrain.optim.threads import KernelThreads, cut, elements_per_call, group_calls, num_update_threads
 
 
 def test_ranges_are_consecutive_and_complete() -> None:
@@ -17,9 +17,9 @@ def test_ranges_are_consecutive_and_complete() -> None:
 
 
 def test_items_are_shared_out_in_order_and_none_is_left() -> None:
-    assert share_out([3, 3, 3, 9, 1], at_once=9) == [(0, 3), (3, 4), (4, 5)]
-    assert share_out([0, 0], at_once=1) == [(0, 2)]
-    assert share_out([], at_once=1) == []
+    assert group_calls([3, 3, 3, 9, 1], at_once=9) == [(0, 3), (3, 4), (4, 5)]
+    assert group_calls([0, 0], at_once=1) == [(0, 2)]
+    assert group_calls([], at_once=1) == []
     for num_threads in (1, 2, 7):
         for num_elements in (0, 1, 10**5, 10**7, 10**9):
             assert elements_per_call(num_elements, num_threads) >= 1
