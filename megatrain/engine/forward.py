@@ -432,11 +432,8 @@ def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
     moved: dict[int, Tensor] = {}
     for module in model.modules():
         for leaf, buffer in module._buffers.items():
-            if buffer is not None and not _is_on(buffer, device):
-                moved.setdefault(id(buffer), buffer.to(device))
-                module._buffers[leaf] = moved[id(buffer)]
-
-
-def _is_on(tensor: Tensor, device: torch.device) -> bool:
-    """Return whether a tensor is on a device. A device without an index matches any index of its type."""
-    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
+            # A device without an index matches any index of its type.
+            if buffer is None or (buffer.device.type == device.type and device.index in (None, buffer.device.index)):
+                continue
+            moved.setdefault(id(buffer), buffer.to(device))
+            module._buffers[leaf] = moved[id(buffer)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatrain.engine.head.head_model import accepts_use_cache
 from megatrain.engine.lockstep import SinglePass, Stop, run_in_lockstep
 from megatrain.engine.program.visit_trace import KEEP_NOTHING, Recompute
-from megatrain.engine.unit.bound_unit import BoundUnit, read_containers, units_stubbed
+from megatrain.engine.unit.bound_unit import BoundUnit, buffers_unchanged, read_containers, units_stubbed
 from megatrain.engine.unit.graph_keeping import GraphKeeping
 from megatrain.engine.unit.input_saving import AbsentMicroBatches, InputSaving
 from megatrain.engine.unit.saved_results import SavedResults
@@ -79,7 +79,8 @@ class Trunk:
     def prepared(self) -> Iterator[None]:
         """Replace all weights by placeholders and all units' forwards by stubs within the context."""
         stubs = {} if self._cut is None else {self._cut: _trunk_stub(self._cut.forward)}
-        with units_stubbed(self._bounds, stubs), self._context():
+        unchanged = buffers_unchanged("the model", self._graph.model.modules(), may_replace=True)
+        with unchanged, units_stubbed(self._bounds, stubs), self._context():
             yield
 
     def run(self, batches: Mapping[int, dict[str, Any]], seed: int, first_number: int = 0) -> list[SuspendedOutput]:

@@ -38,7 +38,7 @@ def step_recipe(plan: Plan) -> StepRecipe:
         seed=run.seed,
         order=run.batch.order,
         objective=run.objective,
-        compiler=LayerCompiler.from_backend(run.model.table.compiler),
+        compiler=LayerCompiler(run.model.table.compiler) if run.model.table.compiler else None,
     )
 
 

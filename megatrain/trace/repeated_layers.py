@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megatrain.base.errors import UnsupportedModelError
 from megatrain.engine.device.work import Work
 from megatrain.engine.unit.arguments import tree_map
 from megatrain.trace.counting import CountingMode, tensors_in
@@ -33,38 +35,26 @@ _PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device, torch
 
 
 @dataclass(frozen=True, slots=True)
-class Gradient:
-    """Shape, dtype and device of a contiguous input gradient that shares no memory."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    def allocate(self) -> Tensor:
-        """Return a new tensor with this shape, dtype and device."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-
-@dataclass(frozen=True, slots=True)
 class CountedBackward:
     """Counts of a backward that the trace has run.
 
     Attributes:
         work: Work of all operators, including the recompute.
         peak_nbytes: Peak memory in addition to the bytes in use at the start.
+        gradients: Functions that allocate the input gradients; None for an input without one.
     """
 
     unit: Unit
     work: Work
     peak_nbytes: int
-    gradients: tuple[Gradient | None, ...]
+    gradients: tuple[Callable[[], Tensor] | None, ...]
     recompute: RecomputeCounts
 
 
 def gradients_of(
     found: Sequence[Tensor | None], num_before: int, counts: CountingMode
-) -> tuple[Gradient | None, ...] | None:
-    """Describe the input gradients of a backward. Return None if they share memory or existed before the backward.
+) -> tuple[Callable[[], Tensor] | None, ...] | None:
+    """Return functions that allocate input gradients alike. Return None if they share memory or are not new.
 
     Args:
         num_before: Number of storages created before the backward.
@@ -78,7 +68,10 @@ def gradients_of(
         if number is None or number < num_before or storage._cdata in storages or not is_whole:
             return None
         storages.add(storage._cdata)
-    return tuple(None if tensor is None else Gradient(tensor.shape, tensor.dtype, tensor.device) for tensor in found)
+    return tuple(
+        None if each is None else partial(torch.empty, each.shape, dtype=each.dtype, device=each.device)
+        for each in found
+    )
 
 
 class RepeatedLayers:
@@ -89,13 +82,14 @@ class RepeatedLayers:
         self._kinds: dict[Hashable, int] = {}  # record of a forward (may have megabytes) -> number
         self._forwards: dict[int, int] = {}
         self._backwards: dict[Hashable, CountedBackward] = {}
+        self._makers: dict[int, str] = {}  # number of a storage -> layer whose forward created it
 
     def forward(self, bound: BoundUnit, visit: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a unit's forward. If the unit is a layer, record the forward."""
         counts, unit = self._counts, bound.unit
         if not unit.is_layer or unit.part is not None:
             return run(*args, **kwargs)
-        record = _CallRecord(counts)
+        record = _CallRecord(counts, self._makers, counts.num_storages)
         for index, (_, leaf) in enumerate(bound.leaves()):
             record.name(leaf, "weight", index)
         for name, buffer in unit.module.named_buffers():
@@ -111,6 +105,7 @@ class RepeatedLayers:
         finally:
             counts.recorder = None
         record.add("ends with", (), {}, result)
+        self._makers.update(dict.fromkeys(range(record.num_before, counts.num_storages), unit.name))
         if counts.num_guesses == num_guesses and record.is_complete:
             classes = tuple((name, type(module)) for name, module in unit.module.named_modules())
             did = (classes, tuple(record.entries), _autograd_graph(result))
@@ -122,7 +117,7 @@ class RepeatedLayers:
         forward = self._forwards.pop(visit, None)
         if forward is None:
             return None
-        arriving = _CallRecord(self._counts)
+        arriving = _CallRecord(self._counts, {}, self._counts.num_storages)
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 arriving.name(gradient, "gradient", index)
@@ -167,19 +162,19 @@ class _CallRecord:
     """Record of executed operators that can be compared with other records.
 
     Attributes:
+        makers: Layers by the numbers of the storages that their forwards created.
+        num_before: Number of storages created before the record.
         entries: Descriptions of the operators, in order.
         is_complete: Whether all operators could be described.
     """
 
     counts: CountingMode
+    makers: Mapping[int, str]
+    num_before: int
     entries: list[Hashable] = field(default_factory=list)
     is_complete: bool = True
-    _num_before: int = 0
     _names: dict[int, tuple[Hashable, ...]] = field(default_factory=dict)  # storage -> names
     _starts: dict[int, int] = field(default_factory=dict)  # storage -> offset of the first named tensor in it
-
-    def __post_init__(self) -> None:
-        self._num_before = self.counts.num_storages
 
     def name(self, tensor: Tensor, kind: str, which: Hashable) -> None:
         """Assign a name to the memory of a tensor that exists before the recorded operators and outlives them."""
@@ -219,9 +214,14 @@ class _CallRecord:
         if (names := self._names.get(key)) is not None:
             return names
         number = self.counts.number_of(tensor)
-        if number is not None and number >= self._num_before:
-            return number - self._num_before
+        if number is not None and number >= self.num_before:
+            return number - self.num_before
         # A tensor from outside of the record may be freed before the trace ends, so only its number identifies it.
         if number is None:
             raise _NotComparableError
+        if tensor.requires_grad and number in self.makers:  # others may be tables that layers share
+            raise UnsupportedModelError(
+                self.counts.where,
+                f"its forward reads a tensor of {self.makers[number]} that is not an argument and can be out of date",
+            )
         return ("number", number)

@@ -236,7 +236,7 @@ class Tracer:
         now.has_backward = True
         pairs = zip(earlier.unit.params, visit.bound.unit.params, strict=True)
         now.recompute = earlier.recompute.renamed({before: after for (_, before, _), (_, after, _) in pairs})
-        return [None if gradient is None else gradient.allocate() for gradient in earlier.gradients]
+        return [None if allocate is None else allocate() for allocate in earlier.gradients]
 
     def trunk_visits(self) -> Iterator[TracedVisit]:
         """Yield the trace of each visit outside of the head."""

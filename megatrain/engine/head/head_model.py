@@ -89,7 +89,7 @@ class HeadModel:
 
     def __init__(self, model: nn.Module, trunk: nn.Module, part_weight: PartWeight | None, *, is_product: bool) -> None:
         self._model, self._trunk, self._part_weight, self._is_product = model, trunk, part_weight, is_product
-        self.has_auxiliary_loss = _has_auxiliary_loss(model)
+        self.has_auxiliary_loss = any(getattr(config, _AUXILIARY_FLAG, False) for config in _configs(model))
         self._accepts_use_cache = accepts_use_cache(model)
 
     def without_auxiliary_loss(self) -> AbstractContextManager[None]:
@@ -201,11 +201,6 @@ def without_auxiliary_loss(model: nn.Module) -> Iterator[None]:
     finally:
         for config in configs.values():
             setattr(config, _AUXILIARY_FLAG, True)
-
-
-def _has_auxiliary_loss(model: nn.Module) -> bool:
-    """Return whether the loss includes the routers' auxiliary loss."""
-    return any(getattr(config, _AUXILIARY_FLAG, False) for config in _configs(model))
 
 
 def accepts_use_cache(model: nn.Module) -> bool:

@@ -6,7 +6,7 @@ views of leased blocks, and leaves of the autograd graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import is_not
 from types import MappingProxyType
@@ -197,27 +197,39 @@ class BoundUnit:
     def _attributes_restored(self) -> Iterator[None]:
         """Undo changes that a forward makes to attributes, because they would affect later runs."""
         attributes = [dict(module.__dict__) for module in self._modules]
-        buffers = [
-            (module, leaf, buffer, buffer._version)
-            for module in self._modules
-            for leaf, buffer in module._buffers.items()
-            if buffer is not None
-        ]
         try:
-            yield
+            with buffers_unchanged(self.unit.name, self._modules):
+                yield
         finally:
             for module, before in zip(self._modules, attributes, strict=True):
                 now = module.__dict__
                 if now.keys() != before.keys() or any(map(is_not, now.values(), before.values())):
                     now.clear()
                     now.update(before)
-        for module, leaf, buffer, version in buffers:
-            if module._buffers.get(leaf) is not buffer or buffer._version != version:
-                raise UnsupportedModelError(
-                    f"{self.unit.name} ({type(module).__name__})",
-                    f"its forward changes the buffer '{leaf}', and would change it a second time when the layer is "
-                    "run again for the backward",
-                )
+
+
+@contextmanager
+def buffers_unchanged(where: str, modules: Iterable[nn.Module], *, may_replace: bool = False) -> Iterator[None]:
+    """Refuse forwards that change a buffer, because a step neither saves buffers nor restores them for a recompute.
+
+    Args:
+        may_replace: Whether a forward may replace buffers that are not saved, as rotary embeddings do.
+    """
+    before = [
+        (module, leaf, buffer, buffer._version)
+        for module in modules
+        for leaf, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    yield
+    for module, leaf, buffer, version in before:
+        is_replaced = module._buffers.get(leaf) is not buffer
+        is_saved = leaf not in module._non_persistent_buffers_set
+        if buffer._version != version or (is_replaced and (is_saved or not may_replace)):
+            raise UnsupportedModelError(
+                f"{where} ({type(module).__name__})",
+                f"its forward changes the buffer '{leaf}', which a step neither saves nor restores for the backward",
+            )
 
 
 @contextmanager

@@ -30,11 +30,6 @@ class LayerCompiler:
         self._backend = backend
         self._by_class: dict[type, Callable[..., Any]] = {}
 
-    @classmethod
-    def from_backend(cls, backend: str | None) -> LayerCompiler | None:
-        """Return a compiler for a backend, or None if ``backend`` is None."""
-        return None if backend is None else cls(backend)
-
     def forward_of(self, unit: Unit) -> Callable[..., Any]:
         """Return the compiled forward of a layer. The forward raises ``UnsupportedModelError`` on a graph break."""
         module = unit.module
