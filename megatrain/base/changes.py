@@ -15,9 +15,9 @@ class Change:
     """One key with two values.
 
     Attributes:
-        key: in the notation for users, e.g. ``optimizer.groups.0.learning_rate``.
-        before: value in the first config, as parsed from TOML. None if not set.
-        now: value in the second config, in the same form.
+        key: Dotted key, e.g. ``optimizer.groups.0.learning_rate``.
+        before: Value in the first config, as parsed from TOML. None if not set.
+        now: Value in the second config, in the same form.
     """
 
     key: str
@@ -34,8 +34,8 @@ class ConfigChanges:
     """All keys with different values, in the order of the config.
 
     Attributes:
-        altering: changes that affect the numbers that the run computes.
-        free: changes that do not affect the results.
+        altering: Changes that affect the numbers that the run computes.
+        free: Changes that do not affect the results.
     """
 
     altering: tuple[Change, ...]

@@ -39,7 +39,7 @@ def write_readme(drive: Path, checkpoints: Path) -> None:
     """Write the README of a folder on a drive. Ignores failures. The caller holds the folder's lock.
 
     Args:
-        checkpoints: directory of generations of the run or store that now uses the folder.
+        checkpoints: Directory of generations of the run or store that now uses the folder.
     """
     stores = [checkpoints]
     for _, folder in snapshot_folders([drive]):

@@ -26,11 +26,11 @@ class Problem:
     """One mistake in a config.
 
     Attributes:
-        key: dotted key at fault, or "".
-        message: the mistake, as a sentence without a full stop.
-        remedy: advice on what to write instead, or "".
-        where: file with the mistake, or ``--set``.
-        line: line in this file, counted from 1. None if unknown.
+        key: Dotted key at fault, or "".
+        message: The mistake, as a sentence without a full stop.
+        remedy: Advice on what to write instead, or "".
+        where: File with the mistake, or ``--set``.
+        line: Line in this file, counted from 1. None if unknown.
     """
 
     key: str
@@ -48,8 +48,8 @@ class ConfigError(Exception):
     """A config cannot be used.
 
     Attributes:
-        problems: all problems (at least one), in the order of the file.
-        source: the config file.
+        problems: All problems (at least one), in the order of the file.
+        source: The config file.
     """
 
     def __init__(self, source: str, problems: Iterable[Problem]) -> None:
@@ -68,7 +68,7 @@ class ModelFolderError(Exception):
     """A model folder cannot be used. The message names the problem, the place and the remedy.
 
     Attributes:
-        path: the file or folder at fault.
+        path: The file or folder at fault.
     """
 
     def __init__(self, path: Path, problem: str) -> None:

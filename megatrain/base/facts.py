@@ -13,9 +13,9 @@ class Drive:
     """A folder that can store blocks.
 
     Attributes:
-        path: the folder, as the config writes it.
-        kind: kind of the file system.
-        objection: reason not to use the folder, or "".
+        path: Path of the folder, as in the config.
+        kind: Kind of the file system.
+        objection: Reason not to use the folder, or "".
     """
 
     path: str

@@ -132,8 +132,8 @@ def build_layout(name: str, parameters: Iterable[tuple[str, Sequence[int]]], tra
 def in_parts(layouts: Iterable[UnitLayout]) -> list[UnitLayout]:
     """Split each layout that is larger than one part, and return all layouts.
 
-    If a model would have more than `MAX_PARTS` parts, its parts are larger, because each block takes time for planning
-    and a lease.
+    If a model would have more than `MAX_PARTS` parts, its parts are larger, because planning and leasing take time for
+    each block.
     """
     whole = list(layouts)
     total = sum(layout.num_elements for layout in whole)
@@ -190,11 +190,11 @@ def build_layouts(path: str, parameters: Mapping[str, nn.Parameter], *, by_dtype
 
 
 def entries_within(layout: UnitLayout, start: int, stop: int) -> Iterator[tuple[TensorEntry, int, int]]:
-    """Yield (parameter, start, stop) for each parameter in a range of a block: its elements inside the range.
+    """Yield each parameter in a range of a block, with the start and stop of its elements inside the range.
 
     Args:
-        layout: layout of the block.
-        start: first element of the range.
+        layout: Layout of the block.
+        start: First element of the range.
     """
     for entry in layout.entries:
         first, last = max(entry.offset, start), min(entry.offset + entry.numel, stop)

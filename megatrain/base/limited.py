@@ -20,7 +20,7 @@ __all__ = ["MAX_CPU_S", "MAX_EXTRA_BYTES", "LimitError", "run_limited"]
 #: Limits for one call. A typical pattern or template needs 1 ms and less than 1 MB.
 MAX_CPU_S = 10
 MAX_EXTRA_BYTES = 1 << 30  # address space in addition to what the caller's process uses
-_WALL_S = 300.0  # for a process that waits instead of computing
+_WALL_S = 300.0  # limit for a process that waits instead of computing
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -38,11 +38,11 @@ def run_limited(act: Callable[[], Result]) -> Result:
     limited in memory.
 
     Args:
-        act: function that returns a JSON value. It must not use a device, start threads or change files.
+        act: Function that returns a JSON value. It must not use a device, start threads or change files.
 
     Raises:
-        LimitError: a limit was reached, the function raised an error, or its process ended without a result.
-        OSError: the system refused to start a process.
+        LimitError: A limit was reached, the function raised an error, or its process ended without a result.
+        OSError: The system refused to start a process.
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():

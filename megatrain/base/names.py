@@ -25,7 +25,7 @@ __all__ = [
 #: Folders for checkpoints and their whole copies, inside ``output_dir``.
 CHECKPOINTS_NAME = "checkpoints"
 COPIES_NAME = "copies"
-#: Record of the generations of all ranks that belong together, inside either folder.
+#: Record of the ranks' generations that form one checkpoint, inside either folder.
 RANKS_NAME = "RANKS.json"
 #: The config with all defaults, inside ``output_dir``.
 RESOLVED_NAME = "config.resolved.toml"

@@ -28,8 +28,8 @@ class StoredRecord:
         """Return the record from the output of ``to_json``. Ignores unknown keys.
 
         Raises:
-            TypeError: a field is missing or has the wrong type.
-            ValueError: a text is not a number.
+            TypeError: A field is missing or has the wrong type.
+            ValueError: A text is not a number.
         """
         known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
         read = {each.name: _READERS[str(each.type)] for each in fields(cls) if str(each.type) in _READERS}
@@ -57,8 +57,8 @@ class RunInfo:
 
     Attributes:
         task: ``sft``, ``pretrain`` or ``dpo``.
-        device: compute device, ``cpu`` or ``cuda:0``.
-        tokens_per_step: token positions in a step, including padding.
+        device: Compute device, ``cpu`` or ``cuda:0``.
+        tokens_per_step: Token positions in a step, including padding.
     """
 
     run_name: str
@@ -71,33 +71,33 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics(StoredRecord):
-    """Figures of one optimizer step.
+    """Metrics of one optimizer step.
 
     Attributes:
-        step: steps done, including this one.
-        epoch: number of passes over the data, as a fraction.
-        loss: mean over the step's trained tokens before the update.
-        grad_norm: global norm before clipping.
-        num_real_tokens: tokens without padding.
-        num_trained_tokens: tokens with a label.
-        step_s: seconds of this step.
-        mean_step_s: mean over the last 20 steps of this process, or over all its steps if there are fewer.
-        eta_s: estimated seconds until the last step.
-        warmup_steps: steps over which the learning rate rises.
-        tier_used_bytes: tier -> bytes of slots in use after the step.
-        tier_capacity_bytes: tier -> bytes of all its slots.
-        stall_s: cause -> seconds that this step waited.
-        written_bytes: path on a drive -> bytes written during this step.
-        link_bytes: ``"ram->nvme"`` -> bytes moved for this step's uses.
+        step: Steps done, including this one.
+        epoch: Number of passes over the data, as a fraction.
+        loss: Mean over the step's trained tokens before the update.
+        grad_norm: Global norm before clipping.
+        num_real_tokens: Tokens without padding.
+        num_trained_tokens: Tokens with a label.
+        step_s: Seconds of this step.
+        mean_step_s: Mean over the last 20 steps of this process, or over all its steps if there are fewer.
+        eta_s: Estimated seconds until the last step.
+        warmup_steps: Steps over which the learning rate rises.
+        tier_used_bytes: Tier -> bytes of slots in use after the step.
+        tier_capacity_bytes: Tier -> bytes of all its slots.
+        stall_s: Cause -> seconds that this step waited.
+        written_bytes: Path on a drive -> bytes written during this step.
+        link_bytes: ``"ram->nvme"`` -> bytes moved for use in this step.
         link_busy_s: ``"ram->nvme"`` -> seconds of this step with at least one transfer in progress.
-        ranks: figures of this step for each of several processes: ``step_s``, ``tier_used_bytes``,
+        ranks: Metrics of this step for each of several processes: ``step_s``, ``tier_used_bytes``,
             ``stall_s``, ``link_bytes``, ``written_bytes``, ``rss_bytes`` and ``is_paused``. All other fields
             describe rank 0.
-        rss_bytes: resident memory of the process.
+        rss_bytes: Resident memory of the process.
         process_usage: ``user_s``, ``system_s`` and ``page_faults`` of the process during this step.
-        model_flops: floating-point operations, excluding recomputation and padding. 0 if unknown.
-        hardware_flops: all floating-point operations; see ``megatrain.trace.counting.step_flops``. 0 if unknown.
-        preferences: means for a preference loss, by TRL's names: ``rewards/accuracies``, ``logps/chosen`` ...
+        model_flops: Floating-point operations, excluding recomputation and padding. 0 if unknown.
+        hardware_flops: All floating-point operations; see ``megatrain.trace.counting.step_flops``. 0 if unknown.
+        preferences: Means for a preference loss, by TRL's names: ``rewards/accuracies``, ``logps/chosen`` ...
     """
 
     step: int
@@ -160,8 +160,8 @@ class Sample(StoredRecord):
     """The model's continuation of a row in an evaluation set.
 
     Attributes:
-        prompt: beginning of the row.
-        generated: text that the model appended.
+        prompt: Beginning of the row.
+        generated: Text that the model appended.
     """
 
     prompt: str
@@ -171,16 +171,16 @@ class Sample(StoredRecord):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationMetrics(StoredRecord):
-    """Figures of one evaluation set at one step.
+    """Metrics of one evaluation set at one step.
 
     Attributes:
-        step: steps done before the evaluation.
-        name: name of the evaluation set, as in metrics.
-        loss: mean cross entropy over all tokens with a label, without dropout, smoothing or auxiliary terms. For
+        step: Steps done before the evaluation.
+        name: Name of the evaluation set, as in metrics.
+        loss: Mean cross entropy over all tokens with a label, without dropout, smoothing or auxiliary terms. For
             preferences, mean preference loss over all examples.
-        num_tokens: tokens with a label.
-        seconds: time for which training was paused.
-        samples: continuations of the set's first rows, if the config requests samples.
+        num_tokens: Tokens with a label.
+        seconds: Time for which training was paused.
+        samples: Continuations of the set's first rows, if the config requests samples.
     """
 
     step: int
@@ -202,7 +202,7 @@ class EvaluationMetrics(StoredRecord):
 
     @property
     def quality(self) -> str:
-        """The figures that follow the loss in a console line."""
+        """Metrics that follow the loss in a console line."""
         return format_preferences(self.preferences) or f"perplexity {self.perplexity:.2f}"
 
     def to_json(self) -> dict[str, Any]:
@@ -215,16 +215,16 @@ class EvaluationMetrics(StoredRecord):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMetrics(StoredRecord):
-    """Figures of a checkpoint that is on disk.
+    """Metrics of a checkpoint that is on disk.
 
     Attributes:
-        step: steps done at the checkpoint.
-        path: directory of the checkpoints.
-        nbytes: size of all blocks.
-        written_bytes: bytes of blocks that were copied from memory.
-        linked_bytes: bytes of blocks that were hard-linked on drives.
-        seconds: time until the checkpoint survives a power cut.
-        stall_s: part of ``seconds`` during which training was paused.
+        step: Steps done at the checkpoint.
+        path: Directory of the checkpoints.
+        nbytes: Size of all blocks.
+        written_bytes: Bytes of blocks that were copied from memory.
+        linked_bytes: Bytes of blocks that were hard-linked on drives.
+        seconds: Time until the checkpoint survives a power cut.
+        stall_s: Part of ``seconds`` during which training was paused.
     """
 
     step: int
@@ -241,22 +241,22 @@ class RunSummary(StoredRecord):
     """Results of a run.
 
     Attributes:
-        num_steps: steps done, including those before a resume.
-        mean_losses: means over the first and over the last ``num_averaged`` steps. None if unknown.
-        num_averaged: number of steps in each mean of ``mean_losses``.
-        seconds: training time over all starts, without the export.
-        num_real_tokens: tokens without padding, over all steps.
-        num_trained_tokens: tokens with a label, over all steps.
-        tier_peak_bytes: tier -> peak of the bytes in use.
-        tier_capacity_bytes: tier -> bytes of all its slots.
+        num_steps: Steps done, including those before a resume.
+        mean_losses: Means over the first and over the last ``num_averaged`` steps. None if unknown.
+        num_averaged: Number of steps in each mean of ``mean_losses``.
+        seconds: Training time over all starts, without the export.
+        num_real_tokens: Tokens without padding, over all steps.
+        num_trained_tokens: Tokens with a label, over all steps.
+        tier_peak_bytes: Tier -> peak of the bytes in use.
+        tier_capacity_bytes: Tier -> bytes of all its slots.
         link_bytes: ``"ram->nvme"`` -> bytes moved since this start.
-        link_paths: link -> data path that it uses: ``cuda``, ``posix-direct``, ``kvikio-gds`` ...
-        written_bytes: path on a drive -> bytes written since this start.
-        export_dir: exported Hugging Face folder. None without an export.
-        interrupted: whether the run was stopped early.
-        saved_step: step of the newest checkpoint. None without a checkpoint.
-        evaluations: set -> its last evaluation.
-        num_processes: number of processes. Figures of tiers, links, drives and memory describe rank 0.
+        link_paths: Link -> data path that it uses: ``cuda``, ``posix-direct``, ``kvikio-gds`` ...
+        written_bytes: Path on a drive -> bytes written since this start.
+        export_dir: Exported Hugging Face folder. None without an export.
+        interrupted: Whether the run was stopped early.
+        saved_step: Step of the newest checkpoint. None without a checkpoint.
+        evaluations: Set -> its last evaluation.
+        num_processes: Number of processes. Figures of tiers, links, drives and memory describe rank 0.
     """
 
     num_steps: int
@@ -402,7 +402,7 @@ def format_step(metrics: StepMetrics) -> str:
 
 
 def format_preferences(figures: Mapping[str, float]) -> str:
-    """Return the preference figures for a console line, or "" without figures."""
+    """Return the preference metrics for a console line, or "" if there are none."""
     names = {
         "rewards/accuracies": "accuracy {:.2f}",
         "rewards/margins": "margin {:.3f}",
@@ -414,7 +414,7 @@ def format_preferences(figures: Mapping[str, float]) -> str:
 
 
 def format_lr(metrics: StepMetrics) -> str:
-    """Return the learning rate and the progress of the warm-up. Its first rate is 0, which changes no weight."""
+    """Return the learning rate and the progress of the warm-up, whose first step has rate 0."""
     text = f"{metrics.lr:.1e}" if metrics.lr else "0"
     if metrics.step > metrics.warmup_steps:
         return text
@@ -454,6 +454,6 @@ def format_rank(figures: Mapping[str, Any]) -> str:
 
 
 def format_stalls(stall_s: Mapping[str, float]) -> str:
-    """Return the seconds waited per cause. Omits causes below 50 ms. Return "" without any."""
+    """Return the seconds waited per cause, without causes below 50 ms, or "" if none is left."""
     seen = [f"{cause} {seconds:.1f}s" for cause, seconds in stall_s.items() if seconds >= _LEAST_SHOWN_S]
     return f"wait {' '.join(seen)}" if seen else ""

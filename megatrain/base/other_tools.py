@@ -1,7 +1,7 @@
 """The keys of other tools: how ``megatrain-tier import`` treats each, and the config key that replaces it.
 
 Plain data that imports nothing from the project. The config package uses it for advice on unknown keys, and
-``megatrain.extras.translate`` to translate files. A row for more than a new name states a conversion of the latter.
+``megatrain.extras.translate`` to translate files. A row that also changes the value names a conversion of that package.
 """
 
 from __future__ import annotations

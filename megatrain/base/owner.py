@@ -1,4 +1,4 @@
-"""Finds the living process that holds the lock of a run's folder, and sends signals to it. Imports no torch."""
+"""Finds the running process that holds the lock of a run's folder, and sends signals to it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class UnreachableRunError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LockHolder:
-    """The living process that holds the lock of a run's folder.
+    """The running process that holds the lock of a run's folder.
 
     Attributes:
         pid: None if the lock contains no pid.
         host: None if the lock contains no host.
-        text: contents of the lock, for messages.
+        text: Contents of the lock, for messages.
     """
 
     pid: int | None
@@ -34,10 +34,10 @@ class LockHolder:
 
 
 def living_owner(path: Path | str) -> LockHolder | None:
-    """Return the living process that holds the lock of a run's folder, or None.
+    """Return the running process that holds the lock of a run's folder, or None.
 
     Raises:
-        OSError: the lock cannot be read.
+        OSError: The lock cannot be read.
     """
     text = holder_text(path)
     return None if text is None else LockHolder(*owner_in(text), text)
@@ -47,8 +47,8 @@ def check_reachable(path: Path | str, owner: LockHolder) -> None:
     """Check that the owner's pid is valid here. The owner may be on another machine or in another container.
 
     Raises:
-        UnreachableRunError: the owner is on another machine, in another container, or belongs to another user.
-        ProcessLookupError: the owner has ended.
+        UnreachableRunError: The owner is on another machine, in another container, or belongs to another user.
+        ProcessLookupError: The owner has ended.
     """
     if owner.pid is None or owner.host != socket.gethostname():
         raise UnreachableRunError(f"'{path}' is in use by {owner.text}. Run this command on that machine")
@@ -73,8 +73,8 @@ def send_signal(path: Path | str, owner: LockHolder, number: int) -> None:
     """Send a signal to a folder's owner.
 
     Raises:
-        UnreachableRunError: see ``check_reachable``.
-        ProcessLookupError: see ``check_reachable``.
+        UnreachableRunError: See ``check_reachable``.
+        ProcessLookupError: See ``check_reachable``.
     """
     check_reachable(path, owner)
     assert owner.pid is not None

@@ -18,18 +18,18 @@ class ActivitySnapshot(StoredRecord):
 
     Attributes:
         doing: ``"step"``, or another activity, e.g. ``"loading weights"``.
-        phase: phase of a step or an evaluation, e.g. ``"backward"``.
-        unit: part of the model, e.g. ``"model.layers.11"``.
-        part: number of finished parts of the activity.
-        num_parts: number of parts. 0 if unknown.
-        micro_batch: current micro-batch, counted from 1. 0 between micro-batches.
-        num_micro_batches: number of micro-batches in a step.
-        seconds: time since the activity began.
-        notice: text that stays visible, e.g. that the run is stopping.
-        done_bytes: bytes that the activity (e.g. loading) has moved so far.
-        num_bytes: total bytes of the activity. 0 if not measured in bytes.
-        saved_bytes: bytes written so far of a checkpoint. Checkpoints are written concurrently with other activities.
-        checkpoint_bytes: size of this checkpoint. 0 if no checkpoint is being written.
+        phase: Phase of a step or an evaluation, e.g. ``"backward"``.
+        unit: Part of the model, e.g. ``"model.layers.11"``.
+        part: Number of finished parts of the activity.
+        num_parts: Number of parts. 0 if unknown.
+        micro_batch: Current micro-batch, counted from 1. 0 between micro-batches.
+        num_micro_batches: Number of micro-batches in a step.
+        seconds: Time since the activity began.
+        notice: Text that stays visible, e.g. that the run is stopping.
+        done_bytes: Bytes that the activity (e.g. loading) has moved so far.
+        num_bytes: Total bytes of the activity. 0 if not measured in bytes.
+        saved_bytes: Bytes written so far of a checkpoint. Checkpoints are written concurrently with other activities.
+        checkpoint_bytes: Size of this checkpoint. 0 if no checkpoint is being written.
     """
 
     doing: str = ""
@@ -67,11 +67,11 @@ class Activity:
     work. A reader can see a new value of one counter together with an old value of another counter.
 
     Attributes:
-        is_watched: whether a live view will soon show a new ``notice``.
-        notice: see ``ActivitySnapshot``. Set by ``RunSignals``.
-        micro_batch: see ``ActivitySnapshot``. Set by the engine.
-        saving: checkpoint of the last write that began. Set by the saver.
-        is_paused: returns whether the run waits for free space on a drive. Set when the run has a store.
+        is_watched: Whether a live view will soon show a new ``notice``.
+        notice: See ``ActivitySnapshot``. Set by ``RunSignals``.
+        micro_batch: See ``ActivitySnapshot``. Set by the engine.
+        saving: Checkpoint whose write began last. Set by the saver.
+        is_paused: Returns whether the run waits for free space on a drive. Set when the run has a store.
     """
 
     def __init__(self) -> None:

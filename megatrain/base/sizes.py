@@ -39,11 +39,11 @@ DURATION_SCHEMA: Mapping[str, Any] = {"type": "string", "pattern": _DURATION_PAT
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A size that can depend on the machine. For "auto", neither ``nbytes`` nor ``fraction`` is set, else one of them.
+    """A size that can depend on the machine: ``nbytes``, a ``fraction`` of the total, or "auto" if both are None.
 
     Attributes:
-        nbytes: bytes, if the config has a size with a unit.
-        fraction: share of the machine's total, 0 to 1, if the config has a percentage.
+        nbytes: Bytes, if the config has a size with a unit.
+        fraction: Share of the machine's total, 0 to 1, if the config has a percentage.
     """
 
     text: str
@@ -59,8 +59,8 @@ class Size:
         """Return the size in bytes on a machine with ``total_bytes``.
 
         Args:
-            total_bytes: value of 100%.
-            auto_bytes: value of "auto". Default: ``total_bytes``.
+            total_bytes: Value of 100%.
+            auto_bytes: Value of "auto". Default: ``total_bytes``.
         """
         if self.nbytes is not None:
             return self.nbytes
@@ -73,7 +73,7 @@ class Size:
         """Parse text into a size. Return a Size unchanged.
 
         Raises:
-            ValueError: not text, no unit, or a percentage above 100. The message states the remedy.
+            ValueError: Not text, no unit, or a percentage above 100. The message states the remedy.
         """
         if isinstance(value, cls):
             return value
@@ -110,7 +110,7 @@ def parse_rate(value: object) -> float:
     """Return the bytes per second of a rate such as ``"2.0GB/s"``.
 
     Raises:
-        ValueError: not a size per second.
+        ValueError: Not a size per second.
     """
     match = _RATE.fullmatch(value) if isinstance(value, str) else None
     if match is None:
@@ -130,10 +130,10 @@ def exact_size(nbytes: int) -> str:
 
 
 def parse_interval(value: object) -> float:
-    """Return the seconds of a positive duration. Adds the parts of the duration.
+    """Return the total seconds of a positive duration such as ``"1h30min"``.
 
     Raises:
-        ValueError: not text, no unit, an unknown unit, or zero. The message states the remedy.
+        ValueError: Not text, no unit, an unknown unit, or zero. The message states the remedy.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         raise ValueError(f'{value} has no unit. Write "{value}min" or "{value}s"')

@@ -1,7 +1,7 @@
-"""Declarations of config tables. A table is a frozen model; each field has all facts about one key.
+"""Declarations of config tables. A table is a frozen pydantic model; each field holds all facts about one key.
 
 Each table belongs to the package that reads it (``megatrain.optim.table``). ``megatrain.config.schema`` combines the
-tables. Their modules import nothing slow.
+tables. These modules must import fast.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# JSON Schema has keywords for type, bounds, description, examples and default. Our additional keywords begin with x-.
+# JSON Schema has keywords for type, bounds, description, examples and default. This project's keywords begin with x-.
 
 #: Whether a different value changes the results of a resumed run. "no": keys about placement, output and retention. "by
 #: contents": keys that name the weights, which are in the checkpoint, or the data, which is compared by fingerprint.
@@ -79,12 +79,12 @@ def key(
     """Return the pydantic field of a key.
 
     Args:
-        description: one or two sentences for the reference, ``config explain`` and editors.
-        default: default value. Without it, the key is required.
-        alters: whether a different value changes the results of a resumed run. None to use the table's value.
-        same_name: tools in which the key has the same name and meaning.
-        used_if: another key in the table -> values of that key for which this key has an effect.
-        words: further arguments of ``pydantic.Field``: bounds, ``examples``, ``default_factory``.
+        description: One or two sentences for the reference, ``config explain`` and editors.
+        default: Default value. Without it, the key is required.
+        alters: Whether a different value changes the results of a resumed run. None to use the table's value.
+        same_name: Tools in which the key has the same name and meaning.
+        used_if: Another key in the table -> values of that key for which this key has an effect.
+        words: Further arguments of ``pydantic.Field``: bounds, ``examples``, ``default_factory``.
     """
     facts: dict[str, Any] = {"x-alters": alters, "x-same-name": same_name, "x-used-if": used_if}
     if default is not ...:
@@ -118,8 +118,8 @@ def is_path(*words: str, name: str | None = None) -> _SchemaKeywords:
     """Return the annotation for a path. It is made absolute unless it is one of ``words`` or a name on the hub.
 
     Args:
-        words: values that are not paths.
-        name: pattern of hub names. A value that matches and is not an existing file is a name on the hub.
+        words: Values that are not paths.
+        name: Pattern of hub names. A value that matches and is not an existing file is a name on the hub.
     """
     return _SchemaKeywords({"x-path": {"words": words, "name": name}})
 

@@ -50,8 +50,8 @@ class Timeline:
     """Collects spans while ``is_on``. Thread-safe, because links report from their own threads.
 
     Attributes:
-        is_on: whether spans are collected.
-        read_usage: called at each op, returns tier -> bytes in use. If None, no usage is collected.
+        is_on: Whether spans are collected.
+        read_usage: Called at each op, returns tier -> bytes in use. If None, no usage is collected.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Timeline:
             self._add(Span(row, event.key, event.start_s, event.end_s, event.nbytes))
 
     def on_op(self, op: TimedOp | None) -> None:
-        """Record that the engine begins an op of the tape, or if ``op`` is None that it has ended a step."""
+        """Record the start of a tape op, or the end of a step if ``op`` is None."""
         now_s = time.perf_counter()
         if self._op is not None and self.is_on:
             self._add(Span(COMPUTE, self._op[0], self._op[1], now_s))
@@ -98,7 +98,7 @@ class Timeline:
             Path of the file.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: The file cannot be written.
         """
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps({"traceEvents": list(self._trace_events()), "displayTimeUnit": "ms"}))

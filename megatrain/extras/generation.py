@@ -111,7 +111,7 @@ def tables_of_folder(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def config_for_prompts(config: RunConfig, rows: int, together: int) -> RunConfig:
-    """Return a config whose steps consist of prompts instead of training rows.
+    """Return a config whose steps process prompts instead of training rows.
 
     Args:
         rows: Number of prompts in a micro-batch, which are padded to the same length.

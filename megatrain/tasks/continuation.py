@@ -33,7 +33,7 @@ __all__ = ["Continuation", "StoppedError"]
 
 
 class StoppedError(Exception):
-    """A stop was requested between two passes. Nothing is leased or in transfer."""
+    """Stop request between two passes. No lease or transfer is active."""
 
 
 class Continuation:
@@ -42,12 +42,12 @@ class Continuation:
     Args:
         plan: Plan of the passes for a batch of prompts.
         settings: Sampling and length of the generated text.
-        activity: Progress inside a pass, shown as status.
+        activity: Progress of the current pass, for a live view.
         is_exact: Whether to prefetch only for the current pass. If False, links stay busy between passes, but
             prefetched bytes are wasted if all prompts end before the next pass.
         should_stop: Called before each pass, on all ranks.
-        collectives: Collectives of the ranks that share the weights, or None for a single process. Each rank has its
-            prompts.
+        collectives: Collectives of the ranks that share the weights, or None for a single process. Each rank has
+            different prompts.
 
     Attributes:
         planned_bytes: Planned bytes of all passes so far, by link.

@@ -79,11 +79,11 @@ class Distillation(Loss):
         return dict(zip(TEACHER_KEYS, (words, words.float(), torch.zeros(num_rows, device=device)), strict=True))
 
     def for_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
-        """Return the loss for a micro-batch. A micro-batch without scores has plain cross entropy."""
+        """Return the loss for a micro-batch. Without scores, it is plain cross entropy."""
         return DistillationRows(self, TeacherRows(*(placed[key] for key in TEACHER_KEYS))) if placed else PLAIN
 
     def targets(self, teacher: TeacherRows) -> tuple[Tensor, Tensor]:
-        """Return the teacher's log-probabilities of the k tokens and of the rest. The student is compared with them."""
+        """Return the log-probabilities of the k tokens and of the rest, as targets for the student."""
         log_probs = teacher.log_probs.float()
         if self.rest == "renormalize":
             log_probs = log_probs - log_probs.logsumexp(1, keepdim=True)
@@ -107,11 +107,11 @@ class DistillationRows(MicroBatchLoss):
 
 
 class DistillTask(TextTask):
-    """Task that trains on texts. A teacher has scored every label."""
+    """Task that trains on texts with a teacher's score for every label."""
 
     @staticmethod
     def loss_of(training: TrainingConfig, table: DistillConfig) -> Loss:
-        """Return the loss that uses the teacher's scores. The scores themselves are not read.
+        """Return the distillation loss, without reading the scores.
 
         Raises:
             ConfigError: The scores do not exist or do not match the config.
@@ -201,9 +201,9 @@ class RunningDistillation:
         return torch.logaddexp(self._rest, self._of_top.logsumexp(1))
 
     def _tempered(self, logits: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits divided by the temperature, the column of each teacher token, and whether it is a column.
+        """Return logits divided by the temperature, each teacher token's column, and whether the token is in the range.
 
-        The logits have an additional padding column for the tokens outside their range of the vocabulary.
+        An additional padding column represents the tokens outside this range of the vocabulary.
         """
         num_columns = logits.shape[1]
         values = functional.pad(logits.float() / self._spec.temperature, (0, 1), value=-torch.inf)

@@ -54,7 +54,7 @@ class PreferenceTask:
         return PreferenceMetrics(self._loss)
 
     def prepare(self, context: PrepareContext) -> Mapping[str, Any]:
-        """Give the loaders the reference model's log-probabilities, if the loss needs them."""
+        """Add the reference model's log-probabilities to the loaders, if the loss needs them."""
         if not self._loss.needs_reference:
             return {}
         reference = Reference(

@@ -177,7 +177,7 @@ def load_evaluation_sets(
         check_id_range(dataset, plan.graph.model.get_input_embeddings().weight.shape[0], where=f"data.eval.{number}")
         order = EpochOrder(dataset, shape, run.data.seed)
         loader = BatchLoader(order, run.data.collator(shape, tokenizer))
-        # Limit the rows in a pass to the number in training, because the plan only has memory for these.
+        # Limit the rows in a pass to the number in training, because the plan reserves memory for only that number.
         sets.append(EvaluationSet(name, loader, num_micro_batches, run.batch.together(num_micro_batches), own))
     return sets
 
@@ -281,7 +281,7 @@ class Evaluator:
         self._should_stop = should_stop
         self.latest = dict(before)
         self._passes: dict[EvaluatedWeights, Passes] = {}
-        # The first evaluation creates the collectives, because it runs after the ranks have met.
+        # The first evaluation creates the collectives, because by then the ranks have joined their group.
         self._collectives: Collectives | SingleRank | None = None
 
     def is_due(self, step: int) -> bool:
@@ -382,16 +382,16 @@ class Evaluator:
 
 @dataclass(frozen=True, slots=True)
 class _SplitRow:
-    """A row split into a prompt and the tokens that follow the prompt in the row."""
+    """A row, split into a prompt and the remaining tokens."""
 
     prompt: Tensor
     reference: Tensor
 
 
 def _split_rows(dataset: TokenDataset, data_seed: int, count: int, max_new_tokens: int) -> list[_SplitRow]:
-    """Return a set's first rows, split where the part in the loss starts. For preferences, use the first answers.
+    """Return a set's first rows, split before the first token in the loss. For preferences, use the first answers.
 
-    If a whole text is in the loss, it is split in the middle.
+    A text that is entirely in the loss is split in the middle.
     """
     found: list[_SplitRow] = []
     for document in dataset.epoch_documents(data_seed):
@@ -410,7 +410,7 @@ def _split_rows(dataset: TokenDataset, data_seed: int, count: int, max_new_token
 
 
 class Sampler:
-    """Generates samples between two steps: it continues rows of evaluation sets with the current weights.
+    """Generates samples between two steps by continuing rows of evaluation sets with the current weights.
 
     The most likely token is always selected, so samples depend only on the weights. The KV cache uses the memory of
     gradients, activations and workspace, so that no tier exceeds its capacity.

@@ -1,6 +1,6 @@
 """Forward passes over batches with a store's weights, for evaluations, a reference model, and scores.
 
-A head computes the result of a pass. It is a function of the layer runner. Everything else is the same for all passes.
+A head is a function of the layer runner that computes the result of a pass. All other code is the same for all passes.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Passes:
     """Runs forward passes. Must be used by only one thread, when all updates are finished.
 
     Args:
-        plan: Plan of passes, or plan of a training step, whose forward is then used for passes.
+        plan: Plan of passes, or of a training step whose forward then serves as a pass.
         timeline: Timeline that records every op, or None to record nothing.
-        activity: Progress inside a pass, shown as status.
+        activity: Progress of the current pass, for a live view.
         collectives: Collectives of the ranks that share the weights, or None for a single process.
         stays: Copies that stay in the compute tier between passes, according to the plan of passes.
     """

@@ -153,7 +153,7 @@ class PreferenceLoss(Loss):
         )
 
     def for_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
-        """Return the loss for a micro-batch. A micro-batch without examples has plain cross entropy."""
+        """Return the loss for a micro-batch. Without examples, it is plain cross entropy."""
         if not host:
             return PLAIN
         assert isinstance(size, StepSize), size

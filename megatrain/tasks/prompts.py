@@ -1,4 +1,4 @@
-"""Conversion of prompts and earlier turns of a conversation to tokens, and settings for generation."""
+"""Tokenization of prompts and conversations, and settings for generation."""
 
 from __future__ import annotations
 

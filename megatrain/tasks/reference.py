@@ -62,11 +62,11 @@ def num_reference_passes(plan: Plan, loader: BatchLoader) -> int:
 
 
 class Reference:
-    """Provides loaders with reference log-probabilities. Reads them from a file or computes them.
+    """Adds reference log-probabilities to loaders, read from a file or computed.
 
     Args:
         timeline: Timeline that records ops while it is on.
-        activity: Current activity, shown as status.
+        activity: Progress shared with a live view.
         on_message: Called with a report for each loader.
         known: ``RECORD`` of the resumed checkpoint, or None for a new run. A new run's store has the initial weights.
         group: Ranks of the run. All ranks must call ``give``. Only rank 0 reads and writes files.

@@ -23,7 +23,7 @@ __all__ = ["RewardTask"]
 
 
 class RewardTask(TextTask):
-    """Task that trains a reward model. Evaluations measure how often and how much chosen texts have larger rewards.
+    """Task that trains a reward model. Evaluations measure how often, and by how much, the chosen text scores higher.
 
     The model itself computes the loss of the training steps (`megatrain/converters/heads.py`).
     """

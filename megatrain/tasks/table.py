@@ -158,7 +158,7 @@ class Refusal:
         return Problem(self.key, message, self.remedy)
 
 
-#: Keys that a task refuses unless its facts have other refusals: a new loss is not cross entropy, and reads only text.
+#: Keys that a task refuses by default, because a new loss is not cross entropy and reads only text.
 REFUSED_BY_DEFAULT = (
     *(
         Refusal(key, (0.0,), "{key} changes the cross entropy, which {task} does not train on", "Leave it out")
@@ -170,14 +170,14 @@ REFUSED_BY_DEFAULT = (
 
 @dataclass(frozen=True, slots=True)
 class TaskFacts:
-    """Facts about a task. They are used in generated configs, in checks, and to select the task's class and row kind.
+    """Facts about a task, for generated configs, for checks, and to select the task's class and row kind.
 
     Attributes:
         what: Description of the task's rows and loss.
         example_data: Example of a data path.
-        learning_rate: Default learning rate for training all parameters of a trained model.
+        learning_rate: Default learning rate for training all parameters of a pretrained model.
         lora_learning_rate: Default learning rate for training only adapters.
-        made_by: Module in this package that defines the task, and the name of the task's class.
+        made_by: Module and class of the task in this package, such as ``text.TextTask``.
         rows: Function that returns the task's row kind: module in `megatrain/data`, and name. It gets the task's config
             table, or None for the default table.
         table: Name of the task's config table, or "" if it has none.

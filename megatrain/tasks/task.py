@@ -56,7 +56,7 @@ class MetricAccumulator(Protocol):
         """Add the result of ``head`` for one pass."""
 
     def compute(self, gather: Gather[Any]) -> SetFigures:
-        """Return the metrics over all ranks' rows. It is the same on all ranks and for any division of the rows."""
+        """Return the metrics over all ranks' rows, equal on all ranks and for any division of the rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class PrepareContext:
         loaders: Loaders of the training rows and of all evaluation sets.
         kept: The task's record in the resumed checkpoint, or None for a new run.
         timeline: Timeline that records ops while it is on.
-        activity: Current activity, shown as status.
+        activity: Progress shared with a live view.
     """
 
     plan: Plan
@@ -83,7 +83,7 @@ class PrepareContext:
 
 @dataclass(frozen=True, slots=True)
 class RowFinding:
-    """Result of the command `check` about a task's rows.
+    """Finding of the command `check` about a task's rows.
 
     Attributes:
         severity: "ok", "note" (useful to know) or "warning" (rarely intended).

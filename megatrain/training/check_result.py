@@ -49,7 +49,7 @@ class CheckResult:
         subject: Part of the run.
         severity: "ok", "note", "warning" (the run would start, but may not do what the user wants) or "problem" (the
             run would not start, or would end with an error).
-        text: The facts, and a remedy if there is a problem.
+        text: Facts about the part, with a remedy for a problem.
         kind: Category of the problem, or None if there is no problem.
     """
 
@@ -67,5 +67,5 @@ class CheckResult:
 
     @property
     def line(self) -> str:
-        """The finding as a message that a run prints."""
+        """Message that the run prints."""
         return f"warning: {self.text}" if self.severity == "warning" else self.text

@@ -36,7 +36,7 @@ from tiered.ext import dtype_from_name
 
 __all__ = ["OnProgress", "export_checkpoint"]
 
-#: Called with the current activity, the finished bytes and the total bytes. A byte counts as written and as read back.
+#: Called with the current activity, the finished bytes and the total bytes. Writing and reading back both count.
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -53,16 +53,16 @@ def export_checkpoint(
     overwrite: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Path:
-    """Write a checkpoint as a Hugging Face folder, as a run does at its end. This needs RAM for a few 16 MiB pieces.
+    """Export a checkpoint to a Hugging Face folder, like a finished run. Needs RAM for only a few 16 MiB pieces.
 
     Args:
         run: ``output_dir``, its folder of checkpoints, or ``snap/<generation>`` in that folder.
         out: Folder to create. It may exist if it is empty.
         step: Step of the checkpoint. Default: the newest checkpoint.
-        dtype: Dtype of the weights. Default: as in the run's config. fp32 writes the exact master weights.
-        max_shard_size: Maximum bytes of weights in one file. Default: as in the run's config.
+        dtype: Dtype of the weights. Default: the dtype in the run's config. fp32 writes the exact master weights.
+        max_shard_size: Maximum bytes of weights in one file. Default: the value in the run's config.
         model_folder: Copy of the model's folder, if the original folder no longer exists.
-        merge: Whether to merge adapters into the model or to write only adapters. Default: as in the run's config.
+        merge: Whether to merge adapters into the model or to write only adapters. Default: the run's config.
         ema: Whether to write the average of the trained weights (``optimizer.ema_decay``) instead of the weights.
         overwrite: Whether to replace an earlier export of this program in ``out``.
 
@@ -70,7 +70,7 @@ def export_checkpoint(
         The absolute path of the finished folder.
 
     Raises:
-        CheckpointError: The checkpoint is missing or damaged, belongs to a different model, or was removed meanwhile.
+        CheckpointError: The checkpoint is missing, damaged, of a different model, or was removed during the export.
         ConfigError: The config in the checkpoint has keys that this version does not know.
         ModelFolderError: The model's folder cannot be used.
         ExportError: ``out`` cannot be written.
@@ -123,7 +123,7 @@ def _model_folder(found: Checkpoint, model: ModelSpec, given: Path | str | None)
 
 
 class _CheckpointWeights:
-    """Master weights in a checkpoint, one layout at a time."""
+    """Reader of a checkpoint's master weights, one layout at a time."""
 
     def __init__(self, found: Checkpoint, on_progress: OnProgress | None, *, is_ema: bool) -> None:
         self._found, self._on_progress, self._is_ema = found, on_progress, is_ema
@@ -169,7 +169,7 @@ class _CheckpointWeights:
 
     @contextmanager
     def weights(self, layout: UnitLayout) -> Iterator[ReadMaster]:
-        """Yield a reader of a unit's fp32 master weights. ``WeightSource`` is the type of this method."""
+        """Yield a reader of a unit's fp32 master weights. Implements ``WeightSource``."""
         self._unit = layout.name
         weights = stored_parts(weight_key(layout.name), self._reader.blocks)
         # Frozen weights have no averages.
@@ -200,7 +200,7 @@ class _CheckpointWeights:
             self._on_progress(self._unit if 2 * done <= total else "reading it back", done, total)
 
     def _read_parts(self, parts: Sequence[tuple[range, str]], dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """Return elements that can be in several blocks."""
+        """Return a range of elements, joined if it spans several blocks."""
         found = [self._read(key, dtype, part.start, part.stop) for key, part, _ in overlaps(parts, start, stop)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -246,7 +246,7 @@ class _CheckpointWeights:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Convert store errors about a damaged or missing generation to an error with advice."""
+        """Convert store errors about a damaged or missing generation to ``CheckpointError`` with a remedy."""
         found = self._found
         try:
             yield

@@ -25,7 +25,7 @@ __all__ = ["FinalExport", "check_merge"]
 
 
 def check_merge(plan: Plan) -> None:
-    """Check that the export can merge adapters into the model, if the config requests this.
+    """If the config requests a merge, check that the adapters can be merged into the model.
 
     Raises:
         ExportTargetError: A module with an adapter shares its weight with a different module.
@@ -36,7 +36,7 @@ def check_merge(plan: Plan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FinalExport:
-    """Export to ``output_dir/final``, unit by unit. All ranks must call it, but only rank 0 writes.
+    """Export to ``output_dir/final``, unit by unit. All ranks must call ``write``, but only rank 0 writes files.
 
     Attributes:
         weights: The trained weights in the store.
@@ -82,7 +82,7 @@ class FinalExport:
         return self.plan.run.output_dir / FINAL_NAME
 
     def _run_on_first_rank(self, export: Callable[[], Path]) -> Path:
-        """Run an export that reads only files. It runs on rank 0, and all other ranks wait for it."""
+        """Run an export that reads only files on rank 0, while all other ranks wait."""
         if self.group.world.is_single:
             return export()
         folder: Path | None = None

@@ -1,6 +1,6 @@
-"""The open store of a run, which contains its weights and optimizer state. Engines work on this store.
+"""The open store of a run, with its weights and optimizer state.
 
-Training steps use it, and so do commands that only run forward passes (``scoring``, ``generation``).
+Used by training steps and by commands that only run forward passes (``scoring``, ``generation``).
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ def open_run(
         group.run_host_leaders_first(lambda: claim_folders(plan) if group.world.local_rank == 0 else None)
     check_drives(plan)
     if is_with_all:
-        group.wait_for_all()  # opening removes files of dead runs, which other ranks' checks count
+        group.wait_for_all()  # opening a store removes files of dead runs, which the other ranks' checks count
     timeline = Timeline()
     # Each rank reports on its own drives, so the other ranks send their notices to rank 0.
     notice = on_message if group.world.is_first else group.notify
-    # The store closes first, so that errors of its device can still be explained.
+    # The store closes first, while device errors are still explained.
     with (
         device_errors_explained(),
         deterministic_kernels(plan.device, type(plan.graph.model).__name__, enabled=run.is_deterministic),
@@ -100,7 +100,7 @@ def open_run(
 @contextmanager
 def _freed_memory(plan: Plan, store: TieredStore) -> Iterator[None]:
     if plan.device.type != "cpu":
-        give_back_freed_memory()  # with a GPU, the host computes nothing large
+        give_back_freed_memory()  # with a GPU, the host runs no large computation
         yield
         return
     with freed_memory_kept(store, most_resident_bytes(plan)):
@@ -109,7 +109,7 @@ def _freed_memory(plan: Plan, store: TieredStore) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class StartWeights:
-    """The weights from which a run starts. Headers, sizes and names are already checked.
+    """Initial weights of a run, with checked headers, sizes and names.
 
     Attributes:
         loader: Loader of the model's folder, or None for random weights.
@@ -121,7 +121,7 @@ class StartWeights:
 
 
 def open_weights(plan: Plan, on_message: Callable[[str], None] = lambda text: None) -> StartWeights:
-    """Check the headers, sizes and names of a run's weights. This downloads a hub model, but reads no weights.
+    """Check the headers, sizes and names of a run's weights without reading them. Download a missing hub model.
 
     Args:
         on_message: Called after each downloaded file.
@@ -143,7 +143,7 @@ def open_weights(plan: Plan, on_message: Callable[[str], None] = lambda text: No
 
 
 def inspect_weights(plan: Plan) -> tuple[str, Exception | None]:
-    """Return a line about the tensors that an export copies, and the error that a run with these weights would raise.
+    """Return a message about tensors that an export copies, and the error that these weights would raise, or None.
 
     A plan needs no weights, so a folder without weights causes neither an error nor a download.
     """
@@ -173,7 +173,7 @@ class OpenRun:
 
     Attributes:
         store: Store, which contains all blocks after ``load``.
-        engine: Last result of ``make_engine``; None before that and after ``end_steps``.
+        engine: Latest engine from ``make_engine``, or None before the first call and after ``end_steps``.
     """
 
     def __init__(
@@ -190,20 +190,20 @@ class OpenRun:
         self._activity, self._on_message = activity, on_message
 
     def load(self, candidates: Sequence[Checkpoint] = ()) -> Checkpoint | None:
-        """Fill weights and optimizer state, as ``Weights.load``. Then reserve the memory of training steps."""
+        """Load weights and optimizer state like ``Weights.load``, then reserve the memory of training steps."""
         reserve(self.store, self.plan.placement.generation_bytes)
         register_blocks(self.store, self.plan, durable=True)
         checkpoint = self.weights.load(candidates)
         if isinstance(source := self.weights.source, AdaptedWeights):
             self._on_message(source.describe(checkpoint))
-        # Reserve this memory only now, because loading used it for the fp32 copy of a unit. A run that fits can
-        # therefore also start.
+        # Loading uses this memory for the fp32 copy of a unit, so reserve it only after loading. Then a run that fits
+        # can also start.
         register_transient_blocks(self.store, self.plan)
         self._report_memory()
         return checkpoint
 
     def _report_memory(self) -> None:
-        """Report how long it took to make RAM resident and page-locked, if that took long."""
+        """Report the time to make RAM resident and page-locked, unless it was short."""
         ram = self.store.tier("ram")
         if not isinstance(ram, RamTier) or ram.populate_s + ram.pin_s < _MIN_REPORTED_S:
             return
@@ -218,7 +218,7 @@ class OpenRun:
         Args:
             num_steps: Number of consecutive steps.
             first_step: Number of finished steps.
-            num_updates: Number of finished steps whose gradient was used.
+            num_updates: Number of finished steps that updated the weights.
         """
         plan = self.plan
         self.schedule_steps(first_step, num_steps)
@@ -246,7 +246,7 @@ class OpenRun:
             self.engine.finish_updates()
 
     def end_steps(self) -> None:
-        """Apply the pending update and release the memory of training steps. Weights and optimizer state stay."""
+        """Apply the pending update and release the memory of training steps. Keep weights and optimizer state."""
         self.finish_updates()
         self.engine = None
         self.store.set_schedule(None)

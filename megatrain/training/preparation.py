@@ -93,7 +93,7 @@ class Preparation:
         yield from self.warnings()
 
     def check_limits(self) -> None:
-        """Check that this machine has the configured sizes and drives, and that evaluations and the export can work."""
+        """Check that this machine has the configured memory and drives, and that evaluations and the export can run."""
         refuse(self.plan.objections)
         _ = self.evaluation_plans  # raises if a pass does not fit
         check_merge(self.plan)
@@ -116,7 +116,7 @@ class Preparation:
 
     @cached_property
     def weights(self) -> StartWeights:
-        """Initial weights. Before they are opened, the drives' folders and free space are checked."""
+        """Initial weights, opened after a check of the drives' folders and free space."""
         check_drives(self.plan)
         check_folders(self.run.checkpoint)
         return open_weights(self.plan, self._on_message)
@@ -145,7 +145,7 @@ class Preparation:
 
     @cached_property
     def loader(self) -> BatchLoader:
-        """Batches of the run. ``RunStart.state`` moves this loader to a checkpoint's position."""
+        """Loader of the run's batches. ``RunStart.state`` moves it to a checkpoint's position."""
         return make_loader(self.plan, self.dataset, self.tokenizer)
 
     @cached_property
@@ -191,20 +191,20 @@ class Preparation:
         return make_samplers(spec, plans, self.evaluation_sets, self.tokenizer, self.group.gather)
 
     def check_evaluations(self) -> None:
-        """Check that samples fit in memory, and that evaluations have the metric that selects the best evaluation."""
+        """Check that samples fit in memory, and that some evaluation reports the metric for the best model."""
         _ = self.samplers  # raises if samples do not fit
         names = self.settings.evaluation.evaluations_of(each.name for each in self.evaluation_sets)
         self.settings.best.check(names)
 
     def remarks(self) -> Iterator[CheckResult]:
-        """Yield notes about choices of the plan that users rarely expect."""
+        """Yield notes about surprising choices of the plan."""
         if self.plan.traced.flash_note:
             yield CheckResult("plan", "note", self.plan.traced.flash_note)
         if self.plan.traced.packing_warning:
             yield CheckResult("plan", "warning", self.plan.traced.packing_warning)
 
     def warnings(self) -> Iterator[CheckResult]:
-        """Yield warnings about settings of the model and the learning rate that users rarely intend."""
+        """Yield warnings about unusual settings of the model and the learning rate."""
         run = self.run
         for text in (
             *model_warnings(run.model, run.batch.max_length, run.optimizer, self.plan.graph),

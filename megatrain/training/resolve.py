@@ -1,6 +1,6 @@
-"""Resolves a config to a run's numbers, paths, dtypes and choices. Each value is derived only here.
+"""Resolves a config to a run's numbers, paths, dtypes and choices. No other module derives these values.
 
-Code below the trainer uses these records and does not know the config. Each record is defined next to its users.
+The layers below the trainer use these records and never see the config. Each record is defined next to its users.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def resolve(config: RunConfig, machine: Machine = THIS_MACHINE) -> RunSpec:
     """Resolve a config to a run on a machine.
 
     Raises:
-        ConfigError: The config requests a GPU, but there is none.
+        ConfigError: The config requests a GPU, but the machine has none.
     """
     device = machine.resolve_device(config.device)
     tiers = resolve_tiers(config, machine)
@@ -125,7 +125,7 @@ def resolve_model(config: RunConfig) -> ModelSpec:
 
 
 def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
-    """Return how a step is split into micro-batches.
+    """Return the division of a step into micro-batches.
 
     Args:
         device: Type of the compute device. If the config sets no number, a GPU gets more tokens per micro-batch.
@@ -193,7 +193,7 @@ def _placement(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:
 
 
 def resolve_checkpoint(config: RunConfig) -> CheckpointSpec:
-    """Return where checkpoints are stored, and the rules for saving and pruning them."""
+    """Return the locations of checkpoints, and the rules for saving and pruning them."""
     drives = tuple(drive.path for drive in config.tiers.nvme)
     return CheckpointSpec(config.checkpoint, config.output_dir, drives, config.tiers.on_disk_full)
 
@@ -237,10 +237,10 @@ def resolve_logging(config: RunConfig) -> LoggingSpec:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """The config of a planned run, with the records that the plan does not need.
+    """Resolved settings of a planned run that the plan does not contain.
 
     Attributes:
-        config: Config with the planner's choices for open keys, and with the commit of a hub model.
+        config: Config with the planner's choices for unset keys, and with the commit of a hub model.
         best: Rule that selects the best evaluation.
         logging: Destinations of metrics.
     """

@@ -38,7 +38,7 @@ def check_token_ids(model: ModelSpec, dataset: TokenDataset, graph: ModelGraph) 
 
 
 def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenizerFast) -> BatchLoader:
-    """Create the loader of a run's batches. It starts at the first step.
+    """Create the loader of a run's batches, positioned at the first step.
 
     Raises:
         DataError: The teacher's scores do not match the data, or are damaged.

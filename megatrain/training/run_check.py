@@ -136,7 +136,7 @@ def refuse_early(config: RunConfig, *, allow_config_change: bool = False) -> Non
 
 
 def plan_one_rank(config: RunConfig) -> Plan:
-    """Plan a run without starting processes. With several processes, plan for the one with the most tokens."""
+    """Plan a run without starting processes. With several processes, plan the rank with the most tokens."""
     run, size = with_kept_rules(resolve(config)), config.distributed.processes
     return plan_run(run if size == 1 else run.as_fullest_rank(size))
 
@@ -149,7 +149,7 @@ def check_run(
     *,
     reads_weights: bool = True,
 ) -> Iterator[CheckResult]:
-    """Check all parts of a config, which is read as by :func:`megatrain.config.load_config`. Yield the findings.
+    """Read a config like :func:`megatrain.config.load_config`, check all its parts, and yield the findings.
 
     Args:
         on_progress: Called with the name of the next part.
@@ -174,10 +174,10 @@ def check_run(
 
 @dataclass(frozen=True, slots=True)
 class _CheckedModel:
-    """A model that was built without its weights.
+    """Model built without weights.
 
     Attributes:
-        is_plannable: Whether the compute device exists, and rows are not longer than the model's positions.
+        is_plannable: Whether the compute device exists, and no row exceeds the model's positions.
         weight_names: Tensors that a run reads from the model's folder.
     """
 
@@ -203,10 +203,10 @@ class _RunCheck:
         return (yield from _guarded(subject, check))
 
     def all_parts(self, *, is_whole: bool, reads_weights: bool) -> Iterator[CheckResult]:
-        """Yield the findings about each part. If an error ends a part, the error is also a finding.
+        """Yield the findings about each part, including an error that ends the check of a part.
 
         Args:
-            is_whole: Whether the config is complete. If not, mistakes were removed from it, and there is no plan.
+            is_whole: Whether the config is complete. If mistakes were removed from it, it is not planned.
             reads_weights: As for :func:`check_run`.
         """
         yield from self._part("loggers", self._loggers())
@@ -384,7 +384,7 @@ class _RunCheck:
         prepared.check_evaluations()
 
     def _drives(self, device: torch.device | None, prepared: Preparation | None) -> Check[None]:
-        """Yield each NVMe path's drive, and configured resources that this machine does not have."""
+        """Yield findings about each NVMe path's drive and about configured resources that this machine lacks."""
         tiers = resolve_tiers(self._config)
         for path in drive_paths(tiers.table.nvme):
             yield CheckResult("drive", "ok", str(path))
@@ -465,7 +465,7 @@ class _RunCheck:
         yield CheckResult("checkpoints", "ok", f"continues from {candidates[0]}")
 
     def _start(self, prepared: Preparation, on_message: Callable[[str], None]) -> RunStart:
-        """Return the object that finds checkpoints for the user's config."""
+        """Return the search for checkpoints with the user's config."""
         settings = prepared.settings
         data = settings.config.data.model_copy(update=self._own)
         settings = replace(settings, config=settings.config.model_copy(update={"data": data}))
@@ -488,7 +488,7 @@ class _RunCheck:
 
 
 def _guarded(subject: str, check: Check[T]) -> Check[T | None]:
-    """Yield the findings of a check, and return its result. An expected error is a finding with the result None."""
+    """Yield a check's findings and return its result. Convert an expected error to a finding, and return None."""
     try:
         return (yield from check)
     except EXPECTED_ERRORS as error:

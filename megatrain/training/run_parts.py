@@ -37,11 +37,11 @@ __all__ = ["RunParts", "load_parts", "make_copier"]
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """All objects that a training loop uses. They exist from the end of loading until the store closes.
+    """All objects that a training loop uses, from the end of loading until the store closes.
 
     Attributes:
         prepared: Plan, settings, batches, learning rates and evaluation sets.
-        opened: Open store with the weights from which this start continues.
+        opened: Open store with the loaded weights.
         observer: The observer of the run, followed by the loggers.
         loggers: Only the loggers.
         state: State of the run before the first step of this start.
@@ -82,7 +82,7 @@ def load_parts(
         saved = None
         if checkpoint is not None and checkpoint.is_in_stores(run.output_dir, run.world.size):
             saved = checkpoint
-            copier.offer(saved)  # its copy may be incomplete
+            copier.offer(saved)  # an earlier start may have left its copy incomplete
         step = None if checkpoint is None else checkpoint.state.step
         loggers, evaluations = [], {}
         if group.world.is_first:

@@ -46,7 +46,7 @@ class RunStart:
     """Finds the checkpoint from which a run resumes, and creates the state before its first step.
 
     Attributes:
-        settings: Config and rules of this start, which are compared with a checkpoint's config and rules.
+        settings: Config and rules of this start, for comparison with a checkpoint.
         loader: Batches of the run. ``state`` moves the loader to the resumed position.
         allows_changes: Whether to resume a checkpoint even if config changes alter results.
         on_message: Called with messages for the user.
@@ -60,7 +60,7 @@ class RunStart:
     on_message: Callable[[str], None]
 
     def find(self) -> tuple[Sequence[Checkpoint], RunSummary | None]:
-        """Return the checkpoints to start from, best first, and a summary if the run is already done.
+        """Return the checkpoints from which to resume, best first, and a summary if the run is already done.
 
         Raises:
             CheckpointError: Checkpoints exist but cannot be used.
@@ -90,7 +90,7 @@ class RunStart:
         )
 
     def already_done(self, checkpoint: Checkpoint) -> RunSummary | None:
-        """Return the summary of a run that is already done. Return None if steps or the export are missing."""
+        """Return the summary of a finished run, or None if steps or the export are missing."""
         run = self.plan.run
         return summary_if_done(checkpoint, self.num_steps, run.output_dir, run.export.dtype, self.settings.best)
 
@@ -122,7 +122,7 @@ class RunStart:
                 copier.finish()
 
     def _check_before_fetch(self, checkpoint: Checkpoint) -> None:
-        """Raise an error if this run cannot resume from a remote checkpoint. This happens before any download."""
+        """Check, before any download, that this run can resume from a remote checkpoint."""
         model, url = self.plan.run.model, self.plan.run.checkpoint.table.copy_url
         try:
             self.check_changes(checkpoint, allow=self.allows_changes)
@@ -151,7 +151,7 @@ class RunStart:
         )
 
     def check_loaded(self, loaded: Checkpoint | None, candidates: Sequence[Checkpoint]) -> None:
-        """Report what is special about the loaded checkpoint.
+        """Report notable facts about the loaded checkpoint.
 
         Args:
             loaded: One of the candidates, or None for a new run.
@@ -174,7 +174,7 @@ class RunStart:
     ) -> tuple[RunState, Checkpoint | None]:
         """Return the state before the first step, and the checkpoint of the best evaluation so far, or None.
 
-        This also moves the loader to the resumed position.
+        Also move the loader to the resumed position.
 
         Args:
             loaded: Checkpoint from which the run resumes, or None for a new run.
@@ -265,7 +265,7 @@ class RunStart:
 
 
 def with_kept_rules(run: RunSpec) -> RunSpec:
-    """Return the run with open settings taken from the checkpoint from which it resumes.
+    """Return the run, with unset settings copied from the checkpoint from which it resumes.
 
     The settings are the number of lanes, the tokens of a micro-batch, Muon's treatment of fused parameters, and the
     kernels of liger and flash attention. They affect the plan, so call this function before planning.

@@ -73,13 +73,13 @@ class StepMeter:
         self._steps_per_epoch, self._first_step = steps_per_epoch, first_step
         self._start_s = time.perf_counter()
         self._seconds = deque[float](maxlen=_MEAN_OF_STEPS)
-        # Totals outside blocks until the last step, by link.
+        # Totals of transfers outside blocks up to the last step, by link.
         self._bytes_outside: Mapping[str, int] = {}
         self._busy_s_outside: Mapping[str, float] = {}
         self._step_start_s, self._before, self._process_before = self._start_s, store.stats(), _process_usage()
 
     def start(self) -> None:
-        """Start to measure a step."""
+        """Start measuring a step."""
         self._step_start_s, self._before = time.perf_counter(), self._store.stats()
         self._process_before = _process_usage()
 

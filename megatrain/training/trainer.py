@@ -67,14 +67,14 @@ class Trainer:
 
     Args:
         observer: Receives every step, evaluation, checkpoint and message. None discards them.
-        plan: Plan of this config, if there already is one.
+        plan: Plan of this config, or None to plan it.
         activity: Progress shared with a live view. Default: not shared.
         allow_config_change: Whether to resume a checkpoint even if config changes alter results.
         exit_code_of: Returns the process's exit code after an error or a summary, for ``status.json``.
         group: The ranks of the run, or None for a single process.
 
     Attributes:
-        config: The config, with the planner's choices for open keys and with the commit of a hub model.
+        config: The config, with the planner's choices for unset keys and with the commit of a hub model.
         plan: Plan with the homes of all blocks and the traffic of each step.
         run: Resolved config from which the plan was made.
 
@@ -82,7 +82,7 @@ class Trainer:
         DoesNotFitError: The run does not fit in its tiers.
         ConfigError: data.max_length exceeds the model's positions.
         ModelFolderError: The model is unusable.
-        UnsupportedModelError: The model is unusable.
+        UnsupportedModelError: The model cannot be trained.
         TypeError: ``config`` is a file name.
     """
 
@@ -184,7 +184,7 @@ class Trainer:
         return summary
 
     def open(self) -> AbstractContextManager[OpenRun]:
-        """Return a context that opens the run's store, without blocks. It raises the same errors as ``open_run``."""
+        """Return a context that opens the run's store without blocks. See ``open_run`` for errors."""
         return open_run(self.plan, on_message=self.observer.on_message, activity=self.activity, group=self.group)
 
     def prepare(self) -> Preparation:

@@ -1,4 +1,4 @@
-"""The loop of a run: steps, with evaluations and checkpoints between them, and at the end the export."""
+"""The training loop: steps, with evaluations and checkpoints between them, and the final export."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class TrainingLoop:
         return int(self.state.lr_schedule["warmup_steps"]) if self._run.optimizer.has_warmup else 0
 
     def _begin_steps(self) -> tuple[StepEngine, StepMeter]:
-        """Create the engine, which schedules the first steps, and the meter of its steps."""
+        """Create the engine and the meter of its steps, and schedule the first steps."""
         step, opened, steps_per_epoch = self.state.step, self._opened, self._prepared.loader.steps_per_epoch
         engine = opened.make_engine(self._num_steps_to_next_stop, first_step=step, num_updates=self.state.num_updates)
         return engine, StepMeter(self._plan, opened.store, engine, steps_per_epoch=steps_per_epoch, first_step=step)
@@ -218,9 +218,9 @@ class TrainingLoop:
 
     @contextmanager
     def _checkpoint(self) -> Iterator[None]:
-        """Apply the pending update, and begin a checkpoint inside the context. The next step starts without an update.
+        """Apply the pending update before the context. Begin a checkpoint inside it, and schedule steps after it.
 
-        The next steps are scheduled after the context, because prefetched copies could affect the checkpoint's reads.
+        Steps are scheduled only after the context, because prefetched copies could affect the checkpoint's reads.
         """
         self._opened.finish_updates()
         self._opened.store.set_schedule(None)

@@ -16,7 +16,7 @@ Key = TypeVar("Key")
 
 
 def overlaps(parts: Iterable[tuple[range, Key]], start: int, stop: int) -> Iterator[tuple[Key, slice, slice]]:
-    """Yield each part that overlaps ``start`` to ``stop``, with the overlap's place in the part and in the range."""
+    """Yield each part that overlaps ``start`` to ``stop``, with the overlap as slices of the part and of the range."""
     for part, key in parts:
         first, last = max(start, part.start), min(stop, part.stop)
         if first < last:

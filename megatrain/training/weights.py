@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 #: Number of elements that are copied at a time without a reservation.
 _COPY_ELEMENTS = 1 << 20
-#: Messages (layout, start, stop) with which the reading rank reports that it needs no more ranges.
+#: Messages (layout, start, stop) of the reading rank: it needs no more ranges, or a stop was requested.
 _NOTHING, _STOPPED = ("", 0, 0), ("", 0, 1)
 
 __all__ = [
@@ -72,7 +72,7 @@ class WeightSource(Protocol):
 
     @property
     def origin(self) -> Origin | None:
-        """The folder of the weights, with all facts that an export needs."""
+        """Folder of the weights, with all facts that an export needs."""
 
 
 class RandomWeights:
@@ -125,7 +125,7 @@ class AdaptedWeights:
                 self._given.check_base(name, self._base_weight(name))
 
     def describe(self, checkpoint: Checkpoint | None) -> str:
-        """Return a line about the adapters.
+        """Return a message that describes the adapters.
 
         Args:
             checkpoint: The loaded checkpoint, or None for a new run.
@@ -178,7 +178,7 @@ class AdaptedWeights:
         return weight
 
     def frozen_block(self, layout: UnitLayout) -> FrozenBlock | None:
-        """Return where a frozen block's bytes are in the folder, or None if they need a conversion."""
+        """Return the location of a frozen block's bytes in the folder, or None if the bytes need a conversion."""
         with self._graph.plain_model():
             return frozen_blocks(self._loader, [layout], self._graph.dtype).get(layout.name)
 
@@ -520,7 +520,7 @@ class Weights:
 
 
 class ExportStopped(KeyboardInterrupt):
-    """A stop was requested while several ranks export. All ranks raise this error."""
+    """Stop request during an export by several ranks. All ranks raise this error."""
 
 
 class GatheredWeights:
@@ -566,7 +566,7 @@ class GatheredWeights:
         with self._weights.exported(layout) as read_own:
 
             def read(start: int, stop: int) -> Tensor:
-                if self._should_stop():  # before a range is requested, rank 0 can still inform all ranks
+                if self._should_stop():  # the other ranks wait for a request, so rank 0 can still stop them
                     self._group.broadcast(_STOPPED)
                     raise ExportStopped
                 self._group.broadcast((layout.name, start, stop))
@@ -611,7 +611,7 @@ class _LastBlockLease:
             self._lease = None
 
     def tensor(self, key: str) -> Tensor:
-        """Return a block's contents. They are valid until this method is called for another block."""
+        """Return a block's contents, which are valid until the next call for another block."""
         if self._lease is None or self._key != key:
             self.__exit__()
             self._lease, self._key = self._store.acquire(key, "ram", "r"), key
@@ -623,7 +623,7 @@ class SavedPlace:
     """This rank's shard of a block, or the whole block in a single process.
 
     Attributes:
-        first: Position in the layout of the whole block's first element.
+        first: Index in the layout at which the whole block starts.
         num_elements: Number of elements of the whole block.
         owned: Range of the whole block's elements that this rank owns.
     """
