@@ -267,7 +267,7 @@ class Large(Ours):
         self._run.end_steps()
         weights = self._run.weights
         origin = weights.source.origin
-        export_model(self.plan.graph, weights.exported, out, copy_from=tokenizer, origin=origin)
+        export_model(self.plan.graph, weights.export_reader, out, copy_from=tokenizer, origin=origin)
 
 
 # -- the folder, and plain transformers on it ------------------------------------------------------------------------

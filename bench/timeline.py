@@ -76,9 +76,9 @@ class Traced(Ours):
         timeline = self._run.timeline
         for turn in turns[:-1]:
             self.step(turn, LR)
-        timeline.is_on = True
+        timeline.is_recording = True
         seconds = self.step(turns[-1], LR).total_s
-        timeline.is_on = False
+        timeline.is_recording = False
         timeline.write(path)
         return seconds
 

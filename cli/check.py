@@ -52,7 +52,7 @@ def command(source: ConfigSource, as_json: bool, skip_weights: bool) -> int:
 
         with without_garbage_collection():
             for finding in check_run(
-                source.path, source.extra_files, source.overrides, show_stage, reads_weights=not skip_weights
+                source.path, source.extra_files, source.overrides, show_stage, read_weights=not skip_weights
             ):
                 findings.append(finding)
                 if not as_json:

@@ -42,7 +42,7 @@ def save_command(run: Path, timeout_s: float, as_json: bool) -> int:
 
     RUN is the run's output_dir. The command returns when the checkpoint is on disk.
     """
-    from megatrain.base.owner import check_reachable, living_owner, send_signal
+    from megatrain.base.owner import check_reachable, find_owner, send_signal
 
     from .run_state import describe_ended, require_owner, status_of_owner
 
@@ -57,7 +57,7 @@ def save_command(run: Path, timeout_s: float, as_json: bool) -> int:
         click.echo(f"asked process {owner.pid} to save after its current step", err=True)
 
     def saved_step() -> int | None:
-        has_ended = living_owner(run) != owner  # Check before reading the status, which a run writes before it ends.
+        has_ended = find_owner(run) != owner  # Check before reading the status, which a run writes before it ends.
         status = status_of_owner(run, owner)
         if status is not None and (step := _newer_checkpoint(before, status)) is not None:
             return step
@@ -86,12 +86,12 @@ def _wait_for_handler(run: Path, owner: LockHolder, timeout_s: float) -> RunStat
     Raises:
         ProcessLookupError: the run has ended.
     """
-    from megatrain.base.owner import catches_signal, living_owner
+    from megatrain.base.owner import catches_signal, find_owner
 
     from .run_state import status_of_owner
 
     def ready_status() -> RunStatus | None:
-        if living_owner(run) != owner:
+        if find_owner(run) != owner:
             raise ProcessLookupError
         status = status_of_owner(run, owner)
         if status is not None and status.state not in ("starting", "training", "paused"):
@@ -122,7 +122,7 @@ def stop_command(run: Path, timeout_s: float, as_json: bool) -> int:
     RUN is the run's output_dir. The command returns when the run has ended. A second stop ends the run immediately,
     without saving.
     """
-    from megatrain.base.owner import living_owner, send_signal
+    from megatrain.base.owner import find_owner, send_signal
     from megatrain.run.folder import committed_step
     from megatrain.run.status import read_status
 
@@ -136,7 +136,7 @@ def stop_command(run: Path, timeout_s: float, as_json: bool) -> int:
     else:
         if not as_json:
             click.echo(f"asked process {owner.pid} to finish its step, save and end", err=True)
-    if _poll(lambda: living_owner(run) != owner or None, timeout_s) is None:
+    if _poll(lambda: find_owner(run) != owner or None, timeout_s) is None:
         raise RunFailedError(
             f"process {owner.pid} has not ended within {timeout_s:g} s; it will still end after its step. "
             "Another stop ends it immediately, without saving",

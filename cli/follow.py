@@ -13,7 +13,7 @@ import click
 from rich.console import Console, RenderableType
 
 from megatrain.base.observer import EvaluationMetrics, format_step
-from megatrain.base.owner import LockHolder, living_owner
+from megatrain.base.owner import LockHolder, find_owner
 from megatrain.base.progress import ActivitySnapshot
 from megatrain.run.status import RunStatus, read_status
 
@@ -31,7 +31,7 @@ def follow(run: Path, *, as_json: bool) -> int:
     Returns:
         The exit code of the run; 0 after Ctrl-C; 1 if the run died.
     """
-    owner = living_owner(run)
+    owner = find_owner(run)
     if owner is None:
         status = read_status(run)
         if status is None:
@@ -54,7 +54,7 @@ def follow(run: Path, *, as_json: bool) -> int:
 
 def _watch(run: Path, owner: LockHolder, view: _Lines) -> RunStatus | None:
     """Show a run until its process ends. Return the last status of the process, or None if it wrote none."""
-    while (now := living_owner(run)) is not None and now.pid == owner.pid:
+    while (now := find_owner(run)) is not None and now.pid == owner.pid:
         if (status := status_of_owner(run, owner)) is not None:
             view.show(status)
         time.sleep(_POLL_S)

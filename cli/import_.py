@@ -75,11 +75,11 @@ def _write(out: Path, text: str) -> None:
 
 def _print_rest(translation: Translation, out: Path | None) -> None:
     """Print a summary and the keys that need the user's attention on stderr."""
-    from megatrain.base.other_tools import TITLES
-    from megatrain.extras.translate.translate import one_line
+    from megatrain.base.other_tools import TOOL_TITLES
+    from megatrain.extras.translate.translate import format_omitted_key
 
-    num_carried = sum(bool(entry.theirs) for entry in translation.entries.values())
-    head = f"translated {num_carried} value{'' if num_carried == 1 else 's'} of {TITLES[translation.tool]}"
+    num_carried = sum(bool(entry.tool_key) for entry in translation.entries.values())
+    head = f"translated {num_carried} value{'' if num_carried == 1 else 's'} of {TOOL_TITLES[translation.tool]}"
     click.echo(head if out is None else f"{head}, written to {out}", err=True)
     is_on_screen = out is None and sys.stdout.isatty()  # Comments in the printed TOML list the same keys.
     for title, lefts, colour in (
@@ -89,7 +89,7 @@ def _print_rest(translation: Translation, out: Path | None) -> None:
         if lefts and not is_on_screen:
             click.secho(f"{title}:", fg=colour, err=True)
             for left in lefts:
-                click.echo(f"  {one_line(left)}", err=True)
+                click.echo(f"  {format_omitted_key(left)}", err=True)
     if translation.to_fill_in:
         click.secho("to fill in:", fg="red", err=True)
         for key, entry in translation.to_fill_in.items():

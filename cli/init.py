@@ -128,13 +128,13 @@ def _new_file(path: Path) -> Path:
 
 def _model_facts(model: str, folder: Path) -> tuple[ModelFacts, bool]:
     """Return facts about a model, and whether the model is on this machine and lacks a chat template."""
-    from megatrain.extras.translate.templates import own_template
+    from megatrain.extras.translate.templates import read_template
     from megatrain.models.folder import model_facts
     from megatrain.models.hub import cached_folder
 
     place = Path(_expand_path(model)) if _is_path(model) else None
     source = place or cached_folder(model)
-    needs_template = source is not None and source.is_dir() and not own_template(source)
+    needs_template = source is not None and source.is_dir() and not read_template(source)
     return model_facts(_relative_path(model, folder), place), needs_template
 
 

@@ -207,7 +207,7 @@ def _run_lines(plan: Plan, length: RunLength, step_s: float | None) -> list[str]
 
 def _evaluation_lines(spec: EvaluationSpec, plan: Plan) -> list[str]:
     """Return lines about evaluations: sets, frequency, and the bytes that a pass over averaged weights moves."""
-    from megatrain.tasks.evaluation import plans_of_evaluations, traffic_of_passes
+    from megatrain.tasks.evaluation import count_pass_traffic, plan_evaluations
     from tiered.units import format_size
 
     sets, val_size = [source.name for source in spec.sources], plan.run.data.table.val_size
@@ -221,9 +221,9 @@ def _evaluation_lines(spec: EvaluationSpec, plan: Plan) -> list[str]:
     if not sets or not moments:
         return []
     lines = [f"evaluated       {', '.join(sets)}: {', '.join(moments)}"]
-    for weights, each in plans_of_evaluations(spec, plan).items():
+    for weights, each in plan_evaluations(spec, plan).items():
         if weights == "average":
-            moved = traffic_of_passes(each, 1).items()
+            moved = count_pass_traffic(each, 1).items()
             text = "  ".join(f"{link} {format_size(nbytes)}" for link, nbytes in moved if nbytes)
             lines.append(f"                a pass over the average of the weights moves {text or 'nothing'}")
     return lines

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.base.owner import LockHolder, living_owner
+from megatrain.base.owner import LockHolder, find_owner
 from megatrain.checkpoint.locations import bytes_on_drives, refused_drives
 from megatrain.checkpoint.scan import LostPartsNotice, moved_run_notices, saved_checkpoints, usable_checkpoint
 from megatrain.run.folder import committed_step
@@ -44,7 +44,7 @@ class RunFolderState:
     @classmethod
     def inspect(cls, path: Path) -> RunFolderState:
         """Return the state of the run in a folder."""
-        owner = living_owner(path)
+        owner = find_owner(path)
         saved = saved_checkpoints(path)
         return cls(
             path,
@@ -69,7 +69,7 @@ def status_of_owner(run: Path, owner: LockHolder) -> RunStatus | None:
 
 def require_owner(run: Path) -> LockHolder:
     """Return the process of a run. If the run has ended, raise an error that states how it ended."""
-    owner = living_owner(run)
+    owner = find_owner(run)
     if owner is None:
         if read_status(run) is None:
             raise RunFailedError(missing_run_message(run), EXIT_CONFIG)

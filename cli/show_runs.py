@@ -70,11 +70,11 @@ def _find_runs(root: Path) -> Iterator[Path]:
 
 def _select_run(root: Path) -> Path:
     """Return the run to follow: the folder itself, or the only running one below it."""
-    from megatrain.base.owner import living_owner
+    from megatrain.base.owner import find_owner
 
-    if living_owner(root) is not None:
+    if find_owner(root) is not None:
         return root
-    alive = [path for path in _find_runs(root) if living_owner(path) is not None]
+    alive = [path for path in _find_runs(root) if find_owner(path) is not None]
     if len(alive) > 1:
         raise RunFailedError(
             f"{len(alive)} runs are active in '{root}': choose one of {', '.join(map(str, alive))}", EXIT_CONFIG

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from megatrain.base.other_tools import KEYS, OTHERS, Row
+from megatrain.base.other_tools import KEYS, OTHER_KEYS, Row
 
 BEGIN, END = "<!-- keys: written by docs/keys_of_tools.py -->", "<!-- end of keys -->"
 
@@ -17,20 +17,23 @@ BEGIN, END = "<!-- keys: written by docs/keys_of_tools.py -->", "<!-- end of key
 def table_of(tool: str) -> str:
     """Return the tables of a tool's keys in Markdown."""
     rows: Mapping[str, Row] = dict(KEYS).get(tool) or {  # type: ignore[call-overload]
-        key: row for key, row in OTHERS.items() if row.tool == tool
+        key: row for key, row in OTHER_KEYS.items() if row.tool == tool
     }
     moved = {key: row for key, row in rows.items() if row.is_set}
-    same = [key for key, row in moved.items() if key == row.ours.rpartition(".")[2] and not row.note]
+    same = [key for key, row in moved.items() if key == row.config_key.rpartition(".")[2] and not row.note]
     lines = []
     if same:
-        lines += ["**Keys with the same name**: " + ", ".join(f"`{moved[key].ours}`" for key in sorted(same)) + ".", ""]
+        lines += [
+            "**Keys with the same name**: " + ", ".join(f"`{moved[key].config_key}`" for key in sorted(same)) + ".",
+            "",
+        ]
     others = sorted(key for key in moved if key not in same)
     if others:
         lines += ["| key | key here | note |", "|---|---|---|"]
-        lines += [f"| `{key}` | `{moved[key].ours}` | {_cell(moved[key].note)} |" for key in others]
+        lines += [f"| `{key}` | `{moved[key].config_key}` | {_cell(moved[key].note)} |" for key in others]
         lines += [""]
-    for how, title in (("unneeded", "not needed here"), ("lost", "no equivalent here")):
-        reasons = _by_reason((key, row) for key, row in rows.items() if row.how == how)
+    for conversion, title in (("unneeded", "not needed here"), ("lost", "no equivalent here")):
+        reasons = _by_reason((key, row) for key, row in rows.items() if row.conversion == conversion)
         if reasons:
             lines += [f"| {title} | why |", "|---|---|"]
             lines += [f"| {', '.join(f'`{key}`' for key in names)} | {_cell(why)} |" for why, names in reasons.items()]
@@ -41,7 +44,7 @@ def table_of(tool: str) -> str:
 def _by_reason(rows: Iterable[tuple[str, Row]]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for key, row in sorted(rows, key=lambda each: each[0]):
-        found.setdefault(row.why, []).append(key)
+        found.setdefault(row.reason, []).append(key)
     return found
 
 

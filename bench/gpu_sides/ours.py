@@ -97,9 +97,9 @@ class OursSide:
         """Take one step. The last one is on the timeline; the host seconds of its phases are also parts."""
         timeline = self._ours.timeline
         # Otherwise every op of a measured step would ask all blocks for bytes in use.
-        timeline.is_on, timeline.read_usage = is_last, None
+        timeline.is_recording, timeline.read_usage = is_last, None
         times = self._ours.step(self._batches, LEARNING_RATE)
-        timeline.is_on = False
+        timeline.is_recording = False
         phases: dict[str, float] = {}
         for span in timeline.spans:
             if span.row == COMPUTE:

@@ -28,7 +28,7 @@ __all__ = [
     "build_layout",
     "build_layouts",
     "entries_within",
-    "in_parts",
+    "split_into_parts",
     "pieces",
     "views",
     "views_of_parts",
@@ -129,7 +129,7 @@ def build_layout(name: str, parameters: Iterable[tuple[str, Sequence[int]]], tra
     return UnitLayout(name, tuple(entries), offset, trainable)
 
 
-def in_parts(layouts: Iterable[UnitLayout]) -> list[UnitLayout]:
+def split_into_parts(layouts: Iterable[UnitLayout]) -> list[UnitLayout]:
     """Split each layout that is larger than one part, and return all layouts.
 
     If a model would have more than `MAX_PARTS` parts, its parts are larger, because planning and leasing take time for
@@ -293,18 +293,18 @@ def pieces_of_parts(parts: Sequence[range], layout: UnitLayout) -> Sequence[Sequ
 
 
 def views_of_pieces(
-    blocks: Sequence[Tensor], pieces_of: Sequence[Sequence[Piece]], layout: UnitLayout
+    blocks: Sequence[Tensor], parameter_pieces: Sequence[Sequence[Piece]], layout: UnitLayout
 ) -> dict[str, Tensor | SplitTensor]:
     """Return each parameter by full name: a view of its block, or `SplitTensor` over several blocks.
 
     Args:
         blocks: 1-D tensors, one for each part.
-        pieces_of: Pieces of each parameter; see `pieces_of_parts`.
+        parameter_pieces: Pieces of each parameter; see `pieces_of_parts`.
     """
     if len(blocks) == 1:
         return dict(views(blocks[0], layout))
     found: dict[str, Tensor | SplitTensor] = {}
-    for entry, own in zip(layout.entries, pieces_of, strict=True):
+    for entry, own in zip(layout.entries, parameter_pieces, strict=True):
         places = [(piece, piece.view(blocks[piece.part])) for piece in own]
         is_whole = len(places) == 1 and places[0][1].shape == entry.shape
         found[entry.name] = places[0][1] if is_whole else SplitTensor(places)

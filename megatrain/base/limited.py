@@ -31,31 +31,31 @@ class LimitError(Exception):
     """The function reached a limit, or its process ended early, so there is no result. The message names the cause."""
 
 
-def run_limited(act: Callable[[], Result]) -> Result:
+def run_limited(function: Callable[[], Result]) -> Result:
     """Call a function in a forked process with limits, and return its result.
 
     A separate process is needed, because a regular expression or template in this process could not be interrupted or
     limited in memory.
 
     Args:
-        act: Function that returns a JSON value. It must not use a device, start threads or change files.
+        function: Function that returns a JSON value. It must not use a device, start threads or change files.
 
     Raises:
         LimitError: A limit was reached, the function raised an error, or its process ended without a result.
         OSError: The system refused to start a process.
     """
-    reading, writing = os.pipe()
+    read_fd, write_fd = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about threads; the child uses none
         pid = os.fork()
     if pid == 0:
-        _run_child(act, writing)
-    os.close(writing)
+        _run_child(function, write_fd)
+    os.close(write_fd)
     answer: bytes | None = None
     try:
-        answer = _read_all(reading)
+        answer = _read_all(read_fd)
     finally:
-        os.close(reading)
+        os.close(read_fd)
         if answer is None:
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
@@ -80,7 +80,7 @@ def _reason(code: int) -> str:
     return f"its process ended with exit status {code}"
 
 
-def _run_child(act: Callable[[], Any], writing: int) -> None:
+def _run_child(function: Callable[[], Any], write_fd: int) -> None:
     """Call the function, write its result or its error, and end this process. Never returns."""
     code = 1
     try:
@@ -92,13 +92,13 @@ def _run_child(act: Callable[[], Any], writing: int) -> None:
         _limit(resource.RLIMIT_CPU, MAX_CPU_S, hard=MAX_CPU_S + 1)
         _limit_memory()
         try:
-            answer = json.dumps([True, act()]).encode()
+            answer = json.dumps([True, function()]).encode()
         except (MemoryError, OverflowError):
             answer = json.dumps([False, f"it takes more than {MAX_EXTRA_BYTES >> 20} MiB of memory"]).encode()
         except Exception as error:
             answer = json.dumps([False, f"it fails with {type(error).__name__}: {error}"]).encode()
         while answer:
-            answer = answer[os.write(writing, answer) :]
+            answer = answer[os.write(write_fd, answer) :]
         code = 0
     finally:
         os._exit(code)
@@ -117,12 +117,12 @@ def _limit_memory() -> None:
         _limit(resource.RLIMIT_AS, int(_STATM.read_text().split()[0]) * _PAGE_BYTES + MAX_EXTRA_BYTES)
 
 
-def _read_all(reading: int) -> bytes | None:
+def _read_all(read_fd: int) -> bytes | None:
     """Return everything that the child writes until it ends, or None if it does not end in time."""
     end_s = time.monotonic() + _WALL_S
     parts: list[bytes] = []
-    while (left_s := end_s - time.monotonic()) > 0 and select.select([reading], [], [], left_s)[0]:
-        part = os.read(reading, 1 << 16)
+    while (left_s := end_s - time.monotonic()) > 0 and select.select([read_fd], [], [], left_s)[0]:
+        part = os.read(read_fd, 1 << 16)
         if not part:
             return b"".join(parts)
         parts.append(part)

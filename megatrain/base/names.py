@@ -10,7 +10,7 @@ from pathlib import Path
 __all__ = [
     "CHECKPOINTS_NAME",
     "COPIES_NAME",
-    "ELEMENT_WISE",
+    "ELEMENTWISE_OPTIMIZERS",
     "FINAL_NAME",
     "INDEX_FILE",
     "LOCK_NAME",
@@ -38,16 +38,16 @@ INDEX_FILE = "model.safetensors.index.json"
 LOCK_NAME = "LOCK"
 
 #: A folder with one of these files contains a model or an adapter.
-_OF_MODELS = ("config.json", "adapter_config.json")
+_MODEL_FILES = ("config.json", "adapter_config.json")
 
 #: Optimizers that update each element independently, so that a parameter can be updated in parts.
-ELEMENT_WISE = ("adamw", "lion", "sgd")
+ELEMENTWISE_OPTIMIZERS = ("adamw", "lion", "sgd")
 
 
 def trained_model(folder: Path) -> Path:
     """Given a run's folder, return the folder of its trained model. Return any other folder unchanged."""
     final = folder / FINAL_NAME
-    has_own, has_final = (any((each / name).is_file() for name in _OF_MODELS) for each in (folder, final))
+    has_own, has_final = (any((each / name).is_file() for name in _MODEL_FILES) for each in (folder, final))
     return final if has_final and not has_own else folder
 
 

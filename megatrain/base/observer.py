@@ -21,7 +21,7 @@ class StoredRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values. Non-finite floats become text, because strict JSON has no NaN."""
-        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
+        return {each.name: _to_json_value(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
@@ -36,18 +36,18 @@ class StoredRecord:
         return cls(**{name: read[name](value) if name in read else value for name, value in known.items()})
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if isinstance(value, StoredRecord):
         return value.to_json()
     if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: _to_json_value(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_to_json_value(each) for each in value]
     is_text = isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value))
     return str(value) if is_text else value
 
 
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+def _parse_numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items()}
 
 
@@ -207,7 +207,7 @@ class EvaluationMetrics(StoredRecord):
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values; see ``StoredRecord.to_json``."""
-        values = {**StoredRecord.to_json(self), "perplexity": _plain(self.perplexity)}
+        values = {**StoredRecord.to_json(self), "perplexity": _to_json_value(self.perplexity)}
         if not self.samples:
             del values["samples"]
         return values
@@ -280,11 +280,11 @@ class RunSummary(StoredRecord):
     num_processes: int = 1
 
 
-def _samples(values: Sequence[Any]) -> tuple[Sample, ...]:
+def _parse_samples(values: Sequence[Any]) -> tuple[Sample, ...]:
     return tuple(Sample.from_json(each) for each in values)
 
 
-def _metrics(values: Mapping[str, Any] | None) -> StepMetrics | None:
+def _parse_metrics(values: Mapping[str, Any] | None) -> StepMetrics | None:
     return None if values is None else StepMetrics.from_json(values)
 
 
@@ -293,9 +293,9 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "int": int,
     "float": float,
     "str": str,
-    "Mapping[str, float]": _numbers,
-    "Sequence[Sample]": _samples,
-    "StepMetrics | None": _metrics,
+    "Mapping[str, float]": _parse_numbers,
+    "Sequence[Sample]": _parse_samples,
+    "StepMetrics | None": _parse_metrics,
 }
 
 
@@ -335,7 +335,7 @@ class Observers(RunObserver):
         self._observers = tuple(observers)
 
 
-def _to_all(name: str) -> Callable[..., None]:
+def _forward_to_all(name: str) -> Callable[..., None]:
     def call(self: Observers, *arguments: Any) -> None:
         for observer in self._observers:
             getattr(observer, name)(*arguments)
@@ -344,7 +344,7 @@ def _to_all(name: str) -> Callable[..., None]:
 
 
 for _name in [name for name in vars(RunObserver) if name.startswith("on_")]:
-    setattr(Observers, _name, _to_all(_name))
+    setattr(Observers, _name, _forward_to_all(_name))
 
 
 def format_checkpoint(metrics: CheckpointMetrics) -> str:
@@ -353,7 +353,7 @@ def format_checkpoint(metrics: CheckpointMetrics) -> str:
     how = ", ".join(f"{format_size(nbytes)} {name}" for name, nbytes in parts.items() if nbytes)
     how = f" ({how})" if metrics.linked_bytes else ""
     line = f"saved  checkpoint at step {metrics.step}: {format_size(metrics.nbytes)}{how} in {metrics.seconds:.1f} s"
-    return line + (f", training waited {metrics.stall_s:.1f} s" if metrics.stall_s >= _LEAST_SHOWN_S else "")
+    return line + (f", training waited {metrics.stall_s:.1f} s" if metrics.stall_s >= _MIN_SHOWN_STALL_S else "")
 
 
 def format_evaluation(metrics: EvaluationMetrics) -> str:
@@ -367,18 +367,18 @@ def format_evaluation(metrics: EvaluationMetrics) -> str:
 def format_samples(samples: Sequence[Sample]) -> list[str]:
     """Return a console line per sample: the end of the prompt, and the beginnings of continuation and reference."""
     return [
-        f"      ...{_one_line(each.prompt)[-_SHOWN:]} >> {_one_line(each.generated)[:_SHOWN]} "
-        f"(reference: {_one_line(each.reference)[:_SHOWN]})"
+        f"      ...{_on_one_line(each.prompt)[-_MAX_CHARS:]} >> {_on_one_line(each.generated)[:_MAX_CHARS]} "
+        f"(reference: {_on_one_line(each.reference)[:_MAX_CHARS]})"
         for each in samples
     ]
 
 
 #: Maximum characters of each text in a line.
-_SHOWN = 60
-_LEAST_SHOWN_S = 0.05
+_MAX_CHARS = 60
+_MIN_SHOWN_STALL_S = 0.05
 
 
-def _one_line(text: str) -> str:
+def _on_one_line(text: str) -> str:
     return " ".join(text.split())
 
 
@@ -455,5 +455,5 @@ def format_rank(figures: Mapping[str, Any]) -> str:
 
 def format_stalls(stall_s: Mapping[str, float]) -> str:
     """Return the seconds waited per cause, without causes below 50 ms, or "" if none is left."""
-    seen = [f"{cause} {seconds:.1f}s" for cause, seconds in stall_s.items() if seconds >= _LEAST_SHOWN_S]
+    seen = [f"{cause} {seconds:.1f}s" for cause, seconds in stall_s.items() if seconds >= _MIN_SHOWN_STALL_S]
     return f"wait {' '.join(seen)}" if seen else ""

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 Tool = Literal["llamafactory", "axolotl", "trl", "deepspeed", "megatrain"]
 #: Tools whose files are translated -> their names in messages.
-TITLES: dict[Tool, str] = {
+TOOL_TITLES: dict[Tool, str] = {
     "llamafactory": "LLaMA-Factory",
     "axolotl": "Axolotl",
     "trl": "TRL",
@@ -21,25 +21,25 @@ TITLES: dict[Tool, str] = {
 }
 TRANSFORMERS_4 = "transformers 4"
 _TRANSFORMERS = "transformers"
-_LLAMA_FACTORY, _AXOLOTL, _TRL, _DEEPSPEED, _MEGATRAIN = TITLES.values()
+_LLAMA_FACTORY, _AXOLOTL, _TRL, _DEEPSPEED, _MEGATRAIN = TOOL_TITLES.values()
 
 
 class Row(NamedTuple):
     """Treatment of one key of another tool.
 
     Attributes:
-        how: How ``import`` reads the value: a conversion of :mod:`megatrain.extras.translate.conversions`,
+        conversion: How ``import`` reads the value: a conversion of :mod:`megatrain.extras.translate.conversions`,
             "with others" for a key that a rule of the tool combines with others, "unneeded" or "lost".
-        ours: The dotted config key; "" without an equivalent.
-        why: Reason why the key, or a value outside ``choices``, is unneeded or lost.
-        note: Advice for a user who writes the key into a config of this project, in addition to ``ours``.
+        config_key: The dotted config key; "" without an equivalent.
+        reason: Reason why the key, or a value outside ``choices``, is unneeded or lost.
+        note: Advice for a user who writes the key into a config of this project, in addition to ``config_key``.
         tool: Title of the tool that has the key.
         choices: The tool's value -> the value in the config, None for the default.
     """
 
-    how: str
-    ours: str = ""
-    why: str = ""
+    conversion: str
+    config_key: str = ""
+    reason: str = ""
     note: str = ""
     tool: str = ""
     choices: Mapping[Any, Any] = MappingProxyType({})
@@ -47,56 +47,56 @@ class Row(NamedTuple):
     @property
     def is_set(self) -> bool:
         """Whether a value of the key sets a config key."""
-        return bool(self.ours) and self.how not in ("unneeded", "lost")
+        return bool(self.config_key) and self.conversion not in ("unneeded", "lost")
 
     def advice(self) -> str:
         """Return the advice that follows an "unknown key" error."""
-        missing = "no equivalent here: remove it" if self.how == "lost" else "not needed here"
-        here = f"here: {self.ours}" if self.ours else missing
+        missing = "no equivalent here: remove it" if self.conversion == "lost" else "not needed here"
+        here = f"here: {self.config_key}" if self.config_key else missing
         return f"That is {self.tool}'{'' if self.tool.endswith('s') else 's'} name; {here}" + (
             f" ({self.note})" if self.note else ""
         )
 
 
-def _as(how: str, ours: str = "", note: str = "", tool: str = "") -> Row:
-    return Row(how, ours, "", note, tool)
+def _as(conversion: str, config_key: str = "", note: str = "", tool: str = "") -> Row:
+    return Row(conversion, config_key, "", note, tool)
 
 
-def _same(ours: str, note: str = "", tool: str = "") -> Row:
-    return Row("copy", ours, "", note, tool)
+def _same(config_key: str, note: str = "", tool: str = "") -> Row:
+    return Row("copy", config_key, "", note, tool)
 
 
-def _rule(ours: str = "", note: str = "", tool: str = "") -> Row:
-    return Row("with others", ours, "", note, tool)
+def _rule(config_key: str = "", note: str = "", tool: str = "") -> Row:
+    return Row("with others", config_key, "", note, tool)
 
 
-def _choice(ours: str, choices: Mapping[Any, Any], why: str = "", note: str = "", tool: str = "") -> Row:
-    return Row("choice", ours, why, note, tool, choices)
+def _choice(config_key: str, choices: Mapping[Any, Any], reason: str = "", note: str = "", tool: str = "") -> Row:
+    return Row("choice", config_key, reason, note, tool, choices)
 
 
-def _unneeded(why: str, ours: str = "", note: str | None = None, tool: str = "") -> Row:
-    return Row("unneeded", ours, why, why if note is None else note, tool)
+def _unneeded(reason: str, config_key: str = "", note: str | None = None, tool: str = "") -> Row:
+    return Row("unneeded", config_key, reason, reason if note is None else note, tool)
 
 
-def _lost(why: str, ours: str = "", note: str | None = None, tool: str = "") -> Row:
-    return Row("lost", ours, why, why if note is None else note, tool)
+def _lost(reason: str, config_key: str = "", note: str | None = None, tool: str = "") -> Row:
+    return Row("lost", config_key, reason, reason if note is None else note, tool)
 
 
-def _lost_unless(same: Any, why: str) -> Row:
+def _lost_unless(same: Any, reason: str) -> Row:
     """Return a row for a lost key, with the single value that matches the behavior of this project."""
-    return Row("lost", "", why, why, "", {same: None})
+    return Row("lost", "", reason, reason, "", {same: None})
 
 
 def _each(names: str, row: Row) -> dict[str, Row]:
     return dict.fromkeys(names.split(), row)
 
 
-def _in_table(table: str, names: str, how: str = "copy") -> dict[str, Row]:
+def _in_table(table: str, names: str, conversion: str = "copy") -> dict[str, Row]:
     """Return rows for keys that have the same name in the config's ``table``."""
-    return {name: Row(how, f"{table}{name}") for name in names.split()}
+    return {name: Row(conversion, f"{table}{name}") for name in names.split()}
 
 
-def _of(tool: str, rows: Mapping[str, Row]) -> dict[str, Row]:
+def _with_tool(tool: str, rows: Mapping[str, Row]) -> dict[str, Row]:
     return {key: row if row.tool else row._replace(tool=tool) for key, row in rows.items()}
 
 
@@ -147,7 +147,7 @@ _ATTENTION = _choice(
 )
 
 #: transformers' TrainingArguments, and further keys that LLaMA-Factory, TRL and Axolotl share.
-_SHARED = _of(_TRANSFORMERS, {
+_SHARED = _with_tool(_TRANSFORMERS, {
     **_in_table("", "run_name seed data_seed full_determinism"),
     **_in_table("training.", """per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps
         label_smoothing_factor neftune_noise_alpha"""),
@@ -230,7 +230,7 @@ _SHARED = _of(_TRANSFORMERS, {
     "ignore_pad_token_for_loss": _unneeded(_RUN_TRAINS, tool=_LLAMA_FACTORY),
 })  # fmt: skip
 
-_OF_LLAMA_FACTORY = _of(_LLAMA_FACTORY, {
+_LLAMA_FACTORY_KEYS = _with_tool(_LLAMA_FACTORY, {
     "model_name_or_path": _as("path", "model.model_name_or_path"),
     "stage": _rule("task", '"sft", "pretrain" or "dpo"; "pt" becomes "pretrain", "kto" becomes "dpo" with a loss_type'),
     "pref_loss": _rule("preference.loss_type"),
@@ -288,7 +288,7 @@ _OF_LLAMA_FACTORY = _of(_LLAMA_FACTORY, {
     "use_muon": _rule("optimizer.optim", 'true becomes "muon"'),
 })  # fmt: skip
 
-_OF_AXOLOTL = _of(_AXOLOTL, {
+_AXOLOTL_KEYS = _with_tool(_AXOLOTL, {
     "base_model": _as("path", "model.model_name_or_path"),
     "revision_of_model": _REVISION,
     "tokenizer_config": _as("path", "model.tokenizer_name_or_path"),
@@ -370,7 +370,7 @@ _OF_AXOLOTL = _of(_AXOLOTL, {
     "adapter": _rule(),
 })  # fmt: skip
 
-_OF_TRL = _of(_TRL, {
+_TRL_KEYS = _with_tool(_TRL, {
     "model_name_or_path": _as("path", "model.model_name_or_path"),
     "model_init_kwargs": _lost("see [model] and [precision]"),
     "max_length": _same("data.max_length"),
@@ -413,7 +413,7 @@ _OF_TRL = _of(_TRL, {
     "use_peft": _rule(),
 })  # fmt: skip
 
-_OF_DEEPSPEED = _of(_DEEPSPEED, {
+_DEEPSPEED_KEYS = _with_tool(_DEEPSPEED, {
     "train_batch_size": _rule("training.train_batch_tokens", "counted in tokens"),
     "train_micro_batch_size_per_gpu": _same("training.per_device_train_batch_size"),
     "gradient_accumulation_steps": _same("training.gradient_accumulation_steps"),
@@ -458,7 +458,7 @@ _OF_DEEPSPEED = _of(_DEEPSPEED, {
     "amp": _lost("see precision.compute_dtype"),
 })  # fmt: skip
 
-_OF_MEGATRAIN = _of(_MEGATRAIN, {
+_MEGATRAIN_KEYS = _with_tool(_MEGATRAIN, {
     "model.name": _as("path", "model.model_name_or_path"),
     "model.dtype": _as("loaded_dtype", "precision.compute_dtype"),
     "model.attn_implementation": _ATTENTION,
@@ -489,13 +489,13 @@ _OF_MEGATRAIN = _of(_MEGATRAIN, {
 })  # fmt: skip
 
 #: Names of tools whose files are not translated.
-OTHERS = {
-    **_of(_TRANSFORMERS, {
+OTHER_KEYS = {
+    **_with_tool(_TRANSFORMERS, {
         "block_size": _same("data.max_length"),
         "train_file": _as("path", "data.train.0.path"),
         "learning_rate_scheduler": _same("optimizer.lr_scheduler_type"),
     }),
-    **_of("torchtitan", {
+    **_with_tool("torchtitan", {
         "hf_assets_path": _as("path", "model.model_name_or_path"),
         "dump_folder": _as("path", "output_dir"),
         "local_batch_size": _same("training.per_device_train_batch_size"),
@@ -524,7 +524,7 @@ OTHERS = {
         "last_save_model_only": _unneeded(f"{_WHOLE}; [export] writes only the model"),
         "export_dtype": _same("export.dtype"),
     }),
-    **_of("torchtune", {
+    **_with_tool("torchtune", {
         "save_every_n_steps": _same("checkpoint.save_steps"),
         "keep_last_n_checkpoints": _same("checkpoint.save_total_limit"),
         "enable_async_checkpointing": _same("checkpoint.async_save"),
@@ -535,15 +535,15 @@ OTHERS = {
 
 #: Tool -> its keys, dotted if they are in a section.
 KEYS: dict[Tool, dict[str, Row]] = {
-    "llamafactory": {**_SHARED, **_OF_LLAMA_FACTORY},
-    "axolotl": {**_SHARED, **_OF_AXOLOTL},
-    "trl": {**_SHARED, **_OF_TRL},
-    "deepspeed": _OF_DEEPSPEED,
-    "megatrain": _OF_MEGATRAIN,
+    "llamafactory": {**_SHARED, **_LLAMA_FACTORY_KEYS},
+    "axolotl": {**_SHARED, **_AXOLOTL_KEYS},
+    "trl": {**_SHARED, **_TRL_KEYS},
+    "deepspeed": _DEEPSPEED_KEYS,
+    "megatrain": _MEGATRAIN_KEYS,
 }
 
 #: Old names that the config accepts with a warning -> the dotted config key.
-ACCEPTED: dict[str, str] = {key: name.ours for key, name in _SHARED.items() if name.tool == TRANSFORMERS_4}
+ACCEPTED_KEYS: dict[str, str] = {key: name.config_key for key, name in _SHARED.items() if name.tool == TRANSFORMERS_4}
 
 #: Switches of transformers 4 that are always on here; accepted with a warning when true.
 ALWAYS_ON: dict[str, str] = {
@@ -560,12 +560,12 @@ _AMBIGUOUS = frozenset(
 def _translations() -> dict[str, Row]:
     """Return the row of each name that gets advice; if several tools share a name, the first table wins."""
     found: dict[str, Row] = {}
-    skipped = {*ACCEPTED, *ALWAYS_ON, *_AMBIGUOUS}
-    for table in (_SHARED, _OF_LLAMA_FACTORY, _OF_MEGATRAIN, _OF_AXOLOTL, _OF_TRL, _OF_DEEPSPEED, OTHERS):
+    skipped = {*ACCEPTED_KEYS, *ALWAYS_ON, *_AMBIGUOUS}
+    for table in (_SHARED, _LLAMA_FACTORY_KEYS, _MEGATRAIN_KEYS, _AXOLOTL_KEYS, _TRL_KEYS, _DEEPSPEED_KEYS, OTHER_KEYS):
         for key, name in table.items():
             leaf = key.rpartition(".")[2]
-            says_something = name.ours or name.how in ("unneeded", "lost")
-            is_ours = leaf == name.ours.rpartition(".")[2]
+            says_something = name.config_key or name.conversion in ("unneeded", "lost")
+            is_ours = leaf == name.config_key.rpartition(".")[2]
             if says_something and not is_ours and leaf not in skipped:
                 found.setdefault(leaf, name)
     return found
@@ -575,7 +575,7 @@ def _translations() -> dict[str, Row]:
 TRANSLATIONS: dict[str, Row] = _translations()
 
 #: Tables and keys that are planned for later releases: reported as planned, not as typos.
-NOT_YET: frozenset[str] = frozenset(
+PLANNED_KEYS: frozenset[str] = frozenset(
     {
         "placement.override",
         "precision.master_dtype",

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatrain.base.names import LOCK_NAME
 from tiered.ext import has_open, holder_text, owner_in
 
-__all__ = ["LockHolder", "UnreachableRunError", "catches_signal", "check_reachable", "living_owner", "send_signal"]
+__all__ = ["LockHolder", "UnreachableRunError", "catches_signal", "check_reachable", "find_owner", "send_signal"]
 
 
 class UnreachableRunError(Exception):
@@ -33,7 +33,7 @@ class LockHolder:
     text: str
 
 
-def living_owner(path: Path | str) -> LockHolder | None:
+def find_owner(path: Path | str) -> LockHolder | None:
     """Return the running process that holds the lock of a run's folder, or None.
 
     Raises:
@@ -62,7 +62,7 @@ def check_reachable(path: Path | str, owner: LockHolder) -> None:
         has_lock = False
     if has_lock:
         return
-    if living_owner(path) != owner:
+    if find_owner(path) != owner:
         raise ProcessLookupError(f"process {owner.pid} has ended")
     raise UnreachableRunError(
         f"'{path}' is in use by {owner.text}, which is in another container. Run this command in that container"

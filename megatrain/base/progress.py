@@ -98,7 +98,7 @@ class Activity:
         if num_parts is not None:
             self._num_parts = num_parts
 
-    def moved(self, nbytes: int) -> None:
+    def add_bytes(self, nbytes: int) -> None:
         """Add to the bytes that the activity has moved."""
         self._done_bytes += nbytes
 

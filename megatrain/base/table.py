@@ -48,7 +48,7 @@ __all__ = [
     "all_alter",
     "as_names",
     "as_tuple",
-    "is_not",
+    "refusal",
     "is_path",
     "key",
     "plain_size",
@@ -74,7 +74,7 @@ def key(
     alters: Alters | None = None,
     same_name: str = "",
     used_if: Mapping[str, Sequence[str | bool]] | None = None,
-    **words: Any,
+    **field_options: Any,
 ) -> Any:
     """Return the pydantic field of a key.
 
@@ -84,13 +84,13 @@ def key(
         alters: Whether a different value changes the results of a resumed run. None to use the table's value.
         same_name: Tools in which the key has the same name and meaning.
         used_if: Another key in the table -> values of that key for which this key has an effect.
-        words: Further arguments of ``pydantic.Field``: bounds, ``examples``, ``default_factory``.
+        field_options: Further arguments of ``pydantic.Field``: bounds, ``examples``, ``default_factory``.
     """
     facts: dict[str, Any] = {"x-alters": alters, "x-same-name": same_name, "x-used-if": used_if}
     if default is not ...:
-        words["default"] = default
+        field_options["default"] = default
     return Field(
-        description=description, json_schema_extra={word: fact for word, fact in facts.items() if fact}, **words
+        description=description, json_schema_extra={word: fact for word, fact in facts.items() if fact}, **field_options
     )
 
 
@@ -103,25 +103,25 @@ def all_alter(alters: Alters) -> dict[str, Any]:
 class _SchemaKeywords:
     """Type annotation that adds keywords to the JSON Schema."""
 
-    words: Mapping[str, Any]
+    keywords: Mapping[str, Any]
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {**handler(schema), **self.words}
+        return {**handler(schema), **self.keywords}
 
 
-def is_not(wrong: str, write: str) -> _SchemaKeywords:
+def refusal(wrong: str, write: str) -> _SchemaKeywords:
     """Return an annotation with the message for wrong values: ``KEY = VALUE <wrong>. <write>``."""
     return _SchemaKeywords({"x-wrong": wrong, "x-write": write})
 
 
-def is_path(*words: str, name: str | None = None) -> _SchemaKeywords:
-    """Return the annotation for a path. It is made absolute unless it is one of ``words`` or a name on the hub.
+def is_path(*special_values: str, name: str | None = None) -> _SchemaKeywords:
+    """Return the annotation for a path. It is made absolute unless it is a special value or a name on the hub.
 
     Args:
-        words: Values that are not paths.
+        special_values: Values that are not paths.
         name: Pattern of hub names. A value that matches and is not an existing file is a name on the hub.
     """
-    return _SchemaKeywords({"x-path": {"words": words, "name": name}})
+    return _SchemaKeywords({"x-path": {"words": special_values, "name": name}})
 
 
 class Table(BaseModel):

@@ -47,15 +47,15 @@ class TimedOp(Protocol):
 
 
 class Timeline:
-    """Collects spans while ``is_on``. Thread-safe, because links report from their own threads.
+    """Collects spans while ``is_recording``. Thread-safe, because links report from their own threads.
 
     Attributes:
-        is_on: Whether spans are collected.
+        is_recording: Whether spans are collected.
         read_usage: Called at each op, returns tier -> bytes in use. If None, no usage is collected.
     """
 
     def __init__(self) -> None:
-        self.is_on = False
+        self.is_recording = False
         self.read_usage: Callable[[], Mapping[str, int]] | None = None
         self._usage: list[tuple[float, Mapping[str, int]]] = []
         self._lock = threading.Lock()
@@ -70,7 +70,7 @@ class Timeline:
 
     def on_event(self, event: Event) -> None:
         """Add an event of a store (``TieredStore(on_event=...)``)."""
-        if not self.is_on:
+        if not self.is_recording:
             return
         if event.kind == "stall":
             self._add(Span(WAITING, f"{event.detail} {event.key}", event.start_s, event.end_s))
@@ -81,9 +81,9 @@ class Timeline:
     def on_op(self, op: TimedOp | None) -> None:
         """Record the start of a tape op, or the end of a step if ``op`` is None."""
         now_s = time.perf_counter()
-        if self._op is not None and self.is_on:
+        if self._op is not None and self.is_recording:
             self._add(Span(COMPUTE, self._op[0], self._op[1], now_s))
-        if self.is_on and self.read_usage is not None:
+        if self.is_recording and self.read_usage is not None:
             self._usage.append((now_s, self.read_usage()))
         self._op = None if op is None else (f"{op.phase} {op.visit}", now_s)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, RANKS_NAME
-from megatrain.base.owner import living_owner
+from megatrain.base.owner import find_owner
 from megatrain.checkpoint.document import Checkpoint, folder_notices, forget_checkpoint, merge_by_save
 from megatrain.checkpoint.scan import is_listed, moved_run_notices, scan
 from megatrain.checkpoint.state import CheckpointError
@@ -166,7 +166,7 @@ def remove_checkpoint(run: Path | str, checkpoint: Checkpoint, *, force: bool = 
 def check_not_in_use(folder: Path) -> None:
     """Raise ``CheckpointError`` if a live run uses the folder of checkpoints or its parent ``output_dir``."""
     for place in (folder, folder.parent) if folder.name in (CHECKPOINTS_NAME, COPIES_NAME) else (folder,):
-        owner = living_owner(place)
+        owner = find_owner(place)
         if owner is not None:
             raise CheckpointError(
                 f"'{place}' is in use by {owner.text}: nothing was removed. Stop that run first: megatrain-tier stop"

@@ -15,9 +15,9 @@ from megatrain.base.table import (
     PlainSize,
     Table,
     all_alter,
-    is_not,
     is_path,
     key,
+    refusal,
     without_secrets,
 )
 from tiered.units import GiB
@@ -43,7 +43,7 @@ CopyUrl = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s*?]*$", exampl
 #: Checkpoints to copy: all, every n-th, the last or none. A URL receives all checkpoints.
 CopyRule = Annotated[
     bool | Annotated[int, Field(ge=1)] | Literal["last"] | CopyUrl,
-    is_not(
+    refusal(
         "is not a rule for copies",
         'Write true (every checkpoint), 5 (every fifth one), "last" or false; or a URL such as "s3://bucket/run", '
         "without keys: those come from the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)",

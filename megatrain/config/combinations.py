@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megatrain.base.errors import Problem
-from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, ELEMENT_WISE
+from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, ELEMENTWISE_OPTIMIZERS
 from megatrain.base.toml import format_value
 from megatrain.config.keys import KEYS, used_if
 from megatrain.config.schema import RunConfig
@@ -187,8 +187,8 @@ def _check_batch(config: RunConfig) -> Iterator[Problem]:
 def _check_task(config: RunConfig) -> Iterator[Problem]:
     """Yield the problems with keys that the task requires or does not support. ``TASK_FACTS`` declares these keys."""
     task, facts = config.task, TASK_FACTS[config.task]
-    elsewhere = [other.refused_elsewhere for name, other in TASK_FACTS.items() if name != task]
-    for refusal in (*facts.refused, *filter(None, elsewhere)):
+    elsewhere = [other.refusal_elsewhere for name, other in TASK_FACTS.items() if name != task]
+    for refusal in (*facts.refusals, *filter(None, elsewhere)):
         if problem := refusal.problem(task, config.value(refusal.key)):
             yield problem
     if config.task_table is not None:
@@ -479,7 +479,7 @@ def _check_splits(config: RunConfig) -> Iterator[Problem]:
         ("model.compile", config.model.compile, "compile = false"),
         ("model.mlp_rows", bool(config.model.mlp_rows), "mlp_rows = 0"),
         ('optimizer.clip_scope = "layer"', config.optimizer.clip_scope == "layer", 'clip_scope = "global"'),
-        (f'optimizer.optim = "{optim}"', optim not in ELEMENT_WISE, 'optim = "adamw"'),
+        (f'optimizer.optim = "{optim}"', optim not in ELEMENTWISE_OPTIMIZERS, 'optim = "adamw"'),
     ):
         if is_set:
             text = f"{setting} needs whole layers or matrices, but model.split_experts splits them"

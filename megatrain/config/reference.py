@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.base.errors import ConfigError, Problem
-from megatrain.base.other_tools import ACCEPTED, TRANSFORMERS_4, TRANSLATIONS
+from megatrain.base.other_tools import ACCEPTED_KEYS, TRANSFORMERS_4, TRANSLATIONS
 from megatrain.base.toml import format_value
 from megatrain.config.keys import (
     KEYS,
@@ -108,10 +108,10 @@ def find_keys(name: str) -> tuple[list[str], str]:
         return preferred if len(preferred) == 1 else homes, ""
     if leaf in ("wandb", "tensorboard"):
         return ["logging.report_to"], f'`{leaf}` is a value: write report_to = ["jsonl", "{leaf}"] in [logging]'
-    if leaf in TRANSLATIONS and (ours := TRANSLATIONS[leaf].ours):
+    if leaf in TRANSLATIONS and (ours := TRANSLATIONS[leaf].config_key):
         return find_keys(ours)[0], TRANSLATIONS[leaf].advice()
-    if leaf in ACCEPTED:
-        return [ACCEPTED[leaf]], f"`{leaf}` is the name in {TRANSFORMERS_4}; here: {ACCEPTED[leaf]}"
+    if leaf in ACCEPTED_KEYS:
+        return [ACCEPTED_KEYS[leaf]], f"`{leaf}` is the name in {TRANSFORMERS_4}; here: {ACCEPTED_KEYS[leaf]}"
     if leaf in _QUANTIZED:
         note = f"`{leaf}`: QLoRA is [lora] with a folder that is already quantized: {_QUANTIZED_FOLDERS}"
         return ["model.model_name_or_path", "lora.r"], note
@@ -150,11 +150,11 @@ def _default(key: str, stated_default: str) -> str:
 def _other_names(key: str) -> Iterator[tuple[str, str, str]]:
     if "x-same-name" in KEYS[key]:
         yield KEYS[key]["x-same-name"], key.rpartition(".")[2], "the same name"
-    for old, ours in ACCEPTED.items():
+    for old, ours in ACCEPTED_KEYS.items():
         if ours == key:
             yield TRANSFORMERS_4, old, "accepted"
     for name, translation in TRANSLATIONS.items():
-        if translation.ours and plain(parse_path(translation.ours)) == key:
+        if translation.config_key and plain(parse_path(translation.config_key)) == key:
             yield translation.tool, name, translation.note
 
 

@@ -42,7 +42,7 @@ class RunConfig(Table):
 
     config_version: Literal[1] = key("Version of this file format.", 1, alters="no")
     task: TaskName = key(
-        "; ".join(f"{name}: {facts.what}" for name, facts in TASK_FACTS.items()) + ".",
+        "; ".join(f"{name}: {facts.description}" for name, facts in TASK_FACTS.items()) + ".",
         alters="yes",
     )
     output_dir: ConfigPath = key(

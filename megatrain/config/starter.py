@@ -72,7 +72,7 @@ def starter_toml(
         "#   megatrain-tier plan FILE     see where every byte goes, and how long a step takes",
         "#   megatrain-tier run FILE      train; the same command continues after a stop",
         "config_version = 1",
-        _line("task", task, TASK_FACTS[task].what),
+        _line("task", task, TASK_FACTS[task].description),
         _line("output_dir", output_dir, "paths are relative to this file"),
         _line("seed", 42),
         "",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatrain.base.errors import Problem
-from megatrain.base.other_tools import ACCEPTED, ALWAYS_ON, NOT_YET, TRANSFORMERS_4, TRANSLATIONS
+from megatrain.base.other_tools import ACCEPTED_KEYS, ALWAYS_ON, PLANNED_KEYS, TRANSFORMERS_4, TRANSLATIONS
 from megatrain.config.keys import (
     ARRAY_TABLES,
     KEYS,
@@ -34,13 +34,13 @@ def remove_unknown(tree: Tree) -> tuple[list[Problem], list[str]]:
     for table, path in list(_find_unknown(tree.values)):
         key = str(path[-1])
         value = table.pop(key)
-        if key in ACCEPTED or (key in ALWAYS_ON and value is True):
+        if key in ACCEPTED_KEYS or (key in ALWAYS_ON and value is True):
             old.append((key, value, tree.origin(dotted(path))))
         else:
             problems.extend(_explain(tree, path, value))
     for key, value, origin in old:
         place = f"{origin}: " if origin.where else ""
-        ours = ACCEPTED.get(key)
+        ours = ACCEPTED_KEYS.get(key)
         if ours is None:
             warnings.append(f"{place}`{key}` is always on here ({ALWAYS_ON[key]}); leave it out")
         elif ours in tree.origins:
@@ -96,7 +96,7 @@ def _make_problem(tree: Tree, path: KeyPath, what: str, meant: KeyPath) -> Probl
 def has_advice(path: KeyPath) -> bool:
     """Return whether an unknown key belongs to another tool, or to another table of the config."""
     leaf = str(path[-1])
-    return plain(path) in {*NOT_YET, *RETIRED} or leaf in TRANSLATIONS or bool(full_keys_of_leaf(leaf))
+    return plain(path) in {*PLANNED_KEYS, *RETIRED} or leaf in TRANSLATIONS or bool(full_keys_of_leaf(leaf))
 
 
 def nearest_table(path: KeyPath) -> str:
@@ -112,12 +112,12 @@ def advice_for_unknown(path: KeyPath) -> str:
     retired = RETIRED.get(name) or RETIRED.get(name.partition(".")[0])  # a key, or its whole table
     if retired is not None:
         return retired
-    if name in NOT_YET:
+    if name in PLANNED_KEYS:
         return "This release does not support it yet; leave it out"
     homes = full_keys_of_leaf(leaf)
     if len(homes) == 1:
         table = homes[0].rpartition(".")[0]
-        if leaf in TRANSLATIONS and TRANSLATIONS[leaf].ours != homes[0]:
+        if leaf in TRANSLATIONS and TRANSLATIONS[leaf].config_key != homes[0]:
             return f"Did you mean {homes[0]}? {TRANSLATIONS[leaf].advice()}"
         return f"`{leaf}` belongs {f'in {header(table)}' if table else _TOP}: write {homes[0]}"
     if leaf in TRANSLATIONS:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from megatrain.base.table import Listed, PlainSize, Table, all_alter, as_names, is_not, is_path, key, without_secrets
+from megatrain.base.table import Listed, PlainSize, Table, all_alter, as_names, is_path, key, refusal, without_secrets
 
 
 def _redact(path: object) -> object:
@@ -24,12 +24,12 @@ DatasetPath = Annotated[
 WeightSchedule = Annotated[
     dict[Annotated[str, Field(pattern=r"^\d+$")], Annotated[float, Field(ge=0)]],
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": 0}}),
-    is_not("is not a weight schedule", "Write { 1000 = 0.5, 2000 = 0.0 }: step = weight from that step on"),
+    refusal("is not a weight schedule", "Write { 1000 = 0.5, 2000 = 0.0 }: step = weight from that step on"),
 ]
 CacheFolder = Annotated[str, Field(min_length=1), is_path("auto", "none")]
 Packing = Annotated[
     bool | Literal["concat"],
-    is_not("is not a packing mode", 'Write true, false or "concat"'),
+    refusal("is not a packing mode", 'Write true, false or "concat"'),
 ]
 ScoreFormats = Annotated[
     tuple[Literal["parquet", "zarr"], ...],

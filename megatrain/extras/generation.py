@@ -39,7 +39,7 @@ __all__ = ["Completion", "Generator", "config_for_prompts", "config_of_folder", 
 
 
 #: Keys of ``[model]`` that determine a run's model and how it computes.
-_OF_MODEL = ("model_name_or_path", "revision", "tokenizer_name_or_path", "attn_implementation", "split_experts")
+_MODEL_KEYS = ("model_name_or_path", "revision", "tokenizer_name_or_path", "attn_implementation", "split_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def tables_of_folder(folder: Path) -> dict[str, dict[str, Any]]:
     tables = {"model": model, "lora": {"adapter_name_or_path": str(folder)}}
     run = run_of_final(folder)
     if run is not None and (run / RESOLVED_NAME).is_file():
-        wanted: Any = {"model": set(_OF_MODEL), "precision": {"compute_dtype"}}
+        wanted: Any = {"model": set(_MODEL_KEYS), "precision": {"compute_dtype"}}
         values = load_run_config(run).model_dump(mode="json", include=wanted, exclude_none=True)
         model.update({name: value for name, value in values["model"].items() if value != ""})
         tables["precision"] = values["precision"]
@@ -191,7 +191,7 @@ class Generator:
         self._settings, self._prompts, self._history = settings, list(prompts), list(history)
         self._observer = observer or RunObserver()
         self._tokenizer = tokenizer_of(run.model)
-        self._tokens = [self._encoded(number, prompt) for number, prompt in enumerate(self._prompts)]
+        self._tokens = [self._encode(number, prompt) for number, prompt in enumerate(self._prompts)]
         longest = max(len(tokens) for tokens in self._tokens)
         rows = min(run.batch.micro_batch_rows, len(self._prompts))
         together = min(rows * run.batch.num_micro_batches, len(self._prompts))
@@ -202,7 +202,7 @@ class Generator:
         self.planned_bytes: dict[str, int] = {}
         self.seconds = 0.0
 
-    def _encoded(self, number: int, prompt: str) -> Tensor:
+    def _encode(self, number: int, prompt: str) -> Tensor:
         try:
             return prompt_tokens(self._tokenizer, prompt, self._settings.system, self._history)[0]
         except PromptError as error:

@@ -172,10 +172,10 @@ class Scorer:
             weights = open_weights(self.plan, self._observer.on_message)
         self._activity.begin("reading the data")
         order, collator = self.make_rows()
-        kind = self._kind(order)
+        kind = self._score_kind(order)
         with RunFolder(self.plan.run.output_dir) as run_folder:
             folder = ScoreFolder(run_folder.path / SCORES_NAME, kind)
-            cuts = list(self._passes(folder.missing_rows()))
+            cuts = list(self._split_passes(folder.missing_rows()))
             if not cuts:
                 self._observer.on_message(f"nothing to do: all {kind.num_rows:,} rows are scored in {folder.path}")
                 return ScoreSummary(
@@ -215,7 +215,7 @@ class Scorer:
         dataset = replace(dataset, weights=())  # without weights, each document is used once
         return EpochOrder(dataset, shape, data.seed), Collator(shape, pad_token_id(tokenizer))
 
-    def _kind(self, order: EpochOrder) -> ScoreKind:
+    def _score_kind(self, order: EpochOrder) -> ScoreKind:
         run, graph = self.plan.run, self.plan.graph
         return ScoreKind(
             model=run.model.name,
@@ -236,7 +236,7 @@ class Scorer:
             formats=self._table.formats,
         )
 
-    def _passes(self, missing: Sequence[range]) -> list[range]:
+    def _split_passes(self, missing: Sequence[range]) -> list[range]:
         """Return the rows of each pass over the missing rows."""
         size = self.plan.run.batch.num_rows
         return [rows[first : first + size] for rows in missing for first in range(0, len(rows), size)]
@@ -322,7 +322,7 @@ class Scorer:
         for scores, vectors, places in passes.run(batches(), head, num_passes=len(cuts), should_stop=should_stop):
             found: list[DocumentScores] = []
             for micro_batch, group in enumerate(groups):
-                found += _documents(group, order.dataset, scores[micro_batch], vectors.get(micro_batch))
+                found += _score_documents(group, order.dataset, scores[micro_batch], vectors.get(micro_batch))
             order.dataset.release_pages()
             yield found, places
 
@@ -360,7 +360,7 @@ def _embeddings(
     return found
 
 
-def _documents(
+def _score_documents(
     rows: Sequence[Sequence[int]],
     dataset: TokenDataset,
     scores: TokenScores,

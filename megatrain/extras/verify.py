@@ -154,24 +154,24 @@ class _Comparison:
     """Trains the small model in several ways and compares the results."""
 
     def __init__(self, config: RunConfig | None, folder: Path, on_progress: Callable[[str], None]) -> None:
-        self._given = given = config or _default_config()
-        self._folder, self._say = folder, on_progress
+        self._user_config = given = config or _default_config()
+        self._folder, self._on_progress = folder, on_progress
         # The comparison with plain training uses fp32, for which flash_attention_2 has no kernel.
         attention = given.model.attn_implementation
         self._attention = "sdpa" if attention == "flash_attention_2" else attention
         original = None if config is None else read_config(resolve_model(given).folder)
-        self._small = write_small_model(original, folder, attn_implementation=self._attention, seed=given.seed)
+        self._small_model = write_small_model(original, folder, attn_implementation=self._attention, seed=given.seed)
         self._device = THIS_MACHINE.resolve_device(given.device)
         dtype = resolve_compute_dtype(given.precision.compute_dtype, self._device)
         self._precision = (str(dtype).removeprefix("torch."), given.precision.grad_dtype)
         origin = f" (a scaled-down copy of {Path(given.model.model_name_or_path).name})" if config else ""
-        size = f"{self._small.num_parameters / 1e6:.2f} M parameters, {self._small.num_layers} layers"
-        self.headline = f"{self._small.family}, {size}{origin}   {self._device.type}, adamw, {NUM_STEPS} steps"
+        size = f"{self._small_model.num_parameters / 1e6:.2f} M parameters, {self._small_model.num_layers} layers"
+        self.headline = f"{self._small_model.family}, {size}{origin}   {self._device.type}, adamw, {NUM_STEPS} steps"
         self.notes = tuple(_notes(given, *self._precision))
 
     def run(self, drives: Sequence[Path]) -> Iterator[Check]:
         """Run the trainings, and yield each check when its results are available."""
-        adamw = _constant_rate(LEARNING_RATE) | self._given.optimizer.model_dump(
+        adamw = _constant_rate(LEARNING_RATE) | self._user_config.optimizer.model_dump(
             include={
                 "weight_decay",
                 "weight_decay_exclude",
@@ -182,19 +182,19 @@ class _Comparison:
             }
         )
         exact = self._config("exact", adamw)
-        start = _read(self._small.folder)
-        self._say("plain AdamW")
+        start = _read(self._small_model.folder)
+        self._on_progress("plain AdamW")
         batches = list(islice(Trainer(exact).make_loader(), NUM_STEPS))
         plain = _train_plainly(resolve(exact), batches)
-        self._say("tiered training in RAM")
+        self._on_progress("tiered training in RAM")
         ours = _train(exact)
         yield _compare_numbers(f"loss of {NUM_STEPS} steps", plain.losses, ours.losses, LOSS_TOLERANCE)
         yield _compare_numbers(f"gradient norm of {NUM_STEPS} steps", plain.grad_norms, ours.grad_norms, NORM_TOLERANCE)
         sgd = _constant_rate(GRADIENT_RATE) | {"optim": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0}
         gradient = self._config("gradient", sgd | {"max_grad_norm": 0.0}, num_steps=1)
-        theirs, mine = _train_plainly(resolve(gradient), batches[:1]).weights, _train(gradient).weights
+        other, mine = _train_plainly(resolve(gradient), batches[:1]).weights, _train(gradient).weights
         yield _compare_tensors(
-            "gradient of", start, theirs, mine, _largest, least_change=1e-6, allowed=GRADIENT_TOLERANCE
+            "gradient of", start, other, mine, _largest_magnitude, least_change=1e-6, allowed=GRADIENT_TOLERANCE
         )
         what = f"weights after {NUM_STEPS} steps,"
         yield _compare_tensors(
@@ -204,10 +204,10 @@ class _Comparison:
             return
         base = ours
         if self._precision != ("float32", "float32"):
-            self._say(f"tiered training in {self._precision[0]}, in RAM")
+            self._on_progress(f"tiered training in {self._precision[0]}, in RAM")
             base = _train(self._config("base", adamw, precision=self._precision))
         what = f"all on {len(drives)} drive{'s' * (len(drives) > 1)}, stopped after step {STOP_AFTER}, resumed"
-        self._say(what)
+        self._on_progress(what)
         resumed = _TrainingResult()
         for num_steps in (STOP_AFTER, NUM_STEPS):
             config = self._config("drives", adamw, num_steps=num_steps, precision=self._precision, drives=drives)
@@ -224,7 +224,7 @@ class _Comparison:
         drives: Sequence[Path] = (),
     ) -> RunConfig:
         """Return the config of one run, with all blocks in RAM, or on drives with the smallest possible RAM tier."""
-        given = self._given
+        given = self._user_config
         values: dict[str, Any] = {
             "task": "pretrain",
             "output_dir": str(self._folder / name),
@@ -232,8 +232,8 @@ class _Comparison:
             "data_seed": given.data_seed,
             "device": self._device.type,
             "model": {
-                "model_name_or_path": str(self._small.folder),
-                "tokenizer_name_or_path": str(self._small.tokenizer),
+                "model_name_or_path": str(self._small_model.folder),
+                "tokenizer_name_or_path": str(self._small_model.tokenizer),
                 "attn_implementation": self._attention,
                 "use_liger_kernel": False,  # plain training does not use it
             },
@@ -242,7 +242,7 @@ class _Comparison:
                 "max_length": LENGTH,
                 **given.data.model_dump(include={"packing"}, exclude_unset=True),
                 "cache_dir": "none",
-                "train": [{"path": str(self._small.text), "format": "text"}],
+                "train": [{"path": str(self._small_model.text), "format": "text"}],
             },
             "training": {
                 "per_device_train_batch_size": ROWS,
@@ -386,18 +386,18 @@ def _read(folder: Path) -> dict[str, Tensor]:
 
 def _compare_numbers(what: str, plain: Sequence[float], ours: Sequence[float], allowed: float) -> Check:
     differences = [
-        abs(mine - theirs) / max(abs(theirs), 1e-30) if math.isfinite(mine) else math.inf
-        for mine, theirs in zip(ours, plain, strict=True)
+        abs(mine - other) / max(abs(other), 1e-30) if math.isfinite(mine) else math.inf
+        for mine, other in zip(ours, plain, strict=True)
     ]
     problems = [
-        f"step {number}: plain {theirs!r}, tiered {mine!r}"
-        for number, (theirs, mine, difference) in enumerate(zip(plain, ours, differences, strict=True), 1)
+        f"step {number}: plain {other!r}, tiered {mine!r}"
+        for number, (other, mine, difference) in enumerate(zip(plain, ours, differences, strict=True), 1)
         if not difference <= allowed
     ]
     return Check(what, f"{allowed:.0e}", f"{max(differences):.1e}", tuple(problems))
 
 
-def _largest(tensor: Tensor) -> float:
+def _largest_magnitude(tensor: Tensor) -> float:
     return float(tensor.abs().max())
 
 
@@ -432,14 +432,14 @@ def _compare_tensors(
     return Check(f"{what} {len(apart)} tensors", f"{allowed:.0e}", f"{found:.1e}", (*wrong[:8], *more))
 
 
-def _compare_bits(what: str, ours: _TrainingResult, theirs: _TrainingResult) -> Check:
+def _compare_bits(what: str, ours: _TrainingResult, other: _TrainingResult) -> Check:
     problems = []
-    pairs = {"loss": (ours.losses, theirs.losses), "gradient norm": (ours.grad_norms, theirs.grad_norms)}
-    for name, (mine, other) in pairs.items():
-        steps = [step for step, pair in enumerate(zip(mine, other, strict=True), 1) if pair[0] != pair[1]]
+    pairs = {"loss": (ours.losses, other.losses), "gradient norm": (ours.grad_norms, other.grad_norms)}
+    for name, (left, right) in pairs.items():
+        steps = [step for step, pair in enumerate(zip(left, right, strict=True), 1) if pair[0] != pair[1]]
         problems += [f"{name} of step {steps[0]}"] if steps else []
-    blocks = [key for key in theirs.state if ours.state.get(key) != theirs.state[key]]
+    blocks = [key for key in other.state if ours.state.get(key) != other.state[key]]
     if blocks:
-        problems.append(f"{len(blocks)} of {len(theirs.state)} blocks: {', '.join(blocks[:4])}")
+        problems.append(f"{len(blocks)} of {len(other.state)} blocks: {', '.join(blocks[:4])}")
     found = f"{len(ours.losses)} losses and norms, {len(ours.state)} blocks"
     return Check(what, "same bits", "different" if problems else found, tuple(problems))

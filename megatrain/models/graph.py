@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatrain.base.errors import UnsupportedModelError
-from megatrain.base.layout import UnitLayout, build_layouts, in_parts
+from megatrain.base.layout import UnitLayout, build_layouts, split_into_parts
 from megatrain.models.passthrough import passthrough_modules
 from megatrain.models.skeleton import build_skeleton, resolve_config
 
@@ -348,7 +348,7 @@ def graph_of(
                 units.add_part(f"{path}.{each.path}", each.module, each.part, inside=path)
     owner_of = {alias: aliases[0] for _, aliases in names for alias in aliases[1:]}
     assert len(units.covered_names) == len(names), (len(units.covered_names), len(names), type(model).__name__)
-    layouts = {layout.name: layout for layout in in_parts(units.layouts.values())}
+    layouts = {layout.name: layout for layout in split_into_parts(units.layouts.values())}
     return ModelGraph(
         config, model, tuple(units.found), layouts, owner_of, dtype, tuple(converters), frozenset(units.optional)
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from megatrain.base.table import Listed, PlainSize, Table, all_alter, as_tuple, is_not, is_path, key
+from megatrain.base.table import Listed, PlainSize, Table, all_alter, as_tuple, is_path, key, refusal
 
 ModelPath = Annotated[str, is_path(name=r"[\w.-]+/[\w.-]+|[\w-]+")]
 AdapterPath = Annotated[str, Field(min_length=1), is_path()]
@@ -14,12 +14,12 @@ TargetModules = Annotated[
     str | Annotated[tuple[str, ...], Field(min_length=1)],
     BeforeValidator(as_tuple),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}),
-    is_not("is not a list of modules", 'Write a list of names: ["q_proj", "v_proj"], "all-linear" or "auto"'),
+    refusal("is not a list of modules", 'Write a list of names: ["q_proj", "v_proj"], "all-linear" or "auto"'),
 ]
 TemplatePath = Annotated[str, is_path("auto")]
-LigerChoice = Annotated[Literal["auto"] | bool, is_not("is not a valid choice", 'Write true, false or "auto"')]
+LigerChoice = Annotated[Literal["auto"] | bool, refusal("is not a valid choice", 'Write true, false or "auto"')]
 NoRemoteCode = Annotated[
-    Literal[False], is_not("is not possible: code in a model folder is never run here", "Remove the key")
+    Literal[False], refusal("is not possible: code in a model folder is never run here", "Remove the key")
 ]
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from megatrain.base.names import ELEMENT_WISE
+from megatrain.base.names import ELEMENTWISE_OPTIMIZERS
 from megatrain.base.sizes import Size
 from megatrain.machine.table import NvmeTierConfig
 from megatrain.plan.run_spec import RunSpec
@@ -76,7 +76,7 @@ def _may_cut_experts(run: RunSpec) -> bool:
     """Return whether the run's other config keys allow split experts."""
     table = run.model.table
     needs_layers = table.compiler is not None or table.mlp_rows or run.optimizer.clip_scope == "layer"
-    return not needs_layers and run.optimizer.optim in ELEMENT_WISE
+    return not needs_layers and run.optimizer.optim in ELEMENTWISE_OPTIMIZERS
 
 
 def _with_drive(run: RunSpec) -> RunSpec:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 from megatrain.base.sizes import SIZE_SCHEMA, exact_size
-from megatrain.base.table import PlainSize, Table, all_alter, as_tuple, is_not, key, plain_size
+from megatrain.base.table import PlainSize, Table, all_alter, as_tuple, key, plain_size, refusal
 from megatrain.machine.table import TierName
 
 
@@ -32,7 +32,7 @@ Preference = Annotated[
     Literal["auto"] | Annotated[tuple[TierName, ...], Field(min_length=1)],
     BeforeValidator(_as_placement),
     WithJsonSchema({"anyOf": [{"const": "auto"}, _TIER, {"type": "array", "items": _TIER, "minItems": 1}]}),
-    is_not("is not a placement", 'Write "auto" or tiers in order of preference: ["ram", "nvme"]'),
+    refusal("is not a placement", 'Write "auto" or tiers in order of preference: ["ram", "nvme"]'),
 ]
 PrefetchSize = Annotated[
     Literal["auto", "unlimited"] | Annotated[int, Field(ge=0)],
@@ -42,7 +42,7 @@ PrefetchSize = Annotated[
 ]
 GroupCount = Annotated[
     Literal["auto"] | Annotated[int, Field(ge=0)],
-    is_not("is not a number of groups", 'Write a whole number at least 0, or "auto"'),
+    refusal("is not a number of groups", 'Write a whole number at least 0, or "auto"'),
 ]
 
 

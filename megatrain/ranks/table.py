@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatrain.base.table import Duration, Table, all_alter, is_not, key
+from megatrain.base.table import Duration, Table, all_alter, key, refusal
 
 ThreadCount = Annotated[
     Literal["auto"] | Annotated[int, Field(ge=1)],
-    is_not("is not a number of threads", 'Write a whole number of at least 1, or "auto"'),
+    refusal("is not a number of threads", 'Write a whole number of at least 1, or "auto"'),
 ]
 
 

@@ -34,7 +34,7 @@ __all__ = ["LOG_NAME", "LockKeeper", "RunFolder", "committed_step"]
 LOG_NAME = "run.log"
 #: Patterns for the files that a run writes into its folder, and for their temporary names.
 _WRITTEN = ("*.json", "*.jsonl", "*.toml", "*.log", "*.html", "*.tmp", "*.partial*", ".*")
-_LOCK_ATTEMPTS = 5  # retry, because living_owner briefly takes the lock
+_LOCK_ATTEMPTS = 5  # retry, because find_owner briefly takes the lock
 _LOCK_RETRY_S = 0.02
 
 

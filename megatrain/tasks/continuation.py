@@ -125,7 +125,7 @@ class Continuation:
             device=plan.device,
             trace=plan.trace,
             num_micro_batches=plan.run.batch.num_micro_batches,
-            any_rank=None if self._collectives.size == 1 else self._any_rank,
+            any_rank=None if self._collectives.size == 1 else self._any_rank_continues,
         )
         config = graph.config.get_text_config(decoder=True)
         caches = [DynamicCache(config=config) for _ in batches]
@@ -158,8 +158,8 @@ class Continuation:
             for row in output[:, batch["input_ids"].shape[1] :].tolist()
         ]
 
-    def _any_rank(self, goes_on: bool) -> bool:
-        return any(self._collectives.gather_objects(goes_on))
+    def _any_rank_continues(self, continues: bool) -> bool:
+        return any(self._collectives.gather_objects(continues))
 
     def _batch(self, prompts: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the prompts, padded on the left to one length, because ``generate`` requires this."""

@@ -36,7 +36,7 @@ class TeacherRows:
     log_probs: Tensor
     rest_log_probs: Tensor
 
-    def between(self, start: int, stop: int) -> TeacherRows:
+    def slice_rows(self, start: int, stop: int) -> TeacherRows:
         """Return the rows from ``start`` to ``stop``."""
         return TeacherRows(self.ids[start:stop], self.log_probs[start:stop], self.rest_log_probs[start:stop])
 
@@ -102,7 +102,7 @@ class DistillationRows(MicroBatchLoss):
     teacher: TeacherRows
 
     def for_rows(self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool) -> RowsLoss:
-        teacher = self.teacher.between(first, first + len(labels))
+        teacher = self.teacher.slice_rows(first, first + len(labels))
         return RunningDistillation(labels, teacher, vocab_size, num_items, self.loss)
 
 
@@ -153,33 +153,33 @@ class RunningDistillation:
         self, labels: Tensor, teacher: TeacherRows, vocab_size: int, num_items: int, spec: Distillation
     ) -> None:
         self._spec, self._num_items = spec, num_items
-        self._hard = RunningSoftmax(labels, vocab_size, num_items) if spec.alpha else None
+        self._cross_entropy = RunningSoftmax(labels, vocab_size, num_items) if spec.alpha else None
         self._ids = teacher.ids.long()
         self._log_p, self._log_rest_p = spec.targets(teacher)
-        self._of_top = torch.zeros_like(self._log_p)
+        self._top_scores = torch.zeros_like(self._log_p)
         self._rest = torch.full_like(self._log_rest_p, -torch.inf)
 
     def add(self, logits: Tensor, start: int) -> None:
         """Add the logits of a vocabulary range, ``(rows, columns)``. The range starts at token ``start``."""
-        if self._hard is not None:
-            self._hard.add(logits, start)
-        values, at, is_here = self._tempered(logits, start)
-        self._of_top = torch.where(is_here, values.gather(1, at), self._of_top)
+        if self._cross_entropy is not None:
+            self._cross_entropy.add(logits, start)
+        values, at, is_here = self._scale_logits(logits, start)
+        self._top_scores = torch.where(is_here, values.gather(1, at), self._top_scores)
         self._rest = torch.logaddexp(self._rest, values.scatter_(1, at, -torch.inf).logsumexp(1))
 
     def loss(self) -> Tensor:
         """Return the loss. Call this after all ranges have been added."""
         log_sum = self._log_sum()
-        found = _weighted(self._log_p, self._log_p - (self._of_top - log_sum.unsqueeze(1))).sum(1)
+        found = _weight_values(self._log_p, self._log_p - (self._top_scores - log_sum.unsqueeze(1))).sum(1)
         if self._spec.rest == "bucket":
-            found = found + _weighted(self._log_rest_p, self._log_rest_p - (self._rest - log_sum))
+            found = found + _weight_values(self._log_rest_p, self._log_rest_p - (self._rest - log_sum))
         soft = found.sum() * ((1 - self._spec.alpha) * self._spec.temperature**2 / self._num_items)
-        return soft if self._hard is None else soft + self._spec.alpha * self._hard.loss()
+        return soft if self._cross_entropy is None else soft + self._spec.alpha * self._cross_entropy.loss()
 
     def gradient(self, logits: Tensor, start: int) -> Tensor:
         """Return the gradient for a range of logits, in their dtype. Call this after all ranges have been added."""
         spec, log_sum = self._spec, self._log_sum().unsqueeze(1)
-        values, at, _ = self._tempered(logits, start)
+        values, at, _ = self._scale_logits(logits, start)
         found = values.sub_(log_sum).exp_()  # the student's probabilities; the padding column has probability 0
         of_top = found.gather(1, at)
         if spec.rest == "bucket":
@@ -193,14 +193,14 @@ class RunningDistillation:
         # Each token has one column, so scatter instead of adding. Tokens of other ranges use the padding column.
         found = found.scatter_(1, at, of_top - self._log_p.exp())[:, :-1]
         found = found.mul_((1 - spec.alpha) * spec.temperature / self._num_items)
-        if self._hard is not None:
-            found = found + spec.alpha * self._hard.gradient(logits.float(), start)
+        if self._cross_entropy is not None:
+            found = found + spec.alpha * self._cross_entropy.gradient(logits.float(), start)
         return found.to(logits.dtype)
 
     def _log_sum(self) -> Tensor:
-        return torch.logaddexp(self._rest, self._of_top.logsumexp(1))
+        return torch.logaddexp(self._rest, self._top_scores.logsumexp(1))
 
-    def _tempered(self, logits: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _scale_logits(self, logits: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits divided by the temperature, each teacher token's column, and whether the token is in the range.
 
         An additional padding column represents the tokens outside this range of the vocabulary.
@@ -212,7 +212,7 @@ class RunningDistillation:
         return values, torch.where(is_here, at, num_columns), is_here
 
 
-def _weighted(log_p: Tensor, values: Tensor) -> Tensor:
+def _weight_values(log_p: Tensor, values: Tensor) -> Tensor:
     """Return ``exp(log_p) * values``. If the probability is 0, the result is 0, even for infinite values."""
     p = log_p.exp()
     return torch.where(p > 0, p * values, 0)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.engine.micro_batches import shifted_labels
 from megatrain.tasks.preference import CollectedExamples, PreferenceLoss
 from megatrain.tasks.reference import RECORD, Reference
-from megatrain.tasks.task import Gather, MicroBatches, PrepareContext, RowFinding, SetFigures
+from megatrain.tasks.task import Gather, MicroBatches, PrepareContext, RowFinding, SetMetrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,10 +63,10 @@ class PreferenceTask:
             timeline=context.timeline,
             activity=context.activity,
             on_message=context.on_message,
-            known=None if context.kept is None else context.kept.get(RECORD, {}),
+            saved_checksums=None if context.resumed_record is None else context.resumed_record.get(RECORD, {}),
             group=context.group,
         )
-        reference.give(context.loaders)
+        reference.fill_loaders(context.loaders)
         return {RECORD: reference.record}
 
 
@@ -86,7 +86,7 @@ class PreferenceMetrics:
             self._collected.add(batch, shifted_labels(batch["labels"]), logps, part=self._num_passes)
         self._num_passes += 1
 
-    def compute(self, gather: Gather[CollectedExamples]) -> SetFigures:
+    def compute(self, gather: Gather[CollectedExamples]) -> SetMetrics:
         """Return the loss and metrics over the examples of all ranks."""
-        loss, num_tokens, figures = CollectedExamples.join(gather(self._collected)).compute(self._loss)
-        return SetFigures(loss, num_tokens, figures)
+        loss, num_tokens, metrics = CollectedExamples.join(gather(self._collected)).compute(self._loss)
+        return SetMetrics(loss, num_tokens, metrics)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from megatrain.plan.run_spec import RunSpec
     from megatrain.ranks.collectives import Collectives
     from megatrain.tasks.table import EvaluationConfig
-    from megatrain.tasks.task import SetFigures
+    from megatrain.tasks.task import SetMetrics
     from tiered import TieredStore
 
 __all__ = [
@@ -55,8 +55,8 @@ __all__ = [
     "deal_micro_batches",
     "load_evaluation_sets",
     "make_samplers",
-    "plans_of_evaluations",
-    "traffic_of_passes",
+    "plan_evaluations",
+    "count_pass_traffic",
 ]
 
 
@@ -106,7 +106,7 @@ class EvaluationSpec:
         """Return the name in metrics for the evaluation of a set with these weights."""
         return f"{name}_average" if weights == "average" and len(self.weights) > 1 else name
 
-    def evaluations_of(self, names: Iterable[str]) -> list[str]:
+    def evaluation_names(self, names: Iterable[str]) -> list[str]:
         """Return the names of all evaluations at one step, in order. ``names`` are the names of the sets."""
         names = list(names)
         return [self.name_of(name, weights) for weights in self.weights for name in names]
@@ -219,7 +219,7 @@ def _load_datasets(
         yield source.name, dataset
 
 
-def plans_of_evaluations(spec: EvaluationSpec, plan: Plan) -> dict[EvaluatedWeights, Plan]:
+def plan_evaluations(spec: EvaluationSpec, plan: Plan) -> dict[EvaluatedWeights, Plan]:
     """Return the plan of evaluation passes for each kind of evaluated weights.
 
     Raises:
@@ -228,11 +228,11 @@ def plans_of_evaluations(spec: EvaluationSpec, plan: Plan) -> dict[EvaluatedWeig
     return {weights: plan if weights == "trained" else plan_averages(plan) for weights in spec.weights}
 
 
-def traffic_of_passes(plan: Plan, num_passes: int) -> dict[str, int]:
+def count_pass_traffic(plan: Plan, num_passes: int) -> dict[str, int]:
     """Return the exact number of bytes that each link moves in ``num_passes`` evaluation passes.
 
     Args:
-        plan: One of the plans that ``plans_of_evaluations`` returns.
+        plan: One of the plans that ``plan_evaluations`` returns.
     """
     program = model_for_passes(plan).program
     placement = plan.placement
@@ -248,11 +248,11 @@ class Evaluator:
         should_stop: Called between passes. An interrupted evaluation is not reported. All ranks call it and must get
             the same result, so it can be a collective.
         before: Latest evaluations before the run was resumed, by name. They are not repeated at the same step.
-        plans: Plans of the passes, or None to use the result of ``plans_of_evaluations``.
+        plans: Plans of the passes, or None to use the result of ``plan_evaluations``.
         samplers: Samplers by the kind of weights that they use. Empty if samples are off.
 
     Attributes:
-        latest: Latest evaluation by name. It is equal on all ranks, except for the duration.
+        latest_evaluations: Latest evaluation by name. It is equal on all ranks, except for the duration.
     """
 
     def __init__(
@@ -273,13 +273,13 @@ class Evaluator:
         samplers: Mapping[EvaluatedWeights, Sampler] = MappingProxyType({}),
     ) -> None:
         self._spec, self.samplers = spec, samplers
-        self._plans = plans_of_evaluations(spec, plan) if plans is None else plans
+        self._plans = plan_evaluations(spec, plan) if plans is None else plans
         self._plan, self._store, self._sets, self._observer = plan, store, sets, observer
         self._task = task_class(plan.run.task)(plan.run.objective.loss)
         self._timeline, self._activity = timeline, activity
         self._steps_per_epoch, self._max_steps = steps_per_epoch, max_steps
         self._should_stop = should_stop
-        self.latest = dict(before)
+        self.latest_evaluations = dict(before)
         self._passes: dict[EvaluatedWeights, Passes] = {}
         # The first evaluation creates the collectives, because by then the ranks have joined their group.
         self._collectives: Collectives | SingleRank | None = None
@@ -291,10 +291,10 @@ class Evaluator:
     @property
     def names(self) -> list[str]:
         """Names of all evaluations at a step, in order."""
-        return self._spec.evaluations_of(each.name for each in self._sets)
+        return self._spec.evaluation_names(each.name for each in self._sets)
 
     def _is_done(self, step: int, name: str) -> bool:
-        return name in self.latest and self.latest[name].step == step
+        return name in self.latest_evaluations and self.latest_evaluations[name].step == step
 
     def _is_scheduled(self, step: int) -> bool:
         strategy = self._spec.table.eval_strategy
@@ -344,7 +344,7 @@ class Evaluator:
     def _evaluate(self, step: int, each: EvaluationSet, weights: EvaluatedWeights) -> bool:
         """Evaluate a set and report the result. Return False if a stop interrupted the evaluation."""
         start_s, name = time.perf_counter(), self._spec.name_of(each.name, weights)
-        figures = self._evaluate_set(each, weights, f"evaluating {name}")
+        result = self._evaluate_set(each, weights, f"evaluating {name}")
         samples: Sequence[Sample] = ()
         if weights in self.samplers and not self._should_stop():
             sampler = self.samplers[weights]
@@ -355,13 +355,13 @@ class Evaluator:
             return False
         seconds = time.perf_counter() - start_s
         metrics = EvaluationMetrics(
-            step, self._max_steps, name, figures.loss, figures.num_tokens, seconds, figures.figures, samples
+            step, self._max_steps, name, result.loss, result.num_tokens, seconds, result.metrics, samples
         )
-        self.latest[name] = metrics
+        self.latest_evaluations[name] = metrics
         self._observer.on_evaluation(metrics)
         return True
 
-    def _evaluate_set(self, each: EvaluationSet, weights: EvaluatedWeights, doing: str) -> SetFigures:
+    def _evaluate_set(self, each: EvaluationSet, weights: EvaluatedWeights, doing: str) -> SetMetrics:
         """Run a set's passes and return the task's metrics."""
         if weights not in self._passes:
             self._passes[weights] = Passes(
@@ -552,7 +552,7 @@ def make_samplers(
 
     Args:
         spec: Settings with the number of rows, and the number of new tokens per row.
-        plans: Result of ``plans_of_evaluations``.
+        plans: Result of ``plan_evaluations``.
         gather: Collective that returns the values of all ranks.
     """
     if not spec.num_samples:

@@ -41,8 +41,8 @@ __all__ = [
 
 _ROW_NBYTES = 32  # bytes per row of a micro-batch for the log-probability, its gradient and intermediate values
 
-_WITHOUT_REFERENCE = ("cpo", "orpo", "simpo")
-_BY_LENGTH = ("orpo", "simpo")  # losses that use the mean over an answer's tokens instead of the sum
+_REFERENCE_FREE = ("cpo", "orpo", "simpo")
+_LENGTH_NORMALIZED = ("orpo", "simpo")  # losses that use the mean over an answer's tokens instead of the sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class PreferenceLoss(Loss):
     @property
     def needs_reference(self) -> bool:
         """Whether the loss uses a reference model."""
-        return self.loss_type not in _WITHOUT_REFERENCE
+        return self.loss_type not in _REFERENCE_FREE
 
     @property
     def is_paired(self) -> bool:
@@ -174,14 +174,14 @@ class PreferenceLoss(Loss):
         """
         first, second = logps[examples.rows[0]], logps[examples.rows[1]]
         if not self.is_paired:
-            return self._kto(first, second, examples, size)
-        if self.loss_type in _BY_LENGTH:
+            return self._kto_loss(first, second, examples, size)
+        if self.loss_type in _LENGTH_NORMALIZED:
             first, second = first / examples.lengths[0], second / examples.lengths[1]
         own, other = first, second
         if self.needs_reference:
             own, other = own - examples.reference[0], other - examples.reference[1]
-        loss = self._of_pairs(own, other, examples).sum() / size.num_examples
-        figures = self._pair_figures(own, other, first, second)
+        loss = self._pair_losses(own, other, examples).sum() / size.num_examples
+        figures = self._pair_metrics(own, other, first, second)
         weight = self.rpo_alpha + (self.loss_type == "orpo")
         if weight:
             likelihood = -logps[examples.rows[0]].sum()
@@ -207,7 +207,7 @@ class PreferenceLoss(Loss):
         of_rows = torch.repeat_interleave(gradient, examples.repeats, output_size=len(row_logps))
         return loss.detach(), of_rows, figures
 
-    def _of_pairs(self, own: Tensor, other: Tensor, examples: Examples) -> Tensor:
+    def _pair_losses(self, own: Tensor, other: Tensor, examples: Examples) -> Tensor:
         """Return the loss of each pair, given the scores of its two answers."""
         beta, smoothing, margin = self.beta, self.label_smoothing, own - other
         if self.loss_type == "ipo":
@@ -226,7 +226,7 @@ class PreferenceLoss(Loss):
             return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
         return (1 - smoothing) * right + smoothing * wrong
 
-    def _pair_figures(self, own: Tensor, other: Tensor, first: Tensor, second: Tensor) -> list[PartialMean]:
+    def _pair_metrics(self, own: Tensor, other: Tensor, first: Tensor, second: Tensor) -> list[PartialMean]:
         chosen, rejected = self.beta * own.detach(), self.beta * other.detach()
         values = {
             "rewards/chosen": chosen,
@@ -238,7 +238,7 @@ class PreferenceLoss(Loss):
         }
         return [PartialMean(name, each.sum(), len(each)) for name, each in values.items()]
 
-    def _kto(
+    def _kto_loss(
         self, logps: Tensor, mismatched: Tensor, examples: Examples, size: StepSize
     ) -> tuple[Tensor, list[PartialMean]]:
         ratios = logps - examples.reference[0]

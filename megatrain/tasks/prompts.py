@@ -52,13 +52,13 @@ def _check_template(tokenizer: Any, messages: Sequence[dict[str, str]]) -> None:
 
 
 def prompt_tokens(
-    tokenizer: Any, prompt: str, system: str = "", earlier: Sequence[dict[str, str]] = ()
+    tokenizer: Any, prompt: str, system: str = "", history: Sequence[dict[str, str]] = ()
 ) -> torch.Tensor:
     """Return a prompt's tokens, ``(1, tokens)``. The prompt is a chat turn, or plain text without a chat template.
 
     Args:
         system: System message, or "" for no system message.
-        earlier: Earlier messages of the conversation.
+        history: Earlier messages of the conversation.
 
     Raises:
         PromptError: The prompt has no tokens, the template rejects it, or there is a system message but no template.
@@ -71,8 +71,8 @@ def prompt_tokens(
             raise PromptError("this prompt has no tokens: write the beginning of a text")
     else:
         first = [{"role": "system", "content": system}] if system else []
-        messages = [*first, *earlier, {"role": "user", "content": prompt}]
-        if not earlier:
+        messages = [*first, *history, {"role": "user", "content": prompt}]
+        if not history:
             _check_template(tokenizer, messages)
         try:
             tokens = tokenizer.apply_chat_template(
@@ -83,13 +83,13 @@ def prompt_tokens(
     return tokens  # type: ignore[no-any-return]
 
 
-def generation_options(settings: GenerationSettings, tokenizer: Any, room: int) -> dict[str, Any]:
+def generation_options(settings: GenerationSettings, tokenizer: Any, available_positions: int) -> dict[str, Any]:
     """Return the arguments of transformers' ``generate``, except the prompt.
 
     Args:
-        room: Maximum number of new tokens that the model's positions allow.
+        available_positions: Maximum number of new tokens that the model's positions allow.
     """
-    options: dict[str, Any] = {"max_new_tokens": min(room, settings.max_new_tokens)}
+    options: dict[str, Any] = {"max_new_tokens": min(available_positions, settings.max_new_tokens)}
     if settings.temperature == 0:
         options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     elif settings.temperature is not None:

@@ -68,8 +68,8 @@ class Reference:
         timeline: Timeline that records ops while it is on.
         activity: Progress shared with a live view.
         on_message: Called with a report for each loader.
-        known: ``RECORD`` of the resumed checkpoint, or None for a new run. A new run's store has the initial weights.
-        group: Ranks of the run. All ranks must call ``give``. Only rank 0 reads and writes files.
+        saved_checksums: ``RECORD`` of the resumed checkpoint, or None for a new run with initial weights.
+        group: Ranks of the run. All ranks must call ``fill_loaders``. Only rank 0 reads and writes files.
     """
 
     def __init__(
@@ -80,24 +80,24 @@ class Reference:
         timeline: Timeline,
         activity: Activity,
         on_message: Callable[[str], None],
-        known: Mapping[str, str] | None,
+        saved_checksums: Mapping[str, str] | None,
         group: RankGroup | None = None,
     ) -> None:
         self._group = group or RankGroup.single()
         self._plan, self._store = plan, store
         self._timeline, self._activity, self._on_message = timeline, activity, on_message
-        self._known = known
-        self._own = plan.run.output_dir / FOLDER_NAME
+        self._checksums = saved_checksums
+        self._run_folder = plan.run.output_dir / FOLDER_NAME
         resume_from = plan.run.checkpoint.table.resume_from_checkpoint
-        self._folders = [self._own]
+        self._folders = [self._run_folder]
         if resume_from not in ("auto", "no"):
             self._folders.append(Path(resume_from) / FOLDER_NAME)
         self._cache = cache_folder(plan.run.data.table.cache_dir, lambda text: None)
         self._digest: str | None = None
-        self.record: dict[str, str] = dict(known or {})
+        self.record: dict[str, str] = dict(saved_checksums or {})
 
-    def give(self, loaders: Sequence[BatchLoader]) -> None:
-        """Give each loader the log-probabilities of its answers.
+    def fill_loaders(self, loaders: Sequence[BatchLoader]) -> None:
+        """Add the log-probabilities of the answers to each loader.
 
         Raises:
             DataError: The run is resumed, but its reference log-probabilities are missing or have changed.
@@ -116,7 +116,7 @@ class Reference:
     def _find_or_compute(self, loader: BatchLoader) -> Logps:
         values = None
         if self._group.world.is_first:
-            values = self._read_cached(loader) if self._known is None else self._restore(loader, self._known)
+            values = self._read_cached(loader) if self._checksums is None else self._restore(loader, self._checksums)
         values = self._group.broadcast(values)
         return self._compute_and_store(loader) if values is None else values
 
@@ -134,7 +134,7 @@ class Reference:
                 self._on_message(f"{cached}: {error}; the values are computed again")
             else:
                 self._on_message(f"reference: log-probabilities of {count:,} answers found in the cache ({cached})")
-                _write(self._own / _file_name(loader), key, values)
+                _write(self._run_folder / _file_name(loader), key, values)
                 return values
         return None
 
@@ -145,7 +145,7 @@ class Reference:
         seconds = format_duration(time.perf_counter() - start_s)
         if not self._group.world.is_first:
             return values
-        key, count, path = self._key(loader), len(loader.dataset), self._own / _file_name(loader)
+        key, count, path = self._key(loader), len(loader.dataset), self._run_folder / _file_name(loader)
         cached = self._cache_file(key)
         _write(path, key, values)
         if cached is not None:
@@ -232,8 +232,8 @@ class Reference:
 
     # -- a resumed run ---------------------------------------------------------------------------------------------
 
-    def _restore(self, loader: BatchLoader, known: Mapping[str, str]) -> Logps:
-        wanted = known.get(loader.dataset.total_checksum)
+    def _restore(self, loader: BatchLoader, saved_checksums: Mapping[str, str]) -> Logps:
+        wanted = saved_checksums.get(loader.dataset.total_checksum)
         if wanted is None:
             raise DataError(
                 "data.eval",
@@ -250,15 +250,15 @@ class Reference:
                 reasons.append(f"{path}: {error}")
                 continue
             if checksum(values.view(np.uint8)) == wanted:
-                if path.parent != self._own:
-                    _write(self._own / path.name, "", values)
+                if path.parent != self._run_folder:
+                    _write(self._run_folder / path.name, "", values)
                 return values
             reasons.append(f"{path}: it does not belong to this run's initial model")
         cached = self._search_cache(loader, wanted)
         if cached is not None:
             return cached
         raise DataError(
-            str(self._own),
+            str(self._run_folder),
             "; ".join(reasons) or "the reference log-probabilities of the answers are missing",
             "Restore the folder, or start a new run with another output_dir",
         )
@@ -271,7 +271,7 @@ class Reference:
             with suppress(ReferenceFileError, OSError):
                 values = _read(path, None, len(loader.dataset))
                 if checksum(values.view(np.uint8)) == wanted:
-                    _write(self._own / _file_name(loader), "", values)
+                    _write(self._run_folder / _file_name(loader), "", values)
                     return values
         return None
 

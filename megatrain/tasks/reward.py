@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatrain.base.batch_keys import IGNORED_LABEL, MARGIN
-from megatrain.tasks.task import Gather, MetricAccumulator, MicroBatches, RowFinding, SetFigures
+from megatrain.tasks.task import Gather, MetricAccumulator, MicroBatches, RowFinding, SetMetrics
 from megatrain.tasks.text import TextTask
 
 if TYPE_CHECKING:
@@ -53,25 +53,25 @@ class RewardMetrics:
         """Add the result of ``head`` for one pass."""
         self._found += found
 
-    def compute(self, gather: Gather[list[npt.NDArray[np.float64]]]) -> SetFigures:
+    def compute(self, gather: Gather[list[npt.NDArray[np.float64]]]) -> SetMetrics:
         """Return the loss over the pairs of all ranks, without the centering term, and TRL's metrics."""
         found = np.concatenate([piece for of_rank in gather(self._found) for piece in of_rank], axis=1)
         chosen, rejected, margins = found
         count = len(chosen)
         if not count:
-            return SetFigures(math.nan, 0)
+            return SetMetrics(math.nan, 0)
         difference = torch.from_numpy(chosen - rejected - margins)
         losses = -torch.nn.functional.logsigmoid(difference)
         both = np.concatenate([chosen, rejected])
         # Use exact sums, so that results do not depend on the order of the terms or on the number of ranks.
-        figures = {
+        metrics = {
             "accuracy": int((chosen > rejected).sum()) / count,
             "margin": math.fsum((chosen - rejected).tolist()) / count,
             "mean_reward": math.fsum(both.tolist()) / len(both),
             "min_reward": float(both.min()),
             "max_reward": float(both.max()),
         }
-        return SetFigures(math.fsum(losses.tolist()) / count, count, figures)
+        return SetMetrics(math.fsum(losses.tolist()) / count, count, metrics)
 
 
 def rewards(batch: Mapping[str, torch.Tensor], logits: torch.Tensor) -> npt.NDArray[np.float64]:

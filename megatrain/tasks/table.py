@@ -173,11 +173,11 @@ class TaskFacts:
     """Facts about a task, for generated configs, for checks, and to select the task's class and row kind.
 
     Attributes:
-        what: Description of the task's rows and loss.
+        description: Description of the task's rows and loss.
         example_data: Example of a data path.
         learning_rate: Default learning rate for training all parameters of a pretrained model.
         lora_learning_rate: Default learning rate for training only adapters.
-        made_by: Module and class of the task in this package, such as ``text.TextTask``.
+        class_path: Module and class of the task in this package, such as ``text.TextTask``.
         rows: Function that returns the task's row kind: module in `megatrain/data`, and name. It gets the task's config
             table, or None for the default table.
         table: Name of the task's config table, or "" if it has none.
@@ -186,15 +186,15 @@ class TaskFacts:
         has_lm_head: Whether the model has a language model head.
         train_on: Default of `data.train_on`, or None for the default of its table.
         example: Name of one example, in messages.
-        refused: Keys that the task does not support.
-        refused_elsewhere: The task's table or key that all other tasks refuse, or None.
+        refusals: Keys that the task does not support.
+        refusal_elsewhere: The task's table or key that all other tasks refuse, or None.
     """
 
-    what: str
+    description: str
     example_data: str
     learning_rate: float
     lora_learning_rate: float
-    made_by: str = "text.TextTask"
+    class_path: str = "text.TextTask"
     rows: Callable[[Any], str] = lambda table: "row_kind.CHATS"
     table: str = ""
     is_packed: bool = True
@@ -202,13 +202,13 @@ class TaskFacts:
     has_lm_head: bool = True
     train_on: str | None = None
     example: str = "an example"
-    refused: tuple[Refusal, ...] = REFUSED_BY_DEFAULT
-    refused_elsewhere: Refusal | None = None
+    refusals: tuple[Refusal, ...] = REFUSED_BY_DEFAULT
+    refusal_elsewhere: Refusal | None = None
 
 
 TASK_FACTS: Mapping[str, TaskFacts] = {
     "sft": TaskFacts(
-        "chats and prompts, loss on the answers", "data/chat.jsonl", 1e-5, 1e-4, is_streamed=True, refused=()
+        "chats and prompts, loss on the answers", "data/chat.jsonl", 1e-5, 1e-4, is_streamed=True, refusals=()
     ),
     "pretrain": TaskFacts(
         "plain text, loss on every token",
@@ -218,7 +218,7 @@ TASK_FACTS: Mapping[str, TaskFacts] = {
         rows=lambda table: "text_rows.TEXTS",
         is_streamed=True,
         train_on="all",
-        refused=tuple(
+        refusals=tuple(
             Refusal(
                 key,
                 allowed,
@@ -235,7 +235,7 @@ TASK_FACTS: Mapping[str, TaskFacts] = {
         1e-4,
         "distillation.DistillTask",
         table="distill",
-        refused=(
+        refusals=(
             Refusal("training.label_smoothing_factor", (0.0,), "{task} ignores {key}: the teacher's scores replace it"),
             Refusal("training.z_loss", (0.0,), "{task} has no z-loss in this release", "Leave training.z_loss out"),
             *(
@@ -243,7 +243,7 @@ TASK_FACTS: Mapping[str, TaskFacts] = {
                 for key, allowed in (("model.use_liger_kernel", (False, "auto")), ("model.images", ("off",)))
             ),
         ),
-        refused_elsewhere=Refusal(
+        refusal_elsewhere=Refusal(
             "distill.scores",
             (None,),
             "{key} has no effect with {task}",
@@ -261,7 +261,7 @@ TASK_FACTS: Mapping[str, TaskFacts] = {
         is_packed=False,
         train_on="completion",
         example="an example of preferences",
-        refused=(
+        refusals=(
             Refusal(
                 "data.train_on",
                 ("completion", "assistant"),
@@ -286,7 +286,7 @@ TASK_FACTS: Mapping[str, TaskFacts] = {
             ),
             Refusal("model.images", ("off",), "{key} = {value}, but {task} reads only text in this release"),
         ),
-        refused_elsewhere=Refusal(
+        refusal_elsewhere=Refusal(
             "preference",
             (PreferenceConfig(),),
             "[{key}] is for training on preferences, but {task}",
@@ -305,7 +305,7 @@ TASK_FACTS: Mapping[str, TaskFacts] = {
         has_lm_head=False,
         train_on="completion",
         example="a pair",
-        refused_elsewhere=Refusal(
+        refusal_elsewhere=Refusal(
             "reward",
             (RewardConfig(),),
             "[{key}] is for training reward models, but {task}",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatrain.ranks.group import RankGroup
     from tiered import TieredStore
 
-__all__ = ["MetricAccumulator", "PrepareContext", "RowFinding", "SetFigures", "Task"]
+__all__ = ["MetricAccumulator", "PrepareContext", "RowFinding", "SetMetrics", "Task"]
 
 MicroBatches = Sequence[Mapping[str, "Tensor"]]
 Item = TypeVar("Item")
@@ -32,18 +32,18 @@ Gather = Callable[[Item], Sequence[Item]]
 
 
 @dataclass(frozen=True, slots=True)
-class SetFigures:
+class SetMetrics:
     """Metrics from the evaluation of a set.
 
     Attributes:
         loss: Mean loss per token with a label, or per example.
         num_tokens: Number of tokens with a label.
-        figures: Additional metrics by name.
+        metrics: Additional metrics by name.
     """
 
     loss: float
     num_tokens: int
-    figures: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class MetricAccumulator(Protocol):
@@ -55,7 +55,7 @@ class MetricAccumulator(Protocol):
     def add(self, found: Any) -> None:
         """Add the result of ``head`` for one pass."""
 
-    def compute(self, gather: Gather[Any]) -> SetFigures:
+    def compute(self, gather: Gather[Any]) -> SetMetrics:
         """Return the metrics over all ranks' rows, equal on all ranks and for any division of the rows."""
 
 
@@ -66,7 +66,7 @@ class PrepareContext:
     Attributes:
         store: Store with the weights from which the run starts.
         loaders: Loaders of the training rows and of all evaluation sets.
-        kept: The task's record in the resumed checkpoint, or None for a new run.
+        resumed_record: The task's record in the resumed checkpoint, or None for a new run.
         timeline: Timeline that records ops while it is on.
         activity: Progress shared with a live view.
     """
@@ -74,7 +74,7 @@ class PrepareContext:
     plan: Plan
     store: TieredStore
     loaders: Sequence[BatchLoader]
-    kept: Mapping[str, Any] | None
+    resumed_record: Mapping[str, Any] | None
     timeline: Timeline
     activity: Activity
     on_message: Callable[[str], None]
@@ -124,5 +124,5 @@ class Task(Protocol):
         """Prepare the task before the first step.
 
         Returns:
-            Record to store in checkpoints, by key of ``RunState.model``. A resumed run gets it as ``context.kept``.
+            Record to store in checkpoints, by key of ``RunState.model``. A resumed run gets it in ``context``.
         """

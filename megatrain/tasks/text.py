@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatrain.engine.head.cross_entropy import CrossEntropy
-from megatrain.tasks.task import Gather, MetricAccumulator, MicroBatches, PrepareContext, RowFinding, SetFigures
+from megatrain.tasks.task import Gather, MetricAccumulator, MicroBatches, PrepareContext, RowFinding, SetMetrics
 
 if TYPE_CHECKING:
     from megatrain.data.token_dataset import TokenDataset
@@ -59,10 +59,10 @@ class MeanLoss:
         self._terms += found.terms
         self._num_tokens += found.num_tokens
 
-    def compute(self, gather: Gather[tuple[list[float], int]]) -> SetFigures:
+    def compute(self, gather: Gather[tuple[list[float], int]]) -> SetMetrics:
         """Return the mean loss over the tokens of all ranks."""
         found = gather((self._terms, self._num_tokens))
         terms = [term for of_rank, _ in found for term in of_rank]
         num_tokens = sum(count for _, count in found)
         # Use an exact sum, so that the result does not depend on the order of the terms or on the number of ranks.
-        return SetFigures(math.fsum(terms) / num_tokens if num_tokens else math.nan, num_tokens)
+        return SetMetrics(math.fsum(terms) / num_tokens if num_tokens else math.nan, num_tokens)

@@ -24,7 +24,7 @@ __all__ = ["EXPECTED_ERRORS", "CheckResult"]
 
 #: Category of a problem: the config or the model, memory and drives, the data, or a storage failure.
 Kind = Literal["config", "fit", "data", "failed"]
-_KIND_OF: tuple[tuple[tuple[type[Exception], ...], Kind], ...] = (
+_ERROR_KINDS: tuple[tuple[tuple[type[Exception], ...], Kind], ...] = (
     ((DoesNotFitError,), "fit"),
     ((LostCheckpointsError,), "failed"),
     ((DataError,), "data"),
@@ -38,7 +38,7 @@ _KIND_OF: tuple[tuple[tuple[type[Exception], ...], Kind], ...] = (
     ),
     ((TieredError, OSError), "failed"),
 )  # fmt: skip
-EXPECTED_ERRORS = tuple(error for errors, _ in _KIND_OF for error in errors)
+EXPECTED_ERRORS = tuple(error for errors, _ in _ERROR_KINDS for error in errors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class CheckResult:
     kind: Kind | None = None
 
     @classmethod
-    def of_error(cls, subject: str, error: Exception) -> CheckResult:
+    def from_error(cls, subject: str, error: Exception) -> CheckResult:
         """Return the finding that reports an expected error."""
-        kind = next(kind for errors, kind in _KIND_OF if isinstance(error, errors))
+        kind = next(kind for errors, kind in _ERROR_KINDS if isinstance(error, errors))
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
         return cls(subject, "problem", text, kind)
 

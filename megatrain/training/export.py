@@ -128,8 +128,9 @@ class _CheckpointWeights:
     def __init__(self, found: Checkpoint, on_progress: OnProgress | None, *, is_ema: bool) -> None:
         self._found, self._on_progress, self._is_ema = found, on_progress, is_ema
         self._unit = ""
-        self._kept: dict[str, tuple[str, int, Tensor]] = {}  # kind -> (block, first byte, piece) of the last read
-        with self._explained():
+        #: Kind -> (block, first byte, piece) of the last read.
+        self._cached_pieces: dict[str, tuple[str, int, Tensor]] = {}
+        with self._explain_errors():
             self._reader = CheckpointReader(found)
         dtypes = {record.dtype for key, record in self._reader.blocks.items() if kind_of_key(key) == "weight"}
         if len(dtypes) != 1:
@@ -218,11 +219,11 @@ class _CheckpointWeights:
 
     def _piece(self, key: str, start: int) -> Tensor:
         kind = kind_of_key(key)
-        if kind not in self._kept or self._kept[kind][:2] != (key, start):
+        if kind not in self._cached_pieces or self._cached_pieces[kind][:2] != (key, start):
             stop = min(start + self._reader.piece_bytes, self._reader.blocks[key].nbytes)
-            with self._explained():
-                self._kept[kind] = key, start, self._reader.read_range(key, start, stop)
-        return self._kept[kind][2]
+            with self._explain_errors():
+                self._cached_pieces[kind] = key, start, self._reader.read_range(key, start, stop)
+        return self._cached_pieces[kind][2]
 
     def _check_base(self, loader: WeightLoader) -> None:
         folder = loader.origin.folder
@@ -245,7 +246,7 @@ class _CheckpointWeights:
         return master
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explain_errors(self) -> Iterator[None]:
         """Convert store errors about a damaged or missing generation to ``CheckpointError`` with a remedy."""
         found = self._found
         try:

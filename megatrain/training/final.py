@@ -68,11 +68,11 @@ class FinalExport:
         if spec.is_kept and best is not None and (spec.is_average or best.step != step):
             return self._run_on_first_rank(partial(self._write_saved, best, is_average=spec.is_average))
         if self.group.world.is_single:
-            return self._write_trained(self.weights.exported, step)
+            return self._write_trained(self.weights.export_reader, step)
         gathered = GatheredWeights(self.weights, self.plan, self.group, lambda: self.signals.stop_requested)
         if self.group.world.is_first:
-            with gathered.served():
-                return self._write_trained(gathered.exported, step)
+            with gathered.end_serving_on_exit():
+                return self._write_trained(gathered.export_reader, step)
         if not gathered.serve():
             raise ExportStopped
         return self._folder

@@ -28,7 +28,7 @@ from megatrain.tasks.evaluation import (
     Sampler,
     load_evaluation_sets,
     make_samplers,
-    plans_of_evaluations,
+    plan_evaluations,
 )
 from megatrain.training.check_result import CheckResult
 from megatrain.training.final import check_merge
@@ -68,7 +68,7 @@ class Preparation:
         if dataset is not None:
             self.dataset = dataset
 
-    def all_parts(self) -> Iterator[CheckResult]:
+    def create_parts(self) -> Iterator[CheckResult]:
         """Create and check all parts, cheap checks first. Yield the findings. This is a collective.
 
         Raises:
@@ -87,9 +87,9 @@ class Preparation:
         fingerprint = {"the fingerprint of the rows": self.loader.dataset.fingerprint()}
         check_same(group.gather, "data", fingerprint, "Give all ranks the same files in [[data.train]]")
         _ = self.learning_rate  # raises if the warm-up is longer than the run
-        yield from group.run_host_leaders_first(self.evaluated_rows)
+        yield from group.run_host_leaders_first(self.check_evaluation_rows)
         self.check_evaluations()
-        yield from self.remarks()
+        yield from self.plan_notes()
         yield from self.warnings()
 
     def check_limits(self) -> None:
@@ -107,7 +107,7 @@ class Preparation:
     @cached_property
     def evaluation_plans(self) -> Mapping[EvaluatedWeights, Plan]:
         """Plans of evaluation passes, by the weights to evaluate."""
-        return plans_of_evaluations(self.settings.evaluation, self.plan)
+        return plan_evaluations(self.settings.evaluation, self.plan)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -128,7 +128,7 @@ class Preparation:
         check_token_ids(self.run.model, dataset, self.plan.graph)
         return dataset
 
-    def rows(self) -> Iterator[CheckResult]:
+    def check_rows(self) -> Iterator[CheckResult]:
         """Yield a report on the training rows, and a warning for each source that lost many rows.
 
         Raises:
@@ -145,7 +145,7 @@ class Preparation:
 
     @cached_property
     def loader(self) -> BatchLoader:
-        """Loader of the run's batches. ``RunStart.state`` moves it to a checkpoint's position."""
+        """Loader of the run's batches. ``RunStart.make_state`` moves it to a checkpoint's position."""
         return make_loader(self.plan, self.dataset, self.tokenizer)
 
     @cached_property
@@ -163,7 +163,7 @@ class Preparation:
         return make_schedule(self.run.optimizer, self.num_steps)
 
     @cached_property
-    def _evaluated(self) -> tuple[Sequence[EvaluationSet], Sequence[CheckResult]]:
+    def _evaluation_data(self) -> tuple[Sequence[EvaluationSet], Sequence[CheckResult]]:
         found: list[CheckResult] = []
         sets = load_evaluation_sets(
             self.settings.evaluation,
@@ -178,11 +178,11 @@ class Preparation:
     @property
     def evaluation_sets(self) -> Sequence[EvaluationSet]:
         """Evaluation rows."""
-        return self._evaluated[0]
+        return self._evaluation_data[0]
 
-    def evaluated_rows(self) -> Sequence[CheckResult]:
+    def check_evaluation_rows(self) -> Sequence[CheckResult]:
         """Return the findings about the evaluation rows."""
-        return self._evaluated[1]
+        return self._evaluation_data[1]
 
     @cached_property
     def samplers(self) -> Mapping[EvaluatedWeights, Sampler]:
@@ -193,10 +193,10 @@ class Preparation:
     def check_evaluations(self) -> None:
         """Check that samples fit in memory, and that some evaluation reports the metric for the best model."""
         _ = self.samplers  # raises if samples do not fit
-        names = self.settings.evaluation.evaluations_of(each.name for each in self.evaluation_sets)
+        names = self.settings.evaluation.evaluation_names(each.name for each in self.evaluation_sets)
         self.settings.best.check(names)
 
-    def remarks(self) -> Iterator[CheckResult]:
+    def plan_notes(self) -> Iterator[CheckResult]:
         """Yield notes about surprising choices of the plan."""
         if self.plan.traced.flash_note:
             yield CheckResult("plan", "note", self.plan.traced.flash_note)

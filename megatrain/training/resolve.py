@@ -80,7 +80,7 @@ def resolve(config: RunConfig, machine: Machine = THIS_MACHINE) -> RunSpec:
         num_epochs=training.num_train_epochs,
         max_steps=training.max_steps if training.max_steps > 0 else None,
         tiers=tiers,
-        placement=_placement(config, tier_names(tiers, device)),
+        placement=_placement_spec(config, tier_names(tiers, device)),
         recompute=RecomputeChoice.parse(config.training.recompute),
         advanced=config.advanced,
         trace_steps=config.profile.trace_steps,
@@ -89,15 +89,15 @@ def resolve(config: RunConfig, machine: Machine = THIS_MACHINE) -> RunSpec:
     )
 
 
-def _head(config: RunConfig, tokenizer_folder: str) -> HeadSpec | None:
+def _head_spec(config: RunConfig, tokenizer_folder: str) -> HeadSpec | None:
     """Return the reward head that replaces the language model's head, or None for a language model."""
     if TASK_FACTS[config.task].has_lm_head:
         return None
-    return HeadSpec(config.reward.center_rewards_coefficient, _fill_token(tokenizer_folder))
+    return HeadSpec(config.reward.center_rewards_coefficient, _padding_token(tokenizer_folder))
 
 
 @functools.cache
-def _fill_token(folder: str) -> int:
+def _padding_token(folder: str) -> int:
     """Return the padding token, or 0 if the tokenizer cannot be opened, because later code reports that error."""
     try:
         return pad_token_id(load_tokenizer(folder))
@@ -120,7 +120,7 @@ def resolve_model(config: RunConfig) -> ModelSpec:
         tokenizer_folder,
         hub,
         lora=config.lora if config.lora.is_on else None,
-        task_spec=_head(config, tokenizer_folder),
+        task_spec=_head_spec(config, tokenizer_folder),
     )
 
 
@@ -146,15 +146,15 @@ def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
 def resolve_tiers(config: RunConfig, machine: Machine = THIS_MACHINE) -> TierSpecs:
     """Return the resources that a run may use on a machine."""
     advanced = config.advanced
-    return _tiers(config.tiers, machine, file_bytes=advanced.file_size, emulates_gpu=advanced.emulate_gpu)
+    return _tier_specs(config.tiers, machine, file_bytes=advanced.file_size, emulates_gpu=advanced.emulate_gpu)
 
 
 def default_tiers() -> TierSpecs:
     """Return the resources that a run may use on this machine by default."""
-    return _tiers(TiersConfig(), THIS_MACHINE)
+    return _tier_specs(TiersConfig(), THIS_MACHINE)
 
 
-def _tiers(
+def _tier_specs(
     table: TiersConfig, machine: Machine, *, file_bytes: int | None = None, emulates_gpu: bool = False
 ) -> TierSpecs:
     paths = [drive.path for drive in table.nvme]
@@ -169,7 +169,7 @@ def _tiers(
     )
 
 
-def _placement(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:
+def _placement_spec(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:
     """Return the allowed homes of each kind of block.
 
     GPU memory is an allowed home if the config lists it. Otherwise the planner chooses the residents of GPU memory.

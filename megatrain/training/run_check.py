@@ -17,7 +17,7 @@ import torch
 
 from megatrain.base.errors import ConfigError, ModelFolderError
 from megatrain.base.names import FINAL_NAME
-from megatrain.base.owner import living_owner
+from megatrain.base.owner import find_owner
 from megatrain.checkpoint.locations import describe_drives
 from megatrain.checkpoint.resume import LostCheckpointsError, check_changes, find_candidates
 from megatrain.config.advice import model_warnings
@@ -56,7 +56,7 @@ from megatrain.training.resolve import (
     resolve_tiers,
 )
 from megatrain.training.rows import check_token_ids, tokenizer_of
-from megatrain.training.start import RunStart, with_kept_rules
+from megatrain.training.start import RunStart, with_checkpoint_settings
 from tiered import checksum
 from tiered.units import format_size
 
@@ -137,7 +137,7 @@ def refuse_early(config: RunConfig, *, allow_config_change: bool = False) -> Non
 
 def plan_one_rank(config: RunConfig) -> Plan:
     """Plan a run without starting processes. With several processes, plan the rank with the most tokens."""
-    run, size = with_kept_rules(resolve(config)), config.distributed.processes
+    run, size = with_checkpoint_settings(resolve(config)), config.distributed.processes
     return plan_run(run if size == 1 else run.as_fullest_rank(size))
 
 
@@ -147,13 +147,13 @@ def check_run(
     overrides: Sequence[str] = (),
     on_progress: Callable[[str], None] = lambda what: None,
     *,
-    reads_weights: bool = True,
+    read_weights: bool = True,
 ) -> Iterator[CheckResult]:
     """Read a config like :func:`megatrain.config.load_config`, check all its parts, and yield the findings.
 
     Args:
         on_progress: Called with the name of the next part.
-        reads_weights: Whether to read all weights of the model to find NaN and infinite values.
+        read_weights: Whether to read all weights of the model to find NaN and infinite values.
     """
     try:
         loaded = load_config(path, extra_files, overrides)
@@ -164,12 +164,12 @@ def check_run(
         if config is None:
             yield CheckResult("rest", "note", "not checked: model, data, plan and checkpoints need a valid config")
             return
-        yield from _RunCheck(config, on_progress).all_parts(is_whole=False, reads_weights=False)
+        yield from _RunCheck(config, on_progress).check_parts(is_complete=False, read_weights=False)
         return
     yield CheckResult("config", "ok", f"{path}: no mistakes")
     for warning in loaded.warnings:
         yield CheckResult("config", "note", warning)
-    yield from _RunCheck(loaded.config, on_progress).all_parts(is_whole=True, reads_weights=reads_weights)
+    yield from _RunCheck(loaded.config, on_progress).check_parts(is_complete=True, read_weights=read_weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,21 +200,21 @@ class _RunCheck:
 
     def _part(self, subject: str, check: Check[T]) -> Check[T | None]:
         self._on_progress(subject)
-        return (yield from _guarded(subject, check))
+        return (yield from _catch_errors(subject, check))
 
-    def all_parts(self, *, is_whole: bool, reads_weights: bool) -> Iterator[CheckResult]:
+    def check_parts(self, *, is_complete: bool, read_weights: bool) -> Iterator[CheckResult]:
         """Yield the findings about each part, including an error that ends the check of a part.
 
         Args:
-            is_whole: Whether the config is complete. If mistakes were removed from it, it is not planned.
-            reads_weights: As for :func:`check_run`.
+            is_complete: Whether the config is complete. If mistakes were removed from it, it is not planned.
+            read_weights: As for :func:`check_run`.
         """
         yield from self._part("loggers", self._loggers())
         device = yield from self._part("model", self._device())
-        model = None if device is None else (yield from _guarded("model", self._model(device)))
+        model = None if device is None else (yield from _catch_errors("model", self._model(device)))
         tokenizer = yield from self._part("tokenizer", self._read_tokenizer(model))
         dataset = yield from self._part("data", self._rows(model, tokenizer))
-        if is_whole:
+        if is_complete:
             prepared = yield from self._part("plan", self._plan(model, dataset))
             if tokenizer is not None and prepared is not None:
                 yield from self._part("eval data", self._evaluated_rows(prepared, dataset))
@@ -222,16 +222,16 @@ class _RunCheck:
             yield from self._part("disk", self._disk(prepared))
             with_steps = yield from self._part("steps", self._steps(prepared, dataset))
             yield from self._part("checkpoints", self._checkpoints(prepared, with_steps))
-        if reads_weights and model is not None and model.weight_names:
+        if read_weights and model is not None and model.weight_names:
             yield from self._part("weights", self._weights(model.weight_names))  # takes longest, so it comes last
-        if not is_whole:
+        if not is_complete:
             yield CheckResult("plan", "note", "not made before the config is valid")
 
     def _loggers(self) -> Check[None]:
         try:
             check_loggers(resolve_logging(self._config))
         except ConfigError as error:
-            yield from _each_problem("loggers", error)
+            yield from _problem_findings("loggers", error)
 
     def _device(self) -> Check[torch.device]:
         resolve_model(self._config)  # raises if a hub has no such model
@@ -246,7 +246,7 @@ class _RunCheck:
         dtype = resolve_compute_dtype(self._config.precision.compute_dtype, device)
         graph = resolve_model(self._config).build(dtype)
         built = _CheckedModel(graph, is_plannable=self._config.device != "cuda" or device.type == "cuda")
-        return (yield from _guarded("model", self._folder(built))) or built
+        return (yield from _catch_errors("model", self._folder(built))) or built
 
     def _folder(self, built: _CheckedModel) -> Check[_CheckedModel]:
         """Check the model's folder and positions."""
@@ -272,7 +272,7 @@ class _RunCheck:
         try:
             check_positions(model, config.data.max_length, graph)
         except ConfigError as error:
-            yield from _each_problem("model", error)
+            yield from _problem_findings("model", error)
             is_plannable = False
         for text in model_warnings(model, config.data.max_length, config.optimizer, graph):
             yield CheckResult("model", "warning", text)
@@ -301,9 +301,9 @@ class _RunCheck:
         try:
             dataset = open_dataset(resolve_data(self._config), tokenizer)
         except DataError as error:
-            yield from self._each_source(error, tokenizer)
+            yield from self._check_sources(error, tokenizer)
             return None
-        yield from _guarded("data", self._row_findings(dataset, built))
+        yield from _catch_errors("data", self._row_findings(dataset, built))
         return dataset
 
     def _row_findings(self, dataset: TokenDataset, built: _CheckedModel | None) -> Check[None]:
@@ -318,15 +318,15 @@ class _RunCheck:
             for text in check_losses(dataset.report, data.source_names, data.table.max_dropped):
                 yield CheckResult("data", "warning", text)
 
-    def _each_source(self, error: DataError, tokenizer: PreTrainedTokenizerFast) -> Check[None]:
+    def _check_sources(self, error: DataError, tokenizer: PreTrainedTokenizerFast) -> Check[None]:
         """Open each source separately, so that an error in one source does not hide errors in other sources."""
         sources, found = self._config.data.train, list[CheckResult]()
         for source in sources if len(sources) > 1 else ():
             try:
                 open_dataset(resolve_data(self._config, [source]), tokenizer)
             except DataError as each:
-                found.append(CheckResult.of_error("data", each))
-        yield from found or [CheckResult.of_error("data", error)]
+                found.append(CheckResult.from_error("data", each))
+        yield from found or [CheckResult.from_error("data", error)]
 
     def _remarks(self, subject: str, dataset: TokenDataset, name: str = "") -> Check[None]:
         """Yield findings about the rows of a data set: findings of the task, then omitted rows.
@@ -364,7 +364,7 @@ class _RunCheck:
             return None
         plan = plan_one_rank(self._config)
         prepared = Preparation(plan, RunSettings.of(self._config, plan.run), dataset=dataset)
-        yield from prepared.remarks()
+        yield from prepared.plan_notes()
         sizes = ", ".join(
             f"{tier} {format_size(nbytes)} of {format_size(plan.budgets[tier])}"
             for tier, nbytes in plan.totals.items()
@@ -377,7 +377,7 @@ class _RunCheck:
         held_out = self._config.data.val_size is not None and dataset is not None
         if not (held_out or self._config.data.eval):
             return
-        for each in sorted(prepared.evaluated_rows(), key=lambda each: each.severity == "warning"):
+        for each in sorted(prepared.check_evaluation_rows(), key=lambda each: each.severity == "warning"):
             yield replace(each, text=each.text.splitlines()[0]) if each.severity == "ok" else each
         for rows in prepared.evaluation_sets if self._config.data.eval else ():
             yield from self._remarks("eval data", rows.loader.dataset, f"{rows.name}: ")
@@ -427,7 +427,7 @@ class _RunCheck:
         try:
             _ = prepared.learning_rate  # raises if the warm-up is longer than the run
         except ScheduleError as error:
-            yield CheckResult.of_error("steps", error)
+            yield CheckResult.from_error("steps", error)
         for text in schedule_warnings(prepared.run.optimizer, prepared.num_steps):
             yield CheckResult("steps", "warning", text)
         epochs = prepared.num_steps / per_epoch
@@ -437,7 +437,7 @@ class _RunCheck:
 
     def _checkpoints(self, prepared: Preparation | None, with_steps: Preparation | None) -> Check[None]:
         spec, notices = resolve_checkpoint(self._config), list[str]()
-        owner = living_owner(spec.output_dir)
+        owner = find_owner(spec.output_dir)
         if owner is not None:
             yield CheckResult("checkpoints", "note", f"output_dir is in use: {owner.text} is training there")
         drive_bytes = 0 if prepared is None else prepared.plan.checkpoint.on_drives
@@ -446,11 +446,11 @@ class _RunCheck:
         try:
             candidates = find_candidates(spec, notices.append)
         except LostCheckpointsError as lost:
-            if start is None or start.already_done(lost.newest) is None:
+            if start is None or start.find_summary(lost.newest) is None:
                 raise
             yield CheckResult("checkpoints", "note", "the run is done, and its checkpoints were lost with a drive")
             return
-        yield from map(_notice, notices)
+        yield from map(_note, notices)
         if not candidates:
             yield CheckResult("checkpoints", "ok", "no checkpoint: the run starts from the model")
             return
@@ -459,8 +459,8 @@ class _RunCheck:
             return
         notices.clear()
         start.check_changes(candidates[0], allow=False)
-        yield from map(_notice, notices)
-        if start.already_done(candidates[0]) is not None:
+        yield from map(_note, notices)
+        if start.find_summary(candidates[0]) is not None:
             yield CheckResult("checkpoints", "note", "the run is done: raise the number of steps to train longer")
         yield CheckResult("checkpoints", "ok", f"continues from {candidates[0]}")
 
@@ -487,21 +487,21 @@ class _RunCheck:
             yield CheckResult("weights", "ok", "all are finite numbers")
 
 
-def _guarded(subject: str, check: Check[T]) -> Check[T | None]:
+def _catch_errors(subject: str, check: Check[T]) -> Check[T | None]:
     """Yield a check's findings and return its result. Convert an expected error to a finding, and return None."""
     try:
         return (yield from check)
     except EXPECTED_ERRORS as error:
-        yield CheckResult.of_error(subject, error)
+        yield CheckResult.from_error(subject, error)
         return None
 
 
-def _notice(text: str) -> CheckResult:
+def _note(text: str) -> CheckResult:
     warning = text.removeprefix("warning: ")
     return CheckResult("checkpoints", "note" if warning == text else "warning", warning)
 
 
-def _each_problem(subject: str, error: ConfigError) -> Iterator[CheckResult]:
+def _problem_findings(subject: str, error: ConfigError) -> Iterator[CheckResult]:
     return (CheckResult(subject, "problem", str(each), "config") for each in error.problems)
 
 

@@ -45,7 +45,7 @@ class RunParts:
         observer: The observer of the run, followed by the loggers.
         loggers: Only the loggers.
         state: State of the run before the first step of this start.
-        is_continued: Whether the state comes from a checkpoint.
+        is_resumed: Whether the state comes from a checkpoint.
     """
 
     prepared: Preparation
@@ -58,7 +58,7 @@ class RunParts:
     copier: Copier
     saver: Saver
     state: RunState
-    is_continued: bool
+    is_resumed: bool
 
 
 @contextmanager
@@ -69,11 +69,11 @@ def load_parts(
 
     Args:
         opened: Store without blocks.
-        candidates: Result of ``start.find``.
+        candidates: Result of ``start.find_candidates``.
     """
     plan, run, group, activity = prepared.plan, prepared.run, prepared.group, prepared.activity
     checkpoint = opened.load(candidates)
-    start.check_loaded(checkpoint, candidates)
+    start.report_loaded(checkpoint, candidates)
     for line in describe_drives(run.checkpoint, plan.checkpoint.on_drives * run.world.local_size):
         observer.on_message(line)
     # The stack exits before the store closes. The loggers close first, then the copier, which reads checkpoints.
@@ -96,7 +96,7 @@ def load_parts(
         everyone = Observers([observer, *loggers])
         evaluations = group.broadcast(evaluations)
         record = {**opened.weights.passthrough, **_prepare_task(prepared, opened, observer, checkpoint)}
-        state, best = start.state(checkpoint, candidates, record)
+        state, best = start.make_state(checkpoint, candidates, record)
         signals = RunSignals(
             stops_after_step=run.checkpoint.table.save_on_signal,
             # The saver's wait for space does not count, because the saver checks for stops and may still save.
@@ -153,7 +153,7 @@ def load_parts(
             copier=copier,
             saver=saver,
             state=state,
-            is_continued=checkpoint is not None,
+            is_resumed=checkpoint is not None,
         )
 
 

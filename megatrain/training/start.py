@@ -38,7 +38,7 @@ from megatrain.training.resolve import RunSettings, resolve_best
 from megatrain.training.weights import folder_record
 from tiered import checksum
 
-__all__ = ["RunStart", "describe_model", "with_decays", "with_kept_rules"]
+__all__ = ["RunStart", "describe_model", "with_decay_checksum", "with_checkpoint_settings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class RunStart:
 
     Attributes:
         settings: Config and rules of this start, for comparison with a checkpoint.
-        loader: Batches of the run. ``state`` moves the loader to the resumed position.
+        loader: Batches of the run. ``make_state`` moves the loader to the resumed position.
         allows_changes: Whether to resume a checkpoint even if config changes alter results.
         on_message: Called with messages for the user.
     """
@@ -59,7 +59,7 @@ class RunStart:
     allows_changes: bool
     on_message: Callable[[str], None]
 
-    def find(self) -> tuple[Sequence[Checkpoint], RunSummary | None]:
+    def find_candidates(self) -> tuple[Sequence[Checkpoint], RunSummary | None]:
         """Return the checkpoints from which to resume, best first, and a summary if the run is already done.
 
         Raises:
@@ -73,13 +73,13 @@ class RunStart:
             candidates = find_candidates(run.checkpoint, self.on_message)
         except LostCheckpointsError as lost:
             # The user may have deleted the parts on drives after the model was exported.
-            if self.already_done(lost.newest) is None:
+            if self.find_summary(lost.newest) is None:
                 raise
             candidates, are_lost = [lost.newest], True
         else:
             if candidates:
                 self.check_changes(candidates[0], allow=self.allows_changes)
-        summary = self.already_done(candidates[0]) if candidates else None
+        summary = self.find_summary(candidates[0]) if candidates else None
         if summary is None:
             return candidates, None
         self._report_end(summary)
@@ -89,7 +89,7 @@ class RunStart:
             summary, evaluations=last_evaluations(run.output_dir / METRICS_NAME, summary.num_steps)
         )
 
-    def already_done(self, checkpoint: Checkpoint) -> RunSummary | None:
+    def find_summary(self, checkpoint: Checkpoint) -> RunSummary | None:
         """Return the summary of a finished run, or None if steps or the export are missing."""
         run = self.plan.run
         return summary_if_done(checkpoint, self.num_steps, run.output_dir, run.export.dtype, self.settings.best)
@@ -143,24 +143,24 @@ class RunStart:
         """
         check_changes(
             changes_from(checkpoint.state.config_toml, self.settings.config),
-            with_decays(checkpoint, self.plan),
+            with_decay_checksum(checkpoint, self.plan),
             describe_model(self.plan),
             self.loader.fingerprint(),
             allow=allow,
             on_notice=self.on_message,
         )
 
-    def check_loaded(self, loaded: Checkpoint | None, candidates: Sequence[Checkpoint]) -> None:
+    def report_loaded(self, loaded: Checkpoint | None, candidates: Sequence[Checkpoint]) -> None:
         """Report notable facts about the loaded checkpoint.
 
         Args:
             loaded: One of the candidates, or None for a new run.
-            candidates: Result of ``find``.
+            candidates: Result of ``find_candidates``.
         """
         if loaded is None:
             return
         if loaded is not candidates[0]:
-            # ``find`` checked only the newest checkpoint, and an older checkpoint may have a different config.
+            # ``find_candidates`` checked only the newest checkpoint, and an older one may have a different config.
             self.check_changes(loaded, allow=True)
         if loaded.state.arithmetic != ARITHMETIC:
             self.on_message(
@@ -169,7 +169,7 @@ class RunStart:
                 "last bits from the results of that version"
             )
 
-    def state(
+    def make_state(
         self, loaded: Checkpoint | None, candidates: Sequence[Checkpoint], record: Mapping[str, Any]
     ) -> tuple[RunState, Checkpoint | None]:
         """Return the state before the first step, and the checkpoint of the best evaluation so far, or None.
@@ -178,13 +178,13 @@ class RunStart:
 
         Args:
             loaded: Checkpoint from which the run resumes, or None for a new run.
-            candidates: Result of ``find``.
+            candidates: Result of ``find_candidates``.
             record: Entries of ``RunState.model`` in addition to ``describe_model``.
         """
         state = self._first_state(record)
         if loaded is None:
             return state, None
-        state = self._continued_state(state, loaded.state)
+        state = self._resumed_state(state, loaded.state)
         best = Best.of_state(state.best)
         if best is None or not self.settings.best.is_kept:
             return state, None
@@ -228,7 +228,7 @@ class RunStart:
             arithmetic=ARITHMETIC,
         )
 
-    def _continued_state(self, first: RunState, before: RunState) -> RunState:
+    def _resumed_state(self, first: RunState, before: RunState) -> RunState:
         rows_before = config_from_toml(before.config_toml).rows_per_step
         rows_per_step = self.plan.run.batch.num_rows
         position = resumed_position(before, rows_before, rows_per_step, self.loader.steps_per_epoch)
@@ -264,7 +264,7 @@ class RunStart:
         return figures[0] == figures[1]
 
 
-def with_kept_rules(run: RunSpec) -> RunSpec:
+def with_checkpoint_settings(run: RunSpec) -> RunSpec:
     """Return the run, with unset settings copied from the checkpoint from which it resumes.
 
     The settings are the number of lanes, the tokens of a micro-batch, Muon's treatment of fused parameters, and the
@@ -306,7 +306,7 @@ def describe_model(plan: Plan) -> Mapping[str, Any]:
     }
 
 
-def with_decays(checkpoint: Checkpoint, plan: Plan) -> Checkpoint:
+def with_decay_checksum(checkpoint: Checkpoint, plan: Plan) -> Checkpoint:
     """Add the checksum of parameters with weight decay to an older checkpoint that does not record it.
 
     The checksum is derived from the globs in the checkpoint's config. In older versions, vectors never decayed.

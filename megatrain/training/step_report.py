@@ -23,7 +23,7 @@ from tiered import StoreStats, TieredStore
 __all__ = ["StepMeter", "StepUsage", "add_by_key", "link_bytes"]
 
 #: Number of latest steps in the mean step time. A run's first steps are slower, because they compile kernels.
-_MEAN_OF_STEPS = 20
+_MEAN_STEP_WINDOW = 20
 
 Number = TypeVar("Number", int, float)
 
@@ -40,7 +40,7 @@ class StepUsage:
     """
 
     step_s: float
-    moved: StoreStats
+    store_stats: StoreStats
     link_bytes: Mapping[str, int]
     link_busy_s: Mapping[str, float]
     process: Mapping[str, float] = field(default_factory=dict)
@@ -50,10 +50,10 @@ class StepUsage:
         return StepRecord(
             is_paused=is_paused,
             step_s=self.step_s,
-            tier_used_bytes={name: tier.used_bytes for name, tier in self.moved.tiers.items()},
-            stall_s=dict(self.moved.stall_s),
+            tier_used_bytes={name: tier.used_bytes for name, tier in self.store_stats.tiers.items()},
+            stall_s=dict(self.store_stats.stall_s),
             link_bytes=self.link_bytes,
-            written_bytes=dict(self.moved.written_bytes),
+            written_bytes=dict(self.store_stats.written_bytes),
             rss_bytes=psutil.Process().memory_info().rss,
         )
 
@@ -72,20 +72,20 @@ class StepMeter:
         self._plan, self._store, self._engine = plan, store, engine
         self._steps_per_epoch, self._first_step = steps_per_epoch, first_step
         self._start_s = time.perf_counter()
-        self._seconds = deque[float](maxlen=_MEAN_OF_STEPS)
+        self._seconds = deque[float](maxlen=_MEAN_STEP_WINDOW)
         # Totals of transfers outside blocks up to the last step, by link.
         self._bytes_outside: Mapping[str, int] = {}
         self._busy_s_outside: Mapping[str, float] = {}
-        self._step_start_s, self._before, self._process_before = self._start_s, store.stats(), _process_usage()
+        self._step_start_s, self._stats_before, self._process_before = self._start_s, store.stats(), _process_usage()
 
     def start(self) -> None:
         """Start measuring a step."""
-        self._step_start_s, self._before = time.perf_counter(), self._store.stats()
+        self._step_start_s, self._stats_before = time.perf_counter(), self._store.stats()
         self._process_before = _process_usage()
 
     def stop(self) -> StepUsage:
         """Return the resources used since ``start``."""
-        step_s, moved = time.perf_counter() - self._step_start_s, self._store.stats() - self._before
+        step_s, moved = time.perf_counter() - self._step_start_s, self._store.stats() - self._stats_before
         self._seconds.append(step_s)
         bytes_before, self._bytes_outside = self._bytes_outside, self._engine.moved_bytes
         busy_before, self._busy_s_outside = self._busy_s_outside, self._engine.moving_s
@@ -117,7 +117,7 @@ class StepMeter:
             records: Records of all ranks; empty for a single process.
             warmup_steps: Number of steps in which the learning rate rises.
         """
-        position, moved = batch.position, usage.moved
+        position, moved = batch.position, usage.store_stats
         recompute = self._plan.program.recompute
         if self._plan.run.objective.loss.compares_rows:
             recompute = replace(recompute, kept_parts=0)

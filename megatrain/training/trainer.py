@@ -27,7 +27,7 @@ from megatrain.training.open_run import OpenRun, open_run
 from megatrain.training.preparation import Preparation
 from megatrain.training.resolve import RunSettings, resolve
 from megatrain.training.run_parts import load_parts
-from megatrain.training.start import RunStart, describe_model, with_kept_rules
+from megatrain.training.start import RunStart, describe_model, with_checkpoint_settings
 from megatrain.training.training_loop import TrainingLoop
 
 __all__ = ["Trainer", "plan_for_rank"]
@@ -35,7 +35,7 @@ __all__ = ["Trainer", "plan_for_rank"]
 
 def plan_for_rank(config: RunConfig, group: RankGroup) -> Plan:
     """Plan a run for this rank. This is a collective."""
-    run = with_kept_rules(resolve(config))
+    run = with_checkpoint_settings(resolve(config))
     return plan_run(run) if group.world.is_single else plan_together(replace(run, world=group.world), group.gather)
 
 
@@ -136,7 +136,7 @@ class Trainer:
         """
         _check_ranks_agree(self.plan, self.config, self.group)
         prepared = self.prepare()
-        found = list(prepared.all_parts())
+        found = list(prepared.create_parts())
         with ExitStack() as stack:
             observer = self.observer
             if self.group.world.is_first:
@@ -168,7 +168,7 @@ class Trainer:
             self.plan, self._settings, prepared.loader, prepared.num_steps, self._allow_config_change, report
         )
         # Rank 0 searches for checkpoints and reports whether steps are left. An error on rank 0 ends all ranks.
-        candidates, summary = group.broadcast(start.find() if group.world.is_first else ((), None))
+        candidates, summary = group.broadcast(start.find_candidates() if group.world.is_first else ((), None))
         if summary is not None:
             return summary
         weights = prepared.weights
@@ -199,7 +199,7 @@ class Trainer:
             DataError: The data cannot be used, or more than ``data.max_dropped`` of a source is dropped or cut.
         """
         prepared = self.prepare()
-        for each in prepared.rows():
+        for each in prepared.check_rows():
             self.observer.on_message(each.line)
         return prepared.loader
 

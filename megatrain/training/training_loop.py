@@ -108,7 +108,7 @@ class TrainingLoop:
         self._observer.on_start(
             RunInfo(run.name, run.task, device, run.output_dir, state.max_steps, run.batch.num_tokens)
         )
-        if self.parts.is_continued:
+        if self.parts.is_resumed:
             self._observer.on_message(f"continuing after step {state.step} of {state.max_steps}")
         if state.step < self._warmup_steps:
             rates = self._prepared.learning_rate(0), run.optimizer.learning_rate
@@ -132,7 +132,7 @@ class TrainingLoop:
         num_ticks, num_micro_batches = len(self._plan.program.ticks), self._run.batch.num_micro_batches
         self._activity.begin("step", num_parts=num_ticks, num_micro_batches=num_micro_batches)
         batch = next(self._prepared.loader)
-        self._opened.timeline.is_on = number + 1 in self._run.trace_steps
+        self._opened.timeline.is_recording = number + 1 in self._run.trace_steps
         lr = self._prepared.learning_rate(number)
         result = engine.step(batch.micro_batches, number=number, lr=lr)
         usage = meter.stop()
@@ -180,7 +180,7 @@ class TrainingLoop:
     def _update_best(self) -> None:
         """Compare this step's evaluation with the best one. Step 0 is skipped, because it has no checkpoint."""
         step = self.state.step
-        found = {name: each for name, each in self._evaluator.latest.items() if each.step == step}
+        found = {name: each for name, each in self._evaluator.latest_evaluations.items() if each.step == step}
         if not self._best.is_on or step == 0 or len(found) < len(self._evaluator.names):
             return
         value = self._best.value_of(found)
@@ -264,6 +264,6 @@ class TrainingLoop:
             export_dir=export_dir,
             interrupted=interrupted,
             saved_step=self._saver.saved_step,
-            evaluations=dict(self._evaluator.latest),
+            evaluations=dict(self._evaluator.latest_evaluations),
             num_processes=self._run.world.size,
         )

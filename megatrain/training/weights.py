@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 #: Number of elements that are copied at a time without a reservation.
 _COPY_ELEMENTS = 1 << 20
 #: Messages (layout, start, stop) of the reading rank: it needs no more ranges, or a stop was requested.
-_NOTHING, _STOPPED = ("", 0, 0), ("", 0, 1)
+_FINISHED, _STOPPED = ("", 0, 0), ("", 0, 1)
 
 __all__ = [
     "AdaptedWeights",
@@ -115,14 +115,14 @@ class AdaptedWeights:
         self._entries = {entry.name: entry for layout in graph.layouts.values() for entry in layout.entries}
         shapes = {name: self._entries[name].shape for name in adapters.names}
         self._folder = folder
-        self._given = None if folder is None else AdapterWeights(folder, adapters, shapes)
-        self._plain: dict[str, UnitLayout] = {}  # layouts without adapters
+        self._existing = None if folder is None else AdapterWeights(folder, adapters, shapes)
+        self._plain_layouts: dict[str, UnitLayout] = {}  # layouts without adapters
         self._last: tuple[str, Tensor] | None = None
-        if self._given is not None:
-            for name in self._given.base_copies:
+        if self._existing is not None:
+            for name in self._existing.base_copies:
                 if graph.owner_of.get(name, name) not in self._entries:
                     raise AdapterError(f"lora.adapter_name_or_path: {name} has no place in the model")
-                self._given.check_base(name, self._base_weight(name))
+                self._existing.check_base(name, self._base_weight(name))
 
     def describe(self, checkpoint: Checkpoint | None) -> str:
         """Return a message that describes the adapters.
@@ -145,24 +145,24 @@ class AdaptedWeights:
 
     def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
         """Write elements of a layout's block to ``out``, as in ``WeightSource``."""
-        mine = self._adapters.adapter_names if self._given is None else frozenset(self._adapters.names)
+        mine = self._adapters.adapter_names if self._existing is None else frozenset(self._adapters.names)
         for entry, first, last in entries_within(layout, start, start + out.numel()):
             if entry.name in mine:
                 place = out[entry.offset + first - start : entry.offset + last - start]
                 place.copy_(self._adapter_tensor(entry).view(-1)[first:last])
-        if layout.name not in self._plain:
+        if layout.name not in self._plain_layouts:
             entries = tuple(entry for entry in layout.entries if entry.name not in mine)
-            self._plain[layout.name] = replace(layout, entries=entries)
-        if self._plain[layout.name].entries:
+            self._plain_layouts[layout.name] = replace(layout, entries=entries)
+        if self._plain_layouts[layout.name].entries:
             with self._graph.plain_model():
-                self._loader.read(self._plain[layout.name], start, out)
+                self._loader.read(self._plain_layouts[layout.name], start, out)
 
     def _adapter_tensor(self, entry: TensorEntry) -> Tensor:
         """Return a tensor that is not in the model's folder. It is cached until another tensor is needed."""
         if self._last is None or self._last[0] != entry.name:
             tensor = torch.zeros(entry.shape)
-            if self._given is not None:
-                self._given.fill({entry.name: tensor})
+            if self._existing is not None:
+                self._existing.fill({entry.name: tensor})
             else:
                 modules = self._adapters.dora_modules([entry.name])
                 base = {module: self._base_weight(f"{module}.weight") for module in modules}
@@ -258,25 +258,25 @@ class Weights:
             candidates: Checkpoints to start from, best first. Damaged checkpoints are reported and skipped.
 
         Returns:
-            The loaded checkpoint, or None if the weights come from the source and the state from ``_begin_state``.
+            The loaded checkpoint, or None if the weights come from the source and the state from ``_initialize_state``.
 
         Raises:
             ModelFolderError: The weights cannot be read.
             InitializationError: The model cannot initialize its weights.
             CheckpointError: No candidate is intact, or tensors in the model's folder have changed since the run began.
         """
-        checkpoint = self._load_first_whole(candidates) if candidates else None
+        checkpoint = self._load_first_intact(candidates) if candidates else None
         self.passthrough = folder_record(self._plan, self.source.origin, checkpoint)
         layouts = self._plan.graph.layouts.values()
         if checkpoint is None:
             self._fill(list(layouts))
-            self._begin_state()
+            self._initialize_state()
         else:
             self._fill([layout for layout in layouts if self._first_block(layout).in_folder])
         self.source.load_buffers()
         return checkpoint
 
-    def _load_first_whole(self, candidates: Sequence[Checkpoint]) -> Checkpoint:
+    def _load_first_intact(self, candidates: Sequence[Checkpoint]) -> Checkpoint:
         problem: str | None = None
         for checkpoint in candidates:
             self._activity.begin("loading the checkpoint", num_bytes=self._durable_bytes)
@@ -304,11 +304,11 @@ class Weights:
         is_here = checkpoint.is_in_stores(self._plan.run.output_dir, program.sharding.shards.size)
         if is_here and saved.keys() == reader.blocks.keys():
             own = checkpoint.ranks[program.sharding.shards.rank]
-            self._store.load(own.generation, on_bytes=self._activity.moved)
+            self._store.load(own.generation, on_bytes=self._activity.add_bytes)
             return
         places = saved_places(self._plan)
         for key, block in saved.items():
-            with self._writing(key) as tensor:
+            with self._open_for_writing(key) as tensor:
                 if key not in places:  # state that does not have one element per weight
                     reader.read(key, tensor)
                 else:
@@ -364,7 +364,7 @@ class Weights:
         assert isinstance(self.source, AdaptedWeights), "only the base of adapters may be quantized"
         block, key = self.source.frozen_block(layout), weight_key(layout.name)
         assert block is not None and block.packing is not None, layout.name
-        with self._writing(key) as tensor:
+        with self._open_for_writing(key) as tensor:
             for read in FolderSource({key: block}, self._plan.graph.dtype).parts(key):
                 read(tensor)
 
@@ -377,7 +377,7 @@ class Weights:
         with self._reserve_master(longest):
             buffer = torch.empty(min(longest, MASTER_ELEMENTS) if self._is_split else 0)
             for number, (part, weight) in enumerate(weights):
-                with self._writing(weight) as tensor:
+                with self._open_for_writing(weight) as tensor:
                     tensor[len(part) :].zero_()  # a shard is padded beyond the end of its part
                     if not self._is_split:
                         for inside in _split_range(part):
@@ -390,20 +390,20 @@ class Weights:
     def _fill_halves(
         self,
         layout: UnitLayout,
-        of_weight: range,
+        weight_range: range,
         high: Tensor,
         lows: Sequence[tuple[range, str | None]],
         buffer: Tensor,
     ) -> None:
         """Fill one block with the high halves of a weight, and other blocks with the low halves."""
         for part, low in lows:
-            with nullcontext() if low is None else self._writing(low) as tensor:
+            with nullcontext() if low is None else self._open_for_writing(low) as tensor:
                 if tensor is not None:
                     tensor[len(part) :].zero_()
                 for inside in _split_range(part):
                     master = buffer[: len(inside)].zero_()
                     self.source.read(layout, inside.start, master)
-                    place = high[inside.start - of_weight.start : inside.stop - of_weight.start]
+                    place = high[inside.start - weight_range.start : inside.stop - weight_range.start]
                     if tensor is None:
                         high_half(master, place)
                     else:
@@ -429,7 +429,7 @@ class Weights:
         finally:
             self._store.reserve("ram", -nbytes)
 
-    def _begin_state(self) -> None:
+    def _initialize_state(self) -> None:
         """Fill optimizer state with zeros. Kinds that begin as weights (EMA) are filled with the loaded weights."""
         program = self._plan.program
         copies = {
@@ -437,7 +437,7 @@ class Weights:
         }
         for block in program.blocks.values():
             if block.kind == "optimizer" and kind_of_key(block.key) not in {"low", *copies}:
-                with self._writing(block.key) as tensor:
+                with self._open_for_writing(block.key) as tensor:
                     tensor.zero_()
         for layout in self._plan.graph.layouts.values():
             for kind in copies:
@@ -449,7 +449,7 @@ class Weights:
 
     def _copy_master(self, read: ReadMaster, parts: Sequence[tuple[range, str]]) -> None:
         for part, key in parts:
-            with self._writing(key) as tensor:
+            with self._open_for_writing(key) as tensor:
                 for inside in _split_range(part, _COPY_ELEMENTS):
                     tensor[inside.start - part.start : inside.stop - part.start] = read(inside.start, inside.stop)
                 tensor[len(part) :].zero_()
@@ -459,12 +459,12 @@ class Weights:
         return sum(block.nbytes for block in self._plan.program.blocks.values() if block.is_saved)
 
     @contextmanager
-    def _writing(self, key: str) -> Iterator[Tensor]:
+    def _open_for_writing(self, key: str) -> Iterator[Tensor]:
         """Yield a block's memory in RAM for writing. On exit, move the block to its home and report its bytes."""
         with self._store.acquire(key, "ram", "w") as lease:
             yield lease.tensor
         self._evict_streamed(key)
-        self._activity.moved(self._plan.program.blocks[key].nbytes)
+        self._activity.add_bytes(self._plan.program.blocks[key].nbytes)
 
     def _evict_streamed(self, key: str) -> None:
         if self._plan.placement.homes[key] != "ram":
@@ -511,7 +511,7 @@ class Weights:
         return numbers
 
     @contextmanager
-    def exported(self, layout: UnitLayout) -> Iterator[ReadMaster]:
+    def export_reader(self, layout: UnitLayout) -> Iterator[ReadMaster]:
         """Yield ``master``'s reader for an export. This reserves RAM for fp32 copies and reports progress."""
         names = list(self._plan.graph.layouts)
         self._activity.begin_part(names.index(layout.name), unit=layout.name, num_parts=len(names))
@@ -535,10 +535,10 @@ class GatheredWeights:
         self._weights, self._plan, self._group, self._should_stop = weights, plan, group, should_stop
 
     @contextmanager
-    def served(self) -> Iterator[None]:
+    def end_serving_on_exit(self) -> Iterator[None]:
         """On rank 0, end the other ranks' ``serve`` on exit. An error in the context ends the run on all ranks."""
         yield
-        self._group.broadcast(_NOTHING)
+        self._group.broadcast(_FINISHED)
 
     def serve(self) -> bool:
         """On a rank other than 0, send this rank's elements of the ranges that rank 0 reads, until rank 0 has finished.
@@ -549,21 +549,21 @@ class GatheredWeights:
         with ExitStack() as stack:
             current, read = "", None
             while True:
-                name, start, stop = self._group.broadcast(_NOTHING)
+                name, start, stop = self._group.broadcast(_FINISHED)
                 if not name:
                     return (name, start, stop) != _STOPPED
                 if name != current:
                     stack.close()
                     current = name
-                    read = stack.enter_context(self._weights.exported(self._plan.graph.layouts[name]))
+                    read = stack.enter_context(self._weights.export_reader(self._plan.graph.layouts[name]))
                 assert read is not None
                 for place in self._owned_places(self._group.world.rank, name, start, stop):
                     self._group.send(read(start + place.start, start + place.stop).contiguous(), 0)
 
     @contextmanager
-    def exported(self, layout: UnitLayout) -> Iterator[ReadMaster]:
-        """On rank 0, yield the reader of ``Weights.exported``. After a stop request, it raises ``ExportStopped``."""
-        with self._weights.exported(layout) as read_own:
+    def export_reader(self, layout: UnitLayout) -> Iterator[ReadMaster]:
+        """On rank 0, yield the reader of ``Weights``. After a stop request, it raises ``ExportStopped``."""
+        with self._weights.export_reader(layout) as read_own:
 
             def read(start: int, stop: int) -> Tensor:
                 if self._should_stop():  # the other ranks wait for a request, so rank 0 can still stop them

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.base.owner import living_owner
+from megatrain.base.owner import find_owner
 from megatrain.run.folder import RunFolder, committed_step
 from megatrain.run.status import RunStatus, read_status, write_status
 from processes.saved_run import SavedRun, end
@@ -73,7 +73,7 @@ def test_save_continues_and_stop_ends_the_run(run: SavedRun, start: Start) -> No
     assert result.stdout.endswith(f"run it again to continue from step {last}\n")
     assert process.wait(60) == 75
     assert f"interrupted at step {last}, saved: run the same command again to continue" in process.communicate()[1]
-    assert living_owner(run.out) is None
+    assert find_owner(run.out) is None
     assert f"stopped at step {last}" in run.call("status", run.out).stdout
 
 
@@ -83,7 +83,7 @@ def test_a_living_run_locks_its_folder_again_after_the_lock_was_removed(run: Sav
     (run.out / "LOCK").unlink()
     deadline = time.monotonic() + 60
     warning = f"warning: '{run.out / 'LOCK'}' was removed while this run uses the folder"
-    while living_owner(run.out) is None or not (status := read_status(run.out)) or warning not in str(status.message):
+    while find_owner(run.out) is None or not (status := read_status(run.out)) or warning not in str(status.message):
         assert process.poll() is None and time.monotonic() < deadline, "the run did not lock its folder again"
         time.sleep(0.05)
     shown = run.call("status", run.out).stdout

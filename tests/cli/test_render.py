@@ -124,7 +124,7 @@ def test_bytes_of_loading_and_of_a_checkpoint_have_bars(cli_module: CliModule) -
     activity = Activity()
     activity.begin("loading weights", num_bytes=4 * GiB)
     activity.begin_part(3, unit="model.layers.2", num_parts=12)
-    activity.moved(GiB)
+    activity.add_bytes(GiB)
     activity.saving = SimpleNamespace(is_done=False, done_bytes=3 * GiB, num_bytes=4 * GiB)
     lines = drawn(cli_module, 100, None, activity.snapshot())
     assert lines[0].split()[0] == "now" and "loading weights, 1.00 GiB of 4.00 GiB" in lines[0]

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.base.owner import living_owner
+from megatrain.base.owner import find_owner
 from megatrain.run.folder import committed_step
 from megatrain.run.status import read_status
 from processes import warm
@@ -269,7 +269,7 @@ def test_run_under_nohup_outlives_its_terminal(run: SavedRun) -> None:
 @pytest.fixture
 def stopped_at_the_end(run: SavedRun) -> Iterator[None]:
     yield
-    owner = living_owner(run.out)
+    owner = find_owner(run.out)
     if owner is not None and owner.pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(owner.pid, signal.SIGKILL)
@@ -278,7 +278,7 @@ def stopped_at_the_end(run: SavedRun) -> Iterator[None]:
 @pytest.mark.usefixtures("stopped_at_the_end")
 def test_follow_shows_a_run_of_another_process(run: SavedRun) -> None:
     process = run.start("--set", "logging.progress=none", steps=MANY, checkpoint='save_strategy = "no"')
-    while (owner := living_owner(run.out)) is None:
+    while (owner := find_owner(run.out)) is None:
         assert process.poll() is None
         time.sleep(0.05)
 
@@ -290,7 +290,7 @@ def test_follow_shows_a_run_of_another_process(run: SavedRun) -> None:
     assert [line for line in screen(terminal.text) if line][-2:] == [
         f"the run continues in process {owner.pid}", "visible"
     ]  # fmt: skip
-    assert living_owner(run.out) == owner
+    assert find_owner(run.out) == owner
 
     with Terminal(follow) as terminal:
         terminal.wait_for("s/step")

@@ -32,7 +32,7 @@ from megatrain.converters import experts as model_experts
 from megatrain.extras.scoring import Scorer
 from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.ranks.group import RankGroup
-from megatrain.tasks.evaluation import traffic_of_passes
+from megatrain.tasks.evaluation import count_pass_traffic
 from megatrain.training import trainer
 from megatrain.training.final import FinalExport
 from megatrain.training.training_loop import TrainingLoop
@@ -160,7 +160,7 @@ class WatchedLoop(TrainingLoop):
         for weights, plan in prepared.evaluation_plans.items():
             names = [settings.name_of(each.name, weights) for each in sets]
             times = len({(each.step, each.name) for each in end.evaluations if each.name in names})
-            planned.update({link: times * each for link, each in traffic_of_passes(plan, num_passes).items()})
+            planned.update({link: times * each for link, each in count_pass_traffic(plan, num_passes).items()})
         for sampler in prepared.samplers.values():
             planned.update(sampler.planned_bytes)
         planned.update({link: end.num_commits * each for link, each in prepared.plan.checkpoint.traffic.items()})

@@ -28,7 +28,7 @@ from megatrain.plan.forward import plan_averages
 from megatrain.plan.plan import Plan
 from megatrain.plan.shortfall import DoesNotFitError
 from megatrain.run.loggers import last_evaluations
-from megatrain.tasks.evaluation import EvaluationSet, Evaluator, load_evaluation_sets, traffic_of_passes
+from megatrain.tasks.evaluation import EvaluationSet, Evaluator, count_pass_traffic, load_evaluation_sets
 from megatrain.trace.trace import trace_visits
 from megatrain.training.export import export_checkpoint
 from megatrain.training.resolve import resolve_evaluation
@@ -192,7 +192,7 @@ def test_evaluations_change_no_bit_and_read_every_weight_from_drives(
     assert logged(run) == logged(in_ram)
     assert run.plan.totals == train_plan(tmp_path / "w", without).totals
     weights = sum(block.nbytes for block in run.plan.program.blocks.values() if block.kind == "weights")
-    assert sum(n for link, n in traffic_of_passes(run.plan, 1).items() if link.startswith("nvme->")) >= weights
+    assert sum(n for link, n in count_pass_traffic(run.plan, 1).items() if link.startswith("nvme->")) >= weights
 
 
 #: Three rows of each set, two of them in a micro-batch.
@@ -372,7 +372,7 @@ def test_evaluations_and_checkpoints_at_the_same_and_other_steps(
     run = train(tmp_path / "w", tiny_model, PLACEMENTS["NVMe"], more="save_steps = 1\nsave_total_limit = 1")
     assert run.losses == in_ram.losses and run.weights == in_ram.weights and logged(run) == logged(in_ram)
     each_step = run.plan.placement.run_traffic_bytes(1)
-    passes = traffic_of_passes(run.plan, 3 * sum(each.num_passes for each in sets_of(run)))
+    passes = count_pass_traffic(run.plan, 3 * sum(each.num_passes for each in sets_of(run)))
     assert run.summary.link_bytes == {link: NUM_STEPS * each_step[link] + passes[link] for link in passes}
 
 

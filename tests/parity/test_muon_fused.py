@@ -13,7 +13,7 @@ from megatrain.checkpoint.state import DecidedSettings
 from megatrain.config import load_config
 from megatrain.config.resolved import changes_from, to_toml, with_values
 from megatrain.training.resolve import resolve
-from megatrain.training.start import with_kept_rules
+from megatrain.training.start import with_checkpoint_settings
 from megatrain.training.trainer import Trainer
 from oracles.families import tiny_config
 from oracles.huggingface import add_gradients
@@ -99,6 +99,6 @@ def test_a_resumed_run_keeps_its_rule(fused_model: Path, tmp_path: Path, monkeyp
     ] == ["optimizer.muon_fused"]
     older = DecidedSettings.of_meta({"config_toml": '[optimizer]\noptim = "muon"'})
     monkeypatch.setattr("megatrain.training.start.rules_of_newest", lambda *_: older)
-    assert with_kept_rules(resolve(config)).optimizer.muon_fused == "whole"
+    assert with_checkpoint_settings(resolve(config)).optimizer.muon_fused == "whole"
     monkeypatch.setattr("megatrain.training.start.rules_of_newest", lambda *_: None)
-    assert with_kept_rules(resolve(config)).optimizer.muon_fused == "parts"
+    assert with_checkpoint_settings(resolve(config)).optimizer.muon_fused == "parts"

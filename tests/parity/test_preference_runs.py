@@ -11,7 +11,7 @@ import torch
 
 from megatrain.config import load_config
 from megatrain.data.rows_report import DataError
-from megatrain.tasks.evaluation import traffic_of_passes
+from megatrain.tasks.evaluation import count_pass_traffic
 from megatrain.tasks.reference import FOLDER_NAME, Reference, num_reference_passes
 from megatrain.training.trainer import Trainer
 from oracles.tiered_run import ALL_NVME, EXAMPLES, write_tiny_model
@@ -111,11 +111,11 @@ def test_reference_traffic_matches_the_plan(tiny_model: Path, tmp_path: Path) ->
             timeline=opened.timeline,
             activity=trainer.activity,
             on_message=lambda text: None,
-            known=None,
+            saved_checksums=None,
         )
-        reference.give([loader])
+        reference.fill_loaders([loader])
         moved = opened.store.stats() - before
-    planned = traffic_of_passes(trainer.plan, num_reference_passes(trainer.plan, loader))
+    planned = count_pass_traffic(trainer.plan, num_reference_passes(trainer.plan, loader))
     assert {name: link.num_bytes for name, link in moved.links.items()} == planned
     assert sum(planned.values()) > 0
     for tier, stats in moved.tiers.items():

@@ -156,15 +156,15 @@ def _evaluate(trainer: Trainer, opened: OpenRun, step: int, result: RankResult) 
     from megatrain.data.encoding import load_tokenizer
     from megatrain.tasks.evaluation import (
         Evaluator,
+        count_pass_traffic,
         load_evaluation_sets,
         make_samplers,
-        plans_of_evaluations,
-        traffic_of_passes,
+        plan_evaluations,
     )
     from megatrain.training.resolve import resolve_evaluation
 
     plan, store, spec = opened.plan, opened.store, resolve_evaluation(trainer.config)
-    tokenizer, plans = load_tokenizer(plan.run.model.tokenizer_folder), plans_of_evaluations(spec, plan)
+    tokenizer, plans = load_tokenizer(plan.run.model.tokenizer_folder), plan_evaluations(spec, plan)
     sets = load_evaluation_sets(spec, plan, tokenizer, lambda text: None)
     gather = (lambda number: [number]) if plan.run.world.is_single else Collectives().gather_objects
     samplers = make_samplers(spec, plans, sets, tokenizer, gather)
@@ -186,15 +186,17 @@ def _evaluate(trainer: Trainer, opened: OpenRun, step: int, result: RankResult) 
     evaluator.run(step)
     store.wait_idle()
     moved = store.stats() - before
-    result.evaluations = {name: (each.loss, each.num_tokens) for name, each in evaluator.latest.items()}
-    result.samples = {name: [one.generated for one in each.samples] for name, each in evaluator.latest.items()}
+    result.evaluations = {name: (each.loss, each.num_tokens) for name, each in evaluator.latest_evaluations.items()}
+    result.samples = {
+        name: [one.generated for one in each.samples] for name, each in evaluator.latest_evaluations.items()
+    }
     own = [batch["labels"] for each in sets for micro_batches in each.passes() for batch in micro_batches]
     result.num_own_labels = sum(count_labels(shifted_labels(labels).reshape(-1)) for labels in own)
     result.moved_by_evaluations = {link: stats.num_bytes for link, stats in moved.links.items()}
     result.moved_by_evaluations.update(evaluator.moved_bytes)
     num_passes, planned = sum(each.num_passes for each in sets), Counter[str]()
     for each_plan in plans.values():
-        planned.update(traffic_of_passes(each_plan, num_passes))
+        planned.update(count_pass_traffic(each_plan, num_passes))
     for sampler in samplers.values():
         planned.update(sampler.planned_bytes)
     result.planned_of_evaluations = dict(planned)

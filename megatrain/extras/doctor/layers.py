@@ -18,7 +18,7 @@ import numpy as np
 
 from megatrain.api import load_config, measure_ticks, plan_run, resolve, work_of_phases
 
-__all__ = ["SHAPES", "LayerRates", "LayerShape", "explain", "measure_layers"]
+__all__ = ["SHAPES", "LayerRates", "LayerShape", "fit_costs", "measure_layers"]
 
 _DTYPES = ("float32", "bfloat16")
 
@@ -98,7 +98,7 @@ def measure_layers(*, seconds: float, shapes: Sequence[LayerShape] = SHAPES) -> 
         NotMeasurableError: The RAM is too small.
     """
     found = {
-        dtype: explain([phase for shape in shapes for phase in _timed_phases(shape, dtype, seconds)])
+        dtype: fit_costs([phase for shape in shapes for phase in _timed_phases(shape, dtype, seconds)])
         for dtype in _DTYPES
     }
 
@@ -109,7 +109,7 @@ def measure_layers(*, seconds: float, shapes: Sequence[LayerShape] = SHAPES) -> 
     return LayerRates(of_kind(0), of_kind(1), of_kind(2), launches)
 
 
-def explain(phases: Sequence[tuple[float, Sequence[float]]]) -> list[float]:
+def fit_costs(phases: Sequence[tuple[float, Sequence[float]]]) -> list[float]:
     """Return the nonnegative seconds per unit of each kind of work; 0 for a kind without influence on the times.
 
     The function minimizes the squares of relative errors, so that a short phase has the same weight as a long phase.

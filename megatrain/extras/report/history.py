@@ -24,7 +24,7 @@ from megatrain.api import (
 )
 from megatrain.base.errors import ConfigError
 from megatrain.base.names import RESOLVED_NAME
-from megatrain.base.owner import living_owner
+from megatrain.base.owner import find_owner
 from megatrain.base.timeline import TIMELINE_NAME
 from megatrain.config.schema import RunConfig
 
@@ -78,7 +78,7 @@ def read_history(folder: Path | str) -> RunHistory:
         NoRunRecordsError: The folder contains no records of a run.
     """
     path = Path(folder).resolve()
-    status, owner = read_status(path), living_owner(path)
+    status, owner = read_status(path), find_owner(path)
     plan = read_record(path / PLAN_NAME)
     lines = _read_lines(path / METRICS_NAME)
     timeline = path / TIMELINE_NAME

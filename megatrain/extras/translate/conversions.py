@@ -9,7 +9,7 @@ from typing import Any
 from megatrain.base.other_tools import KEYS, PLANNER, QUANTIZED, Row
 from megatrain.config.keys import KEYS as OUR_KEYS
 from megatrain.config.keys import leaf_schema, used_if
-from megatrain.extras.translate.draft import NOTHING_LIKE_IT, Section, Translation, as_number, listed, mapping
+from megatrain.extras.translate.draft import NO_EQUIVALENT, Section, Translation, as_list, as_mapping, as_number
 from megatrain.extras.translate.read import TranslationError, is_file, read_mapping
 
 #: Globs of parameters that transformers' Trainer excludes from weight decay. Embeddings do decay.
@@ -55,113 +55,114 @@ def translate_keys(draft: Translation, values: Mapping[str, Any], prefix: str = 
         prefix: Path of the section that contains the keys, with a trailing dot, or "".
     """
     rows = KEYS[draft.tool]
-    listed_already = {left.theirs for left in (*draft.lost, *draft.unneeded)}
+    listed_already = {left.tool_key for left in (*draft.lost, *draft.unneeded)}
     for leaf, value in values.items():
-        theirs = prefix + leaf
-        row = rows.get(theirs)
-        if value is None or theirs in listed_already:
+        tool_key = prefix + leaf
+        row = rows.get(tool_key)
+        if value is None or tool_key in listed_already:
             continue
-        if row is not None and row.how in CONVERSIONS:
-            draft.answered.add(theirs)
-            CONVERSIONS[row.how](draft, theirs, value, row)
-        elif row is None and isinstance(value, Mapping) and any(name.startswith(f"{theirs}.") for name in rows):
-            translate_keys(draft, value, f"{theirs}.")
+        if row is not None and row.conversion in CONVERSIONS:
+            draft.answered.add(tool_key)
+            CONVERSIONS[row.conversion](draft, tool_key, value, row)
+        elif row is None and isinstance(value, Mapping) and any(name.startswith(f"{tool_key}.") for name in rows):
+            translate_keys(draft, value, f"{tool_key}.")
         elif row is None and not prefix:
-            draft.answered.add(theirs)
-            draft.omit_if_on(theirs, NOTHING_LIKE_IT, value)
+            draft.answered.add(tool_key)
+            draft.omit_if_on(tool_key, NO_EQUIVALENT, value)
 
 
-def _copy(draft: Translation, theirs: str, value: Any, row: Row) -> None:
-    draft.put(row.ours, value, theirs)
+def _copy(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
+    draft.put(row.config_key, value, tool_key)
 
 
-def _path(draft: Translation, theirs: str, value: Any, row: Row) -> None:
-    draft.put_path(row.ours, value, theirs)
+def _path(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
+    draft.put_path(row.config_key, value, tool_key)
 
 
-def _unneeded(draft: Translation, theirs: str, value: Any, row: Row) -> None:
-    draft.drop(theirs, row.why, value)
+def _unneeded(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
+    draft.drop(tool_key, row.reason, value)
 
 
-def _lost(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+def _lost(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
     if row.choices:
-        _choice(draft, theirs, value, row)
+        _choice(draft, tool_key, value, row)
     else:
-        draft.omit_if_on(theirs, row.why, value)
+        draft.omit_if_on(tool_key, row.reason, value)
 
 
-def _choice(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+def _choice(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
     """Translate a value by the row's choices. Other values are lost if the row has a reason, and copied otherwise."""
     is_choice = isinstance(value, str | bool | int | float) and value in row.choices
-    ours = row.choices[value] if is_choice else value
-    if not is_choice and row.why:
-        draft.omit(theirs, row.why, value)
-    elif ours is not None:
-        draft.put(row.ours, ours, theirs)
+    chosen = row.choices[value] if is_choice else value
+    if not is_choice and row.reason:
+        draft.omit(tool_key, row.reason, value)
+    elif chosen is not None:
+        draft.put(row.config_key, chosen, tool_key)
 
 
-def _optimizer(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+def _optimizer(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
     name = str(value).lower()
-    exact = next((ours for ours, names in _OPTIMIZERS.items() if name in names), None)
-    quantized = next((ours for ours, names in _QUANTIZED_OPTIMIZERS.items() if name in names), None)
+    exact = next((optim for optim, names in _OPTIMIZERS.items() if name in names), None)
+    quantized = next((optim for optim, names in _QUANTIZED_OPTIMIZERS.items() if name in names), None)
     if exact is None and quantized is None:
-        draft.omit(theirs, f"optimizers here: {', '.join(leaf_schema('optimizer.optim')['enum'])}", value)
+        draft.omit(tool_key, f"optimizers here: {', '.join(leaf_schema('optimizer.optim')['enum'])}", value)
         return
-    draft.put("optimizer.optim", exact or quantized, theirs)
+    draft.put("optimizer.optim", exact or quantized, tool_key)
     if quantized is not None:
         note = f"replaces {value}, because moments here have at least 8 bits" if name.endswith("4bit") else ""
-        draft.put("optimizer.state_dtype", "int8", theirs, note)
+        draft.put("optimizer.state_dtype", "int8", tool_key, note)
 
 
-def _betas(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+def _betas(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
     if not isinstance(value, list) or len(value) != 2 or "auto" in value:
-        draft.omit(theirs, "write two numbers: optimizer.adam_beta1 and optimizer.adam_beta2", value)
+        draft.omit(tool_key, "write two numbers: optimizer.adam_beta1 and optimizer.adam_beta2", value)
         return
-    draft.put("optimizer.adam_beta1", value[0], theirs)
-    draft.put("optimizer.adam_beta2", value[1], theirs)
+    draft.put("optimizer.adam_beta1", value[0], tool_key)
+    draft.put("optimizer.adam_beta2", value[1], tool_key)
 
 
-def _warmup(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+def _warmup(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
     """Translate a number or a fraction of warm-up steps. A number above 0 takes precedence, as in transformers."""
-    number = as_number(value, row.ours)
+    number = as_number(value, row.config_key)
     if isinstance(number, bool) or not isinstance(number, int | float):
-        draft.omit(theirs, "write a number of steps, or a fraction of all steps", value)
+        draft.omit(tool_key, "write a number of steps, or a fraction of all steps", value)
         return
-    before = draft.entries.get(row.ours)
-    if before is None or not before.value or (theirs == "warmup_steps" and number):
-        draft.put(row.ours, number, theirs)
-        theirs, number = (before.theirs, before.value) if before is not None else ("", 0)
+    before = draft.entries.get(row.config_key)
+    if before is None or not before.value or (tool_key == "warmup_steps" and number):
+        draft.put(row.config_key, number, tool_key)
+        tool_key, number = (before.tool_key, before.value) if before is not None else ("", 0)
     if number:
-        draft.drop(theirs, "warmup_steps takes precedence", number)
+        draft.drop(tool_key, "warmup_steps takes precedence", number)
 
 
-def _half_precision(draft: Translation, theirs: str, value: Any, row: Row) -> None:
-    is_float16 = "fp16" in theirs and "bf16" not in theirs
+def _half_precision(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
+    is_float16 = "fp16" in tool_key and "bf16" not in tool_key
     if value in (True, "true") or (not is_float16 and value in ("auto", "full")):
-        draft.put(row.ours, "bfloat16", theirs, "instead of float16, which needs loss scaling" if is_float16 else "")
+        note = "instead of float16, which needs loss scaling" if is_float16 else ""
+        draft.put(row.config_key, "bfloat16", tool_key, note)
     else:
-        draft.omit_if_on(theirs, NOTHING_LIKE_IT, value)
+        draft.omit_if_on(tool_key, NO_EQUIVALENT, value)
 
 
-def _loaded_dtype(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+def _loaded_dtype(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
     """Translate the dtype of the loaded model to the compute dtype. The master weights stay in float32."""
     if str(value).removeprefix("torch.") not in ("bfloat16", "float16", "bf16", "fp16", "half"):
-        draft.drop(theirs, "master weights have 32 bits, independent of the dtype in the files", value)
-    elif row.ours not in draft.entries:
-        draft.put(row.ours, "bfloat16", theirs, "master weights keep 32 bits")
+        draft.drop(tool_key, "master weights have 32 bits, independent of the dtype in the files", value)
+    elif row.config_key not in draft.entries:
+        draft.put(row.config_key, "bfloat16", tool_key, "master weights keep 32 bits")
 
 
-def _reports(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+def _reports(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
     """Translate a list of targets, or a switch such as ``use_wandb``."""
-    if not theirs.startswith("use_"):
-        report_to(draft, theirs, listed(value))
+    if not tool_key.startswith("use_"):
+        report_to(draft, tool_key, as_list(value))
     elif value is True:
-        report_to(draft, theirs, [theirs.removeprefix("use_")])
+        report_to(draft, tool_key, [tool_key.removeprefix("use_")])
     else:
-        draft.omit_if_on(theirs, "see logging.report_to", value)
+        draft.omit_if_on(tool_key, "see logging.report_to", value)
 
 
-def report_to(draft: Translation, theirs: str, targets: list[Any]) -> None:
+def report_to(draft: Translation, tool_key: str, targets: list[Any]) -> None:
     """Add targets to ``logging.report_to``, which also contains "jsonl" and the targets of other keys."""
     kind = leaf_schema("logging.report_to")
     allowed = next(part["items"]["enum"] for part in (kind, *kind.get("anyOf", ())) if "items" in part)
@@ -169,54 +170,54 @@ def report_to(draft: Translation, theirs: str, targets: list[Any]) -> None:
     if kept:
         before = draft.entries.get("logging.report_to")
         names = dict.fromkeys(["jsonl", *(before.value if before else ()), *kept])
-        draft.put("logging.report_to", list(names), theirs)
+        draft.put("logging.report_to", list(names), tool_key)
     for name in targets:
         if name not in (*allowed, "none", "all"):
-            draft.omit(theirs, "metrics are written to output_dir/metrics.jsonl", name)
+            draft.omit(tool_key, "metrics are written to output_dir/metrics.jsonl", name)
 
 
-def _resume(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+def _resume(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
     if isinstance(value, str):
-        draft.omit(theirs, "checkpoints of other tools cannot be read; use the exported model as the model", value)
+        draft.omit(tool_key, "checkpoints of other tools cannot be read; use the exported model as the model", value)
     else:
-        draft.drop(theirs, "a run resumes automatically if output_dir contains checkpoints", value)
+        draft.drop(tool_key, "a run resumes automatically if output_dir contains checkpoints", value)
 
 
-def chat_template(draft: Translation, theirs: str, value: Any, row: Row | None = None) -> None:
+def chat_template(draft: Translation, tool_key: str, value: Any, row: Row | None = None) -> None:
     """Translate a chat template. A file is used; inline text is lost, with advice to write it into a file."""
     text = str(value)
     if text.endswith((".jinja", ".jinja2", ".j2")) and is_file(Path(draft.base, text)):
-        draft.put("model.chat_template", text, theirs, is_path=True)
+        draft.put("model.chat_template", text, tool_key, is_path=True)
     elif "{%" in text or "{{" in text:
         short = text.strip().splitlines()[0][:40]
-        draft.omit(theirs, "write it into a file, and set model.chat_template to that file", f"{short} ...")
+        draft.omit(tool_key, "write it into a file, and set model.chat_template to that file", f"{short} ...")
     elif text not in ("tokenizer_default", "default"):
-        draft.drop(theirs, "the model's template is used; check it with `megatrain-tier data preview`", value)
+        draft.drop(tool_key, "the model's template is used; check it with `megatrain-tier data preview`", value)
 
 
-def _deepspeed(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+def _deepspeed(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
     """Translate the NVMe folder of a DeepSpeed config. The planner decides all other offloading."""
-    draft.drop(theirs, PLANNER, value)
+    draft.drop(tool_key, PLANNER, value)
     if not isinstance(value, Mapping):
         files = [folder / str(value) for folder in (draft.base, draft.source.path.parent)]
         try:
             value = next((read_mapping(file) for file in files if is_file(file)), {})
         except TranslationError:
             value = {}
-    nvme_path(draft, value, f"{theirs}: ")
+    nvme_path(draft, value, f"{tool_key}: ")
 
 
 def nvme_path(draft: Translation, values: Mapping[str, Any], prefix: str = "") -> None:
     """Write the folder in ``nvme_path`` of a DeepSpeed config to ``[[tiers.nvme]]``."""
     for block in ("offload_optimizer", "offload_param"):
-        table = mapping(mapping(values.get("zero_optimization")).get(block))
+        table = as_mapping(as_mapping(values.get("zero_optimization")).get(block))
         if table.get("device") == "nvme" and isinstance(table.get("nvme_path"), str):
             draft.put_path("tiers.nvme.0.path", table["nvme_path"], f"{prefix}{block}.nvme_path")
             draft.put("tiers.nvme.0.size", "auto", note="all free space except a margin")
             return
 
 
-#: Functions ``conversion(draft, their_key, value, row)``, by kind of conversion (``Row.how``).
+#: Functions ``conversion(draft, their_key, value, row)``, by kind of conversion (``Row.conversion``).
 CONVERSIONS: Mapping[str, Callable[[Translation, str, Any, Row], None]] = {
     "copy": _copy,
     "path": _path,
@@ -262,8 +263,8 @@ def put_lora(draft: Translation, defaults: Mapping[str, Any], *quantization: str
         defaults: The tool's defaults, by config key.
         quantization: The tool's keys that quantize the base model.
     """
-    rows = {theirs: row.ours for theirs, row in draft.rows("lora").items()}
-    folder = next((theirs for theirs, ours in rows.items() if ours == "lora.adapter_name_or_path"), "")
+    rows = {tool_key: row.config_key for tool_key, row in draft.rows("lora").items()}
+    folder = next((tool_key for tool_key, config_key in rows.items() if config_key == "lora.adapter_name_or_path"), "")
     if paths := folder and draft.get(folder):
         paths = [part.strip() for part in str(paths).split(",")] if not isinstance(paths, list) else paths
         draft.put_path("lora.adapter_name_or_path", paths[-1], folder)
@@ -271,21 +272,21 @@ def put_lora(draft: Translation, defaults: Mapping[str, Any], *quantization: str
             draft.omit(folder, "adapters cannot be stacked; first merge these adapters into the model", paths[:-1])
         # The adapter's config file contains all other settings.
         rows, defaults = {"lora_dropout": "lora.lora_dropout"}, {}
-    for theirs, ours in rows.items():
-        value = draft.get(theirs)
-        if ours in _LORA_LISTS and isinstance(value, str) and value != "all-linear":
+    for tool_key, config_key in rows.items():
+        value = draft.get(tool_key)
+        if config_key in _LORA_LISTS and isinstance(value, str) and value != "all-linear":
             value = [part.strip() for part in value.split(",") if part.strip()]
-        if ours == "lora.target_modules" and value in (["all"], True):
+        if config_key == "lora.target_modules" and value in (["all"], True):
             value = "all-linear"
         if value is not None and value is not False and value != []:
-            draft.put(ours, value, theirs)
-    for ours, value in defaults.items():
-        if ours not in draft.entries:
-            draft.put(ours, value, note=f"{draft.source.title}'s default")
-    for theirs in quantization:
-        if value := draft.get(theirs):
-            why = "the base model is streamed in the precision of its folder; for QLoRA"
-            draft.omit(theirs, f"{why} {QUANTIZED}", value)
+            draft.put(config_key, value, tool_key)
+    for config_key, value in defaults.items():
+        if config_key not in draft.entries:
+            draft.put(config_key, value, note=f"{draft.source.title}'s default")
+    for tool_key in quantization:
+        if value := draft.get(tool_key):
+            reason = "the base model is streamed in the precision of its folder; for QLoRA"
+            draft.omit(tool_key, f"{reason} {QUANTIZED}", value)
 
 
 def refuse_quantized(draft: Translation, *names: str) -> None:
@@ -295,38 +296,38 @@ def refuse_quantized(draft: Translation, *names: str) -> None:
             raise draft.refuse(f"{name}: quantized weights cannot be trained without adapters", "Remove it")
 
 
-def put_preference(draft: Translation, loss: Any, theirs: str) -> None:
+def put_preference(draft: Translation, loss: Any, tool_key: str) -> None:
     """Fill ``task`` and ``[preference]`` from the tool's preference keys. If keys conflict, the first one applies.
 
     Args:
-        theirs: The tool's key that sets the loss.
+        tool_key: The tool's key that sets the loss.
     """
     if loss not in LOSSES:
         raise draft.refuse(f"the preference loss `{loss}` is not supported", f"Supported: {', '.join(LOSSES)}")
-    draft.put("task", "dpo", theirs)
-    draft.put("preference.loss_type", loss, theirs)
+    draft.put("task", "dpo", tool_key)
+    draft.put("preference.loss_type", loss, tool_key)
     for name, row in draft.rows("preference").items():
         if (value := draft.get(name)) is None:
             continue
-        if row.ours in draft.entries:
-            draft.omit(name, f"{draft.entries[row.ours].theirs} sets the same key", value)
-        elif loss in _LOSSES_WITH.get(row.ours, LOSSES):
-            draft.put(row.ours, value, name)
+        if row.config_key in draft.entries:
+            draft.omit(name, f"{draft.entries[row.config_key].tool_key} sets the same key", value)
+        elif loss in _LOSSES_WITH.get(row.config_key, LOSSES):
+            draft.put(row.config_key, value, name)
         else:
             draft.drop(name, f"the loss {loss} has no such term", value)
-    for ours, why in _SFT_ONLY.items():
-        entry = draft.entries.pop(ours, None)
-        if entry is not None and entry.theirs:
-            draft.omit_if_on(entry.theirs, why, entry.value)
+    for config_key, reason in _SFT_ONLY.items():
+        entry = draft.entries.pop(config_key, None)
+        if entry is not None and entry.tool_key:
+            draft.omit_if_on(entry.tool_key, reason, entry.value)
     draft.default({"preference.beta": 0.1})
 
 
-def put_images(draft: Translation, images: str, theirs: str) -> None:
+def put_images(draft: Translation, images: str, tool_key: str) -> None:
     """Set ``model.images``. With LoRA, images are "frozen", because only the language model has adapters."""
     if images == "trained" and any(key.startswith("lora.") for key in draft.entries):
-        draft.omit(theirs, "the vision tower has no adapters; model.images freezes or fully trains it")
+        draft.omit(tool_key, "the vision tower has no adapters; model.images freezes or fully trains it")
         images = "frozen"
-    draft.put("model.images", images, theirs if draft.get(theirs) is not None else "", "the data has images")
+    draft.put("model.images", images, tool_key if draft.get(tool_key) is not None else "", "the data has images")
 
 
 def put_source(draft: Translation, key: str, fields: Section) -> None:
@@ -335,18 +336,18 @@ def put_source(draft: Translation, key: str, fields: Section) -> None:
     Args:
         key: Config table, such as ``data.train.0``.
     """
-    theirs, where = fields.path, str(fields.get("id") or fields.get("path") or "")
-    files = [str(file) for file in listed(fields.get("data_files"))]
+    tool_key, where = fields.path, str(fields.get("id") or fields.get("path") or "")
+    files = [str(file) for file in as_list(fields.get("data_files"))]
     if files and where in _BUILDERS:
-        where, theirs = files[0], f"{theirs}.data_files"
+        where, tool_key = files[0], f"{tool_key}.data_files"
         if len(files) > 1:
-            draft.omit(theirs, "write a glob, or one [[data.train]] per file", files[1:])
+            draft.omit(tool_key, "write a glob, or one [[data.train]] per file", files[1:])
     elif files:
-        draft.omit(f"{theirs}.data_files", "write the path of the files", files)
+        draft.omit(f"{tool_key}.data_files", "write the path of the files", files)
     if where:
-        draft.put_path(f"{key}.path", where, theirs)
+        draft.put_path(f"{key}.path", where, tool_key)
     else:
-        draft.fill_in(f"{key}.path", "data/train.jsonl", f"{theirs} has no path")
+        draft.fill_in(f"{key}.path", "data/train.jsonl", f"{tool_key} has no path")
     for name in ("config", "name"):
         if (subset := fields.get(name)) and subset != "default":
             draft.put(f"{key}.subset", subset, fields.path_of(name))
@@ -364,6 +365,6 @@ def put_columns(draft: Translation, key: str, columns: Mapping[str, tuple[Any, s
         key: Config table, such as ``data.train.0``.
         columns: (column in the rows, default name, the tool's key) of each field.
     """
-    for ours, (column, usual, theirs) in columns.items():
+    for config_key, (column, usual, tool_key) in columns.items():
         if column and column != usual:
-            draft.put(f"{key}.columns.{ours}", column, theirs)
+            draft.put(f"{key}.columns.{config_key}", column, tool_key)

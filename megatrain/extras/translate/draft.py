@@ -13,9 +13,9 @@ from megatrain.config.keys import KEYS as OUR_KEYS
 from megatrain.config.keys import leaf_schema, parse_path, plain
 from megatrain.extras.translate.read import Source, TranslationError, exists
 
-NOTHING_LIKE_IT = "no key here does this"
+NO_EQUIVALENT = "no key here does this"
 #: Values that disable an unknown key, so that it can be ignored.
-_OFF: tuple[Any, ...] = (None, False, "", [], {}, "no", "none", "auto")
+_OFF_VALUES: tuple[Any, ...] = (None, False, "", [], {}, "no", "none", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,14 @@ class TranslatedValue:
     """The value of one config key.
 
     Attributes:
-        theirs: Key of the tool that sets it, or "".
+        tool_key: Key of the tool that sets it, or "".
         note: Comment in the written config.
         is_path: Whether the value is a path relative to the start folder of the other tool.
         to_fill_in: Whether the value is an example that the user must replace, because the tool's file has no value.
     """
 
     value: Any
-    theirs: str = ""
+    tool_key: str = ""
     note: str = ""
     is_path: bool = False
     to_fill_in: bool = False
@@ -40,13 +40,13 @@ class TranslatedValue:
 class OmittedKey:
     """A key of the tool that the translation omits, with the reason."""
 
-    theirs: str
+    tool_key: str
     value: Any
-    why: str
+    reason: str
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values."""
-        return {"key": self.theirs, "value": self.value, "why": self.why}
+        return {"key": self.tool_key, "value": self.value, "why": self.reason}
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Translation:
             "tool": self.tool,
             "toml": self.toml,
             "values": {
-                key: {"value": entry.value, "from": entry.theirs, "note": entry.note}
+                key: {"value": entry.value, "from": entry.tool_key, "note": entry.note}
                 for key, entry in self.entries.items()
             },
             "no_equivalent": [left.to_json() for left in self.lost],
@@ -99,7 +99,7 @@ class Translation:
     def get(self, path: str, default: Any = None) -> Any:
         """Return the tool's value at a dotted path, or the default. Mark it as answered unless it is a table."""
         value = self.peek(path)
-        if not _holds_tables(value):
+        if not _contains_tables(value):
             self.answered.add(path)
         return default if value is None else value
 
@@ -107,32 +107,32 @@ class Translation:
         """Return the tool's value at a dotted path, or None, without marking it as answered."""
         value: Any = self.source.values
         for part in path.split("."):
-            value = mapping(value).get(part)
+            value = as_mapping(value).get(part)
         return value
 
     def section(self, path: str) -> Section:
         """Return the tool's table at a dotted path. Any other value stays unanswered and is listed as lost."""
-        return Section(self, path, mapping(self.peek(path)))
+        return Section(self, path, as_mapping(self.peek(path)))
 
-    def rows(self, how: str) -> dict[str, Row]:
+    def rows(self, conversion: str) -> dict[str, Row]:
         """Return the table rows with this kind of conversion, by key of the tool."""
-        return {theirs: row for theirs, row in KEYS[self.tool].items() if row.how == how}
+        return {tool_key: row for tool_key, row in KEYS[self.tool].items() if row.conversion == conversion}
 
     # Config keys
 
-    def put(self, ours: str, value: Any, theirs: str = "", note: str = "", *, is_path: bool = False) -> None:
+    def put(self, config_key: str, value: Any, tool_key: str = "", note: str = "", *, is_path: bool = False) -> None:
         """Set a config key."""
-        self.entries[ours] = TranslatedValue(as_number(value, ours), theirs, note, is_path)
+        self.entries[config_key] = TranslatedValue(as_number(value, config_key), tool_key, note, is_path)
 
-    def put_path(self, ours: str, value: Any, theirs: str = "", note: str = "") -> None:
+    def put_path(self, config_key: str, value: Any, tool_key: str = "", note: str = "") -> None:
         """Set a key to a path or a hub name. A text that exists as a path on this machine is a path."""
         text = str(value)
-        is_path = text.startswith((".", "/", "~")) or ours == "output_dir" or exists(self.base / text)
-        self.put(ours, text, theirs, note, is_path=is_path)
+        is_path = text.startswith((".", "/", "~")) or config_key == "output_dir" or exists(self.base / text)
+        self.put(config_key, text, tool_key, note, is_path=is_path)
 
-    def fill_in(self, ours: str, value: Any, note: str) -> None:
+    def fill_in(self, config_key: str, value: Any, note: str) -> None:
         """Set a key to an example that the user must replace."""
-        self.entries[ours] = TranslatedValue(value, "", note, False, True)
+        self.entries[config_key] = TranslatedValue(value, "", note, False, True)
 
     def fill_in_model(self) -> None:
         """Set the model to an example that the user must replace, unless it is already set."""
@@ -145,37 +145,37 @@ class Translation:
 
     def default(self, values: Mapping[str, Any]) -> None:
         """Set keys that are not set yet to the tool's defaults, if these differ from the config's defaults."""
-        for ours, value in values.items():
-            if ours not in self.entries and leaf_schema(ours).get("default") != value:
-                self.put(ours, value, note=f"{self.source.title}'s default")
+        for config_key, value in values.items():
+            if config_key not in self.entries and leaf_schema(config_key).get("default") != value:
+                self.put(config_key, value, note=f"{self.source.title}'s default")
 
     # Keys that are left out
 
-    def omit(self, theirs: str, why: str, value: Any = None) -> None:
+    def omit(self, tool_key: str, reason: str, value: Any = None) -> None:
         """List a key of the tool as lost, because it has no equivalent."""
-        self.lost.append(OmittedKey(theirs, value, why))
+        self.lost.append(OmittedKey(tool_key, value, reason))
 
-    def omit_if_on(self, theirs: str, why: str, value: Any) -> None:
+    def omit_if_on(self, tool_key: str, reason: str, value: Any) -> None:
         """List a key as lost, unless its value disables it."""
-        if value not in _OFF:
-            self.omit(theirs, why, value)
+        if value not in _OFF_VALUES:
+            self.omit(tool_key, reason, value)
 
     def omit_unanswered(self) -> None:
         """List every unanswered value as lost. Reading a key does not answer the other keys of its table."""
-        done = self.answered | {left.theirs for left in (*self.lost, *self.unneeded)}
+        done = self.answered | {left.tool_key for left in (*self.lost, *self.unneeded)}
         for path, value in list(_leaves(self.source.values, "", done)):
             if value is not None and value != "auto":
-                self.omit(path, NOTHING_LIKE_IT, value)
+                self.omit(path, NO_EQUIVALENT, value)
 
-    def omit_auto(self, why: str) -> None:
+    def omit_auto(self, reason: str) -> None:
         """List every value that is "auto", except in tables that are not needed."""
         for path, value in list(_leaves(self.source.values, "", self.rows("unneeded"))):
             if value == "auto":
-                self.omit(path, why, value)
+                self.omit(path, reason, value)
 
-    def drop(self, theirs: str, why: str, value: Any = None) -> None:
+    def drop(self, tool_key: str, reason: str, value: Any = None) -> None:
         """List a key of the tool as not needed here."""
-        self.unneeded.append(OmittedKey(theirs, value, why))
+        self.unneeded.append(OmittedKey(tool_key, value, reason))
 
     def refuse(self, problem: str, remedy: str = "") -> TranslationError:
         """Return an error which says that the described training is not supported."""
@@ -203,16 +203,16 @@ class Section:
     def get(self, name: str) -> Any:
         """Return a value. Mark it as answered unless it is a table."""
         value = self.values.get(name)
-        if not _holds_tables(value):
+        if not _contains_tables(value):
             self.draft.answered.add(self.path_of(name))
         return value
 
     def section(self, name: str) -> Section:
         """Return a nested table. A value that is not a table stays unanswered and is listed as lost."""
-        return Section(self.draft, f"{self.path}.{name}", mapping(self.values.get(name)))
+        return Section(self.draft, f"{self.path}.{name}", as_mapping(self.values.get(name)))
 
 
-def _holds_tables(value: Any) -> bool:
+def _contains_tables(value: Any) -> bool:
     """Return whether a value is or contains a table, whose keys are answered individually."""
     return isinstance(value, Mapping) or (isinstance(value, list) and any(isinstance(each, Mapping) for each in value))
 
@@ -221,7 +221,7 @@ def _leaves(value: Any, path: str, done: Collection[str]) -> Iterator[tuple[str,
     """Yield the path and the value of each leaf that is not in ``done``, except in tables with ``enabled: false``."""
     if path in done:
         return
-    if not _holds_tables(value):
+    if not _contains_tables(value):
         yield path, value
     elif isinstance(value, list):
         for number, each in enumerate(value):
@@ -231,12 +231,12 @@ def _leaves(value: Any, path: str, done: Collection[str]) -> Iterator[tuple[str,
             yield from _leaves(each, f"{path}.{name}" if path else name, done)
 
 
-def mapping(value: Any) -> Mapping[str, Any]:
+def as_mapping(value: Any) -> Mapping[str, Any]:
     """Return the value if it is a mapping, otherwise an empty mapping."""
     return value if isinstance(value, Mapping) else {}
 
 
-def listed(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     """Return a list unchanged, None as an empty list, and any other value as a list with one item."""
     return value if isinstance(value, list) else [] if value is None else [value]
 
@@ -246,9 +246,9 @@ def plain_key(key: str) -> str:
     return plain(parse_path(key))
 
 
-def as_number(value: Any, ours: str) -> Any:
+def as_number(value: Any, config_key: str) -> Any:
     """Convert text to a number if the config key requires a number, because YAML parses 1e-5 as text."""
-    name = plain_key(ours)
+    name = plain_key(config_key)
     if isinstance(value, str) and name in OUR_KEYS and leaf_schema(name).get("type") in ("number", "integer"):
         try:
             number = float(value)

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from megatrain.base.other_tools import TITLES, Tool
+from megatrain.base.other_tools import TOOL_TITLES, Tool
 from megatrain.extras.translate.command_lines import TRL_TASKS, CommandLine, count, find_command_line, parse_words
 
 _LLAMA_FACTORY = ("finetuning_type", "cutoff_len", "dataset_dir", "template", "stage", "neat_packing")
@@ -50,7 +50,7 @@ class Source:
 
     @property
     def title(self) -> str:
-        return TITLES[self.tool]
+        return TOOL_TITLES[self.tool]
 
 
 def read_source(path: Path, tool: Tool | None = None) -> Source:
@@ -223,7 +223,7 @@ def _detect(path: Path, values: dict[str, Any]) -> Tool:
     if path.suffix.lower() == ".toml":
         raise TranslationError(path, "this is a TOML file", "To check a config of megatrain-tier: megatrain-tier check")
     raise TranslationError(
-        path, "unknown tool: the config has no key of a supported tool", f"Pass --from {'|'.join(TITLES)}"
+        path, "unknown tool: the config has no key of a supported tool", f"Pass --from {'|'.join(TOOL_TITLES)}"
     )
 
 

@@ -30,7 +30,7 @@ _MARKS = {
 _WRITE_IT = "write it into a .jinja file and set model.chat_template to this file"
 
 
-def compared(name: str, folder: Path) -> tuple[str, bool]:
+def compare_template(name: str, folder: Path) -> tuple[str, bool]:
     """Return a message about a tool's named template, and whether the model's template is of the same kind.
 
     Args:
@@ -38,7 +38,7 @@ def compared(name: str, folder: Path) -> tuple[str, bool]:
     """
     if not is_file(folder / "tokenizer_config.json"):
         return OWN_TEMPLATE, False
-    own = own_template(folder)
+    own = read_template(folder)
     if not own:
         return f"the model's folder has no chat template, which chats need; {_WRITE_IT}", False
     mark = _MARKS.get(max((known for known in _MARKS if name.lower().startswith(known)), key=len, default=""))
@@ -46,11 +46,11 @@ def compared(name: str, folder: Path) -> tuple[str, bool]:
         return OWN_TEMPLATE, False
     if mark in own:
         return f"the chat template in the model's folder is used, which also writes {mark}", True
-    why = f"the chat template in the model's folder is used, which differs, because it does not contain {mark}"
-    return f"{why}. To keep the other template, {_WRITE_IT}", False
+    reason = f"the chat template in the model's folder is used, which differs, because it does not contain {mark}"
+    return f"{reason}. To keep the other template, {_WRITE_IT}", False
 
 
-def own_template(folder: Path) -> str:
+def read_template(folder: Path) -> str:
     """Return the text of the templates in a model's folder, or ""."""
     texts = []
     with suppress(OSError, ValueError, AttributeError, RecursionError):

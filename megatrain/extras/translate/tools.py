@@ -22,9 +22,9 @@ from megatrain.extras.translate.conversions import (
     report_to,
     translate_keys,
 )
-from megatrain.extras.translate.draft import NOTHING_LIKE_IT, Section, Translation, as_number, listed, mapping
+from megatrain.extras.translate.draft import NO_EQUIVALENT, Section, Translation, as_list, as_mapping, as_number
 from megatrain.extras.translate.read import TranslationError, read_mapping
-from megatrain.extras.translate.templates import compared
+from megatrain.extras.translate.templates import compare_template
 
 _OUR_TASKS = 'It translates "sft", "pretrain" and "dpo". For a reward model: megatrain-tier init --task reward'
 _OWN_TEMPLATE = "the model's chat template is used"
@@ -129,19 +129,19 @@ def _named_template(draft: Translation, name: Any, *, has_template: bool) -> Non
     if not has_template:
         draft.drop("template", "plain text has no chat template", name)
         return
-    why, is_same = compared(str(name), draft.base / str(draft.get("model_name_or_path", "")))
-    (draft.drop if is_same else draft.omit)("template", why, name)
+    reason, is_same = compare_template(str(name), draft.base / str(draft.get("model_name_or_path", "")))
+    (draft.drop if is_same else draft.omit)("template", reason, name)
 
 
 def _packing(draft: Translation, *, is_pretraining: bool) -> None:
     packing, neat = draft.get("packing"), draft.get("neat_packing", False)
     is_packed = bool(neat) or (is_pretraining if packing is None else bool(packing))
-    theirs = "neat_packing" if neat else "packing" if packing is not None else ""
+    tool_key = "neat_packing" if neat else "packing" if packing is not None else ""
     joins = is_packed and is_pretraining and not neat
-    note = "" if theirs else "LLaMA-Factory's default"
+    note = "" if tool_key else "LLaMA-Factory's default"
     if is_packed and not neat and not joins:
         note = "documents never attend to each other here"
-    draft.put("data.packing", "concat" if joins else is_packed, theirs, note)
+    draft.put("data.packing", "concat" if joins else is_packed, tool_key, note)
 
 
 def _train_on(draft: Translation) -> None:
@@ -149,8 +149,8 @@ def _train_on(draft: Translation) -> None:
     if not on_prompt and draft.get("mask_history"):
         draft.put("data.train_on", "last_assistant", "mask_history")
     else:
-        theirs = "train_on_prompt" if on_prompt is not None else ""
-        draft.put("data.train_on", "all" if on_prompt else "assistant", theirs)
+        tool_key = "train_on_prompt" if on_prompt is not None else ""
+        draft.put("data.train_on", "all" if on_prompt else "assistant", tool_key)
 
 
 def _dataset_info(draft: Translation) -> tuple[Mapping[str, Any], Path]:
@@ -183,15 +183,15 @@ def _row_limit(draft: Translation) -> int | None:
 
 
 def _named_datasets(
-    draft: Translation, ours: str, theirs: str, info: Mapping[str, Any], folder: Path, limit: int | None
+    draft: Translation, config_key: str, tool_key: str, info: Mapping[str, Any], folder: Path, limit: int | None
 ) -> None:
-    names = _names(draft.get(theirs))
-    if not names and theirs == "dataset":
+    names = _names(draft.get(tool_key))
+    if not names and tool_key == "dataset":
         draft.fill_in_data()
     for number, name in enumerate(names):
-        key, entry = f"{ours}.{number}", info.get(name)
+        key, entry = f"{config_key}.{number}", info.get(name)
         if isinstance(entry, dict):
-            _dataset_of_info(draft, key, name, entry, folder, f"{theirs} {name}")
+            _dataset_of_info(draft, key, name, entry, folder, f"{tool_key} {name}")
         elif info:
             draft.fill_in(f"{key}.path", f"data/{name}.json", f"`{name}` is not in {folder / 'dataset_info.json'}")
         else:
@@ -202,38 +202,38 @@ def _named_datasets(
 
 
 def _dataset_of_info(
-    draft: Translation, key: str, name: str, entry: Mapping[str, Any], folder: Path, theirs: str
+    draft: Translation, key: str, name: str, entry: Mapping[str, Any], folder: Path, tool_key: str
 ) -> None:
     is_preference = "preference.loss_type" in draft.entries
     if entry.get("ranking") and not is_preference:
         raise draft.refuse(f"the data set `{name}` contains preferences, which stage: sft does not train on")
     if isinstance(entry.get("file_name"), str):
         file = folder / entry["file_name"]
-        draft.put(f"{key}.path", os.path.relpath(file, draft.base), theirs, is_path=True)
+        draft.put(f"{key}.path", os.path.relpath(file, draft.base), tool_key, is_path=True)
     elif isinstance(entry.get("hf_hub_url"), str):
-        draft.put(f"{key}.path", entry["hf_hub_url"], theirs, "on the hub")
+        draft.put(f"{key}.path", entry["hf_hub_url"], tool_key, "on the hub")
     else:
         draft.fill_in(f"{key}.path", f"data/{name}.json", f"`{name}` has neither a file nor a hub name")
     if key.startswith("data.eval."):
-        draft.put(f"{key}.name", name, theirs)
-    for field, ours in {"subset": "subset", "split": "split", "num_samples": "max_samples"}.items():
+        draft.put(f"{key}.name", name, tool_key)
+    for field, config_key in {"subset": "subset", "split": "split", "num_samples": "max_samples"}.items():
         if entry.get(field):
-            draft.put(f"{key}.{ours}", entry[field], f"{theirs}: {field}")
-    columns, tags = mapping(entry.get("columns")), mapping(entry.get("tags"))
+            draft.put(f"{key}.{config_key}", entry[field], f"{tool_key}: {field}")
+    columns, tags = as_mapping(entry.get("columns")), as_mapping(entry.get("tags"))
     is_chat = entry.get("formatting", "alpaca") != "alpaca"
     role, content = tags.get("role_tag", "from"), tags.get("content_tag")
     is_messages = is_chat and role == "role"
     format_ = "messages" if is_messages else "sharegpt" if is_chat else "alpaca"
-    draft.put(f"{key}.format", "preference" if is_preference else format_, f"{theirs}: formatting")
+    draft.put(f"{key}.format", "preference" if is_preference else format_, f"{tool_key}: formatting")
     usual = {**_CHAT_COLUMNS, "messages": "messages" if is_messages else "conversations"}
     usual = usual if is_chat else _ALPACA_COLUMNS
     for field, column in columns.items():
         if field not in usual:
-            draft.omit(f"{theirs}: columns.{field}", NOTHING_LIKE_IT, column)
-    named = {ours: (columns.get(field), ours, f"{theirs}: columns.{field}") for field, ours in usual.items()}
+            draft.omit(f"{tool_key}: columns.{field}", NO_EQUIVALENT, column)
+    named = {name: (columns.get(field), name, f"{tool_key}: columns.{field}") for field, name in usual.items()}
     if is_chat:
-        named["role"] = (role, "role" if is_messages else "from", f"{theirs}: tags.role_tag")
-        named["content"] = (content, "content" if is_messages else "value", f"{theirs}: tags.content_tag")
+        named["role"] = (role, "role" if is_messages else "from", f"{tool_key}: tags.role_tag")
+        named["content"] = (content, "content" if is_messages else "value", f"{tool_key}: tags.content_tag")
     put_columns(draft, key, named)
 
 
@@ -241,7 +241,7 @@ def _llama_factory_images(draft: Translation, info: Mapping[str, Any]) -> None:
     """Set ``model.images`` if a data set has an image column."""
     towers = {name: draft.get(name) for name in ("freeze_vision_tower", "freeze_multi_modal_projector")}
     names = [*_names(draft.get("dataset")), *_names(draft.get("eval_dataset"))]
-    if not any(mapping(mapping(info.get(name)).get("columns")).get("images") for name in names):
+    if not any(as_mapping(as_mapping(info.get(name)).get("columns")).get("images") for name in names):
         for name, value in towers.items():
             if value is not None:
                 draft.drop(name, "no data set has images", value)
@@ -297,8 +297,8 @@ def _axolotl(draft: Translation) -> None:
         put_preference(draft, "sigmoid" if rl == "dpo" else str(rl), "rl")
     elif not is_pretraining:
         on_inputs = draft.get("train_on_inputs")
-        theirs = "" if on_inputs is None else "train_on_inputs"
-        draft.put("data.train_on", "all" if on_inputs else "assistant", theirs)
+        tool_key = "" if on_inputs is None else "train_on_inputs"
+        draft.put("data.train_on", "all" if on_inputs else "assistant", tool_key)
     for number, source in enumerate(sources):
         _axolotl_dataset(draft, f"data.train.{number}", source)
     for number, source in enumerate(_axolotl_sources(draft, "test_datasets")):
@@ -342,16 +342,16 @@ def _axolotl_combinations(draft: Translation) -> None:
     if rate := draft.get("cosine_min_lr_ratio"):
         draft.put("optimizer.lr_scheduler_type", "cosine_with_min_lr", "cosine_min_lr_ratio")
         if before := draft.entries.pop("optimizer.lr_scheduler_kwargs", None):
-            draft.omit(before.theirs, "cosine_min_lr_ratio takes precedence", before.value)
+            draft.omit(before.tool_key, "cosine_min_lr_ratio takes precedence", before.value)
         draft.put("optimizer.lr_scheduler_kwargs.min_lr_rate", rate, "cosine_min_lr_ratio")
     if project := draft.get("wandb_project"):
         report_to(draft, "wandb_project", ["wandb"])
         if before := draft.entries.get("logging.project"):
-            draft.omit(before.theirs, "wandb_project sets the same key", before.value)
+            draft.omit(before.tool_key, "wandb_project sets the same key", before.value)
         draft.put("logging.project", project, "wandb_project")
     if name := draft.get("wandb_name"):
         draft.put("run_name", str(name), "wandb_name")
-    roles = listed(draft.get("roles_to_train"))
+    roles = as_list(draft.get("roles_to_train"))
     if roles and roles not in (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]):
         draft.omit("roles_to_train", "see data.train_on", roles)
 
@@ -364,8 +364,8 @@ def _axolotl_format(fields: Section) -> str | None:
     if isinstance(kind, Mapping):
         return "alpaca"
     name = str(kind or "alpaca").partition(":")[0].split(".")[0].removesuffix("_w_system")
-    ours = _FORMATS.get(name)
-    return "sharegpt" if ours == "messages" and _role_column(fields) == "from" else ours
+    config_key = _FORMATS.get(name)
+    return "sharegpt" if config_key == "messages" and _role_column(fields) == "from" else config_key
 
 
 def _role_column(fields: Section) -> str:
@@ -374,24 +374,24 @@ def _role_column(fields: Section) -> str:
 
 def _axolotl_dataset(draft: Translation, key: str, fields: Section) -> None:
     put_source(draft, key, fields)
-    theirs, kind, inner = f"{fields.path}.type", fields.get("type"), fields.section("type")
+    tool_key, kind, inner = f"{fields.path}.type", fields.get("type"), fields.section("type")
     if "preference.loss_type" in draft.entries:
-        draft.put(f"{key}.format", "preference", theirs)
-        columns = {ours: inner.get(name) or fields.get(name) for ours, name in _PREFERENCE_FIELDS.items()}
-        put_columns(draft, key, {ours: (column, ours, fields.path) for ours, column in columns.items()})
+        draft.put(f"{key}.format", "preference", tool_key)
+        columns = {field: inner.get(name) or fields.get(name) for field, name in _PREFERENCE_FIELDS.items()}
+        put_columns(draft, key, {field: (column, field, fields.path) for field, column in columns.items()})
         templates = [name for name in inner.values if name not in _PREFERENCE_FIELDS.values()]
     else:
         format_ = _axolotl_format(fields)
         if format_ is None:
-            draft.omit(theirs, "the format is detected from the rows; see data.train.N.format and columns", kind)
+            draft.omit(tool_key, "the format is detected from the rows; see data.train.N.format and columns", kind)
             return
-        draft.put(f"{key}.format", format_, theirs)
+        draft.put(f"{key}.format", format_, tool_key)
         columns = _axolotl_columns(fields, format_)
-        put_columns(draft, key, {ours: (column, *rest, fields.path) for ours, (column, *rest) in columns.items()})
+        put_columns(draft, key, {field: (column, *rest, fields.path) for field, (column, *rest) in columns.items()})
         templates = ["format", "no_input_format", "system_format", "system_prompt"]
     for name in templates:
         if value := inner.get(name):
-            draft.omit(f"{theirs}.{name}", _OWN_TEMPLATE, value)
+            draft.omit(f"{tool_key}.{name}", _OWN_TEMPLATE, value)
 
 
 def _axolotl_columns(fields: Section, format_: str) -> dict[str, tuple[Any, str]]:
@@ -400,7 +400,7 @@ def _axolotl_columns(fields: Section, format_: str) -> dict[str, tuple[Any, str]
         return {"text": (fields.get("field") or fields.get("text_column"), "text")}
     if format_ == "alpaca":
         inner = fields.section("type") if isinstance(fields.values.get("type"), Mapping) else fields
-        return {ours: (inner.get(name), ours) for ours, name in _ALPACA_FIELDS.items()}
+        return {config_key: (inner.get(name), config_key) for config_key, name in _ALPACA_FIELDS.items()}
     named = fields.section("message_property_mappings")
     content = fields.get("message_field_content") or named.get("content")
     if format_ == "messages":
@@ -481,16 +481,16 @@ def _trl_sft(draft: Translation) -> None:
     elif on_completion := draft.get("completion_only_loss"):
         draft.put("data.train_on", "completion", "completion_only_loss")
     else:
-        theirs = "" if on_completion is None else "completion_only_loss"
+        tool_key = "" if on_completion is None else "completion_only_loss"
         note = 'TRL\'s default for messages; "assistant" trains only on the answers'
-        draft.put("data.train_on", "all", theirs, note)
+        draft.put("data.train_on", "all", tool_key, note)
 
 
 def _trl_preference(draft: Translation, kind: str) -> None:
     """Fill ``[preference]`` from the keys of DPOTrainer, KTOTrainer, ORPOTrainer or CPOTrainer."""
     loss_type = draft.get("loss_type")
-    named = [str(each) for each in listed(loss_type)] or [{"kto": "kto", "orpo": "orpo"}.get(kind, "sigmoid")]
-    weights = listed(draft.get("loss_weights")) or [1.0] * len(named)
+    named = [str(each) for each in as_list(loss_type)] or [{"kto": "kto", "orpo": "orpo"}.get(kind, "sigmoid")]
+    weights = as_list(draft.get("loss_weights")) or [1.0] * len(named)
     losses = [each for each in named if each != "sft"]
     if len(losses) != 1 or len(weights) != len(named):
         raise draft.refuse(f"several losses at once ({', '.join(named)}) are not supported here", "Keep one, and sft")
@@ -514,18 +514,18 @@ def _trl_preference(draft: Translation, kind: str) -> None:
 
 def _trl_datasets(draft: Translation) -> None:
     """Translate the data sets, from the first key that is set: mixture, list, names with weights, or one name."""
-    theirs = "dataset_mixture" if draft.get("dataset_mixture") else "datasets"
-    mixture, mixer = draft.get(theirs), draft.peek("dataset_mixer")
-    inner = draft.get(f"{theirs}.datasets") if isinstance(mixture, Mapping) else mixture
-    path = f"{theirs}.datasets" if isinstance(mixture, Mapping) else theirs
+    tool_key = "dataset_mixture" if draft.get("dataset_mixture") else "datasets"
+    mixture, mixer = draft.get(tool_key), draft.peek("dataset_mixer")
+    inner = draft.get(f"{tool_key}.datasets") if isinstance(mixture, Mapping) else mixture
+    path = f"{tool_key}.datasets" if isinstance(mixture, Mapping) else tool_key
     sources = []
     for place, source in _members(inner, path):
         if isinstance(source, Mapping):
             sources.append(Section(draft, place, source))
         else:
             draft.omit_if_on(place, "a data set has an id or a path", source)
-    if isinstance(mixture, Mapping) and (size := draft.get(f"{theirs}.test_split_size")):
-        draft.put("data.val_size", size, f"{theirs}.test_split_size")
+    if isinstance(mixture, Mapping) and (size := draft.get(f"{tool_key}.test_split_size")):
+        draft.put("data.val_size", size, f"{tool_key}.test_split_size")
     if not sources and isinstance(mixer, Mapping):
         draft.answered.add("dataset_mixer")
         sources = [
@@ -636,24 +636,24 @@ def _deepspeed_batch(draft: Translation) -> None:
         draft.put("training.per_device_train_batch_size", rows, "train_batch_size", "all rows of a step")
 
 
-def _deepspeed_count(draft: Translation, theirs: str) -> int | None:
+def _deepspeed_count(draft: Translation, tool_key: str) -> int | None:
     """Return a whole number above 0, which may be given as text, or list an invalid value as lost."""
-    value = draft.get(theirs)
+    value = draft.get(tool_key)
     number = as_number(value, "training.per_device_train_batch_size")
     if isinstance(number, float) and number.is_integer():
         number = int(number)
     if value not in (None, "auto") and count(number) is None:
-        draft.entries = {ours: entry for ours, entry in draft.entries.items() if entry.theirs != theirs}
-        draft.omit(theirs, "write a whole number above 0", value)
+        draft.entries = {config_key: entry for config_key, entry in draft.entries.items() if entry.tool_key != tool_key}
+        draft.omit(tool_key, "write a whole number above 0", value)
     return count(number)
 
 
 def _deepspeed_optimizer(draft: Translation) -> None:
     """Set the defaults of DeepSpeed's optimizer."""
-    table = mapping(draft.get("optimizer"))
+    table = as_mapping(draft.get("optimizer"))
     if "type" in table:
         draft.default({"optimizer.adam_beta2": 0.999, "optimizer.weight_decay": 0.0})
-        if "lr" not in mapping(table.get("params")) and "adam" in str(table["type"]).lower():
+        if "lr" not in as_mapping(table.get("params")) and "adam" in str(table["type"]).lower():
             draft.default({"optimizer.learning_rate": 1e-3})
     elif "optimizer" not in draft.source.values:
         draft.omit("optimizer", "the training program creates the optimizer; configure it in [optimizer]")
@@ -675,12 +675,12 @@ def _deepspeed_schedule(draft: Translation) -> None:
         return None if value == "auto" else value
 
     draft.put("optimizer.lr_scheduler_type", _SCHEDULES[kind], "scheduler.type")
-    for ours, name, usual in (
+    for config_key, name, usual in (
         ("optimizer.warmup_steps", "warmup_num_steps", 1000),
         ("training.max_steps", "total_num_steps", None),
     ):
         if (number := given(name, usual)) is not None:
-            draft.put(ours, number, f"scheduler.params.{name}")
+            draft.put(config_key, number, f"scheduler.params.{name}")
     # WarmupLR without warmup_max_lr uses the optimizer's learning rate.
     has_peak = kind != "WarmupCosineLR"
     peak = given("warmup_max_lr", 1e-3 if kind == "WarmupDecayLR" else None) if has_peak else None
@@ -695,11 +695,11 @@ def _deepspeed_schedule(draft: Translation) -> None:
         ("warmup_type", "log", "linear", "a warm-up rises linearly"),
         ("cos_min_ratio", 1e-4 if kind == "WarmupCosineLR" else 0, 0, "the cosine falls to 0"),
     )
-    for name, default, same, why in others:
+    for name, default, same, reason in others:
         value = given(name, default)
         if value is not None and value != same:
             origin = "" if name in parameters.values else f" (the default of {kind})"
-            draft.omit(f"scheduler.params.{name}", f"{why} here{origin}", value)
+            draft.omit(f"scheduler.params.{name}", f"{reason} here{origin}", value)
 
 
 # MegaTrain, whose YAML config has sections.
@@ -717,9 +717,9 @@ def _megatrain(draft: Translation) -> None:
     draft.fill_in_model()
     if path := draft.get("dataset.path"):
         draft.put_path("data.train.0.path", path, "dataset.path")
-        for ours, field in {"prompt": "query", "completion": "response"}.items():
+        for config_key, field in {"prompt": "query", "completion": "response"}.items():
             column = draft.get(f"dataset.{field}_field") or field
-            draft.put(f"data.train.0.columns.{ours}", column, f"dataset.{field}_field")
+            draft.put(f"data.train.0.columns.{config_key}", column, f"dataset.{field}_field")
     elif name := draft.get("dataset.name"):
         folder = Path(str(draft.get("dataset.dataset_dir") or "data"))
         note = f"file_name of `{name}` in {folder / 'dataset_info.json'}"

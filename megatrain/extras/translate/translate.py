@@ -65,10 +65,10 @@ def _translate(source: Source, folder: Path | None, base: Path | None) -> Transl
     if "output_dir" not in draft.entries:
         draft.fill_in("output_dir", "outputs/first", "folder of the run")
     _refuse_impossible_paths(draft)
-    _settle(draft)
+    _remove_unusable_entries(draft)
     where = (folder or draft.base).resolve()
     draft.entries = {
-        key: replace(entry, value=_relative(entry, draft.base, where)) for key, entry in draft.entries.items()
+        key: replace(entry, value=_relative_value(entry, draft.base, where)) for key, entry in draft.entries.items()
     }
     draft.toml = _to_toml(draft)
     return draft
@@ -80,8 +80,8 @@ def _drop_evaluation_without_rows(draft: Translation) -> None:
         return
     for key in [key for key in draft.entries if key.startswith("evaluation.")]:
         entry = draft.entries.pop(key)
-        if entry.theirs and entry.value not in ("no", False):
-            draft.omit(entry.theirs, "there are no rows to evaluate on; set them in [[data.eval]]", entry.value)
+        if entry.tool_key and entry.value not in ("no", False):
+            draft.omit(entry.tool_key, "there are no rows to evaluate on; set them in [[data.eval]]", entry.value)
 
 
 def _refuse_impossible_paths(draft: Translation) -> None:
@@ -90,7 +90,7 @@ def _refuse_impossible_paths(draft: Translation) -> None:
         is_path = entry.is_path or key == "output_dir" or key.endswith("path")
         if is_path and isinstance(entry.value, str) and not can_be_path(draft.base, entry.value):
             short = entry.value[:_LONGEST_VALUE]
-            raise draft.refuse(f"{entry.theirs or key}: {json.dumps(short)} cannot be a path on this machine")
+            raise draft.refuse(f"{entry.tool_key or key}: {json.dumps(short)} cannot be a path on this machine")
 
 
 def _gather_processes(draft: Translation) -> None:
@@ -116,11 +116,11 @@ def _gather_processes(draft: Translation) -> None:
         before = draft.entries.get(key)
         steps = before.value if before is not None and isinstance(before.value, int) else 1
         note = f"{steps} x {line.num_processes} processes, because a step counts the rows of all processes"
-        draft.put(key, steps * line.num_processes, before.theirs if before is not None else "", note)
+        draft.put(key, steps * line.num_processes, before.tool_key if before is not None else "", note)
         put_processes(draft, line.num_processes, line.num_hosts)
 
 
-def _settle(draft: Translation) -> None:
+def _remove_unusable_entries(draft: Translation) -> None:
     """Remove entries that this release cannot use, until the remaining entries are a valid config.
 
     Raises:
@@ -136,12 +136,12 @@ def _settle(draft: Translation) -> None:
         if not problems:
             return
         found = False
-        for key, why in problems:
+        for key, reason in problems:
             for entry in _entries_behind(draft, key):
                 found = True
-                _omit_entry(draft, entry, why)
+                _omit_entry(draft, entry, reason)
         if not found:
-            raise draft.refuse("the result is not a valid config: " + "; ".join(why for _, why in problems))
+            raise draft.refuse("the result is not a valid config: " + "; ".join(reason for _, reason in problems))
 
 
 def _problems(draft: Translation) -> list[tuple[str, str]]:
@@ -167,10 +167,10 @@ def _entries_behind(draft: Translation, key: str) -> list[str]:
     return []
 
 
-def _omit_entry(draft: Translation, key: str, why: str) -> None:
+def _omit_entry(draft: Translation, key: str, reason: str) -> None:
     entry = draft.entries.pop(key)
-    if entry.theirs:
-        draft.omit(entry.theirs, why, entry.value)
+    if entry.tool_key:
+        draft.omit(entry.tool_key, reason, entry.value)
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _relative(entry: TranslatedValue, base: Path, folder: Path) -> Any:
+def _relative_value(entry: TranslatedValue, base: Path, folder: Path) -> Any:
     """Return an entry's value, with a relative path converted from ``base`` to ``folder``."""
     if not entry.is_path or Path(entry.value).expanduser().is_absolute():
         return entry.value
@@ -204,11 +204,11 @@ def _to_toml(draft: Translation) -> str:
     lines = [f"# Translated from {draft.source.path.name} ({tool}) by `megatrain-tier import`."]
     for title, lefts in (("Has no equivalent here", draft.lost), ("Not needed here", draft.unneeded)):
         if lefts:
-            lines += ["#", f"# {title}:", *(f"#   {one_line(left)}" for left in lefts)]
+            lines += ["#", f"# {title}:", *(f"#   {format_omitted_key(left)}" for left in lefts)]
     lines += ["", "config_version = 1"]
     table = ""
-    entries = _collapsed(draft.entries)
-    for key in _in_order(entries):
+    entries = _merge_free_tables(draft.entries)
+    for key in _sort_keys(entries):
         above, _, leaf = key.rpartition(".")
         if above != table:
             name = plain_key(above)
@@ -219,7 +219,7 @@ def _to_toml(draft: Translation) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _collapsed(entries: Mapping[str, TranslatedValue]) -> dict[str, TranslatedValue]:
+def _merge_free_tables(entries: Mapping[str, TranslatedValue]) -> dict[str, TranslatedValue]:
     """Merge the entries of each free table into a single entry, which is written inline."""
     collapsed: dict[str, TranslatedValue] = {}
     for key, entry in entries.items():
@@ -228,19 +228,19 @@ def _collapsed(entries: Mapping[str, TranslatedValue]) -> dict[str, TranslatedVa
             collapsed[key] = entry
         else:
             others = collapsed.get(above, TranslatedValue({}))
-            theirs = "; ".join(dict.fromkeys(part for part in (others.theirs, entry.theirs) if part))
-            collapsed[above] = TranslatedValue({**others.value, name: entry.value}, theirs, entry.note or others.note)
+            tool_key = "; ".join(dict.fromkeys(part for part in (others.tool_key, entry.tool_key) if part))
+            collapsed[above] = TranslatedValue({**others.value, name: entry.value}, tool_key, entry.note or others.note)
     return collapsed
 
 
 def _line(leaf: str, entry: TranslatedValue) -> str:
     text = f"{leaf} = {format_value(entry.value)}"
-    theirs = entry.theirs if entry.theirs.rpartition(".")[2] != leaf else ""
-    comment = ("FILL IN: " if entry.to_fill_in else "") + "; ".join(part for part in (theirs, entry.note) if part)
+    tool_key = entry.tool_key if entry.tool_key.rpartition(".")[2] != leaf else ""
+    comment = ("FILL IN: " if entry.to_fill_in else "") + "; ".join(part for part in (tool_key, entry.note) if part)
     return f"{text:<{_COMMENT_COLUMN}}  # {_ascii(comment)}" if comment else text
 
 
-def _in_order(entries: Mapping[str, TranslatedValue]) -> list[str]:
+def _sort_keys(entries: Mapping[str, TranslatedValue]) -> list[str]:
     """Return keys in the order of the schema, with the values of a table before its nested tables."""
     order = {name: number for number, name in enumerate(NAMES)}
 
@@ -251,13 +251,13 @@ def _in_order(entries: Mapping[str, TranslatedValue]) -> list[str]:
     return sorted(entries, key=place)
 
 
-def one_line(left: OmittedKey) -> str:
+def format_omitted_key(left: OmittedKey) -> str:
     """Return a line of text for an omitted key, with its value if the value is short."""
     value = left.value
     shown = "" if value is None else json.dumps(value, default=str, ensure_ascii=True)
     if len(shown) > _LONGEST_VALUE:
         shown = "..."
-    return _ascii(f"{left.theirs}{f' = {shown}' if shown else ''}: {left.why}")
+    return _ascii(f"{left.tool_key}{f' = {shown}' if shown else ''}: {left.reason}")
 
 
 def _ascii(text: str) -> str:

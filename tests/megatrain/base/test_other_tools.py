@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.base.other_tools import ACCEPTED, ALWAYS_ON, KEYS, OTHERS, TRANSLATIONS, Tool
+from megatrain.base.other_tools import ACCEPTED_KEYS, ALWAYS_ON, KEYS, OTHER_KEYS, TRANSLATIONS, Tool
 from megatrain.config.keys import NAMES, full_keys_of_leaf, leaf_schema
 from megatrain.config.unknown import advice_for_unknown
 from megatrain.extras.translate.conversions import CONVERSIONS
@@ -18,29 +18,29 @@ from megatrain.extras.translate.translate import translate_file
 
 
 def test_each_of_our_keys_in_the_table_exists() -> None:
-    rows = [*OTHERS.values(), *(row for rows in KEYS.values() for row in rows.values())]
-    ours = {".".join(part for part in row.ours.split(".") if not part.isdecimal()) for row in rows}
+    rows = [*OTHER_KEYS.values(), *(row for rows in KEYS.values() for row in rows.values())]
+    ours = {".".join(part for part in row.config_key.split(".") if not part.isdecimal()) for row in rows}
     assert ours - {""} <= set(NAMES)
     for row in rows:
-        assert row.how in {*CONVERSIONS, "with others", "lora", "preference"}
-        if row.how in ("copy", "path", "lora", "preference"):
-            assert row.ours
-        if row.how in ("unneeded", "lost"):
-            assert row.why
-        allowed = leaf_schema(row.ours).get("enum") if row.choices and row.ours else None
+        assert row.conversion in {*CONVERSIONS, "with others", "lora", "preference"}
+        if row.conversion in ("copy", "path", "lora", "preference"):
+            assert row.config_key
+        if row.conversion in ("unneeded", "lost"):
+            assert row.reason
+        allowed = leaf_schema(row.config_key).get("enum") if row.choices and row.config_key else None
         values = {value for value in row.choices.values() if value is not None}
-        assert allowed is None or values <= {*allowed}, row.ours
+        assert allowed is None or values <= {*allowed}, row.config_key
 
 
 def test_no_advice_on_names_that_are_ours() -> None:
     assert {name for name in TRANSLATIONS if full_keys_of_leaf(name)} == {"dtype", "flash_attention"}
-    assert not {*ACCEPTED, *ALWAYS_ON} & set(TRANSLATIONS), "these are accepted"
+    assert not {*ACCEPTED_KEYS, *ALWAYS_ON} & set(TRANSLATIONS), "these are accepted"
 
 
 def test_every_name_of_another_tool_is_answered() -> None:
     for leaf, name in TRANSLATIONS.items():
         advice = advice_for_unknown((leaf,))
-        assert f"That is {name.tool}'" in advice and (name.ours or name.note) in advice
+        assert f"That is {name.tool}'" in advice and (name.config_key or name.note) in advice
 
 
 @pytest.mark.parametrize(
@@ -78,10 +78,12 @@ def test_the_pages_of_habits_have_all_keys(tool: str) -> None:
     writer = runpy.run_path(str(docs / "keys_of_tools.py"))
     assert page == writer["update_page"](page, tool)
     table = page.partition(writer["BEGIN"])[2]
-    keys = {**OTHERS, **KEYS.get(tool, {})}  # type: ignore[call-overload]
-    told = {key: name for key, name in keys.items() if (tool in KEYS or name.tool == tool) and name.why + name.ours}
-    told = {key: name for key, name in told.items() if key not in OTHERS or name.tool == tool}
+    keys = {**OTHER_KEYS, **KEYS.get(tool, {})}  # type: ignore[call-overload]
+    told = {
+        key: name for key, name in keys.items() if (tool in KEYS or name.tool == tool) and name.reason + name.config_key
+    }
+    told = {key: name for key, name in told.items() if key not in OTHER_KEYS or name.tool == tool}
     assert len(told) > 15
     for key, name in told.items():
-        is_same = key == name.ours.rpartition(".")[2]
-        assert f"`{key}`" in table or (is_same and f"`{name.ours}`" in table), key
+        is_same = key == name.config_key.rpartition(".")[2]
+        assert f"`{key}`" in table or (is_same and f"`{name.config_key}`" in table), key

@@ -25,7 +25,7 @@ def test_disabled_timeline_records_no_events(tmp_path: Path) -> None:
 
 def test_overlapping_transfers_get_separate_rows(tmp_path: Path) -> None:
     timeline = Timeline()
-    timeline.is_on = True
+    timeline.is_recording = True
     for start_s in (1.0, 1.5, 2.5):
         timeline.on_event(Event("fetch", f"block{start_s}", "ram", 10, start_s, start_s + 1, "posix-direct"))
     events = json.loads(timeline.write(tmp_path / "trace.json").read_text())["traceEvents"]

@@ -18,7 +18,7 @@ from megatrain.config.resolved import changes_from, to_toml
 from megatrain.config.schema import RunConfig
 from megatrain.plan.planner import plan_run
 from megatrain.training.resolve import resolve
-from megatrain.training.start import describe_model, with_decays
+from megatrain.training.start import describe_model, with_decay_checksum
 from processes.saved_run import SavedRun
 
 
@@ -98,7 +98,7 @@ def test_other_globs_that_name_the_same_parameters_are_free(unbroken: SavedRun) 
         if not noted:
             del model["decays"]
         state = replace(found.state, model=model, config_toml=to_toml(with_globs(before)))
-        saved = with_decays(replace(found, meta=state.to_meta()), plan)
+        saved = with_decay_checksum(replace(found, meta=state.to_meta()), plan)
         notices: list[str] = []
         check_changes(
             changes_from(saved.state.config_toml, with_globs(now)),

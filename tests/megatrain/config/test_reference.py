@@ -82,7 +82,7 @@ def test_a_last_name_of_several_keys_finds_them_all() -> None:
 
 def test_every_name_of_other_tools_is_found() -> None:
     for name, translation in TRANSLATIONS.items():
-        if translation.ours:
+        if translation.config_key:
             keys, note = find_keys(name)
             assert keys
             assert note or name in {key.rpartition(".")[2] for key in keys}

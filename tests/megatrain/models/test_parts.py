@@ -11,7 +11,7 @@ from megatrain.base.layout import (
     SplitTensor,
     UnitLayout,
     build_layout,
-    in_parts,
+    split_into_parts,
     views,
     views_of_parts,
 )
@@ -22,7 +22,7 @@ from megatrain.optim.clip import SquaredNorm, squared_norm
 def cut(monkeypatch: pytest.MonkeyPatch, shapes: list[tuple[int, ...]], part_elements: int) -> UnitLayout:
     monkeypatch.setattr(layouts, "PART_ELEMENTS", part_elements)
     layout = build_layout("unit", [(f"p{number}", shape) for number, shape in enumerate(shapes)], trainable=True)
-    return in_parts([layout])[0]
+    return split_into_parts([layout])[0]
 
 
 SHAPES: list[list[tuple[int, ...]]] = [
@@ -56,7 +56,7 @@ def test_an_embedding_is_cut_between_rows(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_huge_model_has_larger_parts_and_not_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
     monkeypatch.setattr(layouts, "MAX_PARTS", 8)
-    found = in_parts([build_layout(str(number), [("w", (1024, 1024))], trainable=True) for number in range(4)])
+    found = split_into_parts([build_layout(str(number), [("w", (1024, 1024))], trainable=True) for number in range(4)])
     assert sum(len(layout.parts) for layout in found) == 8
 
 

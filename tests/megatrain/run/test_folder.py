@@ -18,7 +18,7 @@ import pytest
 
 from megatrain.base.names import LOCK_NAME
 from megatrain.base.observer import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
-from megatrain.base.owner import LockHolder, UnreachableRunError, catches_signal, living_owner, send_signal
+from megatrain.base.owner import LockHolder, UnreachableRunError, catches_signal, find_owner, send_signal
 from megatrain.base.progress import Activity
 from megatrain.run import status as status_module
 from megatrain.run.folder import RunFolder, committed_step
@@ -61,16 +61,16 @@ with RunFolder({str(path)!r}) as folder:
 
 def test_one_owner_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    assert living_owner(path) is None
+    assert find_owner(path) is None
     with RunFolder(path) as folder:
         assert (folder.path, folder.checkpoints, folder.final) == (path, path / "checkpoints", path / "final")
-        owner = living_owner(path)
+        owner = find_owner(path)
         assert owner is not None and owner.pid == os.getpid() and f"process {os.getpid()} on" in owner.text
         with pytest.raises(LockedError, match=f"in use by process {os.getpid()}"), RunFolder(path):
             pass
-        assert living_owner(path) == owner, "a refused run does not change the lock"
+        assert find_owner(path) == owner, "a refused run does not change the lock"
         (path / "config.resolved.toml").touch()
-    assert living_owner(path) is None
+    assert find_owner(path) is None
     with RunFolder(path) as folder:
         assert folder.dead_owner is None
 
@@ -96,11 +96,11 @@ def test_a_folder_that_another_run_took_is_unlocked_once(tmp_path: Path) -> None
 def test_dead_process_owns_no_run_folder(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     with another_process(tmp_path) as process:
-        owner = living_owner(tmp_path)
+        owner = find_owner(tmp_path)
         assert owner is not None and owner.pid == process.pid
         process.kill()
         process.wait()
-    assert living_owner(tmp_path) is None
+    assert find_owner(tmp_path) is None
     assert (tmp_path / "LOCK").read_text().startswith(f"process {process.pid} on")
     with RunFolder(tmp_path) as folder:
         assert folder.dead_owner is not None and f"process {process.pid} on" in folder.dead_owner
@@ -149,7 +149,7 @@ def test_a_look_at_the_lock_does_not_keep_a_run_out(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(locks, "lock_directory", refuse_once)
     with RunFolder(tmp_path):
         assert refused == [tmp_path]
-        assert living_owner(tmp_path) is not None
+        assert find_owner(tmp_path) is not None
 
 
 def test_status_round_trips(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_committed_step_reads_the_manifests(tmp_path: Path) -> None:
 
 def test_signals_reach_the_owner_only(tmp_path: Path) -> None:
     with another_process(tmp_path, "signal.signal(signal.SIGUSR1, lambda *a: print('saved', flush=True))") as process:
-        owner = living_owner(tmp_path)
+        owner = find_owner(tmp_path)
         assert owner is not None and owner.pid == process.pid
         assert catches_signal(process.pid, signal.SIGUSR1)
         assert not catches_signal(process.pid, signal.SIGUSR2)
@@ -334,10 +334,10 @@ def test_a_process_of_the_same_number_in_another_container_gets_no_signal(tmp_pa
     """Its lock names a process id that belongs to another process here, or to none."""
     with another_process(tmp_path), subprocess.Popen(["sleep", "600"]) as bystander:
         text = (tmp_path / "LOCK").read_text()
-        owner = living_owner(tmp_path)
+        owner = find_owner(tmp_path)
         assert owner is not None
         (tmp_path / "LOCK").write_text(text.replace(f"process {owner.pid} ", f"process {bystander.pid} "))
-        claimed = living_owner(tmp_path)
+        claimed = find_owner(tmp_path)
         assert claimed is not None and claimed.pid == bystander.pid
         with pytest.raises(UnreachableRunError, match="in another container"):
             send_signal(tmp_path, claimed, signal.SIGTERM)
@@ -351,7 +351,7 @@ import sys
 from megatrain.base.owner import *
 from megatrain.run.folder import *
 from megatrain.run.status import *
-print(read_status({str(tmp_path)!r}), living_owner({str(tmp_path)!r}), committed_step({str(tmp_path)!r}))
+print(read_status({str(tmp_path)!r}), find_owner({str(tmp_path)!r}), committed_step({str(tmp_path)!r}))
 print([name for name in ("torch", "numpy", "pydantic", "zarr") if name in sys.modules])
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)

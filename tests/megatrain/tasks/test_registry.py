@@ -16,12 +16,12 @@ from megatrain.tasks.table import TASK_FACTS, TaskFacts, TaskName
 def test_all_tasks_are_made_and_have_a_first_config() -> None:
     assert set(TASK_FACTS) == set(get_args(TaskName))
     for name, facts in TASK_FACTS.items():
-        assert task_class(name).__name__ == facts.made_by.partition(".")[2]
+        assert task_class(name).__name__ == facts.class_path.partition(".")[2]
 
 
 def test_refused_keys_exist() -> None:
     for facts in TASK_FACTS.values():
-        for refusal in (*facts.refused, *filter(None, [facts.refused_elsewhere])):
+        for refusal in (*facts.refusals, *filter(None, [facts.refusal_elsewhere])):
             assert refusal.key in KEYS or refusal.key in TABLES
             default = KEYS.get(refusal.key, {}).get("default", refusal.allowed[0])
             assert {default, facts.train_on} & {*refusal.allowed}, "a task must not refuse its defaults"

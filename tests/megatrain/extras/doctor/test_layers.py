@@ -5,26 +5,26 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatrain.extras.doctor.layers import LayerShape, _timed_phases, explain, measure_layers
+from megatrain.extras.doctor.layers import LayerShape, _timed_phases, fit_costs, measure_layers
 
 KNOWN = np.array([4e-12, 7e-12, 5e-11, 3e-5])  # seconds per FLOP of products and of attention, per byte, per launch
 WORK = np.random.default_rng(0).uniform(0.1, 1.0, (12, 4)) * [1e10, 1e9, 1e8, 1e3]
 
 
 def test_known_costs_are_found_again() -> None:
-    assert explain(list(zip(WORK @ KNOWN, WORK, strict=True))) == pytest.approx(KNOWN, rel=1e-9)
+    assert fit_costs(list(zip(WORK @ KNOWN, WORK, strict=True))) == pytest.approx(KNOWN, rel=1e-9)
 
 
 def test_unmeasured_kind_of_work_has_zero_cost() -> None:
     work = WORK * [1, 0, 1, 1]
-    found = explain(list(zip(work @ KNOWN, work, strict=True)))
+    found = fit_costs(list(zip(work @ KNOWN, work, strict=True)))
     assert found == pytest.approx(KNOWN * [1, 0, 1, 1], rel=1e-9)
 
 
 def test_no_cost_is_negative() -> None:
     """A negative attention cost is impossible: attention is dropped, and the rest is fitted without it."""
     taken = WORK @ (KNOWN * [1, -1, 1, 1])
-    found = explain(list(zip(taken, WORK, strict=True)))
+    found = fit_costs(list(zip(taken, WORK, strict=True)))
     assert min(found) == found[1] == 0
     scaled = WORK[:, [0, 2, 3]] / taken[:, None]
     size = scaled.max(axis=0)
@@ -34,7 +34,7 @@ def test_no_cost_is_negative() -> None:
 
 def test_a_short_phase_says_as_much_as_a_long_one() -> None:
     """If two phases of one kind disagree, the cost is between theirs, not the long one's."""
-    [cost] = explain([(1.0, [1e9]), (2e-3, [1e6])])
+    [cost] = fit_costs([(1.0, [1e9]), (2e-3, [1e6])])
     assert cost == pytest.approx(1.2e-9)  # least squares of 1e9 c - 1 and 0.5e9 c - 1
 
 

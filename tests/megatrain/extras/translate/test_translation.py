@@ -20,7 +20,7 @@ from megatrain.config import load_config
 from megatrain.config.schema import RunConfig
 from megatrain.extras.translate.draft import Translation
 from megatrain.extras.translate.read import TranslationError
-from megatrain.extras.translate.translate import one_line, translate_file
+from megatrain.extras.translate.translate import format_omitted_key, translate_file
 
 LLAMA_FACTORY = """
 ### model
@@ -168,11 +168,11 @@ def translate(folder: Path, text: str | dict[str, Any], name: str = "") -> tuple
 
 
 def lost(translation: Translation) -> set[str]:
-    return {left.theirs for left in translation.lost}
+    return {left.tool_key for left in translation.lost}
 
 
 def unneeded(translation: Translation) -> set[str]:
-    return {left.theirs for left in translation.unneeded}
+    return {left.tool_key for left in translation.unneeded}
 
 
 def test_llama_factory(tmp_path: Path) -> None:
@@ -437,7 +437,7 @@ def test_a_nested_table_is_not_translated_because_one_key_is(tmp_path: Path) -> 
     text = "base_model: a/b\ndatasets: [{path: c/d, type: completion, field: body, preprocess_shards: 3, shards: 2}]\n"
     translation, config = translate(tmp_path, text)
     assert dict(config.data.train[0].columns) == {"text": "body"}
-    named = [left.theirs for left in translation.lost]
+    named = [left.tool_key for left in translation.lost]
     assert sorted(named) == ["datasets[0].preprocess_shards", "datasets[0].shards"], "each key has one answer"
 
 
@@ -532,7 +532,7 @@ def test_no_value_of_the_wrong_kind_is_silently_dropped(tmp_path: Path, tool: To
     for number, key in enumerate([*rows, *(INSIDE if tool == "deepspeed" else ())]):
         if key in SWITCHES or ("." in key and not is_nested):
             continue
-        is_simple = key in rows and rows[key].how in ("copy", "path", "choice", "lost", "unneeded")
+        is_simple = key in rows and rows[key].conversion in ("copy", "path", "choice", "lost", "unneeded")
         kinds = WRONG_KINDS[number % 7 :][:1] if is_simple and not is_nested else WRONG_KINDS
         for value in kinds:
             values = copy.deepcopy(FULL[tool])
@@ -546,8 +546,8 @@ def test_no_value_of_the_wrong_kind_is_silently_dropped(tmp_path: Path, tool: To
                 found = translate_file(path, tool, base=tmp_path)
             except TranslationError:
                 continue
-            names = [entry.theirs for entry in found.entries.values()]
-            names += [left.theirs for left in (*found.lost, *found.unneeded)]
+            names = [entry.tool_key for entry in found.entries.values()]
+            names += [left.tool_key for left in (*found.lost, *found.unneeded)]
             names += [entry.note for entry in found.to_fill_in.values()] if key.endswith("dataset") else []
             means_the_same = key in rows and is_same(rows[key], value)
             assert means_the_same or any(is_about(name, key, value) for name in names), (key, value)
@@ -744,8 +744,8 @@ def test_values_that_cannot_be_here_are_taken_out_and_named(tmp_path: Path) -> N
     assert config.optimizer.optim == "adamw"
     listed = translation.toml.split("config_version")[0]
     for left in translation.lost:
-        assert one_line(left) in listed
-        assert len(one_line(left)) < 400
+        assert format_omitted_key(left) in listed
+        assert len(format_omitted_key(left)) < 400
     values = translation.to_json()
     assert {left["key"] for left in values["no_equivalent"]} == lost(translation)
     assert values["values"]["optimizer.learning_rate"]["value"] == 2e-5
@@ -910,8 +910,8 @@ def test_template_is_compared_with_the_model_template(
     text = f"model_name_or_path: model\ntemplate: {name}\nstage: %s\ndataset: chats\nfinetuning_type: full\n"
     (tmp_path / "their.yaml").write_text(text % "sft")
     translation = translate_file(tmp_path / "their.yaml", base=tmp_path)
-    (left,) = [left for left in (translation.lost if is_lost else translation.unneeded) if left.theirs == "template"]
-    assert said in left.why and left.value == name
+    (left,) = [left for left in (translation.lost if is_lost else translation.unneeded) if left.tool_key == "template"]
+    assert said in left.reason and left.value == name
     (tmp_path / "their.yaml").write_text(text % "pt")
     assert "template" in unneeded(translate_file(tmp_path / "their.yaml", base=tmp_path)), "plain text has none"
 
@@ -919,5 +919,5 @@ def test_template_is_compared_with_the_model_template(
 def test_quantization_is_answered_with_a_folder_that_is_quantized(tmp_path: Path) -> None:
     text = "model_name_or_path: org/m\nstage: sft\nquantization_bit: 4\ndataset: chats\nfinetuning_type: lora\n"
     (tmp_path / "their.yaml").write_text(text)
-    (left,) = [left for left in translate_file(tmp_path / "their.yaml").lost if left.theirs == "quantization_bit"]
-    assert "name a folder that is already quantized" in left.why
+    (left,) = [left for left in translate_file(tmp_path / "their.yaml").lost if left.tool_key == "quantization_bit"]
+    assert "name a folder that is already quantized" in left.reason
