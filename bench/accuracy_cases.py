@@ -1,4 +1,4 @@
-"""The cases of `plan_accuracy.py`: models of many shapes, batches of many shapes, and where their blocks live."""
+"""The cases of `plan_accuracy.py`: models, batch shapes and placements of blocks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ KINDS = ("weights", "gradients", "optimizer", "activations")
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration.
+    """One model, batch shape and placement.
 
     Attributes:
-        model_type, values: from the model's `config.json`. shape: micro-batches, rows, tokens of a row.
-        placement: table of the config; kinds at "nvme" get a drive. ram: size of the tier; "TIGHT": a third above the
-            least that works. optimizer, model, precision: more keys of these tables.
-        changes: values of `--set` for a second plan and run; "TIGHT" as above, "FOLDER" is the case's folder.
+        model_type, values: Architecture and other values of the model's `config.json`.
+        shape: Numbers of micro-batches, of rows per micro-batch, and of tokens per row.
+        placement: Table of the config. A kind at "nvme" adds a drive to the config.
+        ram: Size of the RAM tier. "TIGHT" is a third above the minimum.
+        optimizer, model, precision: Additional keys of these config tables.
+        changes: Values of `--set` for a second plan and run. "TIGHT" is the size above, "FOLDER" the case's folder.
     """
 
     model_type: str
@@ -44,12 +46,12 @@ class Case:
         return bool(self.placement) or self.ram == "TIGHT"
 
     def drive(self, folder: Path) -> list[str]:
-        """Return the changes that give a config a drive which has none."""
+        """Return the changes that add a drive to a config without one."""
         return [] if self.has_drive else [f'tiers.nvme=[{{ path = "{folder / "probe"}", size = "8GiB" }}]']
 
 
 def llama(hidden: int, layers: int, vocabulary: int = 8192, **more: Any) -> dict[str, Any]:
-    """Return the values of a Llama shape with heads of 64."""
+    """Return the config values of a Llama whose attention heads have 64 dimensions."""
     return {
         "hidden_size": hidden,
         "intermediate_size": hidden * 8 // 3 // 64 * 64,
@@ -65,13 +67,13 @@ def llama(hidden: int, layers: int, vocabulary: int = 8192, **more: Any) -> dict
 
 
 def gpt2(width: int, layers: int) -> dict[str, Any]:
-    """Return the values of a GPT-2 shape."""
+    """Return the config values of a GPT-2."""
     shape = {"n_embd": width, "n_layer": layers, "n_head": width // 64, "n_positions": 1024}
     return {**shape, "vocab_size": 8192, "tie_word_embeddings": True}
 
 
 def only_on_nvme(*kinds: str) -> dict[str, list[str]]:
-    """Return a placement table: these kinds at home on the drive, the others in RAM."""
+    """Return a placement table with these kinds on the drive and all others in RAM."""
     return {kind: ["nvme"] if kind in kinds else ["ram"] for kind in KINDS}
 
 
@@ -130,7 +132,7 @@ QUICK_CASES: dict[str, Case] = {
 
 
 def write_config(case: Case, folder: Path, text: Path, num_steps: int) -> Path:
-    """Write the model's folder and the config of a case; return the config. The run saves nothing."""
+    """Write the model's folder and the config of a case, and return the path of the config. The run saves nothing."""
     model = write_shape(folder / "model", case.model_type, **case.values)
     micro_batches, rows, length = case.shape
     tables: dict[str, Mapping[str, Any]] = {

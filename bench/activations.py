@@ -1,18 +1,17 @@
-"""Cost and freed memory of offload_activations: steps of one model, plain and with saved tensors on a drive.
+"""Cost and memory savings of offload_activations: steps of one model, with saved tensors in memory or on a drive.
 
     python bench/activations.py --json
     python bench/activations.py --quick              # a minute, a small model
     python bench/activations.py --tokens 1x1x2048 --ram 256MiB
 
-Each side runs in a separate process. It makes the same Llama, takes one step that is not counted, and then steps of
-forward and backward without any recompute. ``held`` is the growth of the process's resident memory in a forward,
-measured after the steps. It waits until the drive has written its queue; unwritten bytes are in the RAM tier and within
-its capacity. ``peak`` is the maximum in a whole step, with gradients and the store's RAM tier, above the memory before
-the first step. Both sides run with glibc's MALLOC_MMAP_THRESHOLD_ at 64 KiB: without it, freed memory stays in the
-heap of the process, and the effect is invisible.
+Each side runs in a separate process. It creates the same Llama, runs one unmeasured step, and then measured forwards
+and backwards without recompute. ``held`` is the growth of the resident memory in a forward, measured after the steps
+and after the drive has written its queue. Unwritten bytes stay in the RAM tier, within its capacity. ``peak`` is the
+maximum during a step, with gradients and the store's RAM tier, above the memory before the first step. Both sides run
+with glibc's MALLOC_MMAP_THRESHOLD_ at 64 KiB. Otherwise, freed memory would stay in the heap and hide the effect.
 
-Claims: loss and gradients are the same bits; the graph holds less, by at least 0.8 of the moved bytes; no tensor stays
-in memory for lack of room; no tier exceeds its capacity.
+Claims: loss and gradients are bit-identical. The graph holds less, by at least 0.8 of the moved bytes. No tensor stays
+in memory because a tier is full, and no tier exceeds its capacity.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ MIN_BYTES = 64 * KiB
 
 
 def main() -> int:
-    """Run the bench, or one side of it; return 1 if a row that is not about time is not ok."""
+    """Run the bench, or one side of it. Return 1 if a row fails, except for timing rows."""
     arguments = parse_arguments()
     torch.set_num_threads(default_num_threads())
     if arguments.side:
@@ -98,7 +97,7 @@ def run_side(arguments: argparse.Namespace, side: str, model: Path) -> dict[str,
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of one side."""
+    """Return the measurements of one side."""
     model = AutoModelForCausalLM.from_pretrained(arguments.model)
     num_micro_batches, rows, length = arguments.tokens
     torch.manual_seed(3)
@@ -130,7 +129,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def step(model: torch.nn.Module, batches: torch.Tensor, context: Any) -> float:
-    """Make one forward and backward per micro-batch; return the sum of the losses."""
+    """Run one forward and backward per micro-batch, and return the sum of the losses."""
     model.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
@@ -142,7 +141,7 @@ def step(model: torch.nn.Module, batches: torch.Tensor, context: Any) -> float:
 
 
 def held_bytes(model: torch.nn.Module, batch: torch.Tensor, context: Any, store: TieredStore | None) -> int:
-    """Return the growth of the process in a forward: the tensors that the graph, and with a store the context, hold."""
+    """Return the growth of resident memory in a forward: tensors of the graph and, with a store, of the context."""
     settle(store)
     before_bytes = resident_bytes()
     with context:
@@ -160,7 +159,7 @@ def settle(store: TieredStore | None) -> None:
 
 
 def moved(context: Any, store: TieredStore, before: Any, num_steps: int) -> dict[str, Any]:
-    """Return the mean bytes that a step moved, and the store's statistics of its tiers."""
+    """Return the mean bytes moved per step, and the store's statistics per tier."""
     earlier, tiers_earlier = before
     now, tiers = context.stats(), store.stats() - tiers_earlier
     names = ("offloaded_bytes", "restored_bytes", "deduplicated_bytes", "pack_wait_s", "unpack_wait_s")
@@ -172,7 +171,7 @@ def moved(context: Any, store: TieredStore, before: Any, num_steps: int) -> dict
 
 
 def compare(report: Report, sides: dict[str, dict[str, Any]], num_micro_batches: int) -> None:
-    """Print the figures, and whether the claims hold."""
+    """Print the measurements, and whether the claims hold."""
     plain, stored = sides[PLAIN], sides[STORED]
     for name, side in sides.items():
         report.row(f"{name}.step", statistics.median(side["seconds"]), "s")
@@ -208,7 +207,7 @@ def hash_of(model: torch.nn.Module) -> str:
 
 
 def resident_bytes() -> int:
-    """Return the resident bytes of the process now."""
+    """Return the current resident bytes of the process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * resource.getpagesize()
 
@@ -219,7 +218,7 @@ def forget_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """Return the maximum of the process's resident bytes since ``forget_peak``."""
+    """Return the peak resident bytes of the process since ``forget_peak``."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * KiB

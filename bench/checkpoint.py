@@ -1,16 +1,16 @@
-"""Cost of a checkpoint: time in proportion to the bytes in RAM, not to the state; and the time that training loses.
+"""Cost of a checkpoint, which depends on the bytes in RAM instead of the state's size, and lost training time.
 
     python bench/checkpoint.py --json
     python bench/checkpoint.py --quick        # less than a minute: 0.1 and 0.4 GB, a small model
     python bench/checkpoint.py --sizes 0.5,2,8 --scratch /mnt/drive
 
-First it commits states of several sizes, cut into the same number of blocks (the smallest also into ten times that
-number). All blocks are at home on NVMe, or a tenth or all of them in RAM, or all on NVMe with a tenth changed in RAM
-and not written back. Each state is committed as it is, and again after every block on NVMe was rewritten. Then the real
-trainer runs, and steps during the write of a checkpoint are compared with other steps of the same run.
+First, the bench commits states of several sizes, split into the same number of blocks (the smallest also into ten times
+that number). The homes of the blocks are NVMe, RAM for a tenth or for all of them, or NVMe with a tenth changed in RAM
+and not written back. Each state is committed unchanged, and again after every block on NVMe was rewritten. Then the
+real trainer runs, and steps during the write of a checkpoint are compared with other steps of the same run.
 
-Claims: a commit writes the bytes whose home is RAM and links the rest. Committed as it is, the largest state on NVMe
-takes at most 1.5 times as long as the smallest one.
+Claims: a commit writes the bytes whose home is RAM and links the rest. An unchanged commit of the largest state on NVMe
+takes at most 1.5 times as long as a commit of the smallest state.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from tiered.durable.arrays import flush_arrays
 from tiered.units import PAGE_BYTES, GiB, MiB, round_up
 
 TARGET_RATIO = 1.5
-_SPARE_RAM_BYTES = 2 * GiB  # left to the rest of the machine
+_SPARE_RAM_BYTES = 2 * GiB  # reserved for other programs
 
 #: Name -> (share whose home is RAM, share changed in RAM at the time of the commit).
 SHARES = {"ram0": (0.0, 0.0), "ram10": (0.1, 0.0), "ram100": (1.0, 0.0), "changed10": (0.0, 0.1)}
 
 
 def main() -> int:
-    """Run the bench. Return 1 if a row fails that is not about time."""
+    """Run the bench. Return 1 if a row fails, except for timing rows."""
     arguments = parse_arguments()
     default = "0.1,0.4" if arguments.quick else "0.5,2,8"
     sizes = sorted(float(text) for text in (arguments.sizes or default).split(","))
@@ -88,14 +88,14 @@ def parse_arguments() -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Cost:
-    """One commit: its figures, and the seconds of flushing files that the store had written before."""
+    """Figures of one commit, and the seconds for flushing files that the store had written before."""
 
     figures: CommitFigures
     flush_s: float
 
 
 class Costs:
-    """Commits of states in a store."""
+    """Measures commits of states in a store."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
         self._arguments, self._folder, self._report = arguments, folder, report
@@ -115,7 +115,7 @@ class Costs:
             self._compare(done[0], done[-1])
 
     def _compare(self, small: float, large: float) -> None:
-        """Commit two states on NVMe in turns, so that other load meets both; print the ratio of their times."""
+        """Commit two states on NVMe alternately, so that other load affects both. Print the ratio of their times."""
         num_blocks, rounds = self._arguments.blocks, max(5, self._rounds)
         with ExitStack() as stack:
             states = []
@@ -134,7 +134,7 @@ class Costs:
         self._report.row(f"{name}.each", [round(each, 3) for each in ratios], "x")
 
     def _nbytes(self, size: float, num_blocks: int) -> int:
-        """Return the bytes of a state of ``size`` GB: blocks of whole pages."""
+        """Return the bytes of a state of ``size`` GB, rounded so that blocks consist of whole pages."""
         return round_up(int(size * 1e9) // num_blocks, PAGE_BYTES) * num_blocks
 
     def _measure(self, size: float, share: str, num_blocks: int, name: str) -> bool:
@@ -181,7 +181,8 @@ class State:
     """Blocks of one size in a separate store. A context manager.
 
     Attributes:
-        nbytes: bytes of all blocks. ram_bytes: bytes of the blocks whose home is RAM.
+        nbytes: Bytes of all blocks.
+        ram_bytes: Bytes of the blocks whose home is RAM.
     """
 
     def __init__(self, folder: Path, nbytes: int, num_blocks: int, share: str) -> None:
@@ -208,7 +209,7 @@ class State:
         self._store.close()
 
     def rewrite(self, *, everything: bool = False) -> None:
-        """Rewrite all blocks on NVMe, with ``everything`` also those in RAM, and wait until nothing moves."""
+        """Rewrite all blocks on NVMe (and in RAM, with ``everything``), and wait for all transfers."""
         for key in (*self._in_ram, *self._on_nvme) if everything else self._on_nvme:
             self._change(key)
             if key in self._on_nvme:
@@ -233,7 +234,7 @@ class State:
 
 
 class TimedFlush:
-    """Seconds in which a commit flushes files that the store wrote before it. A context manager."""
+    """Context manager that measures how long a commit flushes files that the store wrote before."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -252,10 +253,10 @@ class TimedFlush:
 
 
 class Stall(RunObserver):
-    """A run of the trainer that saves every few steps; also the observer of that run.
+    """A training run that saves every few steps, and its observer.
 
-    A cycle is the time from the end of one step that is followed by a save to the next such end. No checkpoint is
-    written during the last steps of a cycle. The cost of a save is the extra time of its cycle.
+    A cycle is the time between the ends of two steps that each precede a save. No checkpoint is written during the last
+    steps of a cycle. The cost of a save is the extra time of its cycle.
     """
 
     CYCLE = 8  # steps
@@ -268,7 +269,7 @@ class Stall(RunObserver):
         self._saves: list[CheckpointMetrics] = []
 
     def run(self, placement: str, mode: str) -> None:
-        """Train and print the rows. placement: of the state. mode: train ``beside`` a save, or ``waiting`` for it."""
+        """Train with a placement of the state, ``beside`` a save or ``waiting`` for it, and print the rows."""
         out = self._folder / f"{placement}_{mode}"
         tables: dict[str, Any] = {"tiers": {"ram": {"size": "4GiB"}}}
         if placement == "nvme":

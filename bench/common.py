@@ -1,4 +1,4 @@
-"""Rows of all benches: one JSON object per line, each with the full header, so that each line is self-contained."""
+"""Output of all benches: one JSON object per line, with the full header, so that each line is self-contained."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROW_FIELDS = ("name", "value", "unit", "target", "ok", "timing")
 
 
 def hardware() -> dict[str, Any]:
-    """Return the processor, CPUs this process may use, threads of torch, RAM in bytes, and the GPU or null."""
+    """Return the processor, the usable CPUs, torch's threads, the RAM in bytes, and the GPU or None."""
     from megatrain.machine.profiles import cpu_name  # imported late, because memory workers import this file
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -40,7 +40,7 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that decide speed."""
+    """Return the versions of Python and of the packages that affect speed."""
     found = {"python": platform.python_version()}
     for package in ("torch", "transformers", "numpy", "numba", "zarr"):
         try:
@@ -51,7 +51,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit of this tree, followed by "+" if files differ from the commit; "unknown" outside git."""
+    """Return the commit of this working tree, with "+" if files have changed, or "unknown" outside of git."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         return head + (
@@ -65,8 +65,10 @@ class Report:
     """Collects rows and prints them, as JSON lines or as a table for people.
 
     Args:
-        bench: Name of the bench. as_json: JSON lines. tokens_per_step: T, which every row states, or None for a bench
-            without tokens. out: File to which every row is added as a JSON line, in either mode.
+        bench: Name of the bench.
+        as_json: Whether to print JSON lines instead of a table.
+        tokens_per_step: Value of T in every row, or None for a bench without tokens.
+        out: File to which every row is appended as a JSON line.
     """
 
     def __init__(self, bench: str, *, as_json: bool, tokens_per_step: int | None, out: Path | None = None) -> None:
@@ -79,7 +81,7 @@ class Report:
 
     @property
     def all_ok(self) -> bool:
-        """Whether every row so far that is not about time is ok."""
+        """Whether every row so far is ok, except for timing rows."""
         return self._all_ok
 
     def row(
@@ -95,8 +97,9 @@ class Report:
         """Print one row.
 
         Args:
-            name: Dotted name of the measurement. value, unit: The figure, or None with the reason as unit.
-            target: Target or upper limit of the value, or None without a claim.
+            name: Dotted name of the measurement.
+            value, unit: Measured value and its unit, or None and the reason.
+            target: Target or upper limit of the value, or None if the row claims nothing.
             ok: Whether the target is met, or None without a target.
             timing: Whether ``ok`` depends on the machine's speed and load. If so, the row does not fail the bench.
         """
@@ -119,7 +122,7 @@ class Report:
 
 
 def step_shape(text: str) -> tuple[int, int, int]:
-    """Return micro-batches, rows and tokens of a row from ``"2x1x256"``, the format of the command lines."""
+    """Parse ``"2x1x256"`` from a command line: micro-batches, rows per micro-batch, tokens per row."""
     num_micro_batches, rows, length = (int(part) for part in text.split("x"))
     return num_micro_batches, rows, length
 
@@ -130,7 +133,7 @@ def _git(*arguments: str) -> str:
 
 
 def process_usage() -> dict[str, float]:
-    """Return the seconds of processor time and the page faults of this process so far, by the name of a row."""
+    """Return the CPU seconds and the page faults of this process so far, by name of the row."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return {"user": used.ru_utime, "system": used.ru_stime, "page_faults": used.ru_minflt + used.ru_majflt}
 
@@ -142,6 +145,6 @@ def high_water_bytes() -> int:
 
 
 def forget_high_water() -> None:
-    """Restart the peak of `high_water_bytes` from the present memory (Linux, proc(5))."""
+    """Reset the peak of `high_water_bytes` to the current memory (Linux, proc(5))."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

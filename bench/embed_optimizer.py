@@ -4,14 +4,14 @@
     python bench/embed_optimizer.py --quick           # a few seconds, 1M parameters
     python bench/embed_optimizer.py --sizes 100M --threads 2
 
-Every side has a copy of one Llama model, and the sides take steps on the same tokens alternately. Two times are
-measured: the optimizer's step, with norm and clipping if there is clipping, and the whole step. `tiered` keeps only
-state in the store. `offload` has the whole module in the store, and its updates happen in the next forward.
+Every side has a copy of one Llama model, and the sides alternate on the same tokens. Two times are measured: the
+optimizer's step, including any norm and clipping, and the whole step. `tiered` keeps only the state in the store.
+`offload` keeps the whole module in the store, and updates it in the next forward.
 
-Claim: without and with clipping, a step of `tiered` takes at most 1.0 times torch's fused AdamW. The optimizers of
-torchao and bitsandbytes take part if they are installed and there is a CUDA device, which all sides then use. Without
-one, a row has torchao's error message. `by_parameter` is the work of its step on the host: torch's fused AdamW with an
-optimizer for each parameter, but without the copies to and from the GPU.
+Claim: with and without clipping, a step of `tiered` takes at most as long as torch's fused AdamW. If torchao and
+bitsandbytes are installed and a CUDA device exists, their optimizers also run, and all sides use the device. Without a
+device, a row has torchao's error message. `by_parameter` is the host's part of torchao's step: torch's fused AdamW with
+one optimizer per parameter, without the copies to and from the GPU.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class Side:
     """One optimizer with a separate copy of the model.
 
     Attributes:
-        name: of its rows. clips: whether the optimizer clips. step_s, whole_s, losses: figures of the steps so far.
+        name: Name in the printed rows.
+        clips: Whether the optimizer clips the gradients itself.
+        step_s, whole_s, losses: Optimizer seconds, total seconds and loss of each step so far.
     """
 
     name: str
@@ -65,7 +67,7 @@ class Side:
     losses: list[float] = field(default_factory=list)
 
     def step(self, ids: Tensor, max_norm: float) -> None:
-        """Make one step of training, timed."""
+        """Run and time one training step."""
         if self.clips:
             self.optimizer.max_grad_norm = max_norm  # type: ignore[attr-defined]
         start_s = _now_s(ids.device)
@@ -88,7 +90,7 @@ class Side:
 
 
 def main() -> int:
-    """Run the bench. Return 1 if a row fails that is not about time."""
+    """Run the bench. Return 1 if a row fails, except for timing rows."""
     arguments = parse_arguments()
     num_micro_batches, rows, length = step_shape(arguments.tokens)
     assert num_micro_batches == 1, "one micro-batch: the optimizer does not see accumulation"
@@ -152,7 +154,7 @@ def build_model(size: str, device: str) -> nn.Module:
 
 
 def find_peers(device: str) -> Iterator[tuple[str, Callable[[Any], torch.optim.Optimizer] | str]]:
-    """Yield (name, constructor of an optimizer from parameters, or the reason why it takes no part)."""
+    """Yield each peer's name, with a constructor of its optimizer or the reason why it cannot run."""
     for name, make in (("torchao", _torchao), ("bitsandbytes", _bitsandbytes)):
         if find_spec(name) is None:
             yield name, f"{name} is not installed"
@@ -165,7 +167,7 @@ def find_peers(device: str) -> Iterator[tuple[str, Callable[[Any], torch.optim.O
 
 
 def _refusal(make: Callable[[Any], torch.optim.Optimizer]) -> str:
-    """Return the error message of a library whose optimizer is used without a GPU."""
+    """Return the error message of a library whose optimizer needs a GPU."""
     try:
         make([nn.Parameter(torch.zeros(1 << 16))])
     except (AssertionError, RuntimeError, ValueError) as error:
@@ -174,7 +176,7 @@ def _refusal(make: Callable[[Any], torch.optim.Optimizer]) -> str:
 
 
 class ByParameter(torch.optim.Optimizer):
-    """torch's fused AdamW, an optimizer for each parameter, as torchao's CPUOffloadOptimizer has them on the host."""
+    """torch's fused AdamW with one optimizer per parameter, like the host's part of torchao's CPUOffloadOptimizer."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(list(parameters), {})
@@ -182,7 +184,7 @@ class ByParameter(torch.optim.Optimizer):
         self._each = [torch.optim.AdamW([parameter], fused=True, **SETTINGS) for parameter in held]
 
     def step(self, closure: Any = None) -> None:
-        """Update all parameters, one after the other."""
+        """Update all parameters in order."""
         assert closure is None
         for optimizer in self._each:
             optimizer.step()
@@ -206,7 +208,7 @@ def _bitsandbytes(parameters: Any) -> torch.optim.Optimizer:
 def open_sides(
     model: nn.Module, num_parameters: int, num_threads: int, peers: dict[str, Callable[[Any], Any] | str]
 ) -> Iterator[list[Side]]:
-    """Yield all sides, each with a copy of the model. The state of our sides is all in RAM."""
+    """Yield all sides, each with a copy of the model. All state of our sides is in RAM."""
     device = next(model.parameters()).device
     with open_store(ram=2 * SIDE_BYTES * num_parameters + (64 << 20)) as store:
         plain, tiered = copy.deepcopy(model), copy.deepcopy(model)
@@ -232,7 +234,7 @@ def _ours(model: nn.Module, store: Any, num_threads: int, name: str) -> TieredAd
 
 
 def measure(sides: Sequence[Side], ids: Tensor, max_norm: float, num_rounds: int) -> None:
-    """Take steps alternately; two of each side are not measured."""
+    """Run steps alternately. The first two steps of each side are warm-up."""
     for number in range(2 + num_rounds):
         for side in sides:
             if number == 2:
@@ -241,7 +243,7 @@ def measure(sides: Sequence[Side], ids: Tensor, max_norm: float, num_rounds: int
 
 
 def print_sides(report: Report, prefix: str, sides: Sequence[Side]) -> None:
-    """Print times, ratios to torch's fused AdamW, and whether all sides computed the same."""
+    """Print times, ratios to torch's fused AdamW, and whether all sides computed the same losses."""
     reference = sides[0]
     for side in sides:
         for what, seconds in (("step", side.step_s), ("whole", side.whole_s)):

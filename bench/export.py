@@ -1,4 +1,4 @@
-"""Train and save; export, and load with transformers, in separate processes: equal logits, and the RAM of the export.
+"""Export of a trained model: equal logits in transformers, and the RAM of the export process.
 
     python bench/export.py --json                       # the real SmolLM2-135M, 10 steps; a few minutes
     python bench/export.py --quick                      # the 0.82 M model of the repository
@@ -98,7 +98,7 @@ finally:
 
 
 def main() -> int:
-    """Run the bench; return 1 if a claim does not hold."""
+    """Run the bench. Return 1 if a claim fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="the 0.82 M model of the repository")
@@ -111,7 +111,7 @@ def main() -> int:
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> int:
-    """Train, export, load; print the rows."""
+    """Train, export and load the model in separate processes, and print the rows."""
     model = arguments.model or QUICKSTART / "smollm2-135m"
     if arguments.quick:
         model = make_small_model(folder)
@@ -148,7 +148,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> int:
 
 
 def claim(target: float, value: float, is_claimed: bool) -> dict[str, Any]:
-    """Return the claim of a row, or an empty claim."""
+    """Return the claim arguments of a row, or no arguments without a claim."""
     return {"target": target, "ok": value <= target} if is_claimed else {}
 
 

@@ -1,15 +1,15 @@
-"""Share of weights that a small learning rate moves: bf16 weights updated in place, and our split fp32 masters.
+"""Share of weights that a small learning rate changes: bf16 weights updated in place, and our split fp32 masters.
 
     python bench/freezing.py --json
     python bench/freezing.py --quick
 
-Three optimizers start from the same bf16 weights and take the same number of steps at a constant learning rate. They
-are torch's AdamW on fp32 masters, torch's AdamW on bf16 weights with bf16 state, and our AdamW on a bf16 and an int16
-half. Each computes its gradients with its weights rounded to bf16. The problem: a linear layer learns another one from
-noisy outputs, so gradients have a mean and a spread.
+Three optimizers start from the same bf16 weights and run the same number of steps at a constant learning rate: torch's
+AdamW on fp32 masters, torch's AdamW on bf16 weights with bf16 state, and our AdamW on a bf16 and an int16 half. Each
+computes gradients with its weights rounded to bf16. A linear layer learns the outputs of another linear layer with
+added noise, so that gradients have a mean and a spread.
 
-Claims: our optimizer moves nearly every weight, and the sum of its updates points in the direction of the updates of
-fp32 masters. No row depends on time.
+Claims: our optimizer changes nearly every weight, and its total update has the direction of the total update with fp32
+masters. No row depends on time.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ WEIGHT_STD, NOISE_STD, BATCH_ROWS = 0.02, 0.5, 64
 BETAS, EPS = (0.9, 0.95), 1e-8
 
 Weights = tuple[Tensor, Tensor]  # fp32 weights before and after training
-Gradient = Callable[[Tensor, int], Tensor]  # of bf16 weights and the number of a step, in fp32
+Gradient = Callable[[Tensor, int], Tensor]  # (bf16 weights, number of a step) -> fp32 gradient
 
 
 def main() -> int:
-    """Run the bench; return 1 if a row is not ok."""
+    """Run the bench. Return 1 if a row fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="a small layer; else 512 x 512")
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def print_results(report: Report, size: int, lr: float, num_steps: int) -> None:
-    """Print the share of moved weights at one learning rate."""
+    """Print the share of changed weights at one learning rate."""
     start, gradient = make_problem(size)
     runs = {
         "fp32_master": train_torch(start.float(), gradient, lr, num_steps),
@@ -91,7 +91,7 @@ def print_results(report: Report, size: int, lr: float, num_steps: int) -> None:
 
 
 def make_problem(size: int) -> tuple[Tensor, Gradient]:
-    """Return flat bf16 weights to start from, and the gradient of the mean squared error of a step's rows."""
+    """Return flat initial bf16 weights, and a function that computes the gradient of a step's mean squared error."""
     generator = torch.Generator().manual_seed(0)
     start = (torch.randn(size * size, generator=generator) * WEIGHT_STD).bfloat16()
     wanted = torch.randn(size, size, generator=generator) * WEIGHT_STD
@@ -107,7 +107,7 @@ def make_problem(size: int) -> tuple[Tensor, Gradient]:
 
 
 def train_torch(start: Tensor, gradient: Gradient, lr: float, num_steps: int) -> Weights:
-    """Train with torch's AdamW on weights of the dtype of `start`, state included."""
+    """Train with torch's AdamW. Weights and state have the dtype of `start`."""
     parameter = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.AdamW([parameter], lr, BETAS, EPS, weight_decay=0.0)
     for step in range(num_steps):

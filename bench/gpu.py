@@ -44,9 +44,9 @@ from bench.gpu_sides.rows import Rows
 RATES = "rates"
 #: Smaller numbers of layers to try with plain PyTorch if all 28 do not fit.
 PLAIN_LAYERS = tuple(range(26, 3, -2))
-#: Lines that are kept of the log of a failed side.
+#: Number of last log lines to keep after a side fails.
 _LINES_KEPT = 200
-#: A side is not started with less time than this.
+#: Minimum remaining time for starting a side.
 LEAST_S = 30.0
 HELP = "in this order; default: {}. A part and variants of our side, as in 7b_4k+eager: {}"
 #: Default for a whole call.
@@ -58,7 +58,7 @@ class TerminatedError(Exception):
 
 
 def main() -> int:
-    """Run the parts; return 1 if a row not about time is not ok. SIGTERM ends the running side and keeps its rows."""
+    """Run the parts. Return 1 if a row fails, except for timing rows. SIGTERM ends the running side, but keeps rows."""
     arguments = parse_arguments()
     signal.signal(signal.SIGTERM, _terminate)
     deadline_s = time.monotonic() + 60 * arguments.minutes
@@ -130,7 +130,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def measure_rates(folder: Path, arguments: argparse.Namespace, deadline_s: float) -> bool:
-    """Run doctor on the machine and the drive of the scratch folder; print its figures."""
+    """Run doctor on the machine and the drive of the scratch folder, and print the measured rates."""
     report = Report("gpu", as_json=arguments.json, tokens_per_step=None, out=arguments.out)
     command = [sys.executable, "-m", "cli", "doctor", "--quick", "--json", str(folder)]
     environment = {**os.environ, "PYTHONPATH": _python_path(), "NO_COLOR": "1"}
@@ -158,10 +158,10 @@ def measure_rates(folder: Path, arguments: argparse.Namespace, deadline_s: float
 
 
 class Comparison:
-    """One part: runs its sides in turn and reports their rows.
+    """Runs the sides of one part in turn and reports their rows.
 
     Attributes:
-        deadline_s: time when no side may run any more; SIGTERM ends it at once.
+        deadline_s: Time at which every side must have ended. SIGTERM moves it to the past.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Comparison:
         self._layers = arguments.layers
 
     def run(self) -> None:
-        """Run the sides; plain PyTorch first, because it determines how many layers fit."""
+        """Run all sides, plain PyTorch first, because it determines how many layers fit."""
         sides = sorted(self._part.sides, key=lambda side: side != PLAIN)
         found: dict[str, Mapping[str, Any]] = {}
         for number, side in enumerate(sides):
@@ -189,7 +189,7 @@ class Comparison:
             result, failure = self._run_side(side, num_left=len(sides) - number)
             if failure:
                 self._rows.failed(side, failure, is_ours=side == OURS)
-            if "start_s" in result:  # the only figures if time ended before a step
+            if "start_s" in result:  # the only measurements if the time ended before a step
                 self._rows.start(side, result)
             if result.get("steps"):
                 found[side] = result
@@ -230,7 +230,7 @@ class Comparison:
             "PYTHONPATH": _python_path(),
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         }
-        if side == OURS:  # deterministic; with it torch 2.11 takes more host time for each product
+        if side == OURS:  # required for deterministic products; costs host time per product in torch 2.11
             environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         else:
             environment.pop("CUBLAS_WORKSPACE_CONFIG", None)
@@ -279,7 +279,7 @@ class Comparison:
 
 
 def _python_path() -> str:
-    """Return the module path: our tree, then the present path, which may have libraries that are not installed."""
+    """Return the module path: this tree, then the current path, which may add libraries that are not installed."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 

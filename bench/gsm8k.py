@@ -1,14 +1,14 @@
-"""`examples/07_gsm8k.toml`, streamed, and a plain Hugging Face loop on the same batches: each step, and answers.
+"""`examples/07_gsm8k.toml` with streaming, and a plain Hugging Face loop on the same batches: steps and test answers.
 
     python bench/gsm8k.py --json --data FOLDER          # gsm8k_train.jsonl and gsm8k_test.jsonl; 10 minutes
     python bench/gsm8k.py                               # the data from the hub
     python bench/gsm8k.py --quick                       # the 0.82 M model of the repository and made-up sums
     python bench/gsm8k.py --data FOLDER --trl PYTHON    # TRL too, in the environment of another interpreter
 
-Claims: a run of the example, with less RAM than its state takes, has the losses, gradient norms and trained weights of
-Hugging Face's model in RAM with torch's AdamW. The loss of test answers before and after is also the same; the plain
-side computes it row by row, without packing. With `--trl`: on the same rows, SFTTrainer trains the same tokens and has
-the same losses. No row depends on time.
+Claims: a run of the example, with less RAM than its state needs, has the same losses, gradient norms and trained
+weights as Hugging Face's model in RAM with torch's AdamW. The loss of the test answers before and after training is
+also the same. The plain side computes this loss row by row, without packing. With `--trl`, SFTTrainer trains the same
+tokens of the same rows with the same losses. No row depends on time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from megatrain.training.trainer import Trainer
 #: Both compute in fp32. The order of sums differs (the loss in pieces, the norm in fp64, packed rows). Adam's first
 #: steps divide by gradients near zero, which carries differences from step to step.
 LOSS_TOLERANCE, NORM_TOLERANCE, EVAL_TOLERANCE = 1e-5, 1e-4, 1e-5
-#: Length of the difference of all weights, over the length of the change by training.
+#: Norm of the difference of all weights, divided by the norm of their change in training.
 WEIGHT_TOLERANCE = 1e-3
 
 QUICK = """
@@ -98,7 +98,7 @@ TEMPLATE = (
 
 @dataclass
 class Run(RunObserver):
-    """Measurements of one side by step. ``tests`` has the loss of the test answers by step."""
+    """Measurements of one side. ``tests`` contains the loss of the test answers by step."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -128,7 +128,7 @@ class Run(RunObserver):
 
 
 def main() -> int:
-    """Run the bench; return 1 if a row is not ok."""
+    """Run the bench. Return 1 if a row fails."""
     arguments = parse_arguments()
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         folder = Path(scratch)
@@ -190,7 +190,7 @@ _SPLITS = {"train": "train", "eval": "test"}
 
 
 def make_small_model(folder: Path) -> Path:
-    """Write the model of the repository with random weights; return its folder."""
+    """Write the repository's model with random weights, and return its folder."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
@@ -200,7 +200,7 @@ def make_small_model(folder: Path) -> Path:
 
 
 def make_data(folder: Path) -> Path:
-    """Write sums with their answers in GSM8K's fields; return the folder."""
+    """Write random sums and their answers in GSM8K's fields, and return the folder."""
     folder.mkdir()
     for number, name in enumerate(_SPLITS.values()):
         rows = [
@@ -255,7 +255,7 @@ def print_weights(report: Report, ours: Run, before: Mapping[str, Tensor], weigh
     with safe_open(ours.summary.export_dir / "model.safetensors", "pt") as file:
         names = set(file.keys())
         for name, theirs in weights.items():
-            if name not in names:  # tied: written once
+            if name not in names:  # tied weights are written once
                 continue
             difference = (file.get_tensor(name) - theirs).double()
             way = (theirs - before[name]).double()
@@ -270,7 +270,7 @@ def print_weights(report: Report, ours: Run, before: Mapping[str, Tensor], weigh
 
 
 def print_tests(report: Report, ours: Run, plain: Run, num_steps: int) -> None:
-    """Print the loss of the test answers before and after."""
+    """Print the loss of the test answers before and after training."""
     report.row("test.tokens", ours.num_test_tokens, "tokens with a label")
     same = ours.num_test_tokens == plain.num_test_tokens
     report.row("test.tokens_more_than_plain", ours.num_test_tokens - plain.num_test_tokens, "tokens", target=0, ok=same)
@@ -301,7 +301,7 @@ def print_memory(report: Report, trainer: Trainer, ours: Run, plain: Run) -> Non
 def run_plainly(
     trainer: Trainer, batches: Sequence[StepBatch]
 ) -> tuple[Run, Mapping[str, Tensor], Mapping[str, Tensor]]:
-    """Train Hugging Face's model whole in RAM with torch's AdamW; return figures, and weights before and after."""
+    """Train Hugging Face's model in RAM with torch's AdamW. Return measurements and the weights before and after."""
     from transformers import AutoModelForCausalLM, get_scheduler
 
     config, run = trainer.config, Run()
@@ -354,7 +354,7 @@ def test_loss(model: Any, rows: Sequence[Mapping[str, Tensor]]) -> tuple[float, 
 
 
 def forget_peak_memory() -> None:
-    """Restart the peak of :func:`peak_memory`, if the system can."""
+    """Reset the peak of :func:`peak_memory`, if the system supports this."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:

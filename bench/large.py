@@ -1,13 +1,13 @@
-"""A model of more than 3 B parameters, dense and mixture of experts, trained with all of its state on a drive.
+"""Training of a dense and a mixture-of-experts model of more than 3 B parameters, with all state on a drive.
 
     python bench/large.py --json --scratch /mnt/drive          # 60 GB of free disk, half an hour
     python bench/large.py --quick                              # a minute, a small model
     python bench/large.py --only moe --ram 2GiB --tokens 1x1x128
 
-Claim: three steps move exactly the planned bytes, and the ledger of RAM stays within the tier (2 GiB, or the least that
-the plan takes). The loss of the first step matches plain transformers on the same weights and rows, run layer by layer.
-The weights come from a Hugging Face folder that is made here, larger than the tier. A start takes less than twice the
-time that its bytes take on the drive.
+Claim: three steps move exactly the planned bytes, and the used RAM stays within the tier (2 GiB, or the planned
+minimum). The loss of the first step matches plain transformers on the same weights and rows, run layer by layer. The
+bench writes the weights to a Hugging Face folder that is larger than the tier. A start takes less than twice as long as
+the transfer of its bytes at the drive's rate.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from tiered.units import MiB
 LR = 1e-4
 NUM_STEPS = 3
 TARGET_START = 2.0
-#: bf16 layers multiply in another order if a layer's rows are cut: the losses agree to about four digits.
+#: bf16 layers sum in a different order if a layer's rows are split, so the losses agree to about four digits.
 LOSS_TOLERANCE = 2e-3
 #: Memory of interpreter, libraries, compiled kernels, threads' stacks and the C library's allocator (docs/log.md), and
 #: of transformers' own modules.
@@ -98,7 +98,7 @@ _QUICK_MOE = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_to
 
 
 def main() -> int:
-    """Run the bench. Return 1 if a row fails that is not about time."""
+    """Run the bench. Return 1 if a row fails, except for timing rows."""
     arguments = parse_arguments()
     torch.set_num_threads(default_num_threads())
     shape = step_shape(arguments.tokens or ("1x1x64" if arguments.quick else "1x1x128"))
@@ -127,7 +127,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Case:
-    """One model: its folder, its loss in plain PyTorch, and its run."""
+    """One model with its folder, its loss in plain PyTorch, and its run."""
 
     def __init__(
         self, name: str, arguments: argparse.Namespace, shape: tuple[int, int, int], folder: Path, report: Report
@@ -136,7 +136,7 @@ class Case:
         self._report, self._model = report, folder / "model"
 
     def run(self) -> None:
-        """Measure and print."""
+        """Measure the model and print the rows."""
         row = self._row
         start_s = time.perf_counter()
         write_model(self._model, *self._values())
@@ -200,7 +200,7 @@ class Case:
         )
 
     def _fitting(self) -> tuple[RunConfig, Plan]:
-        """Return the config with the requested sizes of RAM tier and drive, or else the smallest sizes that work."""
+        """Return the config with the requested sizes of RAM tier and drive, or with the minimum sizes by default."""
         sizes = {"ram": "1MiB" if self._arguments.quick else self._arguments.ram}
         while True:
             config = self._config(sizes)
@@ -254,10 +254,10 @@ class Case:
 
 
 class Large(Ours):
-    """Our engine, with the work after its steps."""
+    """Our engine, with a commit and an export after its steps."""
 
     def commit_s(self) -> float:
-        """Commit once; return the seconds until it is durable."""
+        """Commit once, and return the seconds until the commit is durable."""
         start_s = time.perf_counter()
         self._store.commit().wait()
         return time.perf_counter() - start_s
@@ -283,7 +283,7 @@ def write_model(folder: Path, model_type: str, values: Mapping[str, Any]) -> Non
     @contextmanager
     def source(layout: UnitLayout) -> Iterator[ReadMaster]:
         def read(start: int, stop: int) -> Tensor:
-            # Ranges of an export begin and end anywhere in a block; ranges of random weights at multiples of 1024.
+            # An export reads any range of a block, but random weights need ranges at multiples of 1024.
             first, last = start // 1024 * 1024, min(-(-stop // 1024) * 1024, layout.num_elements)
             out = buffer[: last - first] if last - first <= buffer.numel() else torch.empty(last - first)
             weights.read(layout, first, out.zero_())
@@ -298,7 +298,7 @@ def write_model(folder: Path, model_type: str, values: Mapping[str, Any]) -> Non
 
 
 def plain_loss(folder: Path, micro_batches: MicroBatches) -> float:
-    """Return the loss of plain transformers on a step's rows. Each unit has its weights only while it runs."""
+    """Return the loss of plain transformers on a step's rows. Each unit holds its weights only while it runs."""
     graph = build_graph(folder, dtype=torch.bfloat16)
     model = graph.model.eval()
     loader = WeightLoader(folder, model)
@@ -317,7 +317,7 @@ def plain_loss(folder: Path, micro_batches: MicroBatches) -> float:
 
 
 def _lend_weights(graph: ModelGraph, unit: Unit, loader: WeightLoader) -> None:
-    """Make a unit's module read its weights before it runs, and drop them afterwards."""
+    """Let a unit's module load its weights before each run and free them afterwards."""
 
     def read(module: nn.Module, _: Any) -> None:
         for name, owner, layout_name in unit.params:

@@ -3,8 +3,8 @@
     python bench/links.py --json --scratch /mnt/drive
     python bench/links.py --quick             # a minute, 1 GiB of disk instead of 4
 
-Claim: reading, writing, and doing both at once, the tier reaches 0.95 of the best figure of fio with checksums off, and
-0.90 with checksums. All sides alternate in one process on one drive: every round measures each side once.
+Claim: in reads, writes, and concurrent reads and writes, the tier reaches 0.95 of fio's best rate without checksums,
+and 0.90 with checksums. All sides alternate in one process on one drive, and every round measures each side once.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from bench.peers.libraries import DeepSpeedSide, KvikioSide, SafetensorsSide, Za
 from bench.peers.tier import VERIFY_MODES, TierSide
 from tiered.units import MiB
 
-#: Share of fio's best figure that the tier must reach.
+#: Share of fio's best rate that the tier must reach.
 TARGETS = {"off": 0.95, "resume": 0.90, "always": 0.90}
 BLOCKS_MIB = (16, 64, 256, 512)
 QUICK_BLOCKS_MIB = (16, 64)
-#: zarr and safetensors need separate files: beyond this the bench would take more than 4 GiB of disk.
+#: zarr and safetensors need separate files, so larger totals would take more than 4 GiB of disk.
 LARGEST_LIBRARY_TOTAL_MIB = 512
 
 Measured = Mapping[tuple[str, str], Samples]
@@ -40,7 +40,7 @@ Rates = Mapping[str, Sequence[float]]
 
 
 def main() -> int:
-    """Run the bench. Return 1 if a row fails that is not about time."""
+    """Run the bench. Return 1 if a row fails, except for timing rows."""
     arguments = parse_arguments()
     report = Report("links", as_json=arguments.json, tokens_per_step=None)
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
@@ -70,19 +70,19 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def num_blocks(arguments: argparse.Namespace, block_mib: int) -> int:
-    """Return the number of blocks of a size in a measurement, an even number, so that "mixed" has equal halves."""
+    """Return the even number of blocks in a measurement, because "mixed" needs two equal halves."""
     total_mib = arguments.total or (256 if arguments.quick else 512)
     return max(2, total_mib // block_mib // 2 * 2)
 
 
 def remove_files(folder: Path) -> None:
-    """Delete the files of a block size, before the next one needs the disk."""
+    """Delete the files of a block size, because the next block size needs the disk space."""
     for path in sorted(folder.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 class BlockSize:
-    """All sides at one block size: one warm-up round, then the measured rounds, then the rows."""
+    """Measures all sides at one block size: a warm-up round, then the measured rounds, then the rows."""
 
     def __init__(self, work: Work, variants: Sequence[Variant], report: Report, num_rounds: int) -> None:
         self._work, self._variants, self._report, self._num_rounds = work, variants, report, num_rounds
@@ -90,7 +90,7 @@ class BlockSize:
         self._skipped: dict[str, str] = {}
 
     def run(self) -> None:
-        """Measure and print."""
+        """Measure all sides and print the rows."""
         with ExitStack() as stack:
             sides = self._open_sides(stack)
             measured = self._measure(sides)
@@ -137,7 +137,7 @@ class BlockSize:
         return makers
 
     def _measure(self, sides: Sequence[Side]) -> Measured:
-        """Return the samples by operation and side. Each round begins with another side."""
+        """Return the samples by operation and side. Each round begins with a different side."""
         measured: dict[tuple[str, str], Samples] = {}
         for number in range(1 + self._num_rounds):
             first = number % len(sides)
@@ -177,7 +177,7 @@ class BlockSize:
         self._print_ratios_to("fio_small_pages", small_pages, operation, rates, is_claimed=False)
 
     def _print_ratios_to(self, group: str, fio: Rates, operation: str, rates: Rates, *, is_claimed: bool) -> None:
-        """Compare the tier with fio's best variant: the one with the highest median here."""
+        """Compare the tier with the fio variant that has the highest median."""
         if not fio:
             return
         best = max(fio, key=lambda side: statistics.median(fio[side]))

@@ -3,8 +3,8 @@
     python bench/many_blocks.py --json
     python bench/many_blocks.py --quick        # 2,000 blocks and 50 checkpoints
 
-Claims: registering a block of 4 KiB in a RAM tier takes at most 150 us, slot included, and no longer after 100,000
-others than in the first tenth of them. `TieredStore.open` of a committed folder of 100,000 such blocks takes at
+Claims: registering a 4 KiB block in a RAM tier takes at most 150 us, including its slot, and takes no longer after
+100,000 blocks than in the first tenth of them. `TieredStore.open` of a committed folder of 100,000 such blocks takes at
 most 10 s. `ckpt ls` of 2,000 checkpoints of 22 blocks takes at most 3 s.
 
 The row `floor` is the processor time that plain Python takes to open, read, close and compare the files of the blocks.
@@ -37,7 +37,7 @@ _NUM_PARTS = 10
 
 
 def main() -> int:
-    """Run the bench. Return 1 if a row fails that is not about time."""
+    """Run the bench. Return 1 if a row fails, except for timing rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="2,000 blocks and 50 checkpoints")
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def measure_register(report: Report, num_blocks: int) -> None:
-    """Register blocks in RAM, and print the processor time of one in each tenth of them."""
+    """Register blocks in RAM, and print the CPU time per block in each tenth of them."""
     means = []
     with TieredStore([RamTier(2 * GiB)]) as store:
         for part in range(_NUM_PARTS):
@@ -111,7 +111,7 @@ def _read_plainly(path: Path) -> str:
 
 
 def measure_list(report: Report, folder: Path, num_checkpoints: int) -> None:
-    """Make a run with many checkpoints, and print the time of `ckpt ls`, its start included."""
+    """Create a run with many checkpoints, and print the time of `ckpt ls`, including its start."""
     tiers = [RamTier(8 * MiB), NvmeTier([folder / "checkpoints"], 64 * MiB)]
     with TieredStore(tiers, keep_generations=num_checkpoints) as store:
         for number in range(BLOCKS_OF_CHECKPOINT):

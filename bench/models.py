@@ -1,4 +1,4 @@
-"""Models of any size for benches, made on the spot: a Llama shape with random weights, other shapes without weights."""
+"""Models of any size that benches create: Llamas with random weights, and other architectures without weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.common import QUICKSTART
 
 
 def llama_config(hidden: int, layers: int, vocabulary: int, **more: Any) -> Any:
-    """Return the config of a Llama with heads of 64 and untied embeddings. ``hidden``: a multiple of 64."""
+    """Return the config of a Llama with 64-dimensional heads and untied embeddings. ``hidden`` is a multiple of 64."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -27,10 +27,12 @@ def llama_config(hidden: int, layers: int, vocabulary: int, **more: Any) -> Any:
 
 
 def write_llama(folder: Path, *, hidden: int, layers: int, vocabulary: int = 8192) -> Path:
-    """Write a Llama folder with random fp32 weights and the quickstart's tokenizer; return the folder.
+    """Write a Llama folder with random fp32 weights and the quickstart's tokenizer, and return the folder.
 
     Args:
-        hidden: width, a multiple of 64. layers: decoder layers. vocabulary: at least the tokenizer's 1,024.
+        hidden: Hidden size, a multiple of 64.
+        layers: Number of decoder layers.
+        vocabulary: Size of the vocabulary, at least the tokenizer's 1,024.
     """
     from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -43,12 +45,13 @@ def write_llama(folder: Path, *, hidden: int, layers: int, vocabulary: int = 819
 
 
 def write_shape(folder: Path, model_type: str, **values: Any) -> Path:
-    """Write a folder of any architecture with the quickstart's tokenizer and no weights; return the folder.
+    """Write a folder of any architecture with the quickstart's tokenizer and no weights, and return the folder.
 
     It is trained with ``model.train_from_scratch = true``.
 
     Args:
-        model_type: as in ``config.json``. values: of the configuration; a vocabulary of at least 1,024.
+        model_type: Architecture, as in ``config.json``.
+        values: Values of the configuration, with a vocabulary of at least 1,024.
     """
     from transformers import AutoConfig, AutoTokenizer
 

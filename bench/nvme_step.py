@@ -1,13 +1,13 @@
-"""Does a step hide its I/O? Steps with all state on NVMe against the two bounds: compute alone, and bytes / drive rate.
+"""Overlap of I/O and compute: steps with all state on NVMe, and their bounds of compute alone and bytes / drive rate.
 
     python bench/nvme_step.py --json
     python bench/nvme_step.py --quick         # a minute, a small model
     python bench/nvme_step.py --tokens 1x1x32,1x1x256,2x2x256 --ram 400MiB
 
-Three kinds of work alternate in one process. Some steps have everything in RAM (compute alone). The same number of
-steps has weights, gradients, optimizer state and activations on the drive. A plain round of reads and writes in the
-same proportion goes through the same tier (the drive's mixed rate). Claim: a step takes at most 1.05 times the larger
-of compute alone and bytes / mixed rate, for few tokens (bound by the drive) and for many (bound by compute).
+Three kinds of work alternate in one process: steps with everything in RAM (compute alone), the same number of steps
+with weights, gradients, optimizer state and activations on the drive, and plain reads and writes in the same proportion
+through the same tier (the drive's mixed rate). Claim: a step takes at most 1.05 times the larger of compute alone and
+bytes / mixed rate, with few tokens (limited by the drive) and with many tokens (limited by compute).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ON_NVME = {kind: ["nvme"] for kind in ("weights", "gradients", "optimizer", "act
 
 
 def main() -> int:
-    """Run the bench. Return 1 if a row fails that is not about time."""
+    """Run the bench. Return 1 if a row fails, except for timing rows."""
     arguments = parse_arguments()
     torch.set_num_threads(default_num_threads())
     default = "1x1x32,1x1x256" if arguments.quick else "1x1x32,1x1x256,2x2x256,2x4x256"
@@ -83,7 +83,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Regime:
-    """One number of tokens per step: the two sides, the drive, and their rows."""
+    """Measurements at one number of tokens per step: both sides, the drive, and their rows."""
 
     def __init__(
         self, model: Path, arguments: argparse.Namespace, shape: tuple[int, int, int], folder: Path, report: Report
@@ -93,7 +93,7 @@ class Regime:
         folder.mkdir()
 
     def run(self) -> tuple[float, float]:
-        """Measure; return the medians of compute alone and of bytes / rate, in seconds per step."""
+        """Measure, and return the medians of compute alone and of bytes / rate, in seconds per step."""
         arguments, text = self._arguments, QUICKSTART / "loomings.txt"
         ram_config = run_config(self._model, text, self._shape, self._folder)
         nvme_config = self._nvme_config()
@@ -173,7 +173,7 @@ class Regime:
 
 
 class Drive:
-    """Plain reads and writes through the tier, in the proportion of a step, all queued at once."""
+    """Plain reads and writes through the tier in the proportion of a step, all queued at once."""
 
     BLOCK_BYTES = 32 * MiB
 
@@ -202,7 +202,7 @@ class Drive:
         self._store.close()
 
     def rate_bytes_per_s(self) -> float:
-        """Return bytes read and written per second at the same time; several rounds, as drives answer bursts faster."""
+        """Return the bytes per second of concurrent reads and writes, over several rounds because bursts are faster."""
         seconds = sum(self._round_s() for _ in range(_DRIVE_ROUNDS))
         return _DRIVE_ROUNDS * (len(self._read) + len(self._written)) * self.BLOCK_BYTES / seconds
 
@@ -224,7 +224,7 @@ class Drive:
 
 
 def _in_step(first: Sequence[str], second: Sequence[str]) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield both sequences side by side, each spread evenly."""
+    """Yield parts of both sequences in lockstep, each spread evenly."""
     count = max(len(first), len(second), 1)
     for number in range(count):
         yield (
@@ -234,7 +234,7 @@ def _in_step(first: Sequence[str], second: Sequence[str]) -> Iterator[tuple[list
 
 
 def print_crossing(times: Sequence[tuple[int, float, float]], arguments: argparse.Namespace) -> None:
-    """Print the tokens per step at which compute alone takes as long as the drive: measured, and by the formula."""
+    """Print the tokens per step at which compute takes as long as the drive, measured and by formula."""
     report = Report("nvme_step", as_json=arguments.json, tokens_per_step=None)
     (few, few_s, few_drive_s), (many, many_s, many_drive_s) = times[0], times[-1]
     slope = (many_s - few_s) / (many - few)

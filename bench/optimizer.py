@@ -1,13 +1,13 @@
-"""Parameters per second of our update, of a memory-bound ceiling, of torch, of DeepSpeed and of trainers' chains.
+"""Parameters per second of our update, a memory-bound ceiling, torch, DeepSpeed and the update chains of trainers.
 
     python bench/optimizer.py --json
     python bench/optimizer.py --quick                 # a few seconds
     python bench/optimizer.py --full --threads 1,2    # blocks of up to 256M parameters, 10 GB
 
-A size is the number of parameters of a block, which is updated at once. All sides work on the same memory and alternate
-in one process. A ceiling is a loop that reads and writes the same arrays and computes next to nothing.
+A size is the number of parameters in a block, which is updated in one call. All sides use the same memory and alternate
+in one process. A ceiling is a loop that reads and writes the same arrays but computes almost nothing.
 
-Claims: the kernel reaches 0.95 of the ceiling of its byte shape, and the rate of DeepSpeedCPUAdam in fp32. With bf16
+Claims: the kernel reaches 0.95 of the ceiling for the same arrays, and the rate of DeepSpeedCPUAdam in fp32. With bf16
 gradient, scale, fp32 master and bf16 weight in its single pass, it updates 1.4 times the parameters of the chain that a
 trainer with a GPU runs on its host. With the norm, it updates 5 times the parameters of the chain on the host alone.
 """
@@ -37,12 +37,12 @@ from megatrain.optim.elementwise import AdamW
 from megatrain.optim.threads import KernelThreads, default_num_threads
 
 MILLION = 1 << 20
-#: A sample works through at least this many parameters, block after block. So small blocks also come from memory, as
-#: in a step, and not from a cache that the sample before has filled.
+#: Minimum number of parameters per sample, block after block, so that small blocks also come from memory, as in a step,
+#: instead of from a cache that the previous sample filled.
 SAMPLE_PARAMETERS = 32 * MILLION
 QUICK_SAMPLE_PARAMETERS = 8 * MILLION
 TARGET_CEILING, TARGET_DEEPSPEED, TARGET_GPU_CHAIN, TARGET_HOST_CHAIN = 0.95, 1.0, 1.4, 5.0
-#: (side, compared with, at least this many times its parameters per second)
+#: (side, reference side, minimum ratio of parameters per second)
 CLAIMS: tuple[tuple[str, str, float], ...] = (
     ("ours.fp32", "deepspeed.fp32", TARGET_DEEPSPEED),
     ("ours.split_bf16grad", "deepspeed.fp32", TARGET_DEEPSPEED),
@@ -54,7 +54,7 @@ Samples = Mapping[str, Sequence[float]]
 
 
 def main() -> int:
-    """Run the bench. Return 1 if a row fails that is not about time."""
+    """Run the bench. Return 1 if a row fails, except for timing rows."""
     arguments = parse_arguments()
     report = Report("optimizer", as_json=arguments.json, tokens_per_step=None)
     clip.warm_up()
@@ -100,7 +100,7 @@ def sizes(arguments: argparse.Namespace) -> list[int]:
 
 
 def print_bits(report: Report) -> None:
-    """Print whether all formats of the master, cut anywhere, give the same bits, so that the rates are comparable."""
+    """Print whether all formats of the master give the same bits at any split, so that the rates are comparable."""
     size, update = 3 * MILLION + 1024, Update(step=3, lr=1e-3, grad_scale=0.5)
     generator = torch.Generator().manual_seed(1)
     start, grad = torch.randn(size, generator=generator), torch.randn(size, generator=generator).bfloat16()
@@ -156,10 +156,10 @@ def print_ratio(
 
 
 def measure(sides: Sequence[Side], num_rounds: int) -> Samples:
-    """Return the seconds of one update of all blocks, per side and round; the sides alternate.
+    """Return the seconds of one update of all blocks, by side and round. The sides alternate.
 
-    Before each sample the same work runs unmeasured, so that no side uses caches that another one filled. A ceiling
-    that ran an even number of times leaves the memory unchanged.
+    Before each sample, the same work runs unmeasured, so that no side uses caches that another side filled. A ceiling
+    that runs an even number of times leaves the memory unchanged.
     """
     samples: dict[str, list[float]] = {side.name: [] for side in sides}
     for number in range(1 + num_rounds):

@@ -1,4 +1,4 @@
-"""Gain of overlapped updates: normal steps of the engine, and steps whose updates all run at the end.
+"""Gain from overlapped updates: normal steps, and steps whose updates all run at the end.
 
     python bench/overlap.py --json
     python bench/overlap.py --quick           # a minute, a small model
@@ -6,14 +6,14 @@
 
 Overlapped: with clipping, a layer is updated just before its next forward, while the drive moves the state of later
 layers. Without clipping and without a check of the norm, it is updated right after its backward. Serial: the same
-engine makes every update of a step after its backward, before anything else. Then no copy that was fetched for an
-update can wait for a forward, so the serial side also reads more; the rows show how much. The two alternate in one
-process, on the same micro-batches.
+engine runs all updates of a step right after its backward. No copy that was fetched for an update can then wait for a
+forward, so the serial side also reads more. The rows show how much more. The two modes alternate in one process, on the
+same micro-batches.
 
-Clipping is tried never, always (a tiny limit) and sometimes (the median norm is the limit), with everything in RAM and
+Gradients are clipped never, always (tiny limit) or sometimes (limit at the median norm), with everything in RAM and
 with weights, gradients, state and activations on NVMe.
 
-Claims: losses, norms, final weights and final state are the same bits in both modes and on both placements. With state
+Claims: losses, norms, final weights and final state are bit-identical in both modes and both placements. With state
 on NVMe an overlapped step takes no longer than a serial one.
 """
 
@@ -57,7 +57,7 @@ ON_NVME = {kind: ["nvme"] for kind in ("weights", "gradients", "optimizer", "act
 
 
 def main() -> int:
-    """Run the bench. Return 1 if a row fails that is not about time."""
+    """Run the bench. Return 1 if a row fails, except for timing rows."""
     arguments = parse_arguments()
     torch.set_num_threads(default_num_threads())
     shape = arguments.tokens
@@ -87,7 +87,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class _NotingEngine:
-    """Engine that records the result of each step and, if it is serial, leaves no update to the next one."""
+    """Engine that records the result of each step. If it is serial, each step completes its updates."""
 
     def __init__(self, engine: StepEngine, *, is_serial: bool) -> None:
         self._engine, self._is_serial = engine, is_serial
@@ -113,7 +113,7 @@ class Side(Ours):
 
 
 class Bench:
-    """All placements and ways of clipping, and their rows."""
+    """Measures all placements and clipping modes, and prints their rows."""
 
     def __init__(self, model: Path, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
         self._model, self._arguments, self._folder, self._report = model, arguments, folder, report
@@ -121,7 +121,7 @@ class Bench:
         self._ram = self._ram_tier()
 
     def run(self) -> None:
-        """Measure; `sometimes` takes its limit from the norms without clipping."""
+        """Measure all modes. `sometimes` takes its limit from the norms without clipping."""
         outcomes: dict[tuple[str, str], tuple[list[StepResult], dict[str, str]]] = {}
         placements = self._arguments.placements.split(",")
         limits = {"never": 0.0, "always": TINY_NORM}
@@ -142,7 +142,7 @@ class Bench:
     def _compare(
         self, prefix: str, placement: str, way: str, max_grad_norm: float
     ) -> tuple[list[StepResult], dict[str, str]]:
-        """Alternate both sides; return the results of the overlapped steps, and the final digests."""
+        """Alternate both sides, and return the results of the overlapped steps and the final digests."""
         ram = self._ram if placement == "nvme" else None
         rounds: list[dict[str, StepTimes]] = []
         with ExitStack() as stack:

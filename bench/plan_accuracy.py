@@ -1,12 +1,12 @@
-"""Plan and reality: predicted seconds per step, bytes and peaks of `plan --measure`, and the figures of a run.
+"""Accuracy of `plan --measure`: predicted seconds per step, bytes and peaks, compared with a run.
 
     python bench/plan_accuracy.py --json
     python bench/plan_accuracy.py --quick                 # a minute: three small models
     python bench/plan_accuracy.py --only mixtral,gpt2_lion
 
-Each case is a model of another shape, or another placement, with random weights. `plan --measure --json` predicts it in
-one process. Then `run --json` trains it in another process, which does not know the measured times. Some cases repeat
-this with other sizes (`--set`). Claim: predicted / measured is within 0.85 to 1.15, and every planned byte is a moved
+Each case is a model shape and placement, with random weights. `plan --measure --json` predicts its run in one process.
+Then `run --json` trains it in another process, which does not know the measured times. Some cases repeat this with
+different sizes (`--set`). Claim: predicted / measured is within 0.85 to 1.15, and every planned byte is a moved
 byte. Rows "by_rates" come from a plan that times no steps. It divides the work that the trace counted by the rates of
 ``doctor --quick``, measured right before (with ``--quick``: before the first case).
 """
@@ -44,7 +44,7 @@ WARM_STEPS = 2
 
 @dataclass(frozen=True)
 class Reality:
-    """Figures of a run: seconds of its steps after the warm-up, bytes by link over all steps, peaks by tier."""
+    """Measurements of a run: seconds of steps after the warm-up, bytes over all steps by link, and peaks by tier."""
 
     steps_s: Sequence[float]
     moved_bytes: Mapping[str, int]
@@ -56,7 +56,7 @@ class Reality:
 
 
 def main() -> int:
-    """Run the bench. Return 1 if a row fails that is not about time."""
+    """Run the bench. Return 1 if a row fails, except for timing rows."""
     arguments = parse_arguments()
     cases = QUICK_CASES if arguments.quick else CASES
     wanted = arguments.only.split(",") if arguments.only else list(cases)
@@ -65,7 +65,7 @@ def main() -> int:
         raise SystemExit(f"no such case: {', '.join(unknown)}; there are {', '.join(cases)}")
     all_ok, ratios, by_rates = True, [], []
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
-        os.environ["XDG_CACHE_HOME"] = str(Path(scratch, "cache"))  # rates that are measured here stay here
+        os.environ["XDG_CACHE_HOME"] = str(Path(scratch, "cache"))  # keep rates of this bench out of the user's cache
         text = Path(scratch, "text.txt")
         text.write_text((QUICKSTART / "loomings.txt").read_text(encoding="utf-8") * 12, encoding="utf-8")
         for name in wanted:
@@ -102,7 +102,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Comparison:
-    """One case: its plan, its run, and the rows that compare them."""
+    """Plans and runs one case, and prints the rows that compare both."""
 
     def __init__(
         self, name: str, case: Case, folder: Path, text: Path, num_steps: int, report: Report, with_doctor: bool
@@ -116,7 +116,7 @@ class Comparison:
         self.by_rates: float | None = None  # None if the plan lacks a rate for some of the work
 
     def run(self) -> list[float]:
-        """Compare; return predicted / measured of the case, and of the case with its changes if it has some."""
+        """Return the ratio predicted / measured of the case, and of the case with its changes, if any."""
         sets = [word for one in self._overrides for word in ("--set", one)]
         if self._with_doctor:
             command("doctor", "--quick", "--json", "--config", self._config)
@@ -146,7 +146,7 @@ class Comparison:
         return plan_run(resolve(load_config(self._config, (), self._overrides).config)).graph.num_parameters
 
     def _tight_ram(self) -> str:
-        """Return a RAM tier that is a third larger than the least that works."""
+        """Return the size of a RAM tier that is a third larger than the minimum."""
         try:
             plan_run(
                 resolve(load_config(self._config, (), ["tiers.ram.size=1MiB", *self._case.drive(self._folder)]).config)
@@ -180,8 +180,8 @@ class Comparison:
         capacities: Mapping[str, int],
         real: Reality,
     ) -> None:
-        """Print the moved bytes and the fill of the tiers: equal to the plan, or fuller if copies are fetched ahead."""
-        row, has_copies = self._report.row, len(peaks) > 1  # copies of blocks with another home, moved or only kept
+        """Print moved bytes and peaks of tiers: equal to the plan, or higher peaks if copies are prefetched."""
+        row, has_copies = self._report.row, len(peaks) > 1  # copies of blocks whose home is a different tier
         for link, nbytes in moved.items():
             found = real.moved_bytes[link]
             row(f"{name}.{link}.moved", found, "bytes", target=nbytes, ok=found == nbytes)
@@ -196,7 +196,7 @@ class Comparison:
 
 
 def command(name: str, *words: str | Path) -> dict[str, Any]:
-    """Run a command of megatrain-tier in a separate process; return the last JSON object that it prints."""
+    """Run a command of megatrain-tier in a separate process, and return the last JSON object of its output."""
     arguments = [sys.executable, "-m", "cli", name, *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
     done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)

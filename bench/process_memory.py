@@ -1,4 +1,4 @@
-"""The plan's "process about X" and reality: the peak memory of a run's process, by length of rows.
+"""Accuracy of the plan's "process about X": the peak memory of a run's process, by row length.
 
     python bench/process_memory.py --json
     python bench/process_memory.py --quick                       # a minute: a small model
@@ -34,7 +34,7 @@ from bench.common import QUICKSTART, ROOT, Report
 TOLERANCE = 0.05
 QUICK_CASES = ("narrow.ram.1024", "narrow.drive.1024")
 LORA = "\n[lora]\nr = 8\n"
-#: Not the peak that a parent reads of a child, which begins with the parent's peak.
+#: The child reports its own peak, because the peak that a parent reads includes the parent's peak.
 PROGRAM = """
 import atexit, sys
 from bench.common import high_water_bytes
@@ -46,12 +46,12 @@ main()
 
 
 def narrow(num_tokens: int) -> dict[str, Any]:
-    """Return the values of a model of 0.2 M parameters, whose memory is nearly all for rows."""
+    """Return the config values of a model of 0.2 M parameters, whose memory depends almost only on its rows."""
     return _with_positions(llama(64, 2, 1024), num_tokens)
 
 
 def wide(num_tokens: int) -> dict[str, Any]:
-    """Return the values of a model of 7 M parameters with a vocabulary that makes its logits large."""
+    """Return the config values of a model of 7 M parameters, whose large vocabulary causes large logits."""
     return _with_positions(llama(256, 3, 8192), num_tokens)
 
 
@@ -61,7 +61,7 @@ def _with_positions(values: Mapping[str, Any], num_tokens: int) -> dict[str, Any
 
 
 def cases(lengths: tuple[int, ...]) -> dict[str, Case]:
-    """Return the cases by name. The longest rows are for the narrow model in RAM."""
+    """Return the cases by name. Only the narrow model in RAM has the longest rows."""
     found = {}
     for length in lengths:
         rows = (1, 1, length)
@@ -76,7 +76,7 @@ def cases(lengths: tuple[int, ...]) -> dict[str, Case]:
 
 
 def main() -> int:
-    """Run the bench; return 1 if a prediction is off by more than the tolerance."""
+    """Run the bench. Return 1 if a prediction error exceeds the tolerance."""
     arguments = parse_arguments()
     known = cases((1024, 4096, 16384, 65536))
     usual = QUICK_CASES if arguments.quick else list(known)

@@ -1,4 +1,4 @@
-"""A world of ranks for `ranks.py`: processes of this machine that run the same steps together and are timed."""
+"""Ranks for `ranks.py`: processes on this machine that run and time the same steps together."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ LR = 1e-4
 
 @dataclass(frozen=True)
 class RankSteps:
-    """Figures of one rank.
+    """Measurements of one rank.
 
     Attributes:
-        times: of the measured steps.
-        losses: of all steps. norms: of all steps, before clipping.
-        moved: by link, bytes of all steps and the update after them. planned: the planned bytes of the same.
+        times: Times of the measured steps.
+        losses: Losses of all steps.
+        norms: Gradient norms of all steps, before clipping.
+        moved: Bytes moved by all steps and the final update, by link.
+        planned: Planned bytes for the same work, by link.
     """
 
     times: Sequence[StepTimes]
@@ -50,7 +52,7 @@ class RankSide(Ours):
     """A rank, or a single process."""
 
     def moved_bytes(self) -> dict[str, int]:
-        """Return the bytes that crossed each link over all steps, also between ranks."""
+        """Return the bytes moved over each link in all steps, including links between ranks."""
         links = {link for window in self.windows for link in window.links}
         moved = {link: sum(window.links[link].num_bytes for window in self.windows) for link in links}
         return {**moved, **self._engine.moved_bytes}
@@ -59,18 +61,18 @@ class RankSide(Ours):
 def run_world(
     folder: Path, config: RunConfig, num_hosts: int, per_host: int, num_warm: int, num_steps: int
 ) -> list[RankSteps]:
-    """Return the figures of each rank over a few steps.
+    """Run a few steps on all ranks, and return each rank's measurements.
 
     Args:
-        folder: for the meeting place of the ranks.
-        config: of the run; every rank has separate folders in it.
-        num_hosts: hosts that the ranks assume.
-        per_host: ranks of each host.
-        num_warm: steps that are not measured.
-        num_steps: measured steps.
+        folder: Folder of the file through which the ranks meet.
+        config: Config of the run. Every rank gets separate folders in it.
+        num_hosts: Number of simulated hosts.
+        per_host: Number of ranks per host.
+        num_warm: Number of warm-up steps.
+        num_steps: Number of measured steps.
 
     Raises:
-        RuntimeError: a rank failed, or did not end in time.
+        RuntimeError: A rank failed, or did not end in time.
     """
     size = num_hosts * per_host
     context = multiprocessing.get_context("forkserver")

@@ -5,14 +5,14 @@
     python bench/ranks.py --parts steps --worlds 1x2,2x1
     python bench/ranks.py --parts plans --plans 70B:32768,65536
 
-`steps`: worlds of hosts x ranks (on this machine, with gloo, one thread each) take the same steps as one process. The
-state is all in RAM, or all on a drive. Claims: every rank moves exactly the planned bytes over every link, also between
-ranks and hosts. Losses and norms are the bits of one process. The processor time of all ranks together is at most 1.15
-times the processor time of one process with the same tokens.
+`steps`: worlds of hosts x ranks (on this machine, with gloo, one thread each) run the same steps as one process. All
+state is in RAM, or all is on a drive. Claims: every rank moves exactly the planned bytes over every link, including
+links between ranks and hosts. Losses and norms are bit-identical to one process. The CPU time of all ranks together is
+at most 1.15 times the CPU time of one process with the same tokens.
 
 `plans`: steps of large models on absent machines, planned like `plan --processes N --hosts H --machine NAME`, and
-replayed with the planner's simulator at the rates of the machine file. These rows are not measured. Claim: 70 B
-parameters on 8 GPUs of one host reach 0.9 of one GPU's speed per GPU, at equal tokens per GPU from 16,384 on.
+simulated by the planner at the rates of the machine file. These rows are not measured. Claim: with 70 B parameters on 8
+GPUs of one host, each GPU reaches 0.9 of a single GPU's speed, at equal tokens per GPU from 16,384 on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # `import megatrain` would set this too late, after torch
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-os.environ["OMP_NUM_THREADS"] = "1"  # of each rank, and of the single process
+os.environ["OMP_NUM_THREADS"] = "1"  # applies to each rank and to the single process
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.common import QUICKSTART, ROOT, Report, step_shape
@@ -53,7 +53,7 @@ MACHINE = "8xh100-2tb"
 PARTS = ("steps", "plans")
 PLACEMENTS = ("ram", "nvme")
 ON_NVME = {kind: ["nvme"] for kind in ("weights", "gradients", "optimizer", "activations")}
-#: Number of lanes in all worlds. It is the same, so that all worlds compute the same sums.
+#: Number of lanes, equal in all worlds, so that all worlds compute the same sums.
 LANES = 4
 TARGET_CPU, TARGET_EFFICIENCY, FROM_TOKENS = 1.15, 0.9, 16_384
 LENGTH = 4096
@@ -64,8 +64,11 @@ class PlannedModel:
     """A model on absent hosts.
 
     Attributes:
-        model: of examples/models. num_hosts: hosts like the machine. per_host: ranks of each host.
-        tokens_per_gpu: of a step. is_compared: whether it is compared with one GPU of one host.
+        model: Folder in examples/models.
+        num_hosts: Number of hosts.
+        per_host: Number of ranks per host.
+        tokens_per_gpu: Tokens of a step per GPU, one plan each.
+        is_compared: Whether to compare with a single GPU.
     """
 
     model: str
@@ -83,7 +86,7 @@ PLANNED = (PlannedModel("Llama-3.1-70B", 1, 8, (4096, 8192, 16_384, 32_768, 65_5
 
 
 def main() -> int:
-    """Run the bench. Return 1 if a row fails that is not about time."""
+    """Run the bench. Return 1 if a row fails, except for timing rows."""
     arguments = parse_arguments()
     shape = arguments.tokens
     report = Report("ranks", as_json=arguments.json, tokens_per_step=shape[0] * shape[1] * shape[2])
@@ -138,17 +141,17 @@ def _plans(text: str) -> tuple[str, tuple[int, ...]]:
     return name, tuple(int(number) for number in tokens.split(",") if number)
 
 
-# -- steps that are taken ------------------------------------------------------------------------------------------
+# -- measured steps ------------------------------------------------------------------------------------------------
 
 
 class Steps:
-    """All worlds and placements, and their rows."""
+    """Measures all worlds and placements, and prints their rows."""
 
     def __init__(self, model: Path, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
         self._model, self._arguments, self._folder, self._report = model, arguments, folder, report
 
     def run(self) -> None:
-        """Take the steps, one world after the other, and print."""
+        """Run the steps in one world after the other, and print the rows."""
         load = round(os.getloadavg()[0], 2)
         for placement in self._arguments.placements.split(","):
             alone = self._world(placement, 1, 1)
@@ -185,7 +188,7 @@ class Steps:
                 **({"placement": ON_NVME} if placement == "nvme" else {}),
             )
 
-        # A rank gets a share of the host's tiers: this leaves room for the copies and sums of each.
+        # Each rank gets a share of the host's tiers, so reserve memory for the copies and sums of every rank.
         return config("4GiB") if placement == "ram" else config(f"{4 * per_host * self._least_bytes(config)}B")
 
     @staticmethod
@@ -221,16 +224,16 @@ def _cpu_s(rank: RankSteps) -> float:
     return statistics.median(each.parts_s["cpu"] for each in rank.times)
 
 
-# -- steps that are planned ----------------------------------------------------------------------------------------
+# -- planned steps -------------------------------------------------------------------------------------------------
 
 
 def planned_models(scratch: Path, chosen: tuple[str, tuple[int, ...]] | None, *, quick: bool) -> Sequence[PlannedModel]:
-    """Return the planned models; small ones, written to a folder, if that is enough.
+    """Return the planned models. With ``quick``, write small models to a folder.
 
     Args:
-        scratch: folder.
-        chosen: end of a model's name, and tokens per GPU (empty: all of them), or None for all models.
-        quick: whether small models are enough.
+        scratch: Folder for the small models.
+        chosen: Suffix of a model's name and tokens per GPU (all if empty), or None for all models.
+        quick: Whether to use small models.
     """
     if not quick:
         name, tokens = chosen or ("", ())
@@ -244,7 +247,7 @@ def planned_models(scratch: Path, chosen: tuple[str, tuple[int, ...]] | None, *,
 
 
 class Plans:
-    """The plans of one model, and their rows."""
+    """Plans one model in several cases, and prints the rows."""
 
     def __init__(self, planned: PlannedModel, folder: Path, report: Report) -> None:
         self._planned, self._folder, self._report = planned, folder, report
@@ -274,7 +277,7 @@ class Plans:
             )
 
     def _print_results(self, name: str, tokens: int, size: int, num_hosts: int) -> float | None:
-        """Print the rows of a plan; return the seconds of a replayed step, or None if it does not fit."""
+        """Print the rows of a plan, and return the seconds of a simulated step, or None if the model does not fit."""
         row = self._report.row
         try:
             plan = self._plan(tokens, size, num_hosts)

@@ -1,4 +1,4 @@
-"""Recompute in the backward, and the cost of less of it: steps that differ only in that.
+"""Time and memory of activation checkpointing policies: steps that differ only in the recompute.
 
     python bench/recompute.py --json
     python bench/recompute.py --quick             # a minute, a small model
@@ -7,19 +7,19 @@
 
 Sides, each with every block in RAM unless stated otherwise:
 
-* ``whole``: every layer is run again, including products that no gradient needs, as before decision 0080;
+* ``whole``: every layer is recomputed, including products that no gradient needs, as before decision 0080;
 * ``full``: without those products;
 * ``selective``: results of products and attention are saved;
-* ``nvme``: as ``selective``, with inputs and results on a drive, and a quarter more RAM than the least;
+* ``nvme``: as ``selective``, with inputs and results on a drive, and a RAM tier a quarter above the minimum;
 * ``none``: graphs are kept;
 * ``streamed``: as ``full``, with the optimizer's state on a drive, and extra RAM for half of the results;
 * ``filled``: the same in the same RAM, but the plan decides which layers save results, by the rates that `doctor`
   measured on this machine. Without rates it is as ``streamed``;
 * ``checkpointed``, ``plain``: PyTorch with its own checkpointing of layers, and without.
 
-They alternate step by step in one process, on the same micro-batches. Claims: losses, norms, final weights and final
-state of our sides are the same bits; the plan's total is not exceeded; moved bytes are planned bytes. ``ratio.flops``
-is the same ratio in counted operations. Extra memory is the memory of a plan beyond ``full``.
+The sides alternate step by step in one process, on the same micro-batches. Claims: losses, norms, final weights and
+final state of our sides are bit-identical. No side exceeds the planned memory, and moved bytes are planned bytes.
+``ratio.flops`` is the same ratio in counted operations. Extra memory is the memory of a plan beyond ``full``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ TARGETS = {
     (NONE, WHOLE): None,
     (FILLED, STREAMED): None,
 }
-MOST_EXTRA = 0.4  # of the extra memory of kept graphs over a full recompute
+MOST_EXTRA = 0.4  # share of the extra memory that kept graphs need
 LR = 1e-4
 TEXT = QUICKSTART / "loomings.txt"
 
@@ -75,7 +75,7 @@ Rounds = Sequence[Mapping[str, StepTimes]]
 
 
 def main() -> int:
-    """Run the bench. Return 1 if a row fails that is not about time."""
+    """Run the bench. Return 1 if a row fails, except for timing rows."""
     arguments = parse_arguments()
     torch.set_num_threads(default_num_threads())
     shape = arguments.tokens
@@ -111,13 +111,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def without_dead_results(plan: Plan) -> Plan:
-    """Return a plan whose recomputes leave nothing out."""
+    """Return a plan whose recomputes run all products."""
     visits = tuple(replace(visit, unneeded=NOTHING_UNNEEDED) for visit in plan.trace.visits)
     return replace(plan, traced=replace(plan.traced, trace=replace(plan.trace, visits=visits)))
 
 
 class Bench:
-    """Comparison of all sides in rounds, with the resulting rows."""
+    """Compares all sides in rounds, and prints the rows."""
 
     def __init__(self, model: Path, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
         self._model, self._arguments, self._folder, self._report = model, arguments, folder, report
@@ -126,7 +126,7 @@ class Bench:
         self._plain = tuple(name for name in (CHECKPOINTED, PLAIN) if name not in left_out)
 
     def run(self) -> None:
-        """Take one warm-up round and the measured rounds, and print the rows."""
+        """Run one warm-up round and the measured rounds, and print the rows."""
         rounds: list[dict[str, StepTimes]] = []
         with ExitStack() as stack:
             ours = {name: stack.enter_context(self._side(name)) for name in self._ours}
@@ -210,7 +210,7 @@ class Bench:
             name: step_flops(side.plan.trace, **shape, recompute=side.plan.program.recompute)
             for name, side in sides.items()
         }
-        # No trace counts unneeded products in the backward: add them for the side that runs them.
+        # Traces omit unneeded products in the backward, so add them for the side that runs them.
         visits = sides[FULL].plan.trace.visits
         left_out = sum(visit.unneeded.work.flops for visit in visits) * places // sides[FULL].plan.trace.num_tokens
         found[WHOLE] = replace(found[WHOLE], hardware=found[FULL].hardware + left_out)

@@ -1,13 +1,13 @@
-"""Scores by a model of ten times its RAM tier, read from its folder, and by plain transformers with it in memory.
+"""Scores from a model ten times as large as its RAM tier, compared with plain transformers in memory.
 
     python bench/score.py --json
     python bench/score.py --quick
 
-Both sides take the same micro-batches of one row and compute the log-probability of each token and its 16 likeliest
-words. Our side streams the weights once a pass; the other has them in memory. The sides alternate, pass by pass.
+Both sides compute the log-probability of each token and of the 16 likeliest tokens, in the same micro-batches of one
+row. Our side streams the weights once per pass; the other side has them in memory. The sides alternate pass by pass.
 
-Claims: the numbers are equal within the rounding of fp32; moved bytes are planned bytes; the RAM tier is at most a
-tenth of the weights. Tokens per second are reported for both, and depend on the machine and its drive.
+Claims: the scores are equal up to fp32 rounding, moved bytes are planned bytes, and the RAM tier is at most a tenth of
+the weights. The reported tokens per second depend on the machine and its drive.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TARGET_RATIO, TARGET_DIFFERENCE = 10.0, 1e-3
 
 
 def main() -> int:
-    """Run the bench; return 1 if a row is not ok."""
+    """Run the bench. Return 1 if a row fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="a model of 100 MB; else 1 GB")
@@ -63,7 +63,7 @@ def config_of(folder: Path, shape: tuple[int, int, int], number: int, ram: str) 
     num_micro_batches, rows, length = shape
     text = (QUICKSTART / "moby_dick.txt").read_text(encoding="utf-8")
     own = folder / f"rows{number}.txt"
-    size = 6 * num_micro_batches * rows * length  # more than its tokens
+    size = 6 * num_micro_batches * rows * length  # characters, which outnumber the tokens
     own.write_text(text[number * size : (number + 1) * size], encoding="utf-8")
     return RunConfig.model_validate(
         {
@@ -116,7 +116,7 @@ def compare(report: Report, folder: Path, shape: tuple[int, int, int], rounds: i
 
 
 def plain_pass(model: torch.nn.Module, scorer: Scorer, teacher: TeacherScores) -> tuple[int, float, float]:
-    """Return the number of tokens that plain transformers scored, its seconds, and the largest difference of scores."""
+    """Score with plain transformers. Return the number of tokens, the seconds, and the largest difference of scores."""
     order, collator = scorer.make_rows()
     num_tokens, seconds, difference = 0, 0.0, 0.0
     size = scorer.plan.run.batch.micro_batch_rows

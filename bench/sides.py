@@ -1,4 +1,4 @@
-"""The two sides of `step.py`: our step with its parts timed from outside, and a step of plain PyTorch."""
+"""The two sides of `step.py`: our step with timed parts, and a step of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -38,11 +38,14 @@ MicroBatches = Sequence[Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One step of one side.
+    """Measurements of one step of one side.
 
     Attributes:
-        total_s: the step as it counts. parts_s: seconds of its parts, by name. loss: before the update.
-        grad_norm: before clipping. num_drops: by tier, buffers dropped for buffers of other sizes.
+        total_s: Seconds of the whole step.
+        parts_s: Seconds of each part, by name.
+        loss: Loss before the update.
+        grad_norm: Gradient norm before clipping.
+        num_drops: Number of buffers freed for buffers of other sizes, by tier.
         usage: ``process_usage`` of the step.
     """
 
@@ -55,10 +58,10 @@ class StepTimes:
 
 
 def with_tight_ram(config_with_ram: Callable[[str], RunConfig]) -> RunConfig:
-    """Return the config whose RAM tier is a quarter above the least that works.
+    """Return the config whose RAM tier is a quarter above the minimum.
 
     Args:
-        config_with_ram: makes the config of a size, such as "1MiB".
+        config_with_ram: Returns the config for a size such as "1MiB".
     """
     try:
         plan_run(resolve(config_with_ram("1MiB")))
@@ -73,8 +76,10 @@ def run_config(model: Path, text: Path, shape: tuple[int, int, int], folder: Pat
     Every layer is recomputed, as in the compared sides, unless ``training`` changes that.
 
     Args:
-        model: Hugging Face folder with weights and tokenizer. shape: micro-batches, rows of each, tokens of a row.
-        folder: may be written to. tables: more keys and tables of the config, e.g. ``tiers``, or other ones.
+        model: Hugging Face folder with weights and tokenizer.
+        shape: Numbers of micro-batches, of rows per micro-batch, and of tokens per row.
+        folder: Writable folder.
+        tables: Additional or replaced keys and tables of the config, e.g. ``tiers``.
     """
     num_micro_batches, rows, length = shape
     return RunConfig.model_validate(
@@ -98,7 +103,7 @@ def run_config(model: Path, text: Path, shape: tuple[int, int, int], folder: Pat
 
 
 def batches(config: RunConfig) -> Iterator[list[dict[str, Tensor]]]:
-    """Yield the micro-batches, step by step."""
+    """Yield the micro-batches of each step."""
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     data, training = resolve_data(config), config.training
     shape = data.batch_shape(training.per_device_train_batch_size, training.gradient_accumulation_steps)
@@ -128,16 +133,18 @@ class TimedOptimizer:
 
 
 class Ours:
-    """Our engine on one placement. A context manager: leaving it closes the store. Between steps nothing moves.
+    """Our engine with one placement, as a context manager that closes the store. No transfers run between steps.
 
     Args:
-        config: of the run. num_steps: steps that will be taken. plan: of the run, if it exists already.
-        source: makes the source of the weights from the plan. Default: the model's folder, or its initialization.
+        config: Config of the run.
+        num_steps: Number of steps to schedule.
+        plan: Plan of the run, or None to plan it.
+        source: Creates the source of the weights from the plan. Default: the model's folder, or its initialization.
 
     Attributes:
-        start_s: seconds of its parts: ``warm_up`` of kernels, ``populate`` and ``pin`` of RAM (over all threads), and
-            ``fill``, the rest until weights and state are at home.
-        start_bytes: bytes that ``populate``, ``pin`` and ``fill`` worked on.
+        start_s: Seconds of each part of the start: ``warm_up`` of kernels, ``populate`` and ``pin`` of RAM (over all
+            threads), and ``fill``, the rest until weights and state are at home.
+        start_bytes: Bytes processed by ``populate``, ``pin`` and ``fill``.
     """
 
     def __init__(
@@ -150,7 +157,7 @@ class Ours:
     ) -> None:
         plan = plan or plan_run(resolve(config))
         begin_s = time.perf_counter()
-        warm_up(plan)  # also the device's kernels: the first update is in a measured step
+        warm_up(plan)  # also compiles the device's kernels, because the first update is in a measured step
         self.optimizer = TimedOptimizer(plan.traced.optimizer)
         self.plan = replace(plan, traced=replace(plan.traced, optimizer=self.optimizer))
         self.windows: list[StoreStats] = []
@@ -186,14 +193,14 @@ class Ours:
         return {name: tier.num_drops for name, tier in self._tiers.items() if isinstance(tier, GpuTier | RamTier)}
 
     def step(self, micro_batches: MicroBatches, lr: float) -> StepTimes:
-        """Run one step and wait until its last write-back, and the first copies of the next step, have arrived.
+        """Run one step, and wait for its last write-back and for the first copies of the next step.
 
-        The wait counts: no work of this side may run in the time of another.
+        The wait counts as step time, because no work of this side may run during the step of another side.
         """
         return self.steps([micro_batches], lr)
 
     def steps(self, batches: Sequence[MicroBatches], lr: float) -> StepTimes:
-        """Run steps without a pause between them; return means of one step, and the last loss and norm."""
+        """Run consecutive steps. Return the means per step, and the last loss and norm."""
         store, self.optimizer.kernel_s = self._store, 0.0
         drops = self._num_drops()
         start_s, start_cpu_s, start_usage = time.perf_counter(), time.process_time(), process_usage()
@@ -216,7 +223,7 @@ class Ours:
         return StepTimes((end_s - start_s) / len(batches), parts, result.loss, result.grad_norm, drops, usage)
 
     def finish(self) -> None:
-        """Make the update that the last step postponed."""
+        """Run the update that the last step postponed."""
         self._engine.finish_updates()
         self._store.wait_idle()
         self._end_window()
@@ -240,7 +247,7 @@ class Ours:
         return window
 
     def moved_bytes(self) -> dict[str, int]:
-        """Return the bytes that crossed each link over all steps."""
+        """Return the bytes moved over each link in all steps."""
         return {link: sum(window.links[link].num_bytes for window in self.windows) for link in self.plan.traffic}
 
     def planned_bytes(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Processor seconds of the commands that people wait for: `report`, `data preview`, `plan` and `check`.
+"""CPU seconds of interactive commands: `report`, `data preview`, `plan` and `check`.
 
     python bench/startup.py --json
     git worktree add /tmp/old HEAD~50 && python bench/startup.py --old /tmp/old
@@ -34,12 +34,12 @@ COMMANDS: Mapping[str, Sequence[str]] = {
     "check": ("check", "first.toml", "--set", "output_dir=outputs/new"),
 }
 IMPORTS = "import torch; from transformers.models.llama.modeling_llama import LlamaForCausalLM"
-#: Most processor seconds; for the second kind, above the seconds of the imports.
+#: Maximum CPU seconds. The second mapping excludes the seconds of the imports.
 TARGETS, ABOVE_IMPORTS = {"report": 0.8, "preview": 2.0}, {"plan": 2.0, "check": 2.0}
 
 
 def main() -> int:
-    """Run the bench; return 1 if a row is not ok."""
+    """Run the bench. Return 1 if a row fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="accepted by every bench")
@@ -80,9 +80,9 @@ def _command(words: Sequence[str]) -> list[str]:
 
 
 def seconds(command: Sequence[str], folder: Path, tree: Path) -> float:
-    """Return the processor seconds of a command with the code of a tree."""
+    """Return the CPU seconds of a command with the code of a tree."""
     environment = {**os.environ, "PYTHONPATH": str(tree)}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # it would compile each module again
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise each run would compile every module
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,14 +1,14 @@
-"""Losses with moments in fp32, bf16 and int8, and of the 8-bit AdamW of bitsandbytes and of torchao.
+"""Training losses with moments in fp32, bf16 and int8, and with the 8-bit AdamW of bitsandbytes and torchao.
 
     python bench/states.py --json
     python bench/states.py --quick
 
-One small Llama is trained from the same random weights on the same batches of bytes of a book, once per optimizer. They
-are torch's AdamW, `TieredAdamW` with each `state_dtype`, and the others if installed. All keep fp32 weights, so that
-only moments differ.
+Each optimizer trains a small Llama from the same random weights on the same batches of a book's bytes. The optimizers
+are torch's AdamW, `TieredAdamW` with each `state_dtype`, and the other libraries if installed. All keep fp32 weights,
+so that only the moments differ.
 
-Claims: the mean loss of the last tenth of the steps is within 1 % of torch's AdamW. The distance from the weights of
-fp32 moments is with int8 at most 1.1 times the distance of the other 8-bit optimizers. No row depends on time.
+Claims: the mean loss of the last tenth of the steps is within 1 % of torch's AdamW. With int8 moments, the distance to
+the weights of fp32 moments is at most 1.1 times the distance of the other 8-bit optimizers. No row depends on time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Make = Callable[[list[nn.Parameter]], Any]
 
 
 def main() -> int:
-    """Run the bench; return 1 if a row is not ok."""
+    """Run the bench. Return 1 if a row fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="a smaller model")
@@ -111,7 +111,7 @@ def makers() -> dict[str, Make | None]:
 
 
 def train(width: int, num_steps: int, make: Make) -> tuple[list[float], Tensor]:
-    """Train a new model; return the losses and all weights at the end."""
+    """Train a new model, and return the losses and all final weights."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -1,13 +1,14 @@
-"""Step time and memory: our engine with everything in RAM and with state on NVMe, and plain PyTorch, twice.
+"""Step time and memory: our engine with everything in RAM or with state on NVMe, and plain PyTorch in two variants.
 
     python bench/step.py --json
     python bench/step.py --quick              # a minute: the 0.82 M model of this repository
     python bench/step.py --model FOLDER --tokens 2x2x256 --steps 5
 
 The sides alternate step by step in one process, on the same micro-batches, from the same weights, with the same
-threads. Plain PyTorch runs its layers again in the backward (`plain`), or keeps all activations (`plain_keeps`). Our
-engine keeps what fits. Claim: in RAM a step takes at most 1.10 times the one that recomputes; placement changes no bit
-of the loss; every link moves exactly the planned bytes. Memory is measured in a separate process for each side.
+threads. Plain PyTorch recomputes its layers in the backward (`plain`), or keeps all activations (`plain_keeps`). Our
+engine keeps the activations that fit. Claims: a step in RAM takes at most 1.10 times as long as `plain`. The placement
+changes no bit of the loss, and every link moves exactly the planned bytes. Each side's memory is measured in a separate
+process.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ TARGET_USAGE = {"system": 1.0, "page_faults": 250_000}
 #: Model, tokens per step, and size of the RAM tier.
 USAGE_CASE = ("smollm2-135m", 512, "420MiB")
 UNITS_OF_USAGE = {"user": "s", "system": "s", "page_faults": "pages"}
-#: Sums have another order than in PyTorch, so losses drift apart by rounding.
+#: Sums have a different order than in PyTorch, so losses drift apart by rounding.
 LOSS_TOLERANCE = 1e-3
 RAM, NVME, PLAIN, PLAIN_KEEPS = "ours_ram", "ours_nvme", "plain", "plain_keeps"
 SIDES = (RAM, NVME, PLAIN, PLAIN_KEEPS)
@@ -55,7 +56,7 @@ Rounds = Sequence[Mapping[str, StepTimes]]
 
 
 def main() -> int:
-    """Run the bench. Return 1 if a row fails that is not about time."""
+    """Run the bench. Return 1 if a row fails, except for timing rows."""
     arguments = parse_arguments()
     torch.set_num_threads(default_num_threads())
     model = model_folder(arguments)
@@ -89,7 +90,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def model_folder(arguments: argparse.Namespace) -> Path:
-    """Return the requested folder, else SmolLM2-135M if it was downloaded, else the tiny model."""
+    """Return the requested folder, otherwise SmolLM2-135M if it was downloaded, otherwise the tiny model."""
     if arguments.model is not None:
         return Path(arguments.model)
     fetched = QUICKSTART / "smollm2-135m"
@@ -107,7 +108,7 @@ def with_random_weights(model: Path, folder: Path) -> Path:
 
 
 class Bench:
-    """The three sides, their rounds, and their rows."""
+    """Compares all sides in rounds, and prints the rows."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class Bench:
         self._tokens = shape[0] * shape[1] * shape[2]
 
     def run(self) -> None:
-        """Take one warm-up round and the measured rounds, and print the rows."""
+        """Run one warm-up round and the measured rounds, and print the rows."""
         config = self._config()
         nvme_config = self._nvme_config()
         data = batches(config)
@@ -154,7 +155,7 @@ class Bench:
             self._print_memory({RAM: config, NVME: nvme_config, PLAIN: config, PLAIN_KEEPS: config})
 
     def _nvme_config(self) -> RunConfig:
-        """Return the config whose RAM tier holds little more than the largest working set."""
+        """Return the config whose RAM tier is slightly larger than the largest working set."""
         ram = self._arguments.ram
         return with_tight_ram(self._config_with_ram) if ram is None else self._config_with_ram(ram)
 
@@ -181,7 +182,7 @@ class Bench:
             self._report.row(f"ratio.{name}/{other}.each", [round(each, 4) for each in ratios], "x")
 
     def _print_parts(self, rounds: Rounds) -> None:
-        """Print the seconds of each part; our updates happen during the forward."""
+        """Print the seconds of each part. Our updates run during the forward."""
         for name in SIDES:
             for part in rounds[0][name].parts_s:
                 seconds = statistics.median(step[name].parts_s[part] for step in rounds)
@@ -226,7 +227,7 @@ class Bench:
             self._report.row(f"{name}.{counter}", total / num_steps, "copies/step")
 
     def _print_memory(self, configs: Mapping[str, RunConfig]) -> None:
-        """Print the memory of a process that runs the steps of one side: the peak, and before the model exists."""
+        """Print the memory of a process that runs one side's steps: at its peak, and before the model exists."""
         context = multiprocessing.get_context("spawn")
         for name, config in configs.items():
             with context.Pool(1) as pool:
@@ -236,7 +237,7 @@ class Bench:
 
 
 def memory_of(name: str, config: RunConfig) -> tuple[int, int]:
-    """Take steps as one side, in this process; return its memory before them, and its peak."""
+    """Run steps as one side in this process. Return its memory before the steps, and its peak."""
     torch.set_num_threads(default_num_threads())
     data = batches(config)
     before = high_water_bytes()

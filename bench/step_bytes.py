@@ -1,4 +1,4 @@
-"""Bytes that a step moves between RAM and the drive, per parameter: by held gradients, and by the RAM tier's size.
+"""Bytes per parameter that a step moves between RAM and the drive, by gradient dtype, clipping and RAM size.
 
     python bench/step_bytes.py --json
     python bench/step_bytes.py --quick        # a minute, a small model
@@ -49,7 +49,7 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Case:
-    """Blocks that a step holds. Targets are bytes per parameter (in, out) with all but `in_ram` on the drive."""
+    """One precision, clipping and placement. Targets: bytes per parameter (in, out), all but `in_ram` on the drive."""
 
     name: str
     target: tuple[float, float] | None = None
@@ -72,7 +72,7 @@ CASES = (
 
 
 def main() -> int:
-    """Run the bench; return 1 if a row is not ok."""
+    """Run the bench. Return 1 if a row fails."""
     arguments = parse_arguments()
     torch.set_num_threads(default_num_threads())
     shape = arguments.tokens
@@ -102,7 +102,7 @@ def parse_arguments() -> argparse.Namespace:
 def make_config(
     model: Path, shape: tuple[int, int, int], scratch: Path, case: Case, ram: str, *, is_placed: bool
 ) -> RunConfig:
-    """Return the config of a case with a RAM tier. ``is_placed``: all but the case's `in_ram` is on the drive."""
+    """Return the config of a case with a RAM tier. ``is_placed`` puts all kinds but `in_ram` on the drive."""
     return run_config(
         model,
         QUICKSTART / "loomings.txt",
@@ -128,7 +128,7 @@ def configs(case: Case, make: Any) -> Iterator[tuple[str, RunConfig]]:
 
 
 def measure(name: str, targets: Case | None, config: RunConfig, report: Report) -> float:
-    """Take two steps, print the rows about their bytes, return the second loss."""
+    """Run two steps, print the rows about their bytes, and return the second loss."""
     with Ours(config, 2) as side:
         for micro_batches in islice(batches(config), 2):
             loss = side.step(micro_batches, LR).loss

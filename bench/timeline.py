@@ -1,10 +1,10 @@
-"""Timeline of one step: as a file for Perfetto, as a picture, and in a few figures.
+"""Timeline of one step as a file for Perfetto, as a picture, and as a few numbers.
 
     python bench/timeline.py --trace trace.json --picture step.svg
     python bench/timeline.py --quick                  # some seconds, a small model
 
 Weights, gradients, optimizer state and activations are at home on NVMe, and gradients are clipped. Claim: every tick of
-the plan is on the timeline, in order. The figures show how long links were busy, and how much of it the step waited.
+the plan is on the timeline, in order. The numbers show how long links were busy, and how long the step waited for them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LR = 1e-4
 
 
 def main() -> int:
-    """Run the bench. Return 1 if a row fails that is not about time."""
+    """Run the bench. Return 1 if a row fails, except for timing rows."""
     arguments = parse_arguments()
     torch.set_num_threads(default_num_threads())
     shape = arguments.tokens
@@ -72,7 +72,7 @@ class Traced(Ours):
     """Our engine with access to its timeline."""
 
     def trace_last(self, turns: Sequence[Any], path: Path) -> float:
-        """Take steps one after the other, write the timeline of the last one; return its seconds."""
+        """Run steps, write the timeline of the last step, and return its seconds."""
         timeline = self._run.timeline
         for turn in turns[:-1]:
             self.step(turn, LR)
@@ -84,7 +84,7 @@ class Traced(Ours):
 
 
 def trace_step(model: Path, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
-    """Take the steps, and print figures from the timeline of the last one."""
+    """Run the steps, and print rows about the timeline of the last step."""
     ram = arguments.ram or twice_the_minimum(model, arguments, folder)
     config = make_config(model, arguments, folder, ram)
     data = batches(config)
@@ -129,7 +129,7 @@ def busy_s(bars: Iterable[Bar]) -> float:
 
 
 def twice_the_minimum(model: Path, arguments: argparse.Namespace, folder: Path) -> str:
-    """Return twice the least RAM tier with which the plan works."""
+    """Return twice the minimum size of the RAM tier."""
     try:
         plan_run(resolve(make_config(model, arguments, folder, "1MiB")))
     except DoesNotFitError as error:
@@ -138,7 +138,7 @@ def twice_the_minimum(model: Path, arguments: argparse.Namespace, folder: Path) 
 
 
 def make_config(model: Path, arguments: argparse.Namespace, folder: Path, ram: str) -> RunConfig:
-    """Return the config of the run, all of whose blocks live on the drive."""
+    """Return the config of a run with all blocks on the drive."""
     tiers = {"ram": {"size": ram}, "nvme": [{"path": str(folder / "nvme")}]}
     text = QUICKSTART / "loomings.txt"
     return run_config(model, text, arguments.tokens, folder, tiers=tiers, placement=ON_NVME)

@@ -1,4 +1,4 @@
-"""The sides of `optimizer.py`: each updates all parameters of the same memory in a function without arguments."""
+"""The sides of `optimizer.py`: functions without arguments that update all parameters in the same memory."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ COLUMNS = 1024
 
 @dataclass(frozen=True)
 class Side:
-    """One timed function.
+    """Timed function of one side.
 
     Attributes:
-        name: dotted. bytes_per_parameter: least bytes read and written, each array once. ceiling: name of the side that
-            reads and writes the same arrays. call: one update of all parameters.
+        name: Dotted name in the printed rows.
+        bytes_per_parameter: Bytes to read and write each array once.
+        ceiling: Name of the side that reads and writes the same arrays.
+        call: Updates all parameters once.
     """
 
     name: str
@@ -43,7 +45,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Block:
-    """Masters, state and gradients of some parameters, in every format of the sides; 1-D, on the CPU."""
+    """Masters, state and gradients of a block of parameters in all formats, as 1-D CPU tensors."""
 
     weight: Tensor
     m: Tensor
@@ -61,7 +63,7 @@ class Block:
 
 
 def make_blocks(num_parameters: int, num_blocks: int) -> list[Block]:
-    """Return blocks of `num_parameters` each, one after the other in memory."""
+    """Return blocks of `num_parameters` parameters each."""
     total, generator = num_parameters * num_blocks, torch.Generator().manual_seed(0)
     weight = torch.empty(total).normal_(0, 0.02, generator=generator)
     grad = torch.empty(total).normal_(0, 1e-3, generator=generator)
@@ -74,7 +76,7 @@ def make_blocks(num_parameters: int, num_blocks: int) -> list[Block]:
 
 
 def run_host_leaders_first(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """Return a function that makes all calls, one block after the other, as in a step."""
+    """Return a function that runs all calls in order, block by block as in a step."""
 
     def call() -> None:
         for each in calls:
@@ -106,7 +108,7 @@ def _ceiling_split(high: Any, low: Any, m: Any, v: Any, grad: Any) -> None:
 
 
 def ceilings(blocks: Sequence[Block], threads: KernelThreads) -> Iterator[Side]:
-    """Yield a bare loop for each byte shape of the AdamW kernel, cut over threads as the kernel is."""
+    """Yield a bare loop for each memory layout of the AdamW kernel, split over threads like the kernel."""
     for name, kernel, arrays in (
         ("fp32", _ceiling_whole, ("weight", "m", "v")),
         ("split", _ceiling_split, ("high", "low", "m", "v")),
@@ -122,7 +124,7 @@ def _run_cut(kernel: Callable[..., None], flats: list[np.ndarray[Any, Any]], thr
 
 
 def ours(blocks: Sequence[Block], threads: KernelThreads) -> Iterator[Side]:
-    """Yield our optimizers: AdamW in every format, with and without the norm, and the others on split masters."""
+    """Yield our optimizers: AdamW in every format with and without the norm, and all others on split masters."""
     adamw = AdamW(*BETAS, EPS, threads=threads)
     for name in ("fp32", "split"):
         for suffix, grad, nbytes in (("", "grad", 28), ("_bf16grad", "grad16", 26)):
@@ -155,7 +157,7 @@ def _update(optimizer: Optimizer, block: Block, master: str, grad: str) -> Calla
 
 
 def torch_adamw(blocks: Sequence[Block], kind: str) -> torch.optim.AdamW:
-    """Return torch's AdamW on our memory; `kind` is fused or foreach."""
+    """Return torch's AdamW on our memory. `kind` is "fused" or "foreach"."""
     parameters = [_parameter(block.weight, block.grad) for block in blocks]
     made = torch.optim.AdamW(parameters, LR, BETAS, EPS, WEIGHT_DECAY, **{kind: True})  # type: ignore[arg-type]
     for parameter, block in zip(parameters, blocks, strict=True):
@@ -193,10 +195,10 @@ def _deepspeed(blocks: Sequence[Block], weight: str, grad: str) -> Callable[[], 
 
 
 def chains(blocks: Sequence[Block]) -> Iterator[Side]:
-    """Yield the work of trainers around their Adam, in plain torch. The bytes are of a single pass.
+    """Yield update chains of trainers, in plain torch. The bytes count a single pass.
 
-    GPU-assisted: the norm and the upcast run elsewhere; the host scales, updates and rounds to bf16. Host: the bf16
-    gradient is also copied into an accumulator and widened, and its norm is taken in fp64, as in ZeRO-3.
+    GPU-assisted chain: the norm and the upcast run on the GPU; the host scales, updates and rounds to bf16. Host chain:
+    the bf16 gradient is also copied to an accumulator and upcast, and its norm is computed in fp64, as in ZeRO-3.
     """
     adam = torch_adamw(blocks, "fused")
 

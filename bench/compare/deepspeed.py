@@ -24,7 +24,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-# In place of this file's own folder: in there, `deepspeed` would be this file.
+# Remove this file's folder from the path, because `import deepspeed` would find this file.
 sys.path.remove(str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
@@ -38,7 +38,7 @@ from megatrain.optim.threads import default_num_threads
 TARGET_RATIO, TARGET_SAME_RAM = 2.0, 3.0
 #: Both compute in bf16, in different orders.
 LOSS_TOLERANCE = 1e-2
-#: Steps without a pause between them. The first round is not measured, because DeepSpeed learns the module order in it.
+#: Consecutive steps per round. The first round is not measured, because DeepSpeed records the module order in it.
 STEPS_PER_ROUND = 2
 OURS, OURS_GRADIENTS, OURS_SAME_RAM, OURS_FP32, OURS_UNCLIPPED = (
     "ours_bf16",
@@ -50,7 +50,7 @@ OURS, OURS_GRADIENTS, OURS_SAME_RAM, OURS_FP32, OURS_UNCLIPPED = (
 THEIRS = ("deepspeed_pipelined", "deepspeed_plain")
 THEIRS_UNCLIPPED = ("deepspeed_pipelined_unclipped", "deepspeed_plain_unclipped")
 SIDES = (OURS, OURS_GRADIENTS, OURS_SAME_RAM, OURS_FP32, OURS_UNCLIPPED, *THEIRS, *THEIRS_UNCLIPPED)
-#: Best of their sides -> our sides that it is compared with, and the targets.
+#: DeepSpeed's sides, of which the best counts -> our sides to compare with it, and the targets.
 COMPARED: Mapping[tuple[str, ...], Mapping[str, float | None]] = {
     THEIRS: {OURS: TARGET_RATIO, OURS_GRADIENTS: TARGET_RATIO, OURS_SAME_RAM: TARGET_SAME_RAM, OURS_FP32: None},
     THEIRS_UNCLIPPED: {OURS_UNCLIPPED: TARGET_RATIO},
@@ -60,7 +60,7 @@ Rounds = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def main() -> int:
-    """Run the comparison; return 1 if a row that is not about time is not ok."""
+    """Run the comparison. Return 1 if a row fails, except for timing rows."""
     arguments = parse_arguments()
     shape = arguments.tokens
     report = Report("compare/deepspeed", as_json=arguments.json, tokens_per_step=shape[0] * shape[1] * shape[2])
@@ -101,7 +101,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def make_model(folder: Path, *, quick: bool) -> list[int]:
-    """Write a Llama with random weights that are exact in bf16, so that both sides start from the same ones.
+    """Write a Llama with random weights that bf16 represents exactly, so that both sides start from the same weights.
 
     Returns:
         The number of elements of each parameter.
@@ -127,7 +127,7 @@ def make_model(folder: Path, *, quick: bool) -> list[int]:
 
 
 class Comparison:
-    """Comparison of all sides in rounds, with the resulting rows."""
+    """Compares all sides in rounds, and prints the rows."""
 
     def __init__(
         self, scratch: Path, model: Path, sizes: Sequence[int], arguments: argparse.Namespace, report: Report
@@ -158,7 +158,7 @@ class Comparison:
         self._jobs = {name: jobs[name] for name in arguments.sides}
 
     def run(self) -> None:
-        """Start all sides, alternate them, print the rows."""
+        """Start all sides, alternate between them, and print the rows."""
         with ExitStack() as stack:
             sides: dict[str, SideProcess] = {}
             for name in self._jobs:
@@ -183,7 +183,7 @@ class Comparison:
         return SideProcess(python, asdict(job), self._scratch / f"{name}.log")
 
     def _take_turns(self, sides: Mapping[str, SideProcess]) -> Rounds:
-        """Return all rounds by side, including the first, which does not count. Each begins with another side."""
+        """Return all rounds by side, including the warm-up round. Each round begins with a different side."""
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
         for number in range(1 + self._num_rounds):
             names = list(rounds)
@@ -199,7 +199,7 @@ class Comparison:
     # -- rows --------------------------------------------------------------------------------------------------
 
     def _print_failure(self, name: str, error: SideFailedError) -> None:
-        """Print why a side is missing. A peer that fails is not our mistake, but must be reported."""
+        """Print why a side is missing. A failed peer is reported but does not fail the bench."""
         self._report.row(f"{name}.failed", str(error), "reason")
         if self._jobs[name].side == "ours":
             self._report.row(f"{name}.runs", 0, "1", target=1, ok=False)
@@ -246,7 +246,7 @@ class Comparison:
             pairs = zip(measured[reference], measured[name], strict=True)
             apart = max(abs(ours["loss"] - its["loss"]) / abs(its["loss"]) for ours, its in pairs)
             row = f"loss.{reference}_relative_to.{name}"
-            if name in (OURS_FP32, OURS_GRADIENTS):  # other layers, other gradients: what bf16 costs, no claim
+            if name in (OURS_FP32, OURS_GRADIENTS):  # a different precision: shows the cost of bf16, without a claim
                 self._report.row(row, apart, "1")
                 continue
             tolerance = 0.0 if name == OURS_SAME_RAM else LOSS_TOLERANCE  # placement changes no bit

@@ -1,4 +1,4 @@
-"""Our `score` and `generate`, and transformers with accelerate's disk offload, of a model that exceeds RAM.
+"""Our `score` and `generate`, and transformers with accelerate's disk offload, for a model that exceeds RAM.
 
     python bench/compare/disk_offload.py --json --scratch /mnt/drive
     python bench/compare/disk_offload.py --quick
@@ -37,7 +37,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-# In place of this file's own folder: in there, `deepspeed` would be a file.
+# Remove this file's folder from the path, because `import deepspeed` would find a file in it.
 sys.path.remove(str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
@@ -56,7 +56,7 @@ TASKS = ("score", "generate")
 OURS, IN_RAM, ACCELERATE, CACHED = "ours", "ours_in_ram", "accelerate", "accelerate_cached"
 TURN_TIMEOUT_S = 600.0
 TARGET_DIFFERENCE = 1e-5
-#: Shares of the weights: our RAM tier, and the least and the most memory for accelerate.
+#: Shares of the weights: our RAM tier, and the minimum and maximum memory for accelerate.
 TIER_SHARE, LEAST_SHARE, MOST_SHARE = 1 / 4, 1 / 8, 7 / 8
 
 #: Number of unmeasured turns, in which the memory of a process grows, and number of `max_memory` values to try.
@@ -69,7 +69,7 @@ Rounds = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def main() -> int:
-    """Run the comparison; return 1 if a row that is not about time is not ok."""
+    """Run the comparison. Return 1 if a row fails, except for timing rows."""
     arguments = parse_arguments()
     num_micro_batches, rows, length = arguments.tokens
     report = Report("compare/disk_offload", as_json=arguments.json, tokens_per_step=num_micro_batches * rows * length)
@@ -111,7 +111,7 @@ def _tasks(text: str) -> tuple[str, ...]:
 
 
 def write_rows(job: ForwardJob, text: str, num_passes: int) -> int:
-    """Write the scored text, the beginning of a book, and our rows of it; return the number of rows."""
+    """Write the text to score (the beginning of a book) and its rows, and return the number of rows."""
     num_micro_batches, rows, length = job.shape
     config = scoring_config(replace(job, ram_bytes=1 << 40), Path(job.folder) / "rows")
     plan = plan_scoring(config)
@@ -152,7 +152,7 @@ def read_rate(model: Path) -> float:
 
     def read(part: tuple[Path, int]) -> int:
         if not hasattr(memory, "bytes"):
-            memory.bytes = mmap.mmap(-1, PART_BYTES)  # O_DIRECT wants whole pages
+            memory.bytes = mmap.mmap(-1, PART_BYTES)  # O_DIRECT needs whole pages
         path, start = part
         file = open_direct(path, os.O_RDONLY)
         try:
@@ -167,7 +167,7 @@ def read_rate(model: Path) -> float:
 
 
 class Comparison:
-    """Comparison of all sides in rounds, with the resulting rows."""
+    """Compares all sides in rounds, and prints the rows."""
 
     def __init__(self, scratch: Path, arguments: argparse.Namespace, report: Report) -> None:
         self._scratch, self._report = scratch, report
@@ -204,7 +204,7 @@ class Comparison:
         }
 
     def run(self) -> None:
-        """Start both sides, alternate them, print the rows."""
+        """Start both sides, alternate between them, and print the rows."""
         row = self._report.row
         row("weights", self._weight_bytes, "bytes")
         row("rows", self._num_rows, "1")
@@ -244,12 +244,12 @@ class Comparison:
         return SideProcess(python, asdict(replace(job, folder=str(folder))), log, "forward_worker")
 
     def _take_all(self, side: SideProcess, name: str) -> int:
-        """Take each turn of a side without measurement; return its peak of resident bytes."""
+        """Run each turn of a side without measurement, and return its peak resident bytes."""
         turns = [turns[name] for turns in self._turns.values()] * NUM_WARM_TURNS
         return max(int(side.ask(_line(turn), TURN_TIMEOUT_S)["peak_rss"]) for turn in turns)
 
     def _with_equal_memory(self, stack: ExitStack, peak_rss: int) -> tuple[SideProcess, ForwardJob]:
-        """Return accelerate's side with the tried ``max_memory`` whose peak is nearest to our peak."""
+        """Try several values of ``max_memory``, and return accelerate's side whose peak is nearest to our peak."""
         job = replace(self._job, side=ACCELERATE)
         if self._max_memory:
             job = replace(job, ram_bytes=self._max_memory)

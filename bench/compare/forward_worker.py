@@ -1,4 +1,4 @@
-"""One side of `disk_offload.py`: scores rows and continues prompts for each line of standard input."""
+"""One side of `disk_offload.py`, which scores rows or continues prompts for each line of standard input."""
 
 from __future__ import annotations
 
@@ -27,14 +27,18 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class ForwardJob:
-    """Work of a side, always in fp32.
+    """Job of a side, always in fp32.
 
     Attributes:
-        side: "ours" or "accelerate". model: Hugging Face folder with weights. folder: writable by the side.
-        ram_bytes: size of our RAM tier, or accelerate's ``max_memory`` of the CPU. num_threads: of torch.
-        shape: micro-batches of our pass, rows of each, tokens of a row. text: file that our side scores.
-        rows: the same rows as token ids and labels, in safetensors, which accelerate scores.
-        prompts, max_new_tokens: texts that are continued together, with the likeliest tokens.
+        side: "ours" or "accelerate".
+        model: Hugging Face folder with weights.
+        folder: Writable folder of the side.
+        ram_bytes: Size of our RAM tier, or accelerate's ``max_memory`` for the CPU.
+        num_threads: Number of torch's threads.
+        shape: Numbers of micro-batches in our pass, of rows per micro-batch, and of tokens per row.
+        text: File that our side scores.
+        rows: Safetensors file with token ids and labels of the same rows, which accelerate scores.
+        prompts, max_new_tokens: Prompts of one batch, and number of greedy tokens for each.
     """
 
     side: str
@@ -54,8 +58,9 @@ class Turn:
     """Request to a side.
 
     Attributes:
-        task: "score" or "generate". rows_per_forward: of accelerate's scores. keeps_cache: whether the kernel has the
-            model's files in memory when the turn begins, and keeps them.
+        task: "score" or "generate".
+        rows_per_forward: Rows that accelerate scores in one forward.
+        keeps_cache: Whether the model's files are in the page cache when the turn begins, and stay there.
     """
 
     task: str
@@ -68,9 +73,10 @@ class Outcome:
     """Result of a turn.
 
     Attributes:
-        seconds: of passes over the model, without opening it. mean_log_prob, num_scored: of scored tokens.
-            tokens: new tokens of each prompt, to its end of text.
-        planned_bytes, moved_bytes: by link, only of our side.
+        seconds: Seconds of the passes, without opening the model.
+        mean_log_prob, num_scored: Mean log-probability and number of the scored tokens.
+        tokens: New tokens of each prompt, up to the end of text.
+        planned_bytes, moved_bytes: Planned and moved bytes by link. Only our side has them.
     """
 
     seconds: float
@@ -82,19 +88,19 @@ class Outcome:
 
 
 class ForwardSide(Protocol):
-    """A model that is ready."""
+    """Protocol of a side whose model is ready."""
 
     def about(self) -> dict[str, Any]:
         """Return facts for the report."""
         ...
 
     def take(self, turn: Turn) -> Outcome:
-        """Do the work of a turn."""
+        """Run a turn."""
         ...
 
 
 def main() -> None:
-    """Answer each line of standard input, a turn, with a line of JSON, until the input ends."""
+    """Answer each turn on standard input (one per line) with a line of JSON, until the input ends."""
     # Libraries print to standard output, so redirect it to the log and keep the pipe for this program.
     with os.fdopen(os.dup(RESULT_FD), "w", buffering=1) as answers:
         os.dup2(sys.stderr.fileno(), RESULT_FD)
@@ -133,7 +139,7 @@ def read_into_cache(model: Path) -> None:
 
 
 class OursSide:
-    """Our `score` and `generate`, which read weights past the kernel's cache. Every turn opens a new store."""
+    """Our `score` and `generate`, which bypass the page cache. Every turn opens a new store."""
 
     def __init__(self, job: ForwardJob) -> None:
         self._job, self._num_turns = job, 0
@@ -175,7 +181,7 @@ class OursSide:
 
 
 def scoring_config(job: ForwardJob, out: Path) -> Any:
-    """Return the config of our scores of a job."""
+    """Return our scoring config for a job."""
     from megatrain.config.schema import RunConfig
 
     num_micro_batches, rows, length = job.shape
@@ -195,7 +201,7 @@ def scoring_config(job: ForwardJob, out: Path) -> Any:
 
 
 def generator(job: ForwardJob) -> Any:
-    """Return a generator that continues the prompts of a job, all in one micro-batch, like the other side."""
+    """Return a generator for a job's prompts, all in one micro-batch like the other side."""
     from megatrain.extras.generation import Generator, config_for_prompts
     from megatrain.tasks.prompts import GenerationSettings
 
@@ -239,7 +245,7 @@ class AccelerateSide:
 
     @contextmanager
     def _cache(self, keeps: bool) -> Iterator[None]:
-        """Drop the model's files from the kernel's cache before every forward; its time does not count."""
+        """Drop the model's files from the page cache before every forward. This time does not count."""
         self._drop_s = 0.0
         if keeps:
             yield

@@ -25,7 +25,7 @@ from megatrain.training.resolve import resolve
 
 
 class OursSide:
-    """Steps of ours."""
+    """Steps of our engine."""
 
     def __init__(self, job: Job) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -55,7 +55,7 @@ class OursSide:
 
 
 def least_ram_bytes(job: Job) -> int:
-    """Return the least RAM with which the processes of a job can train together."""
+    """Return the minimum RAM for the processes of a job together."""
     try:
         plan_run(replace(resolve(_config(job, "1MiB")), world=World.local(0, job.size)))
     except DoesNotFitError as error:
@@ -86,5 +86,5 @@ def _config(job: Job, ram: str) -> RunConfig:
     for table, values in (job.overrides or {}).items():
         tables[table] = {**tables.get(table, {}), **values}
     no_text = Path(job.model) / "config.json"  # the config requires a text file, but these steps do not read it
-    # Let the planner decide the recompute, as by default, because DeepSpeed also keeps its activations.
+    # Let the planner choose the recompute (the default), because DeepSpeed also keeps its activations.
     return run_config(Path(job.model), no_text, job.shape, folder, training={"recompute": "auto"}, **tables)

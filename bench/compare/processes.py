@@ -15,24 +15,26 @@ from typing import Any
 
 from bench.common import ROOT
 
-#: A peer may compile its operators at the first start, which takes minutes.
+#: Includes minutes for a peer that compiles its operators at the first start.
 START_TIMEOUT_S = 1200.0
 STEP_TIMEOUT_S = 300.0
 
 
 class SideFailedError(Exception):
-    """A side ended or did not answer in time. The message has the last lines of its output."""
+    """A side ended or did not answer in time. The message contains the last lines of its output."""
 
 
 class SideProcess:
-    """Runs a side. A context manager: leaving it kills the process and all processes that it started.
+    """Process of a side, as a context manager that kills the process and all its children on exit.
 
     Args:
-        python: interpreter to run it with. job: the work of the side. log: file for everything it prints.
-        worker: module of this folder whose `main` answers each line of its input with a line of JSON.
+        python: Interpreter of the process.
+        job: Fields of the side's job.
+        log: File for the output of the process.
+        worker: Module in this folder whose `main` answers each input line with a line of JSON.
 
     Attributes:
-        about: facts that the side reported when it was ready.
+        about: Facts that the side reported when it was ready.
     """
 
     def __init__(self, python: str, job: Mapping[str, Any], log: Path, worker: str = "worker") -> None:
@@ -42,7 +44,7 @@ class SideProcess:
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "PATH": os.pathsep.join([bin_folder, os.environ.get("PATH", os.defpath)]),
-            "GOMP_SPINCOUNT": "20000",  # else idle threads of one side burn processor time of the other
+            "GOMP_SPINCOUNT": "20000",  # otherwise idle threads of one side take CPU time from the other side
         }
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
@@ -69,18 +71,18 @@ class SideProcess:
         self.close()
 
     def steps(self, num_steps: int) -> dict[str, Any]:
-        """Request steps without a pause between them, and return the side's measurements.
+        """Request consecutive steps, and return the side's measurements.
 
         Raises:
-            SideFailedError: The side ended or hangs.
+            SideFailedError: The side ended or hung.
         """
         return self.ask(str(num_steps), STEP_TIMEOUT_S * num_steps)
 
     def ask(self, line: str, timeout_s: float) -> dict[str, Any]:
-        """Send the side a line; return its answer.
+        """Send a line to the side, and return the answer.
 
         Raises:
-            SideFailedError: The side ended or hangs.
+            SideFailedError: The side ended or hung.
         """
         assert self._process.stdin is not None
         try:
@@ -96,7 +98,7 @@ class SideProcess:
         line = self._process.stdout.readline()
         if not line:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=10)  # its last lines come after it closed this pipe
+                self._process.wait(timeout=10)  # it prints its last lines after it has closed this pipe
             raise self._failure("ended")
         answer: dict[str, Any] = json.loads(line)
         return answer
@@ -106,7 +108,7 @@ class SideProcess:
         return SideFailedError(f"{what}: {' | '.join(line.strip() for line in lines[-3:])[-500:]}")
 
     def close(self) -> None:
-        """Kill the side's whole process group, and wait for its end."""
+        """Kill the side's process group, and wait until it has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -116,7 +118,7 @@ class SideProcess:
 
 
 def import_failure(python: str, module: str) -> str:
-    """Return why an interpreter cannot import a module, or "" if it can."""
+    """Return the reason why an interpreter cannot import a module, or "" if it can."""
     command = [python, "-P", "-c", f"import {module}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S, cwd=ROOT)

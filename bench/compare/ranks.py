@@ -1,12 +1,12 @@
-"""Two processes of our engine and two of DeepSpeed ZeRO-3, with state on NVMe, on the CPU; and one of each.
+"""Our engine and DeepSpeed ZeRO-3 with one and with two processes, on the CPU, with state on NVMe.
 
     python bench/compare/ranks.py --json --python /path/to/environment/bin/python --scratch /mnt/drive
     python bench/compare/ranks.py --quick
 
-Claim: our losses are the same bits with one process and with two. DeepSpeed's losses are reported, and so are seconds,
-processor seconds and bytes of both. All processes start from the same weights. A step has the same tokens for any
-number of processes, with the same hyper-parameters and one thread each. The sides alternate, a few steps each. All
-our processes together have RAM a quarter above the least that works; each DeepSpeed process has its own buffers.
+Claim: our losses are bit-identical with one and with two processes. DeepSpeed's losses, and the seconds, CPU seconds
+and bytes of both sides, are only reported. All processes start from the same weights and use one thread. A step has the
+same tokens and hyper-parameters for any number of processes. The sides alternate, a few steps each. All our processes
+together have RAM a quarter above the minimum. Each DeepSpeed process has its own buffers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-# The other comparison removes this folder from the path at import, because `deepspeed` would name its file.
+# The other comparison removes this folder from the path, because `import deepspeed` would find its file.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from bench.common import Report, step_shape
@@ -41,7 +41,7 @@ Rounds = Sequence[Sequence[Mapping[str, Any]]]
 
 
 def main() -> int:
-    """Run the comparison; return 1 if a row that is not about time is not ok."""
+    """Run the comparison. Return 1 if a row fails, except for timing rows."""
     arguments = parse_arguments()
     shape = arguments.tokens
     report = Report("compare/ranks", as_json=arguments.json, tokens_per_step=shape[0] * shape[1] * shape[2])
@@ -97,7 +97,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 @contextmanager
 def _world(job: Job, python: str, scratch: Path) -> Iterator[list[SideProcess]]:
-    """Start the processes of a side, which meet before any of them is ready."""
+    """Start the processes of a side, which join a group before any of them is ready."""
     folder = scratch / f"{job.side}{job.size}"
     folder.mkdir()
     if job.side == "ours":
@@ -106,7 +106,7 @@ def _world(job: Job, python: str, scratch: Path) -> Iterator[list[SideProcess]]:
     meeting = str(folder / "meeting") if job.side == "ours" else free_port()
 
     def start(rank: int) -> SideProcess:
-        # Either side divides drives into folders of ranks.
+        # Both sides create a folder per rank on each drive.
         own = asdict(replace(job, nvme=str(folder), rank=rank, meeting=meeting))
         interpreter = sys.executable if job.side == "ours" else python
         return SideProcess(interpreter, own, scratch / f"{job.side}{job.size}.{rank}.log")
@@ -123,7 +123,7 @@ def _world(job: Job, python: str, scratch: Path) -> Iterator[list[SideProcess]]:
 
 
 def _batch(job: Job) -> dict[str, int]:
-    """Return the table of a batch whose sums are equal for one process and for two."""
+    """Return the batch table with which one and two processes compute equal sums."""
     num_micro_batches, rows, _ = job.shape
     return {
         "per_device_train_batch_size": rows,
@@ -135,7 +135,7 @@ def _batch(job: Job) -> dict[str, int]:
 def _take_turns(
     worlds: Mapping[tuple[str, int], Sequence[SideProcess]], num_rounds: int, report: Report
 ) -> dict[tuple[str, int], Rounds]:
-    """Return all rounds by side and number of processes, including the first, which does not count."""
+    """Return all rounds by side and number of processes, including the warm-up round."""
     rounds: dict[tuple[str, int], list[list[dict[str, Any]]]] = {world: [] for world in worlds}
     for number in range(1 + num_rounds):
         names = list(rounds)
@@ -174,7 +174,7 @@ def _print_results(report: Report, name: str, rounds: Rounds) -> None:
 
 
 def _losses(rounds: Rounds) -> list[float]:
-    """Return the loss of the last step of each round: for our side over all ranks, for DeepSpeed of each rank."""
+    """Return the last loss of each round, over all ranks for our side and per rank for DeepSpeed."""
     return [statistics.fmean(rank["loss"] for rank in ranks) for ranks in rounds]
 
 

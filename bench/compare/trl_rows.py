@@ -1,4 +1,4 @@
-"""Comparison with TRL on the same rows: the trained tokens, and the losses of the same steps."""
+"""Comparison with TRL on the same rows: trained tokens, and losses of equal steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Rows = Sequence[dict[str, list[int]]]
 
 
 class _Recorder(RunObserver):
-    """Keeps losses and norms."""
+    """Records losses and norms."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -46,11 +46,12 @@ class _Recorder(RunObserver):
 
 
 def compare_with_trl(report: Report, config: RunConfig, python: str, folder: Path, num_steps: int) -> None:
-    """Print the tokens that both sides train in the same rows, and the differences in loss and norm of equal steps.
+    """Print the trained tokens of both sides in the same rows, and the differences in loss and norm of equal steps.
 
     Args:
-        config: whose model, data and optimizer are used; two rows per step, not packed.
-        python: interpreter that has TRL. folder: may be written to.
+        config: Config with the model, the data and the optimizer. Steps have two rows without packing.
+        python: Interpreter that has TRL.
+        folder: Writable folder.
     """
     chat, text = write_rows(config, folder, num_steps * ROWS_PER_STEP)
     text_config = unpacked(config, text, num_steps, folder / "trl_ours")
@@ -59,7 +60,7 @@ def compare_with_trl(report: Report, config: RunConfig, python: str, folder: Pat
     trainer.train()
     batches = [batch.micro_batches for batch in islice(trainer.make_loader(), num_steps)]
     in_order = [row for batch in batches for row in rows_of(batch)]
-    # TRL takes rows in file order: write them in the order of our training.
+    # TRL reads rows in file order, so write them in our training order.
     order = find_order(documents_of(trainer.make_loader().dataset), in_order)
     chat_documents = documents_of(Trainer(unpacked(config, chat, 1, folder), observer=ours).make_loader().dataset)
     for path in (chat, text):
@@ -81,7 +82,7 @@ def compare_with_trl(report: Report, config: RunConfig, python: str, folder: Pat
 
 
 def write_rows(config: RunConfig, folder: Path, count: int) -> tuple[Path, Path]:
-    """Write the first rows of the data twice, as prompt and completion: as messages, and rendered to text."""
+    """Write the first rows as prompts and completions, once as messages and once as rendered text."""
     table, source = config.model, config.data.train[0]
     tokenizer = load_tokenizer(table.model_name_or_path, chat_template=table.chat_template)
     source = source.model_copy(update={"max_samples": count})
@@ -150,7 +151,7 @@ def run_trl(python: str, config: RunConfig, chat: Path, text: Path, folder: Path
 
 
 def rows_of(micro_batches: Sequence[Any]) -> Iterator[dict[str, list[int]]]:
-    """Yield ids and labels of each row without padding."""
+    """Yield the ids and labels of each row, without padding."""
     for batch in micro_batches:
         for ids, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
             keep = mask.bool()
@@ -168,13 +169,13 @@ def documents_of(data: TokenDataset) -> list[dict[str, list[int]]]:
 
 
 def find_order(documents: Rows, trained: Rows) -> list[int]:
-    """Return the number of the document behind each trained row."""
+    """Return the index of the document of each trained row."""
     numbers = {tuple(row["ids"]): number for number, row in enumerate(documents)}
     return [numbers[tuple(row["ids"])] for row in trained]
 
 
 def print_first_loss(report: Report, config: RunConfig, micro_batches: Any, ours: float, theirs: float) -> None:
-    """Print the loss of the first step, and the loss of Hugging Face's model on that batch."""
+    """Print the loss of the first step, and Hugging Face's loss on the same batch."""
     from transformers import AutoModelForCausalLM
 
     (batch,) = micro_batches
@@ -190,7 +191,7 @@ def print_first_loss(report: Report, config: RunConfig, micro_batches: Any, ours
 
 
 def print_masks(report: Report, kind: str, ours: Rows, theirs: Rows, config: RunConfig) -> None:
-    """Print the number of different rows and labels, and the tokens that only one of the two trains."""
+    """Print the number of differing rows and labels, and the tokens that only one side trains."""
     tokenizer = load_tokenizer(config.model.model_name_or_path)
     only: dict[str, list[str]] = {"ours": [], "trl": []}
     num_other_ids = 0

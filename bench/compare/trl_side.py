@@ -1,4 +1,4 @@
-"""TRL's side of `gsm8k.py`, run by the interpreter that has it: the tokens that SFTTrainer trains, and its steps.
+"""TRL's side of `gsm8k.py`, run by the interpreter that has TRL: the tokens that SFTTrainer trains, and its steps.
 
 It imports no module of this project. Input: a job as JSON on the command line. Output: one JSON object on stdout.
 """
@@ -15,7 +15,7 @@ from typing import Any
 def main() -> None:
     """Read the rows as conversations, then train on them as plain text."""
     job = json.loads(sys.argv[1])
-    with contextlib.redirect_stdout(sys.stderr):  # TRL's lines are not the answer
+    with contextlib.redirect_stdout(sys.stderr):  # keep TRL's output apart from the answer
         answer = answer_job(job)
     print(json.dumps(answer))
 

@@ -1,4 +1,4 @@
-"""One side of a comparison: set up once, then takes the number of steps in each line of standard input."""
+"""One side of a comparison, which runs the number of steps in each line of standard input."""
 
 from __future__ import annotations
 
@@ -15,22 +15,27 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-#: Both sides: AdamW with these values, and clipping to this norm if gradients are clipped.
+#: Both sides use AdamW with these values. If gradients are clipped, this is the maximum norm.
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-4, (0.9, 0.95), 1e-8, 0.01, 1.0
 RESULT_FD = 1
 
 
 @dataclass(frozen=True)
 class Job:
-    """Work of a side.
+    """Job of a side.
 
     Attributes:
-        side: "ours" or "deepspeed". model: Hugging Face folder with weights. nvme: this side's folder on the drive.
-        shape: micro-batches of a step, rows of each, tokens of a row. ram: size of our RAM tier, or "" for a quarter
-            above the least that works. compute_dtype: of our side. is_pipelined: whether DeepSpeed overlaps state
-            reads and writes with the update. max_grad_norm: norm to which gradients are clipped; 0: no clipping.
-            overrides: more tables of our config. rank, size: of one of several processes that train together.
-            meeting: meeting place of these processes: a file for our side, a local port for DeepSpeed.
+        side: "ours" or "deepspeed".
+        model: Hugging Face folder with weights.
+        nvme: This side's folder on the drive.
+        shape: Numbers of micro-batches per step, of rows per micro-batch, and of tokens per row.
+        ram: Size of our RAM tier, or "" for a quarter above the minimum.
+        compute_dtype: Compute dtype of our side.
+        is_pipelined: Whether DeepSpeed overlaps state reads and writes with the update.
+        max_grad_norm: Norm to which gradients are clipped, or 0 for no clipping.
+        overrides: Additional tables of our config.
+        rank, size: Rank and world size of the process.
+        meeting: Rendezvous of the processes: a file for our side, a local port for DeepSpeed.
     """
 
     side: str
@@ -49,7 +54,7 @@ class Job:
     meeting: str = ""
 
     def micro_batches(self) -> list[dict[str, Tensor]]:
-        """Return the micro-batches of every step, always the same, so that the loss shows the effect of updates."""
+        """Return the micro-batches, which are equal in every step, so that the loss shows the effect of updates."""
         num_micro_batches, rows, length = self.shape
         config = json.loads((Path(self.model) / "config.json").read_text(encoding="utf-8"))
         generator = torch.Generator().manual_seed(1)
@@ -59,7 +64,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Steps:
-    """Means over a few steps: wall seconds, and seconds by part. ``loss`` belongs to the last step."""
+    """Mean wall seconds and mean seconds by part over a few steps, and the loss of the last step."""
 
     total_s: float
     parts_s: Mapping[str, float]
@@ -67,14 +72,14 @@ class Steps:
 
 
 class ComparedSide(Protocol):
-    """One trainer, ready to step."""
+    """Protocol of a trainer that is ready to run steps."""
 
     def about(self) -> dict[str, Any]:
         """Return facts for the report: at least ``num_parameters`` and ``state_memory`` (bytes of RAM for state)."""
         ...
 
     def steps(self, batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> Steps:
-        """Take steps without a pause between them, each with its micro-batches."""
+        """Run consecutive steps, given the micro-batches of each step."""
         ...
 
 
@@ -100,7 +105,7 @@ def main() -> None:
 
 
 def make_side(job: Job) -> ComparedSide:
-    """Return the trainer of a job; only its own libraries are imported."""
+    """Return the trainer of a job. Import only the libraries that this trainer needs."""
     if job.side == "ours":
         from bench.compare.ours import OursSide
 
@@ -111,6 +116,6 @@ def make_side(job: Job) -> ComparedSide:
 
 
 def drive_bytes() -> dict[str, int]:
-    """Return the bytes that drives have read and written for this process."""
+    """Return the bytes that this process has read from and written to drives."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
     return {name: int(fields[name]) for name in ("read_bytes", "write_bytes")}

@@ -12,19 +12,19 @@ from torch import Tensor
 
 from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY, Job, Steps
 
-#: Parameters updated at once. Its buffers are whole multiples of this, so the default of 1e9 would take 48 GB.
+#: Number of parameters per update. Buffers are multiples of this size, so the default of 1e9 would take 48 GB.
 SUB_GROUP_ELEMENTS = 20_000_000
-#: With pipelining a model of several sub-groups ends in an assertion below 12.
+#: With pipelining, fewer than 12 buffers cause an assertion error for a model of several sub-groups.
 NUM_STATE_BUFFERS = 12
-#: One parameter per buffer, of any size; this many are in use at once.
+#: Number of buffers in use at the same time, with one parameter of any size per buffer.
 NUM_PARAMETER_BUFFERS = 24
-#: Elements reduced or fetched ahead at once. In a model smaller than 20 of these, DeepSpeed would fetch a parameter
-#: again in the next step while it is in flight, which ends in an assertion.
+#: Number of elements to reduce or prefetch at a time. In a model smaller than 20 buckets, DeepSpeed would fetch a
+#: parameter in the next step while it is still in flight, which causes an assertion error.
 BUCKET_ELEMENTS = 5_000_000
 
 
 class Zero3Side:
-    """Steps of DeepSpeed: bf16 layers, fp32 master weights and moments. Nothing is recomputed, to its advantage."""
+    """Steps of DeepSpeed: bf16 layers, fp32 masters and moments, and no recompute, which favors DeepSpeed."""
 
     def __init__(self, job: Job) -> None:
         os.environ.update(_world(job))
@@ -46,7 +46,7 @@ class Zero3Side:
         return {"num_parameters": self._num_parameters, "state_memory": self._state_memory}
 
     def steps(self, batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> Steps:
-        """Take steps; the part "update" begins with the last backward's end."""
+        """Run steps. The part "update" begins at the end of the last backward."""
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         loss, update_s = 0.0, 0.0
         for all_micro_batches in batches:
@@ -57,7 +57,7 @@ class Zero3Side:
                 self._engine.backward(term)
                 loss += float(term.detach()) / len(micro_batches)
                 update_start_s = time.perf_counter()
-                self._engine.step()  # updates after the last micro-batch only
+                self._engine.step()  # updates only after the last micro-batch
             update_s += time.perf_counter() - update_start_s
         num_steps = len(batches)
         cpu_s = time.process_time() - start_cpu_s
@@ -66,7 +66,7 @@ class Zero3Side:
 
 
 def state_memory(sizes: Sequence[int]) -> int:
-    """Return the bytes of RAM for state, from the elements of each parameter; without gradients."""
+    """Return the bytes of RAM for state, without gradients, given the number of elements of each parameter."""
     return 4 * NUM_STATE_BUFFERS * max(SUB_GROUP_ELEMENTS, *sizes) + 2 * NUM_PARAMETER_BUFFERS * max(sizes)
 
 
@@ -91,7 +91,7 @@ def _config(job: Job, sizes: Sequence[int]) -> dict[str, Any]:
     state = {
         "device": "nvme",
         "nvme_path": job.nvme,
-        "pin_memory": False,  # without a GPU there is nothing to page-lock for
+        "pin_memory": False,  # page-locked memory has no benefit without a GPU
         "buffer_count": NUM_STATE_BUFFERS,
         "pipeline_read": job.is_pipelined,
         "pipeline_write": job.is_pipelined,

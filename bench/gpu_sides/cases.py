@@ -1,4 +1,4 @@
-"""The shapes and the parts of `gpu.py`: models, parts and compared sides."""
+"""The model shapes, parts and compared sides of `gpu.py`."""
 
 from __future__ import annotations
 
@@ -46,16 +46,20 @@ OURS, PLAIN, REFERENCE, ZERO3 = "ours", "plain", "megatrain", "zero3"
 
 @dataclass(frozen=True)
 class Part:
-    """One comparison, or one run of our side.
+    """A comparison of sides, or a run of our side alone.
 
     Attributes:
-        shape: a key of ``SHAPES``. layers: fewer than the shape has, or None for all of them.
-        rows, length: rows per step and tokens per row; T is their product. micro_rows: rows of our micro-batches.
-        num_steps: measured steps, after one warm-up step; 0: the first step is measured.
-        sides: sides that take part. target: least ratio of our tokens/s and the last side's. rate: our least tokens/s
-            on one H200.
-        share: least ratio of our hardware FLOP/s and the rate of matrix products.
-        uses_drive: whether our side has an NVMe tier. tables: more tables of our config.
+        shape: Key of ``SHAPES``.
+        layers: Reduced number of layers, or None for all layers of the shape.
+        rows, length: Rows per step and tokens per row; T is their product.
+        micro_rows: Rows of our micro-batches.
+        num_steps: Number of steps measured after one warm-up step, or 0 to measure the first step.
+        sides: Names of the compared sides, ours first.
+        target: Minimum ratio of our tokens/s to those of the last side.
+        rate: Minimum of our tokens/s on one H200.
+        share: Minimum ratio of our hardware FLOP/s to the rate of matrix products.
+        uses_drive: Whether our side has an NVMe tier.
+        tables: Additional tables of our config.
     """
 
     shape: str
@@ -73,11 +77,11 @@ class Part:
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """Number of tokens per step, T."""
         return self.rows * self.length
 
     def small(self) -> Part:
-        """Return the same part at a size that a CPU computes at once, without liger where torch has no CUDA."""
+        """Return the same part at a size that a CPU computes within seconds, without liger if torch has no CUDA."""
         length = min(self.length, 64)
         rows = min(self.rows, 2)
         model = dict(self.tables.get("model", {}))
@@ -92,7 +96,7 @@ class Part:
 _AGAINST_REFERENCE = (OURS, REFERENCE)
 #: Defaults of a run on a GPU.
 _DEFAULT = {"model": {"use_liger_kernel": True}, "training": {"recompute": "auto"}}
-#: The operators of the compared sides: every layer is recomputed, norms and MLPs are eager.
+#: Settings for work equal to the other sides: every layer is recomputed, and norms and MLPs are eager.
 _EQUAL_WORK = {"model": {"use_liger_kernel": False}, "training": {"recompute": "full"}}
 _LONG = {**_DEFAULT, "model": {"use_liger_kernel": True, "mlp_rows": 4096}}
 PARTS: Mapping[str, Part] = {
@@ -105,17 +109,17 @@ PARTS: Mapping[str, Part] = {
     "plain": Part("7b", 16, 1024, 4, sides=(OURS, PLAIN), target=1.0, tables=_EQUAL_WORK),
     "zero3": Part("7b", 16, 1024, 4, layers=12, sides=(OURS, ZERO3), target=1.84, tables=_EQUAL_WORK),
     "14b": Part("14b", 16, 1024, 4, num_steps=2, tables=_DEFAULT),
-    # Gradients are in bf16. With fp32 sums in addition to 12 bytes per parameter, 20 B parameters would need 350 GB.
+    # Gradients are in bf16, because fp32 sums in addition to 12 bytes per parameter would need 350 GB.
     "20b_nvme": Part(
         "20b", 16, 1024, 16, num_steps=1, uses_drive=True, tables={**_DEFAULT, "precision": {"grad_dtype": "bfloat16"}}
     ),
     "long_32k": Part("7b", 1, 32 << 10, 1, num_steps=2, tables=_LONG),
     "long_128k": Part("7b", 1, 128 << 10, 1, num_steps=1, uses_drive=True, tables=_LONG),
-    # At this length nearly all of a step is attention, quadratic in the length: 28 layers would take ten minutes.
+    # Attention, quadratic in the length, dominates the step: 28 layers would take ten minutes.
     "long_512k": Part("7b", 1, 512 << 10, 1, num_steps=0, layers=6, uses_drive=True, tables=_LONG),
 }
 
-#: Changes of our config to try with a part, by name: "7b_4k+eager" runs only our side, with that change.
+#: Config changes of our side by name. For example, "7b_4k+eager" runs only our side, with the change "eager".
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "any_kernel": {"full_determinism": False},
     "full_recompute": {"training": {"recompute": "full"}},
@@ -127,10 +131,10 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def part_named(name: str) -> Part:
-    """Return a part of ``PARTS``. With variants in its name, only our side runs and claims nothing.
+    """Return a part of ``PARTS``. If the name contains variants, only our side runs, without claims.
 
     Raises:
-        KeyError: there is no such part, or no such variant.
+        KeyError: There is no such part, or no such variant.
     """
     base, *variants = name.split("+")
     part = PARTS[base]
@@ -149,7 +153,7 @@ def merged(tables: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
 
 
 def write_shape(folder: Path, part: Part, *, quick: bool) -> Path:
-    """Write only the ``config.json`` of a part's model; return the folder."""
+    """Write the ``config.json`` of a part's model, and return the folder."""
     values = dict(QUICK_SHAPE if quick else SHAPES[part.shape])
     if part.layers is not None:
         values["num_hidden_layers"] = part.layers

@@ -1,4 +1,4 @@
-"""Job of a side's process in `gpu.py`, and the weights and tokens that all sides start from."""
+"""Job of a side's process in `gpu.py`, and the initial weights and tokens of all sides."""
 
 from __future__ import annotations
 
@@ -18,24 +18,34 @@ from megatrain.converters.spec import build_graph
 from megatrain.optim.threads import default_num_threads
 
 SEED = 42
-#: Number of random numbers from which all weights are taken. It is a prime, so that rows of a matrix do not repeat.
+#: Size of the pool of random numbers for all weights. It is prime, so that rows of a matrix do not repeat.
 _NUM_RANDOM = 4_194_301
 
 
 @dataclass(frozen=True)
 class Job:
-    """Work of a side.
+    """Job of a side.
 
     Attributes:
-        side: a name of `cases`. model: folder with ``config.json``. rows, length, micro_rows: of a step, see `Part`.
-        num_steps: measured steps. has_warm_up: whether an unmeasured step comes first. budget_s: seconds for all
-            steps. The step that would exceed them is the last one.
-        device: "cuda" or "cpu". dtype: of the layers. scratch: folder of this side. result: file for its figures.
-        has_profile: whether one more step runs under torch's profiler. profile: file for its trace, or "".
-        ram, drive: size of our RAM tier: "" for auto, "tight" for a quarter above the least that works. Folder of
-            our NVMe tier, or "". tables: more tables of our config. trace: file for the timeline of the last step.
-        megatrain: folder of the reference's checkout. layers_to_try: smaller numbers of layers if it does not fit.
-        matmul: side of the square matrices whose product is timed.
+        side: Name of the side, as in `cases`.
+        model: Folder with ``config.json``.
+        rows, length, micro_rows: Shape of a step; see `Part`.
+        num_steps: Number of measured steps.
+        has_warm_up: Whether an unmeasured step runs first.
+        budget_s: Time limit for all steps. The side stops before a step that would exceed it.
+        device: "cuda" or "cpu".
+        dtype: Compute dtype of the layers.
+        scratch: Folder of this side.
+        result: File for the measurements.
+        has_profile: Whether to run one additional step under torch's profiler.
+        profile: File for the profiler's trace, or "".
+        ram: Size of our RAM tier, "" for auto, or "tight" for a quarter above the minimum.
+        drive: Folder of our NVMe tier, or "".
+        tables: Additional tables of our config.
+        trace: File for the timeline of the last step.
+        megatrain: Folder of the reference's checkout.
+        layers_to_try: Smaller numbers of layers to try if the model does not fit.
+        matmul: Number of rows of the square matrices in the timed product.
     """
 
     side: str
@@ -78,7 +88,7 @@ class Job:
         return found
 
     def tokens(self) -> Tensor:
-        """Return the ids of a step [rows, length], on the CPU: the same for all sides and steps, without padding.
+        """Return the token ids of a step, [rows, length], on the CPU, equal for all sides and steps, without padding.
 
         Equal tokens make the effect of updates visible in the losses.
         """
@@ -93,11 +103,12 @@ class Job:
 
 @dataclass(frozen=True)
 class StepSeen:
-    """Figures of one step of a side.
+    """Measurements of one step of a side.
 
     Attributes:
-        loss: before the update. parts_s: seconds of its parts, by name.
-        num_drops: by tier, the buffers that it dropped for buffers of other sizes.
+        loss: Loss before the update.
+        parts_s: Seconds of each part, by name.
+        num_drops: Number of buffers freed for buffers of other sizes, by tier.
     """
 
     loss: float
@@ -125,7 +136,7 @@ def make_job(
         num_steps: Replacement for the part's number of steps.
         layers: Replacement for the part's number of layers.
         tables: Additional tables of our config.
-        more: Other fields of the job.
+        more: Other fields of the job, by name.
     """
     folder.mkdir()
     if layers is not None:
@@ -153,15 +164,15 @@ def make_job(
 
 
 def fill_weights(views: Mapping[str, Tensor]) -> None:
-    """Fill fp32 tensors of the CPU by their parameters' names; see ``fill_range``."""
+    """Fill fp32 CPU tensors, given by parameter name, with initial weights; see ``fill_range``."""
     for name, tensor in views.items():
         fill_range(name, tensor.dim(), 0, tensor.view(-1))
 
 
 def fill_range(name: str, num_dimensions: int, start: int, out: Tensor) -> None:
-    """Fill ``out`` with elements of a parameter from ``start`` on: norms 1, biases 0, matrices normal, deviation 0.02.
+    """Fill ``out`` with a parameter's elements from ``start`` on: norms 1, biases 0, matrices N(0, 0.02).
 
-    Matrices are cut from one block of random numbers, each from another place: drawing 20 B numbers takes minutes.
+    Each matrix is a different slice of one pool of random numbers, because drawing 20 B numbers takes minutes.
     """
     if num_dimensions == 1:
         out.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -176,7 +187,7 @@ def fill_range(name: str, num_dimensions: int, start: int, out: Tensor) -> None:
 
 @functools.cache
 def _random_numbers() -> Tensor:
-    """Return the random numbers twice in a row, so that a piece can begin at any of them."""
+    """Return the pool of random numbers twice in a row, so that a slice can begin at any number."""
     numbers = torch.randn(_NUM_RANDOM, generator=torch.Generator().manual_seed(SEED)) * 0.02
     return torch.cat([numbers, numbers])
 
@@ -187,7 +198,7 @@ def seeded_model(folder: str | Path, *, dtype: torch.dtype, device: str, is_real
     Needs memory for the model and one unit in fp32.
 
     Args:
-        is_real: False if all weights are the same number, which takes no time, to see whether the size fits.
+        is_real: Whether to draw random weights. A test of the model's size uses a constant, which takes no time.
     """
     graph = build_graph(folder, attn_implementation="sdpa", dtype=dtype)
     model: nn.Module = graph.model

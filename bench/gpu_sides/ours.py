@@ -29,7 +29,7 @@ from megatrain.training.weights import RandomWeights
 
 
 class _SeededWeights(RandomWeights):
-    """Initial weights of all sides."""
+    """Source of the initial weights that all sides share."""
 
     def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
         for entry, first, last in entries_within(layout, start, start + out.numel()):
@@ -46,12 +46,12 @@ class _Traced(Ours):
 
     @property
     def timeline(self) -> Any:
-        """Spans of the steps while it is on."""
+        """Timeline of the run, which records steps while it is on."""
         return self._run.timeline
 
 
 class OursSide:
-    """Our side. Each step ends when all transfers have ended, although the next step could overlap them."""
+    """Our side. Each step waits for all transfers, although the next step could overlap them."""
 
     def __init__(self, job: Job) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -65,7 +65,7 @@ class OursSide:
         self._ours = _Traced(config, num_steps, plan=plan, source=_seeded)
 
     def about(self) -> dict[str, Any]:
-        """Return size, precision, FLOPs of a step, homes, and what the plan predicts."""
+        """Return the size, precision, FLOPs per step, homes and predictions of the plan."""
         plan, job = self._ours.plan, self._job
         tokens, trained = job.rows * job.length, job.rows * (job.length - 1)
         program = plan.program
@@ -94,9 +94,9 @@ class OursSide:
         }
 
     def step(self, *, is_last: bool) -> StepSeen:
-        """Take one step. The last one is on the timeline; the host seconds of its phases are also parts."""
+        """Run one step. Record the last step on the timeline, and add the host seconds of its phases as parts."""
         timeline = self._ours.timeline
-        # Otherwise every op of a measured step would ask all blocks for bytes in use.
+        # Otherwise every op of a measured step would count the bytes of all blocks in use.
         timeline.is_recording, timeline.read_usage = is_last, None
         times = self._ours.step(self._batches, LEARNING_RATE)
         timeline.is_recording = False
@@ -108,12 +108,12 @@ class OursSide:
         return StepSeen(times.loss, {**times.parts_s, **phases}, times.num_drops)
 
     def profile(self) -> dict[str, Any]:
-        """Take one more step under torch's profiler; return the figures of its kernels and gaps."""
+        """Run an additional step under torch's profiler, and return rows about its kernels and gaps."""
         trace = Path(self._job.profile or Path(self._job.scratch, "profile.json"))
         return profiled(lambda: self._ours.step(self._batches, LEARNING_RATE), trace, self._job.device)
 
     def finish(self) -> dict[str, Any]:
-        """Run the last update. Return planned and measured bytes and peaks, and the paths that bytes took."""
+        """Run the last update. Return planned and measured bytes and peaks, and the data path of each link."""
         self._ours.finish()
         if self._job.trace:
             self._ours.timeline.write(Path(self._job.trace))
@@ -130,9 +130,9 @@ class OursSide:
 
 
 def planned_peak(placement: Placement, tier: str) -> int:
-    """Return the most bytes that a plan has in a tier: homes, workspace, and buffers for copies.
+    """Return the planned maximum of bytes in a tier: homes, workspace, and buffers for copies.
 
-    They may exceed the ``peak_bytes`` that it needs at least.
+    The result can exceed ``peak_bytes``, which is the minimum that the plan needs.
     """
     homes = sum(placement.home_bytes[tier].values())
     buffers = sum(size * count for size, count in placement.buffers.get(tier, {}).items())
@@ -141,7 +141,7 @@ def planned_peak(placement: Placement, tier: str) -> int:
 
 
 def run_config_of(job: Job) -> RunConfig:
-    """Return the config of our run; a "tight" RAM tier is a quarter above the least that works."""
+    """Return the config of our run. A "tight" RAM tier is a quarter above the minimum."""
     return with_tight_ram(partial(_config, job)) if job.ram == "tight" else _config(job, job.ram)
 
 

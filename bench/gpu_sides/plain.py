@@ -1,4 +1,4 @@
-"""Plain PyTorch's side of a part of `gpu.py`: everything on the device, with the number of layers that fit."""
+"""Plain PyTorch's side of a part of `gpu.py`: everything on the device, with as many layers as fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.gpu_sides.job import Job, StepSeen, seeded_model
 
 
 class PlainSide:
-    """fp32 weights under autocast, every layer recomputed, fused AdamW; fewer layers if not all fit."""
+    """Steps of plain PyTorch: fp32 weights with autocast, recomputed layers, fused AdamW, and as many layers as fit."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -43,7 +43,7 @@ class PlainSide:
         )
 
     def _fits(self, folder: Path) -> bool:
-        """Return whether two steps succeed; the second has all of the optimizer's state. Leaves nothing behind."""
+        """Return whether two steps fit in memory, the second with all optimizer state. Frees all memory."""
         fits = True
         try:
             self._set_up(folder, is_real=False)
@@ -51,7 +51,7 @@ class PlainSide:
                 self.step(is_last=False)
         except torch.OutOfMemoryError:
             fits = False
-        # At this point the error and its frames are freed, so the model can be freed.
+        # The error and its frames no longer exist here, so the model can be freed.
         self.__dict__.pop("_model", None)
         self.__dict__.pop("_optimizer", None)
         gc.collect()
@@ -69,7 +69,7 @@ class PlainSide:
         }
 
     def step(self, *, is_last: bool) -> StepSeen:
-        """Take one step."""
+        """Run one step."""
         job, marks, loss = self._job, [self._now()], 0.0
         num_items = job.rows * (job.length - 1)
         for batch in self._batches:
@@ -87,7 +87,7 @@ class PlainSide:
         return StepSeen(loss, {name: marks[i + 1] - marks[i] for i, name in enumerate(names)})
 
     def finish(self) -> dict[str, Any]:
-        """Return no more figures."""
+        """Return no further measurements."""
         return {}
 
     def _now(self) -> float:

@@ -1,4 +1,4 @@
-"""Figures of one step from torch's profiler: the kernels that take longest, and the gaps in which no kernel runs."""
+"""Profile of one step: the slowest kernels, and the gaps in which no kernel runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST_NAME = 160
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One bar of a trace; seconds from any instant."""
+    """One event of a trace. Times are in seconds from an arbitrary origin."""
 
     name: str
     start_s: float
@@ -31,16 +31,16 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Seconds without any event, and the event after them."""
+    """Length of a period without events in seconds, and the name of the next event."""
 
     seconds: float
     before: str
 
 
 def profiled(step: Callable[[], object], trace: Path, device: str) -> dict[str, Any]:
-    """Take a step while the profiler traces only the device, so that the host is no slower; write torch's trace.
+    """Run a step under torch's profiler, and write the trace. Trace only the device, so that the host is not slower.
 
-    Without a device to profile, torch traces the host's operators. Some of them run inside others.
+    Without a device, the profiler traces the host's operators, which can be nested.
 
     Returns:
         Name of a row -> (value, unit), for JSON.
@@ -56,7 +56,7 @@ def profiled(step: Callable[[], object], trace: Path, device: str) -> dict[str, 
 
 
 def figures(trace: Path, kinds: Sequence[str]) -> dict[str, tuple[Any, str]]:
-    """Return the figures of a trace file by row, each with its unit."""
+    """Return the rows of a trace file as (value, unit), by name."""
     kernels, copies = events(trace, kinds), events(trace, COPIES)
     if not kernels:
         return {"kernels": (None, "the profiler has seen none")}
@@ -81,7 +81,7 @@ def figures(trace: Path, kinds: Sequence[str]) -> dict[str, tuple[Any, str]]:
 
 
 def events(trace: Path, kinds: Sequence[str]) -> list[Event]:
-    """Return the bars of some kinds of a trace file, in order of their begin."""
+    """Return the events of some kinds in a trace file, ordered by start."""
     with gzip.open(trace, "rt") if trace.suffix == ".gz" else trace.open(encoding="utf-8") as file:
         found: Iterable[Mapping[str, Any]] = json.load(file)["traceEvents"]
     bars = [event for event in found if event.get("ph") == "X" and event.get("cat") in kinds]
@@ -90,7 +90,7 @@ def events(trace: Path, kinds: Sequence[str]) -> list[Event]:
 
 
 def busy_s(events: Iterable[Event]) -> float:
-    """Return the seconds in which at least one of some events is in progress."""
+    """Return the seconds during which at least one event is in progress."""
     total_s, end_s = 0.0, float("-inf")
     for event in sorted(events, key=lambda event: event.start_s):
         total_s += max(0.0, event.end_s - max(event.start_s, end_s))
@@ -99,7 +99,7 @@ def busy_s(events: Iterable[Event]) -> float:
 
 
 def longest_gaps(events: Sequence[Event], count: int) -> list[Gap]:
-    """Return the longest periods without any event in progress; events are ordered by their begin."""
+    """Return the longest periods without an event in progress, given events ordered by start."""
     gaps, end_s = [], events[0].end_s
     for before, after in pairwise(events):
         end_s = max(end_s, before.end_s)

@@ -1,9 +1,9 @@
 """The reference's side of a part of `gpu.py`: the MegaTrain code of a checkout.
 
-Written for commit 919520f, with three changes. Attention gets no mask: its single-GPU path passes the tokenizer's mask
-of ones and zeros to sdpa, which refuses it. Rows here are full, so causal attention is right. Without DeepSpeed,
-torch's fused AdamW replaces it, which is faster than the reference's fallback. The data loader, which is prone to fork
-problems, is not used. Its weights are bf16, and its moments too, unless DeepSpeed is installed.
+Written for commit 919520f, with three changes. Attention gets no mask, because the single-GPU path passes the
+tokenizer's mask of ones and zeros to sdpa, which rejects it. Rows here are full, so causal attention is correct. If
+DeepSpeed is missing, torch's fused AdamW replaces it, which is faster than the reference's fallback. The data loader
+is not used, because it is prone to fork problems. Weights are bf16. Without DeepSpeed, moments are bf16 as well.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _CHECKPOINT_INTERVAL, _NUM_SLABS = 4, 12  # its defaults
 
 
 class ReferenceSide:
-    """Steps as its training script makes them: all rows at once, clipping, optimizer, weights to the GPU again."""
+    """Steps like the reference's training script: all rows at once, clipping, optimizer, weights back to the GPU."""
 
     def __init__(self, job: Job) -> None:
         model_class, config_class = _import_reference(Path(job.megatrain))
         self._job = job
         self._tokens = job.tokens()
         self._mask = torch.ones_like(self._tokens)
-        model = seeded_model(job.model, dtype=job.torch_dtype, device="cpu").eval()  # its trainer also uses eval mode
+        model = seeded_model(job.model, dtype=job.torch_dtype, device="cpu").eval()  # as in the reference's trainer
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         config = config_class(
             model_name=job.model,
@@ -59,7 +59,7 @@ class ReferenceSide:
         }
 
     def step(self, *, is_last: bool) -> StepSeen:
-        """Take one step."""
+        """Run one step."""
         marks = [self._now()]
         loss, _, _ = self._model.forward_and_backward(self._tokens, self._mask, self._tokens)
         marks.append(self._now())
@@ -87,10 +87,10 @@ class ReferenceSide:
 
 
 def _import_reference(folder: Path) -> tuple[Any, Any]:
-    """Return the classes of its trainer and config.
+    """Return the reference's trainer and config classes.
 
     Raises:
-        SystemExit: the folder has no package `infinity`, or another version of it.
+        SystemExit: The folder has no package `infinity`, or another version of it.
     """
     sys.path.insert(0, str(folder))
     try:
@@ -104,7 +104,7 @@ def _import_reference(folder: Path) -> tuple[Any, Any]:
 
 
 def _without_mask(model_class: Any) -> Any:
-    """Return the trainer with causal attention and no mask."""
+    """Return a subclass of the trainer with causal attention and no mask."""
 
     class CausalOnly(model_class):  # type: ignore[misc]
         def _build_layer_kwargs(self, mask: Any, *rest: Any) -> Any:
@@ -119,6 +119,6 @@ def _optimizer(parameters: list[Tensor]) -> tuple[str, Any]:
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
 
         return "DeepSpeedCPUAdam, fp32 moments", DeepSpeedCPUAdam(parameters, adamw_mode=True, **options)
-    except Exception as error:  # not installed, or its operator does not compile: any error
+    except Exception as error:  # a missing package or a failed compilation can raise any error
         name = f"torch fused AdamW, bf16 moments (no DeepSpeedCPUAdam: {type(error).__name__})"
         return name, torch.optim.AdamW(parameters, fused=True, **options)

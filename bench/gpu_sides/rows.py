@@ -1,4 +1,4 @@
-"""The rows of `gpu.py` about the sides of a part."""
+"""Rows of `gpu.py` about the sides of a part."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from bench.common import Report
 from bench.gpu_sides.cases import OURS, Part
 
-#: Difference of the first losses of two sides, from equal weights and tokens, in bf16 in different orders.
+#: Maximum difference of the first losses, because bf16 sums of different sides have different orders.
 LOSS_TOLERANCE = 2e-2
 
-#: Tier -> its real memory peak: tensors on the GPU, and bytes that the machine allocated of its RAM.
+#: Result key of the measured peak by tier: tensors on the GPU, and RAM that the machine allocated.
 _REAL_PEAKS = {"gpu": "device_bytes", "ram": "host_bytes"}
 
 Result = Mapping[str, Any]
@@ -23,8 +23,8 @@ class Rows:
     """Printer of the rows of one part.
 
     Args:
-        report: Report of the part's T.
-        name: Name of the part, which begins each row's name.
+        report: Report with the T of the part.
+        name: Name of the part, used as the prefix of row names.
     """
 
     def __init__(self, report: Report, name: str, part: Part) -> None:
@@ -35,17 +35,17 @@ class Rows:
         self._report.row(f"{self._name}.{name}", value, unit, **claim)
 
     def skipped(self, side: str, reason: str) -> None:
-        """Print why a side took no part."""
+        """Print why a side was skipped."""
         self.row(f"{side}.skipped", reason, "reason")
 
     def failed(self, side: str, reason: str, *, is_ours: bool) -> None:
-        """Print why a side ended early. A peer that fails is not our mistake, but must be reported."""
+        """Print why a side ended early. A failed peer is reported but does not fail the bench."""
         self.row(f"{side}.failed", reason, "reason")
         if is_ours:
             self.row(f"{side}.runs", 0, "1", target=1, ok=False)
 
     def start(self, side: str, result: Result) -> None:
-        """Print what is known of a side before its first step: size, optimizer, and seconds of the start by part."""
+        """Print the size, the optimizer and the start seconds by part of a side."""
         row = self.row
         row(f"{side}.parameters", result["num_parameters"], "1")
         if "num_layers" in result:
@@ -58,7 +58,7 @@ class Rows:
                 row(f"{side}.start.{part}_per_gb", seconds / (nbytes / 1e9), "s/GB")
 
     def side(self, side: str, result: Result, num_warm: int) -> None:
-        """Print the figures of every side's steps: seconds and their parts, peaks, losses."""
+        """Print a side's seconds per step and per part, peaks and losses."""
         steps = measured(result, num_warm)
         row = self.row
         if result.get("num_steps_missing"):
@@ -79,7 +79,7 @@ class Rows:
             row(f"{side}.profile.{name}", value, unit)
 
     def ours(self, result: Result, num_warm: int) -> None:
-        """Print the figures of our side only: FLOP/s, and planned and measured bytes."""
+        """Print rows that only our side has: FLOP/s, and planned and measured bytes."""
         steps = measured(result, num_warm)
         seconds = step_s(steps)
         rate = max(result["matmul_flops_per_s"])
@@ -97,7 +97,7 @@ class Rows:
         else:
             self.row("ours.predicted_step", result["predicted_s"], "s")
             self.row("ours.predicted/measured", result["predicted_s"] / seconds, "x")
-        is_exact = bool(result["trace_is_exact"])  # if not, FLOPs and the memory inside of layers are guesses
+        is_exact = bool(result["trace_is_exact"])  # otherwise FLOPs and the memory inside layers are estimates
         self.row("ours.trace_is_exact", int(is_exact), "1", target=1, ok=is_exact)
         self._updates(result, num_warm)
         for tier in steps[0]["num_drops"]:
@@ -127,7 +127,7 @@ class Rows:
         for link, planned in result["planned_moved"].items():
             moved = result["moved"][link]
             self.row(f"ours.{link}.per_step", result["traffic"][link], "bytes")
-            if result["num_steps_missing"]:  # fetches for them have also moved
+            if result["num_steps_missing"]:  # prefetches for the missing steps also count
                 self.row(f"ours.{link}.moved", moved, "bytes, of which some for steps that there was no time for")
             else:
                 self.row(f"ours.{link}.moved", moved, "bytes", target=planned, ok=moved == planned)
@@ -169,5 +169,5 @@ def measured(result: Result, num_warm: int) -> Sequence[Mapping[str, Any]]:
 
 
 def step_s(steps: Sequence[Mapping[str, Any]]) -> float:
-    """Return the median seconds of steps."""
+    """Return the median seconds of some steps."""
     return float(statistics.median(step["total_s"] for step in steps))

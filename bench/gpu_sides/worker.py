@@ -1,4 +1,4 @@
-"""One side of a part of `gpu.py` in a separate process: sets up, steps, and writes its figures after each step."""
+"""Process of one side of a part of `gpu.py`, which writes its measurements after each step."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from bench.gpu_sides.job import Job, StepSeen
 #: Seconds for products of square matrices.
 _MATMUL_S = 1.0
 _SAMPLE_S = 0.1
-#: Share of a side's time for steps. The rest is for ending the side.
+#: Share of a side's time for steps. The rest is reserved for the end of the side.
 _SHARE_FOR_STEPS = 0.9
 
 
 class Side(Protocol):
-    """One trainer, ready to step."""
+    """Protocol of a trainer that is ready to run steps."""
 
     def about(self) -> dict[str, Any]:
         """Return facts for the report: at least ``num_parameters``, and ``optimizer``: its name and precision."""
         ...
 
     def step(self, *, is_last: bool) -> StepSeen:
-        """Take one step."""
+        """Run one step."""
         ...
 
     def profile(self) -> dict[str, Any]:
-        """Take one more step under torch's profiler and return its figures. Called only if the job asks for it."""
+        """Run an additional step under torch's profiler, if the job requests it, and return rows about it."""
         ...
 
     def finish(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Side(Protocol):
 
 
 def main() -> None:
-    """Run the job on the command line, and keep its result file current."""
+    """Run the job in the command line's argument, and keep its result file up to date."""
     begin_s, job = time.perf_counter(), Job.of(sys.argv[1])
     torch.set_num_threads(job.num_threads)
     result: dict[str, Any] = {"matmul_flops_per_s": [matmul_rate(job)]}
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def _is_time_up(job: Job, begin_s: float, steps: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the next step must be the last, because another one and the end would exceed the time."""
+    """Return whether the next step must be the last, because one more step would exceed the time."""
     if not steps:
         return False
     longest_s = max(step["total_s"] for step in steps)
@@ -95,7 +95,7 @@ def _is_time_up(job: Job, begin_s: float, steps: Sequence[Mapping[str, Any]]) ->
 
 
 def make_side(job: Job) -> Side:
-    """Return the trainer of a job; only its own libraries are imported."""
+    """Return the trainer of a job. Import only the libraries that this trainer needs."""
     if job.side == OURS:
         from bench.gpu_sides.ours import OursSide
 
@@ -114,7 +114,7 @@ def make_side(job: Job) -> Side:
 
 
 def write(path: str, result: Mapping[str, Any]) -> None:
-    """Replace the result file atomically, so that a killed process leaves a whole one."""
+    """Replace the result file atomically, so that a killed process leaves a complete file."""
     temporary = f"{path}.tmp"
     Path(temporary).write_text(json.dumps(result), encoding="utf-8")
     os.replace(temporary, path)
@@ -138,7 +138,7 @@ def matmul_rate(job: Job) -> float:
     rate = 2 * size**3 * count / (now(job.device) - start_s)
     if job.device == "cuda":
         del left, right, out
-        torch.cuda.empty_cache()  # the tier takes the free memory, without the bytes that torch keeps
+        torch.cuda.empty_cache()  # the tier sizes itself by free memory, which excludes torch's cache
     return rate
 
 
@@ -153,16 +153,16 @@ def device_memory(device: str) -> dict[str, int]:
 
 
 def now(device: str) -> float:
-    """Return the seconds of a clock, after the device has done all of its work."""
+    """Return a clock's seconds, after the device has finished all queued work."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 class HostMemory:
-    """Peak RAM: of this process (VmHWM), and of the whole machine since the start.
+    """Context manager that samples the peak RAM of this process (VmHWM) and of the machine.
 
-    Both, because page-locked memory of the driver is not in the first. A context manager with a sampling thread.
+    The peak of the process excludes page-locked memory of the driver, which only the machine's peak includes.
     """
 
     def __init__(self) -> None:
@@ -186,16 +186,16 @@ class HostMemory:
             self._least = min(self._least, psutil.virtual_memory().available)
 
     def restart(self) -> None:
-        """Forget the peaks so far, so that the following work is measured alone."""
+        """Reset the peaks, so that only the following work is measured."""
         self._least = psutil.virtual_memory().available
-        # Restarts the kernel's VmHWM. If that is refused, the peak includes the set-up.
+        # Reset the kernel's VmHWM. If this is refused, the peak includes the setup.
         try:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         except OSError:
             return
 
     def taken_bytes(self) -> int:
-        """Return the most RAM that the machine allocated since this object was made, measured since ``restart``."""
+        """Return the machine's peak RAM since ``restart``, above its RAM when this object was created."""
         return max(0, self._before - self._least)
 
     def peak_rss(self) -> int:

@@ -34,24 +34,24 @@ class Zero3Side:
         return {"num_parameters": self._num_parameters, "optimizer": "DeepSpeedCPUAdam, fp32 master and moments"}
 
     def step(self, *, is_last: bool) -> StepSeen:
-        """Take one step; the part "update" begins with the last backward's end."""
+        """Run one step. The part "update" begins at the end of the last backward."""
         loss, update_s = 0.0, 0.0
         for batch in self._batches:
             term = self._engine(**batch, use_cache=False).loss
             self._engine.backward(term)
             loss += float(term.detach()) / len(self._batches)
             start_s = time.perf_counter()
-            self._engine.step()  # updates after the last micro-batch only
+            self._engine.step()  # updates only after the last micro-batch
             update_s = time.perf_counter() - start_s
         return StepSeen(loss, {"update": update_s})
 
     def finish(self) -> dict[str, Any]:
-        """Return no more figures."""
+        """Return no further measurements."""
         return {}
 
 
 def _one_process(device: str) -> dict[str, str]:
-    """Return the environment for a world of one process without a network."""
+    """Return the environment variables for a single process without a network."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Base of the sides of `links.py`: all move the same bytes, and report the seconds."""
+"""Base of the sides of `links.py`, which move the same bytes and report the seconds."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ READ, WRITE, MIXED = "read", "write", "mixed"
 
 
 class SkippedError(Exception):
-    """A side cannot run here; the message says why."""
+    """A side cannot run here. The message states the reason."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Work of every side in one measurement of one block size.
+    """Blocks that every side moves in one measurement of one block size.
 
     Attributes:
-        block_nbytes: bytes of a block. num_blocks: blocks of a measurement. All are read, or all are written; "mixed"
-            reads the first half while it writes the second. folder: folder on the measured drive.
+        block_nbytes: Bytes per block.
+        num_blocks: Number of blocks per measurement. "read" and "write" move all blocks; "mixed" reads the first half
+            while it writes the second.
+        folder: Working folder on the measured drive.
     """
 
     block_nbytes: int
@@ -42,7 +44,7 @@ class Work:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that one measurement moves, the same for all operations."""
+        """Return the bytes that one measurement moves, which are equal for all operations."""
         return self.block_nbytes * self.num_blocks
 
     @property
@@ -54,14 +56,14 @@ class Work:
 
 @dataclass
 class Sample:
-    """One measurement: wall seconds, and processor seconds over all threads of the worker."""
+    """Wall seconds of one measurement, and CPU seconds of all threads."""
 
     seconds: float = 0.0
     cpu_s: float = 0.0
 
 
 class Side(ABC):
-    """One way to move bytes. Files are fully allocated and written once before the first measurement."""
+    """Base class of a side that moves bytes. Files are allocated and written before the first measurement."""
 
     name: str
     operations: tuple[str, ...] = (READ, WRITE, MIXED)
@@ -71,17 +73,17 @@ class Side(ABC):
         """Move ``Work.nbytes``. Written bytes have reached the drive (fdatasync) when it returns.
 
         Raises:
-            SkippedError: it turned out that this side cannot run here.
+            SkippedError: This side cannot run on this machine.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the side holds; its files go with the bench's folder."""
+        """Free the resources of the side. The bench deletes the files with its folder."""
 
 
 @contextmanager
 def timed() -> Iterator[Sample]:
-    """Fill a sample with the seconds of the ``with`` block in this process."""
+    """Yield a sample, and fill it with the seconds of the ``with`` block."""
     sample = Sample()
     start_s, start_cpu_s = time.perf_counter(), _cpu_s()
     yield sample
@@ -94,7 +96,7 @@ def _cpu_s() -> float:
 
 
 def sync_files(paths: Iterable[Path]) -> None:
-    """Return once the written contents of these files are on the drive."""
+    """Wait until the written contents of these files are on the drive."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -104,18 +106,18 @@ def sync_files(paths: Iterable[Path]) -> None:
 
 
 def drop_cached(paths: Iterable[Path]) -> None:
-    """Drop the contents of files from the kernel's cache, so that reading them reaches the drive."""
+    """Drop the contents of files from the page cache, so that reads reach the drive."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:
-            os.fdatasync(fd)  # only what is on the drive already can be dropped
+            os.fdatasync(fd)  # only clean pages can be dropped
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
 
 
 def fill_randomly(tensor: Tensor) -> None:
-    """Fill bytes with noise that no drive can compress. The noise repeats every 16 MiB."""
+    """Fill a byte tensor with incompressible noise, which repeats every 16 MiB."""
     noise = torch.randint(0, 256, (16 * MiB,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     flat = tensor.view(torch.uint8).view(-1)
     for start in range(0, flat.numel(), noise.numel()):
@@ -124,7 +126,7 @@ def fill_randomly(tensor: Tensor) -> None:
 
 
 def make_random_file(path: Path, nbytes: int) -> None:
-    """Write a file of noise, which is then overwritten in place."""
+    """Write a file of noise that measurements can overwrite in place."""
     noise = HostSlab(16 * MiB)
     fill_randomly(noise.tensor)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -140,10 +142,10 @@ def make_random_file(path: Path, nbytes: int) -> None:
 
 
 def require(code: str, timeout_s: float) -> None:
-    """Run Python code in a separate process before it may run in this one: foreign code can hang or abort.
+    """Try Python code in a separate process before running it here, because library code can hang or abort.
 
     Raises:
-        SkippedError: it did not exit with 0 in time; with the last line that it printed.
+        SkippedError: The code failed or timed out. The message contains its last output line.
     """
     reason = _failure(code, timeout_s)
     if reason:
@@ -152,7 +154,7 @@ def require(code: str, timeout_s: float) -> None:
 
 @functools.cache
 def _failure(code: str, timeout_s: float) -> str:
-    """Return why the code does not run, or "" if it does."""
+    """Return the reason why the code fails, or "" if it succeeds."""
     command = [sys.executable, "-P", "-c", code]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)

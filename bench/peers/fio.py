@@ -1,4 +1,4 @@
-"""The fio sides of `links.py`, which measure the rate of the drive for a program that does nothing else."""
+"""The fio sides of `links.py`, which measure the drive's rate in a program that only does I/O."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tiered.units import MiB
 
 #: Makes glibc touch memory when it is allocated. Otherwise fio's first reads would include the page faults.
 TOUCHED = "glibc.malloc.perturb=1"
-#: Lets malloc use huge pages (glibc 2.35), as our slots do. They matter more than the engine or the queue depth.
+#: Lets malloc use huge pages (glibc 2.35) like our slots. They affect the rate more than the engine or the queue depth.
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run fio: its engine, bytes of a request and requests in flight."""
+    """Settings of fio: engine, request size and queue depth."""
 
     engine: str
     request_mib: int
@@ -45,14 +45,14 @@ VARIANTS = (
     Variant("libaio", 8, 8),
     Variant("libaio", 16, 4),
 )
-#: Number of variants for a quick look, which include the best one.
+#: Number of variants in a quick run, including the best variant.
 NUM_QUICK_VARIANTS = 4
 
 
 class FioSide(Side):
-    """One variant of fio on a file that was written before. Rate and processor time come from fio's report.
+    """One variant of fio on an existing file. Rate and CPU time come from fio's report.
 
-    So they exclude start-up and the filling of its buffers. ``end_fsync`` is part of the time that fio reports.
+    They exclude the startup and the filling of buffers, but include ``end_fsync``.
     """
 
     def __init__(self, work: Work, variant: Variant, path: Path) -> None:
@@ -64,7 +64,7 @@ class FioSide(Side):
         self._work, self._variant, self._path = work, variant, path
 
     def measure(self, operation: str) -> Sample:
-        """Run fio once over all bytes of a measurement; mixed: two jobs at once, one half of the file each."""
+        """Run fio once over all bytes of a measurement. "mixed" runs two concurrent jobs on half of the file each."""
         nbytes, half = self._work.nbytes, self._work.block_nbytes * len(self._work.halves[0])
         if operation == MIXED:
             jobs = [*_job(READ, 0, half), *_job(WRITE, half, nbytes - half)]

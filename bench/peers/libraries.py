@@ -1,4 +1,4 @@
-"""Sides of `links.py` that are libraries, each used in its best way: kvikio, zarr, safetensors, DeepSpeed."""
+"""Library sides of `links.py`, each with its fastest settings: kvikio, zarr, safetensors, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tiered.units import PAGE_BYTES, MiB
 COMPILE_TIMEOUT_S = 1200.0
 #: Limit for code that hangs, such as cuFile's driver.
 START_TIMEOUT_S = 60.0
-#: A future of kvikio keeps neither its file nor its memory alive: both need names.
+#: kvikio's futures keep neither the file nor the memory alive, so both need variables.
 _KVIKIO_READS = """
 import kvikio, mmap, sys
 file, memory = kvikio.CuFile(sys.executable), mmap.mmap(-1, 4096)
@@ -42,12 +42,12 @@ _DEEPSPEED_LOADS = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIO
 
 
 class KvikioSide(Side):
-    """kvikio with its fast settings (4 threads, 16 MiB tasks, O_DIRECT both ways) into memory like our slots."""
+    """kvikio with fast settings (4 threads, 16 MiB tasks, O_DIRECT both ways) and memory like our slots."""
 
     name = "kvikio"
 
     def __init__(self, work: Work, path: Path) -> None:
-        # Without its driver module, cuFile's start spins forever. For host memory, plain POSIX I/O is equivalent.
+        # Without its driver module, cuFile hangs at startup. For host memory, plain POSIX I/O is equivalent.
         if not (os.path.exists("/proc/modules") and os.path.exists("/run/udev")):
             os.environ["KVIKIO_COMPAT_MODE"] = "ON"
         require(_KVIKIO_READS, START_TIMEOUT_S)
@@ -81,14 +81,14 @@ class KvikioSide(Side):
         return call(self._slabs[number].tensor.numpy(), size=size, file_offset=number * size)
 
     def close(self) -> None:
-        """Close the file, free the memory."""
+        """Close the file and free the memory."""
         self._file.close()
         for slab in self._slabs:
             slab.close()
 
 
 class ZarrSide(Side):
-    """zarr's own reads and writes of one uncompressed array with a chunk per block. It writes new files every time."""
+    """zarr with one uncompressed array and a chunk per block. Each write creates new files."""
 
     name = "zarr"
     operations = (READ, WRITE)
@@ -104,7 +104,7 @@ class ZarrSide(Side):
             dtype="uint8",
             compressors=None,
             filters=None,
-            config={"write_empty_chunks": True},  # False would search every chunk for a nonzero number
+            config={"write_empty_chunks": True},  # False would scan every chunk for nonzero values
         )
         self._tensor = torch.empty(work.nbytes, dtype=torch.uint8)
         fill_randomly(self._tensor)
@@ -155,7 +155,7 @@ class SafetensorsSide(Side):
         sync_files(self._paths)
 
     def measure(self, operation: str) -> Sample:
-        """Load every file until its bytes are in memory, or save all and sync."""
+        """Load all files into memory, or save and sync all files."""
         from safetensors.torch import load_file
 
         if operation == READ:
@@ -173,12 +173,12 @@ class SafetensorsSide(Side):
 
 
 class DeepSpeedSide(Side):
-    """DeepSpeed's async_io into its own page-locked tensors, all requests of a measurement before one wait."""
+    """DeepSpeed's async_io with its own page-locked tensors, and one wait for all requests of a measurement."""
 
     def __init__(self, work: Work, path: Path, *, request_mib: int, depth: int, num_threads: int) -> None:
         self.name = f"deepspeed_aio_{request_mib}M_qd{depth}_x{num_threads}"
         os.environ.setdefault("DS_ACCELERATOR", "cpu" if not torch.cuda.is_available() else "cuda")
-        # A different ninja than the one that compiled the operator would compile it again.
+        # With a different ninja in the path, DeepSpeed would recompile the operator.
         os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
         require(_DEEPSPEED_LOADS, COMPILE_TIMEOUT_S)
         from deepspeed.ops.op_builder import AsyncIOBuilder

@@ -1,4 +1,4 @@
-"""The tier's side of `links.py`: blocks of a store, read from NVMe into RAM slots and written back from there."""
+"""The tier's side of `links.py`: blocks of a store, read from NVMe into RAM slots and written back."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ VERIFY_MODES = ("off", "resume", "always")
 
 
 class TierSide(Side):
-    """A store with room for all blocks in RAM. Between measurements RAM has no copies, and nothing moves.
+    """A store whose RAM fits all blocks. Between measurements, RAM has no copies and no transfers run.
 
-    Reading ends when every block was leased in RAM, with its bytes checked as ``verify`` requires. Writing starts with
-    dirty copies and ends after ``NvmeTier.sync``.
+    A read ends when every block has been leased in RAM, with its bytes checked as ``verify`` requires. A write starts
+    with dirty copies and ends after ``NvmeTier.sync``.
 
     Attributes:
-        num_wrong: blocks whose contents differ from the last write.
+        num_wrong: Number of blocks whose contents differ from the last write.
     """
 
     def __init__(self, work: Work, verify: str) -> None:
@@ -57,7 +57,7 @@ class TierSide(Side):
 
     @property
     def io_path(self) -> str:
-        """Return how the files are read and written, e.g. ``posix-direct``."""
+        """Return the data path of reads and writes, e.g. ``posix-direct``."""
         return self._nvme.io_path
 
     @property
@@ -66,7 +66,7 @@ class TierSide(Side):
         return self._ram.huge_page_bytes
 
     def measure(self, operation: str) -> Sample:
-        """Read all blocks, write all, or read the first half while the second is written."""
+        """Read all blocks, write all blocks, or read the first half while the second half is written."""
         reading, writing = self._work.halves
         if operation != MIXED:
             everything = range(self._work.num_blocks)

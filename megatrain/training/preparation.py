@@ -83,7 +83,7 @@ class Preparation:
             _ = self.weights  # raises if weights are unusable or a drive is full
         self.activity.begin("reading the data")
         # The first rank of a host writes tokenized rows to the cache. The other ranks read them from the cache.
-        yield from group.run_host_leaders_first(lambda: list(self.rows()))
+        yield from group.run_host_leaders_first(lambda: list(self.check_rows()))
         fingerprint = {"the fingerprint of the rows": self.loader.dataset.fingerprint()}
         check_same(group.gather, "data", fingerprint, "Give all ranks the same files in [[data.train]]")
         _ = self.learning_rate  # raises if the warm-up is longer than the run
