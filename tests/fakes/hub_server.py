@@ -22,13 +22,13 @@ class FakeHub:
     """State of the fake hub, and the requests to it.
 
     Attributes:
-        address: of the server.
-        models: id -> its files; a model of the owner ``gated`` is refused.
-        commit: of all models.
-        asked: (method, path, range) of every request for the contents of a file.
-        cut: file name -> bytes sent before the connection breaks, every time.
-        sent: id -> path -> pushed contents.
-        lfs: contents by sha256.
+        address: URL of the server.
+        models: Files of each model, by id. Requests for models of the owner ``gated`` are refused.
+        commit: Commit of all models.
+        asked: (method, path, range) of each request for file contents.
+        cut: Bytes to send before each connection breaks, by file name.
+        sent: Pushed contents, by model id and path.
+        lfs: Contents of LFS files, by sha256.
     """
 
     address: str = ""

@@ -27,7 +27,8 @@ class LazyDevice:
     """Streams and events that replace torch's within ``in_place``.
 
     Attributes:
-        num_trims: calls of ``torch.cuda.empty_cache``. num_run: kernels and copies that ran.
+        num_trims: Number of calls of ``torch.cuda.empty_cache``.
+        num_run: Number of executed kernels and copies.
     """
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ class ObjectsTier(run_tiers.RunTier):
     """An object tier that is slower than all others.
 
     Args:
-        url: As fsspec takes it.
+        url: URL for fsspec.
         capacity_bytes: Size of the tier for all processes together.
     """
 

@@ -26,7 +26,7 @@ class RolloutServer:
     """Serves its model; ``received`` has the names of every update so far.
 
     Args:
-        model: an ordinary one; updates replace its weights.
+        model: Plain model whose weights are replaced by updates.
     """
 
     def __init__(self, model: Any) -> None:

@@ -19,12 +19,12 @@ class Line:
     """A port in front of the server, through which all its bytes pass.
 
     Attributes:
-        port: on the loopback address.
-        is_down: whether every connection is closed at once.
-        stall_after: bytes of clients after which nothing passes any more, or None to pass all.
-        cut_after: bytes of clients after which the connection is reset once, or None.
-        stalled: set when a stall began.
-        num_cuts: connections that were reset.
+        port: Port on the loopback address.
+        is_down: Whether every connection is closed immediately.
+        stall_after: Number of client bytes after which the connection stalls, or None.
+        cut_after: Number of client bytes after which the connection is reset once, or None.
+        stalled: Event that is set when a stall begins.
+        num_cuts: Number of reset connections.
     """
 
     upstream: tuple[str, int]

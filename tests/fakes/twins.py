@@ -17,7 +17,7 @@ class Twins:
     The tests cover the engine's side of them.
 
     Args:
-        size: number of ranks.
+        size: Number of ranks.
     """
 
     rank = 0

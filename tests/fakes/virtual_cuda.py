@@ -78,15 +78,17 @@ class VirtualCuda(LazyDevice):
     """One CUDA device, while ``in_place`` is entered.
 
     Args:
-        total_bytes: Size of its memory, as ``mem_get_info`` reports it.
-        is_integrated: Whether it has no memory: it computes in pinned memory of the host, without a copy.
+        total_bytes: Size of the device memory, as ``mem_get_info`` reports it.
+        is_integrated: Whether the device has no memory and computes in the host's pinned memory without copies.
 
     Attributes:
-        allocated_bytes: Bytes of live tensors. peak_bytes: Their maximum.
-        others_bytes: Bytes of its memory that other programs have taken.
-        num_calls: Number of calls of the host to the device. last_call: The number of the call at which the
-            device fails; from then on all calls fail, as after an illegal access or a hardware fault.
-        waits: Operations that made the host wait, by name.
+        allocated_bytes: Bytes of live tensors.
+        peak_bytes: Maximum of ``allocated_bytes``.
+        others_bytes: Device memory that other programs use, in bytes.
+        num_calls: Number of calls from the host to the device.
+        last_call: Number of the call at which the device fails. All later calls also fail, as after an illegal access
+            or a hardware fault.
+        waits: Names of operations that made the host wait.
         tells_addresses: Whether tests may read tensor addresses; the program never may.
     """
 

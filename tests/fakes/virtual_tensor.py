@@ -116,10 +116,10 @@ class Allocation:
     """Bytes of the device that live as long as a tensor in them.
 
     Attributes:
-        stream: the stream of the allocation: freed bytes go to the next request on that stream.
-        uses: stream -> amount of its work up to the last kernel or copy queued on these bytes.
-        recorded: streams that the allocator itself waits for.
-        first: amount of work of ``stream`` that may still use the bytes for their previous owner.
+        stream: Stream of the allocation. Freed bytes go to the next request on that stream.
+        uses: Amount of work up to the last kernel or copy that uses these bytes, by stream.
+        recorded: Streams for which the allocator waits.
+        first: Amount of work of ``stream`` that may still access the bytes for their previous owner.
     """
 
     def __init__(self, device: VirtualCuda, nbytes: int) -> None:

@@ -15,11 +15,11 @@ class Case:
     """A kind of model.
 
     Attributes:
-        make: returns one with random weights.
-        inputs: the forward's arguments, of two rows.
-        loss: of its output.
-        ram_kib: of a store in which it trains; less than half of its weights, gradients and state.
-        needs: the package that defines it.
+        make: Creates a model with random weights.
+        inputs: Creates the arguments of the forward, for two rows.
+        loss: Computes the loss of an output.
+        ram_kib: RAM of the store in KiB, less than half of the weights, gradients and state.
+        needs: Package that defines the model.
     """
 
     make: Callable[[], nn.Module]

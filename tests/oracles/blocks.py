@@ -99,7 +99,7 @@ def halves_not_kept(optimizer: Optimizer, device: str = "cpu", shape: tuple[int,
     The masters have every finite high half, and the low halves around a tie: random masters would hit one in 65,536.
 
     Args:
-        shape: of the parameter with the 65,536 masters; vectors and matrices may have different kernels.
+        shape: Shape of the parameter with the 65,536 masters. Vectors and matrices may have different kernels.
     """
     size, changed = 1 << 16, []
     for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):

@@ -29,8 +29,10 @@ class Block:
     """One fenced block.
 
     Attributes:
-        page, line: position of its fence. language: its info string. text: its contents.
-        reason: why it is not executed, from the comment before it, or "".
+        page, line: Position of the fence.
+        language: Info string of the fence.
+        text: Contents of the block.
+        reason: Reason not to execute the block, from the comment before it, or "".
     """
 
     page: str
@@ -58,7 +60,7 @@ def blocks_of(page: str) -> list[Block]:
     """Return the blocks of a page.
 
     Raises:
-        AssertionError: code outside of the blocks: indented, or between other fences.
+        AssertionError: The page has code outside of fenced blocks: indented, or between other fences.
     """
     found: list[Block] = []
     inside: list[str] | None = None

@@ -36,13 +36,13 @@ class Family:
     """Properties of a tiny folder of a family in addition to its configuration.
 
     Attributes:
-        processor: class of the processor.
-        image_processor: class and values of the image processor.
-        tokens: name of a special token of the tokenizer -> the token.
-        placeholder: text of the chat template for an image.
-        ids: field of the configuration -> token.
-        values: of the processor.
-        changes: of the configuration, by path.
+        processor: Class of the processor.
+        image_processor: Class and values of the image processor.
+        tokens: Special tokens of the tokenizer, by name.
+        placeholder: Text that stands for an image in the chat template.
+        ids: Token whose id goes into each field of the configuration.
+        values: Arguments of the processor.
+        changes: Changed values of the configuration, by path.
     """
 
     processor: str

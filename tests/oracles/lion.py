@@ -63,8 +63,8 @@ class PlainLion:
     """Lion as a torch optimizer in as few lines as its paper needs, for whole training runs.
 
     Args:
-        groups: As for `torch.optim`: dictionaries with `params` and `weight_decay`.
-        lr: Learning rate; may be changed in `param_groups` between steps.
+        groups: Parameter groups as in `torch.optim`, with `params` and `weight_decay`.
+        lr: Learning rate. Tests may change it in `param_groups` between steps.
         betas: Weight of the momentum in the direction, and its decay.
     """
 

@@ -18,9 +18,9 @@ def planned_workspace(graph: ModelGraph, trace: VisitTrace, num_micro_batches: i
     """Return the bytes outside of blocks, without kept graphs.
 
     Args:
-        graph: The model.
-        trace: Its visits.
-        num_micro_batches: Micro-batches that pass it together.
+        graph: Model of the step.
+        trace: Traced visits of the model.
+        num_micro_batches: Number of micro-batches that share a pass.
         kept_parts: Parts of the vocabulary whose logits are kept for the second pass of the head.
     """
     builder = ProgramBuilder(
@@ -40,10 +40,10 @@ def fullest_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram, nu
     """Return the bytes outside of blocks of a single-process step that keeps the graphs of all visits before the head.
 
     Args:
-        graph: The model.
-        trace: Its visits.
-        program: A step; whether it keeps graphs makes no difference here.
-        num_micro_batches: Micro-batches that exist together.
+        graph: Model of the step.
+        trace: Traced visits of the model.
+        program: Program of the step. Its own kept graphs are ignored.
+        num_micro_batches: Number of micro-batches that exist at the same time.
     """
     trunk = [number for number, visit in enumerate(trace.visits) if not visit.is_head]
     in_visits = visit_transients(graph, trace, program, num_micro_batches, torch.device("cpu"))

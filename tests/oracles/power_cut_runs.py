@@ -73,8 +73,9 @@ class History:
     """Committed contents by the run's numbers, and the commits known to be safe.
 
     Attributes:
-        begun: the largest number whose commit was begun. waited: all numbers whose commit was waited for.
-        line: the last waited-for commit that a run resumed or made, and its predecessors.
+        begun: Largest number whose commit began.
+        waited: Numbers of the commits that the run waited for.
+        line: Last durable commit that a run made or resumed from, and its predecessors.
     """
 
     expected: dict[int, Contents] = field(default_factory=dict)

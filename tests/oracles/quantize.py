@@ -109,7 +109,7 @@ def write_quantized(plain: Path, folder: Path, table: dict[str, object], parts: 
 
     Args:
         table: ``quantization_config``.
-        parts: name of a weight -> its tensors by the end of their names.
+        parts: Tensors of each quantized weight, by name ending.
     """
     tensors = load_file(plain / "model.safetensors")
     for name, quantized in parts.items():
@@ -134,10 +134,10 @@ class Method:
 
     Attributes:
         table: ``quantization_config``.
-        quantize: one weight.
-        ends: names of the weights end in one of these.
-        family: of the model, one of ``oracles.families``; empty: the one of 0.82 M parameters.
-        values: of its configuration.
+        quantize: Quantizes one weight.
+        ends: Name endings of the quantized weights.
+        family: Model family in ``oracles.families``, or "" for the model of 0.82 M parameters.
+        values: Changed values of the model's configuration.
     """
 
     table: dict[str, object]

@@ -26,8 +26,8 @@ class Steps:
     """An open trainer whose weights are loaded.
 
     Attributes:
-        engine: Runs the steps.
-        results: One per step so far.
+        engine: Engine that runs the steps.
+        results: Results of the steps so far.
     """
 
     def __init__(self, trainer: Trainer, batches: list[list[dict[str, Tensor]]]) -> None:

@@ -79,8 +79,10 @@ def config_text(
     """Return a config of the 0.82 M model on a page of Moby Dick.
 
     Args:
-        nvme: number of NVMe paths. rates: of each, in GB/s. gpu: size of the GPU tier, which is emulated on a CPU.
-        tables: lines to add to a table, or the size of ``ram``.
+        nvme: Number of NVMe paths.
+        rates: Rate of each path in GB/s.
+        gpu: Size of the GPU tier, which is emulated on a CPU.
+        tables: Lines to add to a table, or the size for ``ram``.
     """
     if gpu and device == "cpu":
         tables["advanced"] = f"emulate_gpu = true\n{tables.get('advanced', '')}"

@@ -21,8 +21,8 @@ class RunRecorder(RunObserver):
     """Keeps a run's reports, and stops it as another process would.
 
     Args:
-        stop_after: Step after which the run is stopped. None for never.
-        stop_at: Evaluation set of that step after which it is stopped, instead of the step's end.
+        stop_after: Step after which the run stops, or None to run to the end.
+        stop_at: Evaluation set of that step after which the run stops, or "" to stop at the end of the step.
     """
 
     def __init__(self, stop_after: int | None = None, stop_at: str = "") -> None:

@@ -33,7 +33,7 @@ def generate(kept: Sequence[Row] = ()) -> list[dict[str, str]]:
     """Make the rows: seconds of a core.
 
     Args:
-        kept: rows that stay, unless they are excluded or no pair needs them any more.
+        kept: Rows to keep, unless they are excluded or redundant.
     """
     import covertable
 

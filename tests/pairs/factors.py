@@ -40,10 +40,10 @@ class Exclusion:
     """Levels that do not go together.
 
     Attributes:
-        levels: factor -> its levels that do not go with the levels of the others.
-        text: what a run that has them is refused with, or a part of it; "": no such run can be had, see ``why``.
-        why: of those without a text: why there is nothing to refuse.
-        is_late: whether the first step refuses it, and not the start.
+        levels: Incompatible levels, by factor.
+        text: Part of the error message that refuses such a run, or "" if no such run exists; see ``why``.
+        why: Reason why no such run exists, if there is no text.
+        is_late: Whether the error comes from the first step instead of the start.
     """
 
     levels: Mapping[str, tuple[str, ...]]
@@ -166,8 +166,8 @@ def completed(part: Row, given: Row | None = None) -> dict[str, str] | None:
     """Return the plainest row that has some levels, or None if no row has them.
 
     Args:
-        part: factor -> level.
-        given: levels that are preferred to the plainest ones.
+        part: Levels that the row must have, by factor.
+        given: Preferred levels of the other factors. Default: the plainest.
     """
     order = [*part, *(name for name in FACTORS if name not in part)]
 

@@ -151,10 +151,10 @@ def write_model(family: str, folder: Path, tokenizer: Any, seed: int = 7, *, is_
 
     Args:
         family: Model type.
-        folder: Folder to make.
+        folder: Folder to create.
         tokenizer: Tokenizer of the model.
         seed: Seed of the weights.
-        is_judge: Whether the head gives one number for a text, instead of logits.
+        is_judge: Whether the model has a reward head, which returns one number per text, instead of logits.
     """
     words = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), tokenizer.eos_token_id)
     values = {} if family == "gpt2" else dict(_SIZES)

@@ -36,8 +36,8 @@ class Document:
     """Tokens of one sequence for the model.
 
     Attributes:
-        inputs: model inputs, [1, T].
-        trained: whether each token is trained [T].
+        inputs: Model inputs by name, [1, T].
+        trained: Whether each token is trained, [T].
     """
 
     inputs: dict[str, Tensor]
@@ -58,10 +58,10 @@ class Expected:
     """The contents of an epoch, and the model's results for it.
 
     Attributes:
-        num_tokens: without padding.
-        num_trained: trained tokens.
-        loss: of the epoch, or None if it depends on how rows are cut.
-        figures: of preferences.
+        num_tokens: Number of tokens without padding.
+        num_trained: Number of trained tokens.
+        loss: Loss of the epoch, or None if it depends on the division into rows.
+        figures: Preference metrics.
     """
 
     num_tokens: int

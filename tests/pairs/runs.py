@@ -55,16 +55,16 @@ class RankEnd:
     """Observations of one process of a run.
 
     Attributes:
-        steps: number -> its figures.
-        evaluations: in order; seconds are 0.
-        moved: by link, between tiers and between ranks, from the first step to the end.
-        planned: the plan's figures for ``moved``, by link.
-        wasted: unused prefetches, and copies that the schedule did not foresee.
-        tiers: name -> bytes of the blocks at home there, peak bytes, and capacity.
-        weights: name -> fp32 weights at the export; only for a run of one process.
-        needs: tier -> the size that it needs, if it was too small; then nothing else is filled.
-        interrupted: whether a signal ended it.
-        num_commits: Checkpoints that were begun.
+        steps: Metrics of each step, by number.
+        evaluations: Metrics of the evaluations in order, with 0 seconds.
+        moved: Bytes moved between tiers and between ranks since the first step, by link.
+        planned: Planned bytes of the same transfers, by link.
+        wasted: Numbers of unused prefetches and of unscheduled copies.
+        tiers: Bytes of the blocks at home, peak bytes and capacity of each tier, by name.
+        weights: Exported fp32 weights by name. Only a single process fills them.
+        needs: Required size of each tier that was too small. If there is one, all other fields are empty.
+        interrupted: Whether a signal ended the run.
+        num_commits: Number of checkpoints that began.
     """
 
     steps: dict[int, StepMetrics] = field(default_factory=dict)
@@ -84,9 +84,9 @@ class Run:
     """A run to its end, of one start or of two.
 
     Attributes:
-        folder: of the run.
-        starts: for each start, the observations of its processes.
-        config: of the first start.
+        folder: Folder of the run.
+        starts: Observations of each start's processes.
+        config: Config of the first start.
     """
 
     folder: Path
@@ -129,7 +129,7 @@ class WatchedLoop(TrainingLoop):
     """A loop that records its traffic, and the plan's traffic.
 
     Args:
-        end: filled.
+        end: Record to fill.
     """
 
     def __init__(self, *arguments: Any, end: RankEnd) -> None:
@@ -192,10 +192,10 @@ def train_here(path: Path, cut: str, stop_after: int | None, group: RankGroup | 
     """Train in this process, as a rank of a group or alone.
 
     Args:
-        path: of the config.
-        cut: the level of that factor.
-        stop_after: step after which it is stopped, or None.
-        group: of the ranks.
+        path: Config file.
+        cut: Level of the factor "cut".
+        stop_after: Step after which the run stops, or None.
+        group: Group of the ranks, or None for a single process.
     """
     end, failed, config = RankEnd(), "", load_config(path).config
     with ExitStack() as stack:

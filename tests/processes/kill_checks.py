@@ -28,8 +28,9 @@ class Outcome:
     """Results for the user after a run has ended.
 
     Attributes:
-        losses: of every line of ``metrics.jsonl`` about a step. state: block of the last checkpoint -> checksums.
-        weights: the bytes of the exported file.
+        losses: (step, loss) of each step line in ``metrics.jsonl``.
+        state: Checksums of each block in the last checkpoint.
+        weights: Contents of the exported file.
     """
 
     losses: tuple[tuple[int, float], ...]
@@ -67,9 +68,10 @@ def check_after_kill(folder: Path, keep: int, reported: int, drives: Sequence[Pa
     """Yield the errors in the checkpoints of a run that was killed.
 
     Args:
-        keep: save_total_limit. reported: step of the newest checkpoint that the run ever reported or continued from,
-            or of the copy that was left when its drives were lost; -1 for none.
-        drives: paths of the NVMe tier.
+        keep: Value of save_total_limit.
+        reported: Newest step that must not be lost, or -1. It is the newest reported or resumed checkpoint, or the
+            remaining copy after a loss of drives.
+        drives: Paths of the NVMe tier.
     """
     path = folder / "out/checkpoints"
     generations = list_generations(path)

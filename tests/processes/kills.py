@@ -81,10 +81,12 @@ class Start:
     """One start of a run.
 
     Attributes:
-        number: of the planned signal, 0 for none. where: phase when it hit, or None if the run ended first.
-        code: exit status, negative for a signal. resumed: step of the resumed checkpoint, 0 for the beginning, -1 if
-            the run ended before. reported: step of the newest checkpoint it reported, -1 for none.
-        is_hung: whether it hung and was ended.
+        number: Number of the planned signal, or 0 for none.
+        where: Phase in which the signal arrived, or None if the run ended first.
+        code: Exit status; negative after a fatal signal.
+        resumed: Step of the resumed checkpoint, 0 for a start from the beginning, or -1 if the process ended before.
+        reported: Step of the newest reported checkpoint, or -1 for none.
+        is_hung: Whether the process hung and was killed.
     """
 
     number: int
@@ -141,10 +143,13 @@ class Killer:
     """Starts runs and ends them before they are done.
 
     Args:
-        model: folder with weights and tokenizer. folder: of the runs. most_per_run: signals to one run.
+        model: Folder with weights and tokenizer.
+        folder: Folder for the runs.
+        most_per_run: Maximum number of signals to one run.
 
     Attributes:
-        runs: the disturbed ones. problems: errors found; the first one ends everything.
+        runs: Runs that received signals.
+        problems: Errors found. The first error ends the test.
     """
 
     def __init__(self, model: Path, folder: Path, *, seed: int, most_per_run: int) -> None:

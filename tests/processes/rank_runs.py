@@ -29,9 +29,9 @@ def launched_with(size: int, folder: Path, happens: str, config: Path, *options:
     """Start ranks with faults on some of them; see ``processes.ranked_command``.
 
     Args:
-        size: number of ranks; one is a process without a launcher.
-        folder: in which each of them writes its process number.
-        happens: the faults and their ranks.
+        size: Number of ranks. A single rank has no launcher.
+        folder: Folder in which each rank writes its pid.
+        happens: Faults and their ranks.
     """
     launcher = [launch_program.__file__, size] if size > 1 else []
     words = [*launcher, ranked_command.__file__, "run", config, *options]

@@ -63,8 +63,8 @@ def started(words: Sequence[object], **more: str) -> Iterator[Any]:
     """Start a Python program that starts others, such as a launcher; it is killed at the end.
 
     Args:
-        words: Words after the interpreter.
-        more: Further variables.
+        words: Arguments of the interpreter.
+        more: Additional environment variables.
     """
     pipe = subprocess.PIPE
     with warm.Popen(
@@ -88,10 +88,10 @@ def start_ranks(
     """Start one rank for each Python command, with the variables of torchrun and no launcher.
 
     Args:
-        commands: Words after the interpreter, by rank.
-        num_hosts: Number of hosts in the environment of the ranks.
-        folders: Working directories by rank; the repository's if not given.
-        more: Further variables.
+        commands: Arguments of the interpreter, by rank.
+        num_hosts: Number of simulated hosts.
+        folders: Working directories by rank. Default: the repository.
+        more: Additional environment variables.
     """
     with socket.socket() as free:
         free.bind((MEETING[ADDRESS], 0))
@@ -137,7 +137,7 @@ def run_on_ranks(
     The ranks have joined a gloo group, unless there is only one rank.
 
     Args:
-        job: Function of a module, so that another process can import it.
+        job: Module-level function, which other processes can import.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

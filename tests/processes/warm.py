@@ -81,9 +81,9 @@ class Popen(subprocess.Popen[Any]):
     """``subprocess.Popen``; Python commands are forked from the server.
 
     Args:
-        is_terminal: its stdin is the controlling terminal of its session.
-        ignored: signals that it starts with ignored, as ``nohup`` does.
-        with_children: whether Python programs that it starts are also warm.
+        is_terminal: Whether stdin is the controlling terminal of the session.
+        ignored: Signals to ignore from the start, as with ``nohup``.
+        with_children: Whether to fork its Python child processes from the server as well.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ def _serve(listener: socket.socket, owner: int) -> dict[str, Any]:
     """Fork a process for each request; return the request in the new process.
 
     Args:
-        owner: file descriptor that returns end-of-file when no requester is left.
+        owner: File descriptor that reaches end-of-file when no requester is left.
     """
     with listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)

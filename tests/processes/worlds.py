@@ -33,20 +33,20 @@ class RankResult:
     """Observations of one rank, and its contents at the end of a run.
 
     Attributes:
-        blocks: by key of weights and optimizer state.
-        moved: by link, between tiers and between ranks.
-        planned: by link, the plan's traffic for the same steps.
-        tiers: name -> high water and capacity.
-        window: most bytes of full copies and sums, and their planned bytes.
-        update_window: the same for updates of matrices that ranks share.
-        gathers_ahead: number of visits by which gathers precede the use of weights.
-        passes: whether parts of the vocabulary pass one by one.
-        evaluations: by set, the loss with the last weights and its number of tokens.
-        samples: by set, texts of the last weights.
-        num_own_labels: labels that this rank evaluates.
-        moved_by_evaluations: by link, as ``moved``.
-        planned_of_evaluations: by link, as ``planned``.
-        products: shapes of the products of weight gradients, `(M, K, N)`.
+        blocks: Blocks of weights and optimizer state, by key.
+        moved: Bytes moved between tiers and between ranks, by link.
+        planned: Planned bytes of the same steps, by link.
+        tiers: Peak bytes and capacity of each tier, by name.
+        window: Peak bytes of full copies and sums, and the planned peak.
+        update_window: Peak bytes and planned peak of updates of sharded matrices.
+        gathers_ahead: Number of visits between the gather of weights and their use.
+        passes: Whether the parts of the vocabulary are streamed one by one.
+        evaluations: Loss with the last weights and number of tokens, by set.
+        samples: Texts generated with the last weights, by set.
+        num_own_labels: Number of labels that this rank evaluates.
+        moved_by_evaluations: Bytes that evaluations moved, by link.
+        planned_of_evaluations: Planned bytes of the evaluations, by link.
+        products: Shapes of the matrix products of weight gradients, `(M, K, N)`.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -93,9 +93,9 @@ def train(
     """Train some steps, and return all results that must be equal for every world.
 
     Args:
-        folder: of the test.
-        configs: text for each rank; the last one also for further ranks.
-        change: receives the micro-batches of each step and its number, to change them in place.
+        folder: Folder of the test.
+        configs: Config text of each rank. Further ranks use the last text.
+        change: Changes the micro-batches of a step in place, given the micro-batches and the step's number.
     """
     from oracles.tiered_run import make_loader
 

@@ -25,7 +25,7 @@ def test_mean_is_independent_of_rank_assignment() -> None:
     for each in ranks:
         each.compute(lambda own: [shown.append(own) or own])
     assert [each.compute(lambda own: shown) for each in ranks] == [alone, alone]
-    assert alone.loss == math.fsum([0.1, 0.2, 0.3]) / 7 and alone.num_tokens == 7 and not alone.figures
+    assert alone.loss == math.fsum([0.1, 0.2, 0.3]) / 7 and alone.num_tokens == 7 and not alone.metrics
 
 
 def test_rows_without_a_label_have_no_loss() -> None:
