@@ -1,7 +1,7 @@
-"""Figures of the code base: imports between packages, and the measurements behind ``test_architecture.py``.
+"""Metrics of the code base: imports between packages, and the measurements of ``test_architecture.py``.
 
-``python -m tests.house`` prints the figures, for the message of a change that moves one. ``--lower`` writes the figures
-that became smaller into ``house_bounds.json``. For a feature, CONTRIBUTING.md says how to pay for a bound.
+``python -m tests.house`` prints the metrics, for the commit message of a change that affects one. ``--lower`` lowers
+the bounds in ``house_bounds.json`` to the metrics. CONTRIBUTING.md explains how a feature can pay for a bound.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("tiered", "megatrain", "cli")
 PROSE = ("README.md", "docs", *PACKAGES, "bench", "examples", "tests")
 
-#: The layers, from the bottom up; each may import the ones before it. If a folder has files of two layers, the
-#: longest prefix of a module's name counts.
+#: The layers from the bottom up. Each layer may import the layers before it. If a folder has files of two layers, the
+#: longest matching prefix of a module's name applies.
 ROOMS: Mapping[str, tuple[str, ...]] = {
     "tiered": ("tiered",),
     "base": ("megatrain.base",),
@@ -45,9 +45,9 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "sharding": ("megatrain.ranks",),
     "core": ("megatrain.engine",),
     "embedding": ("megatrain.embed",),
-    # `device.attention` is not one of them: like `device.work`, it knows the sizes of torch's kernels and no model.
-    # Nor are `models.passthrough`, which accounts for each tensor of a folder (loaded, copied or refused), and
-    # `models.quantized`, which decodes a folder's bytes: formats of tensors in files, as dtypes are.
+    # Not `device.attention`, which knows the sizes of torch's kernels but no model, like `device.work`. Not
+    # `models.passthrough`, which accounts for each tensor of a folder (loaded, copied or refused). Not
+    # `models.quantized`, which decodes a folder's bytes, because file formats of tensors are comparable to dtypes.
     "converters": (
         "megatrain.converters",
         "megatrain.models.in_place",
@@ -71,7 +71,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
 _FLOORS = {room: floor for floor, room in enumerate(ROOMS)}
 _ROOM_OF = {prefix: room for room, prefixes in ROOMS.items() for prefix in prefixes}
 
-#: The files to read first; README.md and ARCHITECTURE.md name these six.
+#: The files to read first, which README.md and ARCHITECTURE.md list.
 READING_ORDER = (
     "tiered/block.py",
     "tiered/store.py",
@@ -82,7 +82,7 @@ READING_ORDER = (
 )
 
 
-#: Words of a factor, as tests/pairs and `docs/glossary.md` name it. A file that uses one must know the factor.
+#: Words for each factor of tests/pairs and `docs/glossary.md`. A file with such a word depends on the factor.
 FACTOR_WORDS: Mapping[str, str] = {
     "adapters": "adapters?|lora",
     "averages": "averages?|averaged",
@@ -99,16 +99,16 @@ FACTOR_WORDS: Mapping[str, str] = {
     "saved results": "saved_results?|saved results?",
 }
 
-#: An entry that begins with one of these repeats its name; a good one begins with a noun or a unit.
+#: First words of entries that only continue their name. Good entries begin with a noun or a unit.
 VAGUE = r"(of|what|that|as)\b"
 
-#: Words in the names of a run's figures, `nbytes` or `link_bytes` among them.
+#: Words in names of a run's metrics, such as `nbytes` and `link_bytes`.
 FIGURE_WORDS = (
     "bytes|calls|capacity|drops|flops|generations|high|kept|launches|linked|loss|losses|moved|nbytes|norm|norms|num|passes"
     "|peak|planned|prefetch|rate|reads|room|s|saved|size|sizes|stall|step|steps|stored|tokens|totals|traffic|used|written"
 )
 
-#: The bounds of `bounded`, which `python -m tests.house --lower` only lowers.
+#: Bounds of the metrics in `bounded`. `python -m tests.house --lower` lowers them.
 BOUNDS = Path(__file__).with_name("house_bounds.json")
 
 
@@ -139,7 +139,7 @@ MODULES = {source.module for source in SOURCES}
 
 
 def typing_only(tree: ast.Module) -> set[ast.AST]:
-    """Return every node under `if TYPE_CHECKING:`; such imports never run."""
+    """Return every node under `if TYPE_CHECKING:`, because such imports never run."""
     return {
         node
         for branch in ast.walk(tree)
@@ -157,12 +157,12 @@ def absolute_name(source: Source, node: ast.ImportFrom) -> str:
 
 
 def module_of(name: str) -> str:
-    """Return the module of a dotted name: a package is its `__init__`."""
+    """Return the module of a dotted name, which is `__init__` for a package."""
     return f"{name}.__init__" if f"{name}.__init__" in MODULES else name
 
 
 def imports(source: Source, with_typing: bool = True) -> Iterator[tuple[int, str]]:
-    """Yield (line, absolute module name) of every import, also those inside functions."""
+    """Yield (line, absolute module name) of every import, including imports inside functions."""
     skipped = set() if with_typing else typing_only(source.tree)
     for node in ast.walk(source.tree):
         if node in skipped:
@@ -178,7 +178,7 @@ def imports(source: Source, with_typing: bool = True) -> Iterator[tuple[int, str
 
 
 def file_pairs() -> set[tuple[str, str]]:
-    """Return (importer, imported) of all modules of this project."""
+    """Return (importer, imported) for all imports between modules of this project."""
     return {
         (source.module, name)
         for source in SOURCES
@@ -197,12 +197,12 @@ def room_of(module: str) -> str:
 
 
 def folder_of(module: str) -> str:
-    """Return the package of a module; for a module outside of `megatrain`, its top-level package."""
+    """Return the package of a module, or the top-level package for a module outside of `megatrain`."""
     return ".".join(module.split(".")[:2]) if module.startswith("megatrain.") else module.split(".")[0]
 
 
 def upward_pairs() -> set[tuple[str, str]]:
-    """Return (importer, imported) where a layer imports one above it."""
+    """Return (importer, imported) for all imports of a higher layer."""
     return {
         (importer, imported)
         for importer, imported in file_pairs()
@@ -211,7 +211,7 @@ def upward_pairs() -> set[tuple[str, str]]:
 
 
 def internal_imports_of_tools() -> set[tuple[str, str]]:
-    """Return (importer, imported) where a tool imports a module of `megatrain` that is not public, lower or a tool."""
+    """Return (importer, imported) for tools' imports of `megatrain` modules that are not public, lower or tools."""
     return {
         (importer, imported)
         for importer, imported in file_pairs()
@@ -220,7 +220,7 @@ def internal_imports_of_tools() -> set[tuple[str, str]]:
 
 
 def circles(pairs: Iterable[tuple[str, str]]) -> list[set[str]]:
-    """Return the sets of packages that import each other, directly or through others (Tarjan)."""
+    """Return the sets of packages with import cycles, direct or indirect (Tarjan's algorithm)."""
     edges: dict[str, set[str]] = defaultdict(set)
     for importer, imported in pairs:
         edges[importer].add(imported)
@@ -255,7 +255,7 @@ def in_circles(pairs: Iterable[tuple[str, str]]) -> set[str]:
 
 
 def definitions() -> Iterator[tuple[str, ast.ClassDef]]:
-    """Yield (module, class) of all top-level classes."""
+    """Yield (module, class) for all top-level classes."""
     for source in SOURCES:
         for node in source.tree.body:
             if isinstance(node, ast.ClassDef):
@@ -267,7 +267,7 @@ def num_methods(node: ast.ClassDef) -> int:
 
 
 def num_arguments(node: ast.ClassDef) -> int:
-    """Return the number of `__init__` arguments without `self`; 0 if a class (a record) defines none."""
+    """Return the number of `__init__` arguments without `self`, or 0 for a class without `__init__`."""
     for each in node.body:
         if isinstance(each, ast.FunctionDef) and each.name == "__init__":
             return len(each.args.posonlyargs) + len(each.args.args) + len(each.args.kwonlyargs) - 1
@@ -279,13 +279,13 @@ def num_fields(node: ast.ClassDef) -> int:
 
 
 def large_classes(least: int) -> dict[str, int]:
-    """Return `module.Class` -> number of methods, for classes with more than `least`."""
+    """Return the number of methods by `module.Class`, for classes with more than `least` methods."""
     found = {f"{module}.{node.name}": num_methods(node) for module, node in definitions()}
     return {name: count for name, count in found.items() if count > least}
 
 
 def long_constructors(least: int) -> dict[str, int]:
-    """Return `module.Class` -> number of arguments, for core classes whose constructors take more than `least`."""
+    """Return the number of constructor arguments by `module.Class`, for core classes with more than `least`."""
     found = {
         f"{module}.{node.name}": num_arguments(node)
         for module, node in definitions()
@@ -299,13 +299,13 @@ def fields_of(name: str) -> int:
 
 
 def names_of_two() -> set[str]:
-    """Return the names, without leading underscores, that two or more classes share."""
+    """Return the class names, without leading underscores, that two or more classes share."""
     counts = Counter(node.name.lstrip("_") for _, node in definitions())
     return {name for name, count in counts.items() if count > 1}
 
 
 def schema_importers() -> set[str]:
-    """Return the modules that know a whole config."""
+    """Return the modules that import the complete config schema."""
     return {
         source.module
         for source in SOURCES
@@ -316,7 +316,7 @@ def schema_importers() -> set[str]:
 
 
 def reading_order(page: str) -> tuple[str, ...]:
-    """Return the files of the numbered list under the page's heading about reading."""
+    """Return the files in the numbered list under a page's heading about reading."""
     text = (ROOT / page).read_text(encoding="utf-8")
     section = re.split(r"^## .*\bread(?:ing)?\b.*$", text, flags=re.MULTILINE | re.IGNORECASE)[1]
     return tuple(re.findall(r"^\d+\. `([^`]+)`", section.split("\n## ")[0], flags=re.MULTILINE))
@@ -327,13 +327,13 @@ def num_lines(name: str) -> int:
 
 
 def glossary_words() -> set[str]:
-    """Return all words of the left column of the glossary."""
+    """Return all words in the left column of the glossary."""
     rows = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
     return {word.strip() for row in rows for word in row.split(",")}
 
 
 def vague_entries() -> tuple[int, int]:
-    """Return the entries of Args and Attributes that begin with a vague word, and all entries."""
+    """Return the number of Args and Attributes entries that begin with a vague word, and of all entries."""
     vague = total = 0
     for source in SOURCES:
         for node in ast.walk(source.tree):
@@ -374,7 +374,7 @@ def comparisons(test: ast.expr) -> Iterator[ast.Compare]:
 
 
 def one_sided_figures(tree: ast.Module) -> Iterator[ast.Compare]:
-    """Yield the comparisons that bound a figure on one side only; `abs` is a tolerance, which has one bound."""
+    """Yield the comparisons that bound a metric only on one side. A tolerance with `abs` does not count."""
     for found in assertions(tree):
         ordered: list[tuple[ast.Compare, ast.expr, ast.expr]] = []  # (comparison, smaller side, larger side)
         for comparison in (each for assertion in found for each in comparisons(assertion.test)):
@@ -398,7 +398,7 @@ def one_sided_figures(tree: ast.Module) -> Iterator[ast.Compare]:
 
 
 def _is_constant(node: ast.expr) -> bool:
-    """Return whether one side of a comparison has no calls and only names of constants, such as `MiB`."""
+    """Return whether one side of a comparison has no calls and no names except constants such as `MiB`."""
     return not any(
         isinstance(each, ast.Call) or (isinstance(each, ast.Name) and not re.fullmatch("[A-Z0-9_]+|[KMG]iB", each.id))
         for each in ast.walk(node)
@@ -406,7 +406,7 @@ def _is_constant(node: ast.expr) -> bool:
 
 
 def bounded() -> dict[str, dict[str, int]]:
-    """Return the figures that may only shrink: table -> name -> figure."""
+    """Return the metrics that must not grow, by table and name."""
     lines: Counter[str] = Counter()
     for source in SOURCES:
         lines[folder_of(source.module) if source.path.parent != ROOT / "megatrain" else "megatrain"] += (
@@ -440,7 +440,7 @@ def read_bounds() -> dict[str, dict[str, int]]:
 
 
 def lower_bounds() -> None:
-    """Lower each bound to its figure; remove a bound without a figure."""
+    """Lower each bound to its metric, and remove bounds without a metric."""
     bounds, found = read_bounds(), bounded()
     lowered = {
         table: {name: min(bound, found[table][name]) for name, bound in rows.items() if name in found[table]}
@@ -450,7 +450,7 @@ def lower_bounds() -> None:
 
 
 def figures() -> Iterator[tuple[str, str]]:
-    """Yield the gates of the house, each with its figure."""
+    """Yield the name and the value of each metric."""
     pairs, upward = file_pairs(), upward_pairs()
     yield "upward pairs of files", f"{len(upward)} of {len(pairs)}"
     by_rooms = Counter((room_of(one), room_of(other)) for one, other in upward)

@@ -1,6 +1,6 @@
-"""Phrases that make a reader read a sentence twice, counted in all text for readers.
+"""Counts odd phrases, which often need a second reading, in documentation, comments and messages.
 
-``python tests/prose.py FOLDER`` prints each place. A phrase may be right in its place; its number may only shrink.
+``python tests/prose.py FOLDER`` prints each occurrence. An occurrence can be correct, but the count must not grow.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _markdown(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _python(text: str) -> Iterator[tuple[int, str]]:
-    """Yield comments, and the lines of strings that have at least five words: docstrings and messages."""
+    """Yield comments, and lines of strings with at least five words, such as docstrings and messages."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string.lstrip("#: ")

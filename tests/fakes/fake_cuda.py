@@ -1,4 +1,4 @@
-"""Fake tensors of a CUDA device on a machine without one: the trace of a plan for a GPU, on any machine.
+"""Fake CUDA tensors on a machine without a GPU, so that every machine can trace a plan for a GPU.
 
 A plan for a GPU runs the engine on fake tensors with the device ``cuda``. Shapes, strides and device handling of fake
 kernels are torch's. Two things are replaced here: the choice of a kernel for attention, because a build without CUDA
@@ -51,7 +51,7 @@ def _in_place() -> Iterator[None]:
         return mode_dispatch(mode, func, types, _from_cpp(args), _from_cpp(kwargs or {}))
 
     stands_for = {
-        (bound_unit, "absent_weight"): lambda weight, _: absent_weight(weight, torch.device("cpu")),  # of real memory
+        (bound_unit, "absent_weight"): lambda weight, _: absent_weight(weight, torch.device("cpu")),  # uses real memory
         (fake_tensor.FakeTensor, "__torch_dispatch__"): classmethod(dispatch_tensor),
         (fake_tensor.FakeTensorMode, "__torch_dispatch__"): dispatch_mode,
         (fake_tensor.FakeTensorMode, "avoid_device_init"): property(lambda mode: True),
@@ -89,7 +89,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Replace sdpa by its choice on an H100 in deterministic mode: flash for 16 bits, one width and no mask."""
+    """Replace sdpa by its kernel on an H100 in deterministic mode: flash for 16 bits, one width and no mask."""
     if query.device.type != "cuda":
         return _torch_attention(
             query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa

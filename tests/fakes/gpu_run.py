@@ -1,4 +1,4 @@
-"""Runs on a GPU, or on a software device without one: the same tests for both."""
+"""Runs on a GPU, or on a software device if there is no GPU, for tests of both."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GPU_TIER_BYTES = 64 * MiB
 
 @contextmanager
 def virtual_gpu(total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> Iterator[VirtualCuda]:
-    """Let ``device = "cuda"`` mean a software device of this size, for the whole product.
+    """Let ``device = "cuda"`` select a software device of this size in the whole program.
 
     An integrated device uses the host's memory: ``tiered.ext.UnifiedTier`` lets it compute in place.
     """
@@ -48,10 +48,10 @@ def virtual_gpu(total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> I
         # device's mode also precedes the fake mode, so it would allocate the tensors that a trace makes up.
         mock.patch.object(traced, "trace_visits", trace),
         mock.patch.object(forward, "trace_generation", _trace_generation_on_cpu),
-        # Made inside of torch, by its own view of the device.
+        # torch itself creates this tensor, with its own view of the device.
         mock.patch.object(bound_unit, "absent_weight", _absent_weight_on_cpu),
         mock.patch.object(AbsentWeight, "device", property(lambda weight: DEVICE), create=True),
-        mock.patch.object(traced, "has_liger_kernels", return_value=False),  # they only run on a GPU
+        mock.patch.object(traced, "has_liger_kernels", return_value=False),  # these kernels only run on a GPU
         mock.patch.object(traced, "device_optimizer", lambda optimizer, _: QueuedOptimizer(optimizer, device)),
         mock.patch.object(by_tier, "device_optimizer", lambda optimizer, _: QueuedOptimizer(optimizer, device)),
         mock.patch.object(unified, "device_view", device.view_of_host),
@@ -60,7 +60,7 @@ def virtual_gpu(total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> I
         mock.patch.object(clip, "device_partials_of_parts", lambda parts: _queued_partials_of(parts, device)),
         mock.patch.object(clip, "sum_partials", lambda partials: _queued_sum(partials, device)),
         mock.patch.object(plan, "warm_up_norm"),
-        # No Mock: it keeps its call arguments, and so all the memory.
+        # Not a Mock, because a Mock would keep all call arguments in memory.
         mock.patch.object(device_kernels, "are_for", _without_kernels),
     ]
     with device.in_place(), ExitStack() as stack:
@@ -89,7 +89,7 @@ def _without_kernels(tensor: Tensor) -> bool:
 
 
 def _queued_partials(gradient: Any, device: VirtualCuda) -> Any:
-    """Queue the sums of squares on the stream, as the Triton kernel does, with the host's bits."""
+    """Queue the sums of squares on the stream like the Triton kernel, with the host's bits."""
     count = -(-gradient.numel() // NORM_BLOCK_ELEMENTS)
     partials: Any = torch.zeros(count, dtype=torch.float64, device=DEVICE)
     to, of = partials.memory, gradient.memory
@@ -111,7 +111,7 @@ def _queued_sum(partials: Any, device: VirtualCuda) -> Any:
 
 
 class QueuedOptimizer:
-    """Makes updates of device memory as a Triton kernel does: by kernels on the stream, with the host's bits."""
+    """Updates device memory like a Triton kernel: by kernels on the stream, with the host's bits."""
 
     def __init__(self, host: Any, device: VirtualCuda) -> None:
         updating = getattr(host, "inner", host)
@@ -151,15 +151,15 @@ class QueuedOptimizer:
 
 
 def gpu_config_text(folder: Path, model: Path, *, gpu_bytes: int = GPU_TIER_BYTES, **tables: Any) -> str:
-    """Return ``config_text`` for a GPU, with a GPU tier of ``gpu_bytes``."""
+    """Return ``config_text`` with a GPU tier of ``gpu_bytes``."""
     return config_text(folder, model, device="cuda", gpu=f"{gpu_bytes}B", **tables)
 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Make torch choose kernels with a fixed order of additions, so that any difference comes from placement.
+    """Make torch use deterministic kernels, so that any difference comes from placement.
 
-    CUBLAS_WORKSPACE_CONFIG must be set before the first use of cuBLAS: ``tests/gpu/conftest.py`` does.
+    CUBLAS_WORKSPACE_CONFIG must be set before the first use of cuBLAS, as in ``tests/gpu/conftest.py``.
     """
     settings: Any = torch.utils.deterministic  # a module whose attributes are set: no type knows them
     fills = settings.fill_uninitialized_memory
@@ -174,10 +174,10 @@ def deterministic() -> Iterator[None]:
 
 @contextmanager
 def no_waits_allowed() -> Iterator[None]:
-    """Make torch raise if an operation makes the host wait for the GPU."""
+    """Make torch raise an error if an operation synchronizes the host with the GPU."""
     try:
         with warnings.catch_warnings():
-            # torch warns once per process, after it changed the mode: an error would leave the mode set.
+            # torch warns once per process, after it has changed the mode, so an error would leave the mode set.
             warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
             torch.cuda.set_sync_debug_mode("error")
         yield

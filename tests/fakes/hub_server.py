@@ -1,4 +1,4 @@
-"""A small server with the part of the hub's HTTP protocol that fetches and pushes a model."""
+"""A small server with the hub's HTTP protocol for fetching and pushing a model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A CUDA device that delays all work until the host waits for it: the worst case for a missing order.
+"""A CUDA device that delays all work until the host waits for it, which reveals missing synchronization.
 
-Kernels and copies are queued on streams. When the host waits for an event, only the work
-before it runs: in its stream, and behind events that its stream waits for. So a copy that did not wait for the kernel
-before it moves stale bytes, and a kernel whose slot was reused too early reads another block, every time.
+Kernels and copies are queued on streams. When the host waits for an event, only the preceding work runs, in its stream
+and in streams that it waits for. A copy that does not wait for its kernel therefore always moves stale bytes, and a
+kernel whose slot was reused too early always reads a different block.
 
 The memory is the host's. The tiers, links, leases and the store, with all their threads, are real.
 """
@@ -40,7 +40,7 @@ class LazyDevice:
         self._current = threading.local()
 
     def check(self) -> None:
-        """Raise a pending error of the device; every call of the host to the device runs this check."""
+        """Raise a pending error of the device. Every call from the host to the device runs this check."""
 
     def stream(self, *args: Any, **options: Any) -> LazyStream:
         """Replaces ``torch.cuda.Stream``."""
@@ -59,7 +59,7 @@ class LazyDevice:
 
     @contextmanager
     def use(self, stream: LazyStream) -> Iterator[None]:
-        """Replaces ``torch.cuda.stream``; copies inside are queued."""
+        """Replaces ``torch.cuda.stream``. Copies inside the context are queued."""
         before, self._current.stream = self.current_stream(), stream
         try:
             with _QueuesCopies(stream):
@@ -72,7 +72,7 @@ class LazyDevice:
         self.current_stream().queue(kernel)
 
     def gate(self) -> Gate:
-        """Queue a kernel on the current stream that ends only after it is opened."""
+        """Queue a kernel on the current stream that ends only after the test opens the gate."""
         gate = Gate(self)
         self.current_stream().queue(gate)
         return gate
@@ -123,13 +123,13 @@ class Gate:
 
 
 class LazyStream:
-    """Work in order; the first part of it has run."""
+    """Stream of queued work in order, of which the first ``num_done`` pieces have run."""
 
     def __init__(self, device: LazyDevice) -> None:
         self._device = device
         self.work: list[Callable[[], Any]] = []
         self.num_done = 0
-        self._behind: dict[LazyStream, int] = {}  # stream -> count of its work that precedes new work here
+        self._behind: dict[LazyStream, int] = {}  # stream -> amount of its work that precedes new work here
         self._runner: int | None = None
 
     def queue(self, work: Callable[[], Any]) -> None:
@@ -184,11 +184,11 @@ class LazyStream:
 
 
 def _done() -> None:
-    """Mark a place whose work has run, so that its references are freed."""
+    """Placeholder for finished work, so that the references of the work are freed."""
 
 
 class LazyEvent:
-    """A place in a stream."""
+    """Event at a position in a stream."""
 
     def __init__(self, device: LazyDevice) -> None:
         self._device = device

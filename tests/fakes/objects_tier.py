@@ -1,4 +1,4 @@
-"""An object tier behind the drives of a run: the tier of the example, as one more tier that a run may have."""
+"""The object tier of the example, as an additional tier of a run behind its drives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "objects"
 
 
 class ObjectsTier(run_tiers.RunTier):
-    """An object tier that is slower than all others.
+    """Object tier that is slower than all other tiers.
 
     Args:
         url: URL for fsspec.
@@ -38,6 +38,6 @@ class ObjectsTier(run_tiers.RunTier):
 
 @contextmanager
 def objects_tier(url: str, capacity_bytes: int) -> Iterator[None]:
-    """Give every run an object tier. The arguments are the arguments of `ObjectsTier`."""
+    """Add an object tier to every run. The arguments are those of `ObjectsTier`."""
     with mock.patch.object(run_tiers, "RUN_TIERS", (*run_tiers.RUN_TIERS, ObjectsTier(url, capacity_bytes))):
         yield

@@ -1,12 +1,12 @@
-"""Run a program, and the Python programs that it starts, where "cuda" is a software device::
+"""Runs a program and its Python child processes with a software device as "cuda"::
 
     python tests/fakes/on_virtual_gpu.py bench/gpu.py --quick --device cuda --parts 7b_4k
     python tests/fakes/on_virtual_gpu.py -m cli run run.toml
     VIRTUAL_GPU_BYTES=50000000 python tests/fakes/on_virtual_gpu.py -m cli plan run.toml
     VIRTUAL_GPU_INTEGRATED=1 python tests/fakes/on_virtual_gpu.py -m cli run run.toml
 
-Its arguments are the interpreter's: a file, ``-m MODULE`` or ``-c CODE``, and arguments. Seconds mean nothing here:
-doctor's measurements are stored separately from the figures of the real machine.
+The arguments are those of the Python interpreter: a file, ``-m MODULE`` or ``-c CODE``, and arguments. Times are
+meaningless, so doctor's measurements are stored separately from the real machine's rates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WITH_NO_VALUE = ("-P", "-u", "-B", "-s", "-S", "-E", "-I")
 
 
 def main(words: Sequence[str]) -> None:
-    """Run the program that the words of a command line name, in this process."""
+    """Run the program of a command line in this process."""
     total_bytes = int(os.environ.get(TOTAL_BYTES, DEFAULT_TOTAL_BYTES))
     kind, rest = (words[0], words[1:]) if words[0] in ("-m", "-c") else ("", words)
     name, sys.argv = rest[0], [kind or rest[0], *rest[1:]]
@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _start(process: Any, start: Callable[..., None], command: Any, *args: Any, **options: Any) -> None:
-    """Start a process as ``subprocess.Popen`` does, but run Python through this file."""
+    """Start a process like ``subprocess.Popen``, but run Python programs through this file."""
     start(process, _by_way_of_this_file(command), *args, **options)
 
 

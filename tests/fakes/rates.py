@@ -1,4 +1,4 @@
-"""Rates as doctor measures them, in round numbers."""
+"""Rates in doctor's format, as round numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOW = datetime.now(UTC)
 
 
 def drive(read: float, write: float, mixed: float, **more: object) -> DriveProfile:
-    """Return the rates of a drive."""
+    """Return a drive profile with these rates."""
     return DriveProfile.model_validate(
         {
             "path": "/drive",
@@ -32,7 +32,7 @@ def drive(read: float, write: float, mixed: float, **more: object) -> DriveProfi
 
 
 def make_machine(folder: Path, **changes: object) -> MachineProfile:
-    """Return rates of this machine, as doctor stores them, including the drive of a folder."""
+    """Return a profile of this machine, as doctor stores it, with the drive of a folder."""
     return MachineProfile.model_validate(
         {
             "host": platform.node(),

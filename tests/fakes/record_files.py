@@ -1,7 +1,7 @@
-"""Records this process's operations on the files below a folder, as ``Recording``.
+"""Records this process's operations on the files in a folder as a ``Recording``.
 
-The recorder replaces the calls of ``os`` and ``open``. ``Recording.disk`` replays them; a comparison with the folder
-shows that no call was missed.
+The recorder replaces functions of ``os``, and ``open``. ``Recording.disk`` replays the operations, and a comparison
+with the folder shows that none was missed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fakes.recorded_disk import ROOT, Names, Operation, Recording, Resize, Sync,
 
 
 class _Recorder:
-    """Executes calls one at a time and notes their effects. Thread-safe."""
+    """Executes calls one at a time and records their effects. Thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self.root = os.path.realpath(root)
@@ -29,10 +29,10 @@ class _Recorder:
         self.now = disk.copy()  # only names are kept up to date
         self.next_number = len(self.numbers)
 
-    # -- where -------------------------------------------------------------------------------------------------
+    # -- paths -------------------------------------------------------------------------------------------------
 
     def inside(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """Return a path relative to the recorded folder, or None if it is elsewhere."""
+        """Return a path relative to the recorded folder, or None if it is outside."""
         text = os.fsdecode(path)
         if dir_fd is not None:
             text = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), text)
@@ -40,7 +40,7 @@ class _Recorder:
         return text[len(self.root) + 1 :] if text.startswith(self.root + "/") else None
 
     def at(self, relative: str) -> tuple[int, str, int | None]:
-        """Return folder, name and number of a path; the number is None if nothing has that name."""
+        """Return the folder, the name and the number of a path. The number is None if the path does not exist."""
         *parts, name = relative.split("/")
         folder = ROOT
         for part in parts:
@@ -48,7 +48,7 @@ class _Recorder:
         return folder, name, self.now.folders[folder].get(name)
 
     def of(self, fd: int) -> int | None:
-        """Return the number of an open file or folder, or None if it is elsewhere."""
+        """Return the number of an open file or folder, or None if it is outside of the recorded folder."""
         if not os.readlink(f"/proc/self/fd/{fd}").startswith(self.root):
             return None
         status = os.fstat(fd)
@@ -57,7 +57,7 @@ class _Recorder:
     def place(self, fd: int) -> str:
         return os.readlink(f"/proc/self/fd/{fd}").removeprefix(self.root).lstrip("/")
 
-    # -- what --------------------------------------------------------------------------------------------------
+    # -- operations --------------------------------------------------------------------------------------------------
 
     def note(self, operation: Operation) -> None:
         if isinstance(operation, Names):
@@ -65,10 +65,10 @@ class _Recorder:
         self.recording.operations.append(operation)
 
     def made(self, relative: str, target: str | None = None) -> None:
-        """Note a new file, folder or link."""
+        """Record a new file, folder or link."""
         status = os.lstat(os.path.join(self.root, relative))
         number, self.next_number = self.next_number, self.next_number + 1
-        self.numbers[(status.st_dev, status.st_ino)] = number  # a deleted inode number now belongs to another file
+        self.numbers[(status.st_dev, status.st_ino)] = number  # the inode number may have belonged to a deleted file
         if target is not None:
             self.recording.new.links[number] = target
         elif os.path.isdir(os.path.join(self.root, relative)):
@@ -149,7 +149,7 @@ def _renaming(recorder: _Recorder) -> Calls:
                 return
             assert old is not None and new is not None, f"renamed across the border of what is recorded: {path}"
             (folder, last, number), (new_folder, new_last, was) = recorder.at(old), recorder.at(new)
-            if number != was:  # otherwise both names belong to one file, and stay
+            if number != was:  # if both names belong to one file, a rename changes nothing
                 recorder.note(Names(((new_folder, new_last, number), (folder, last, None)), new))
 
         return rename

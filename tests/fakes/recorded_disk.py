@@ -1,4 +1,4 @@
-"""A software disk: names, contents and flushes in order, replayed whole or as a power cut may leave them."""
+"""A software disk that replays names, contents and flushes, completely or up to a power cut."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Literal
 
 ROOT = 0  # the number of the recorded folder itself
 
-# Every file, folder and symbolic link has a number, which identifies it whatever names it has.
-Change = tuple[int, str, int | None]  # in folder, this name now maps to this number, or to nothing
+# A number identifies each file, folder and symbolic link, independent of its names.
+Change = tuple[int, str, int | None]  # (folder, name, new number of the name, or None if it was removed)
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names changed: one change, or the two halves of a rename, the new name first."""
+    """Change of a name, or both changes of a rename, the new name first."""
 
     changes: tuple[Change, ...]
     place: str
@@ -47,7 +47,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A message of the recorded program."""
+    """Message of the recorded program."""
 
     text: str
     place: str = ""
@@ -58,7 +58,7 @@ Operation = Names | Write | Resize | Sync | Mark
 
 @dataclass
 class Disk:
-    """A tree of files: folders by number with their names, files with their bytes, links with their targets."""
+    """File tree: the names in each folder, the bytes of each file, and the target of each link, by number."""
 
     folders: dict[int, dict[str, int]] = field(default_factory=lambda: {ROOT: {}})
     files: dict[int, bytearray] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Disk:
                 yield from self.walk(number, f"{prefix}{name}/")
 
     def listing(self) -> dict[str, tuple[str, str | bytes]]:
-        """Return the visible state: by path, the first path with the same contents, and contents or target."""
+        """Return the visible state: by path, the first path of the same item, and its contents or target."""
         first: dict[int, str] = {}
         seen: dict[str, tuple[str, str | bytes]] = {}
         for path, number in self.walk():
@@ -106,7 +106,7 @@ class Disk:
         return seen
 
     def make(self, root: Path) -> None:
-        """Make this tree in an empty folder; several names of a file become hard links."""
+        """Write this tree to an empty folder. Several names of a file become hard links."""
         made: dict[int, Path] = {}
         for name, number in self.walk():
             path = root / name
@@ -123,7 +123,7 @@ class Disk:
 
 @dataclass
 class Recording:
-    """The initial tree and every later operation. The initial tree counts as flushed."""
+    """Initial tree, which counts as flushed, and all later operations."""
 
     root: Path
     start: Disk
@@ -131,7 +131,7 @@ class Recording:
     new: Disk = field(default_factory=Disk)  # new folders, files and links by number, empty
 
     def blank(self) -> Disk:
-        """Return the first tree, with all later items present but nameless and empty."""
+        """Return the initial tree, with all later items as empty items without names."""
         disk = self.start.copy()
         disk.folders |= {number: {} for number in self.new.folders if number != ROOT}
         disk.files |= {number: bytearray() for number in self.new.files}
@@ -156,7 +156,7 @@ class Recording:
 
 
 def scan(root: Path) -> tuple[Disk, dict[tuple[int, int], int]]:
-    """Return the tree below a folder, and the numbers of its inodes."""
+    """Return the tree of a folder, and the number of each inode."""
     disk = Disk()
     status = root.stat()
     numbers = {(status.st_dev, status.st_ino): ROOT}
@@ -184,14 +184,14 @@ SECTOR_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """Share of the unflushed names and of the unflushed contents that survive, 0 to 1."""
+    """Shares of the unflushed names and contents that survive a power cut, 0 to 1."""
 
     disk: Literal["strict", "journal"]
     names: float
     contents: float
 
 
-#: From losing everything unflushed to keeping everything, and names without contents.
+#: From a loss to a survival of all unflushed data, and names without contents.
 SURVIVALS = tuple(
     Survival(disk, names, contents)
     for disk in ("strict", "journal")
@@ -200,7 +200,7 @@ SURVIVALS = tuple(
 
 
 def cut_power(recording: Recording, cut: int, survival: Survival, chance: random.Random) -> Disk:
-    """Return the disk after the power goes at the first ``cut`` operations."""
+    """Return the disk after a power cut that follows the first ``cut`` operations."""
     operations = recording.operations[:cut]
     synced = {operation.number: index for index, operation in enumerate(operations) if isinstance(operation, Sync)}
     names_until = _journal_end(recording, cut, survival, chance) if survival.disk == "journal" else 0
@@ -238,7 +238,7 @@ def _write_torn(disk: Disk, operation: Write, survival: Survival, chance: random
 
 
 def _journal_end(recording: Recording, cut: int, survival: Survival, chance: random.Random) -> int:
-    """Return the operation before which the journal ends: a flush writes it up to the flushed item's last change."""
+    """Return the operation at which the journal ends. A flush writes it up to the flushed item's last change."""
     changed: dict[int, int] = {}  # when a file or folder last changed its names or entries
     least = most = 0
     for index, operation in enumerate(recording.operations[:cut]):

@@ -1,4 +1,4 @@
-"""A rollout engine on the CPU: the part of vLLM's HTTP server that TRL's client uses, with a real model.
+"""A rollout engine on the CPU: the endpoints of vLLM's HTTP server that TRL's client uses, with a real model.
 
 TRL's ``VLLMClient`` and ``VLLMGeneration`` run unchanged. NCCL needs GPUs, so a socket transfers the weights, in the
 order that ``/update_weights`` announced. As NCCL's packed producer does, the sender gathers several tensors before it
@@ -19,11 +19,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-PACKED = 5  # tensors in flight together
+PACKED = 5  # number of tensors in flight at the same time
 
 
 class RolloutServer:
-    """Serves its model; ``received`` has the names of every update so far.
+    """Serves a model. ``received`` contains the tensor names of each update so far.
 
     Args:
         model: Plain model whose weights are replaced by updates.
@@ -96,7 +96,7 @@ class RolloutServer:
 
     @torch.no_grad()
     def _choices(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield for each prompt the greedy answer, and ``n`` - 1 answers that begin with the next likely tokens."""
+        """Yield, for each prompt, the greedy answer and ``n`` - 1 answers that start with the next likeliest tokens."""
         for prompt in request["prompt"]:
             for number in range(request["n"]):
                 ids, logprobs = list(prompt), list[float]()

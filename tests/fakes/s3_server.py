@@ -1,4 +1,4 @@
-"""A real S3 server on the loopback address (moto's), and a connection to it that can be cut, stalled or closed."""
+"""moto's S3 server on the loopback address, and a connection to it that can be cut, stalled or closed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 @dataclass
 class Line:
-    """A port in front of the server, through which all its bytes pass.
+    """Port in front of the server that forwards all bytes.
 
     Attributes:
         port: Port on the loopback address.
@@ -38,7 +38,7 @@ class Line:
     _released: threading.Event = field(default_factory=threading.Event)
 
     def restore(self) -> None:
-        """Remove all limits of the line."""
+        """Remove all faults of the connection."""
         self.is_down, self.stall_after, self.cut_after, self._passed, self.num_cuts = False, None, None, 0, 0
         self._released.set()
         self._released, self.stalled = threading.Event(), threading.Event()
@@ -86,13 +86,13 @@ class Line:
 
 @dataclass
 class S3:
-    """The server: its address, its contents, and the line to it."""
+    """S3 server with its address, and the faulty connection to it."""
 
     line: Line
     direct: str
 
     def files(self) -> Any:
-        """Return a file system that bypasses the line."""
+        """Return a file system that bypasses the faulty connection."""
         import s3fs
 
         return s3fs.S3FileSystem(
@@ -102,7 +102,7 @@ class S3:
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[S3]:
-    """Start the server with the bucket "bucket"; environment variables point clients to its line."""
+    """Start the server with the bucket "bucket". Environment variables lead clients to the faulty connection."""
     pytest.importorskip("s3fs", reason="pip install megatrain-tier[test]")
     moto = pytest.importorskip("moto.server", reason="pip install megatrain-tier[test]")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)

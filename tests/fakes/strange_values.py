@@ -1,4 +1,4 @@
-"""Documents with a random value at a random place of a good document."""
+"""Valid documents with one random value at a random position."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VALUES = (
 
 
 def places_in(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (mapping or list, key or index) of each value below a JSON tree."""
+    """Yield (mapping or list, key or index) of each value in a JSON tree."""
     for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
         yield tree, key
         if isinstance(value, (dict, list)):

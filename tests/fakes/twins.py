@@ -1,4 +1,4 @@
-"""Collectives of ranks with identical micro-batches, in one process: every peer sends the caller's own data."""
+"""Collectives in one process that simulate ranks with identical micro-batches: every peer sends the caller's data."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatrain.ranks.world import World
 
 
 class Twins:
-    """Collectives of rank 0. Like NCCL's, they are queued on the current stream, if one exists.
+    """Collectives of rank 0. Like NCCL's, they run on the current stream, if one exists.
 
-    The tests cover the engine's side of them.
+    Tests use them to check only the engine's calls.
 
     Args:
         size: Number of ranks.
@@ -41,7 +41,7 @@ class Twins:
             if len(part) == sent_lengths[self.rank]:
                 part.copy_(sent[: len(part)])
             else:
-                part.zero_()  # another member has more sums than this one
+                part.zero_()  # a peer can have more sums than this rank
 
     def gather_objects(self, item: Any) -> list[Any]:
         return [item] * self.size

@@ -1,16 +1,16 @@
 """A software CUDA device: tensors that report ``cuda``, whose kernels run as late as allowed.
 
-A test with host memory in place of GPU memory misses some errors. This device refuses them as a real one would: an
-operation that mixes tensors of host and device, host code that takes the address of device memory, and, with
-``torch.cuda.set_sync_debug_mode("error")``, an operation that makes the host wait. Kernels and copies are queued on the
-current stream, as by ``fakes.lazy_device``, and run when the host waits for something behind them. So a copy that did
-not wait for its kernel moves stale bytes.
+A test with host memory instead of GPU memory misses some errors. This device raises them like a real device: operations
+that mix tensors of host and device, host code that takes the address of device memory, and, with
+``torch.cuda.set_sync_debug_mode("error")``, operations that make the host wait. Kernels and copies are queued on the
+current stream, as in ``fakes.lazy_device``, and run when the host waits for later work. A copy that does not wait for
+its kernel therefore moves stale bytes.
 
-Freed memory is reused at once, as by torch's caching allocator, and only behind all work queued on it
+Freed memory is reused immediately, as in torch's caching allocator, but only after all work queued on it
 (``fakes.virtual_tensor.ReusedMemory``).
 
-The arithmetic is the CPU's. Not covered: kernels with atomics, memory that libraries take inside of a kernel, and
-speed.
+The CPU does the arithmetic. The device does not simulate kernels with atomics, memory that libraries allocate inside a
+kernel, or speed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ aten = torch.ops.aten
 
 _ILLEGAL_ADDRESS, _ALREADY_REGISTERED, _NOT_REGISTERED = 700, 712, 713
 
-#: The host needs their result at once.
+#: Operations whose result the host needs immediately.
 _LOOKS = {
     aten._local_scalar_dense.default,
     aten.equal.default,
@@ -63,19 +63,19 @@ _LOOKS = {
     aten.unique_consecutive.default,
     aten.repeat_interleave.Tensor,
 }
-#: torch marks these views on the tensor, and device tensors here have no such marks: the result is made at once.
+#: torch marks these views on the tensor. Device tensors here have no such marks, so compute the result instead.
 _MADE = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
-#: Products of half precision with a sum in fp32 -> the same operation for fp32 matrices.
+#: Half-precision products with an fp32 sum -> the same operation for fp32 matrices.
 _SUMMED_IN_FP32 = {aten.mm.dtype_out: aten.mm.out, aten.addmm.dtype_out: aten.addmm.out}
-#: Products that torch hands to cuBLAS, whose workspace setting fixes the order of additions.
+#: Products that torch computes with cuBLAS, whose workspace setting determines the order of additions.
 _CUBLAS_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.baddbmm.default}
 _REPEATABLE = (":4096:8", ":16:8")
-#: May have host tensors among their arguments, which torch copies to the device.
+#: Operations with possible host tensors as arguments, which torch copies to the device.
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 
 
 class VirtualCuda(LazyDevice):
-    """One CUDA device, while ``in_place`` is entered.
+    """One CUDA device, which is active in the context ``in_place``.
 
     Args:
         total_bytes: Size of the device memory, as ``mem_get_info`` reports it.
@@ -174,7 +174,7 @@ class VirtualCuda(LazyDevice):
 
     def _set_sync_debug_mode(self, mode: str) -> None:
         self._forbids_waits = mode == "error"
-        if not self._has_warned_of_mode:  # once, and after the change, as torch does
+        if not self._has_warned_of_mode:  # warns once, after the change, like torch
             self._has_warned_of_mode = True
             warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all", stacklevel=2)
 
@@ -201,7 +201,7 @@ class VirtualCuda(LazyDevice):
         return zero | dict.fromkeys(names, self.allocated_bytes) | {"allocated_bytes.all.peak": self.peak_bytes}
 
     def count(self, nbytes: int) -> None:
-        """Add to the bytes of live tensors. Raises ``OutOfMemoryError`` with torch's words."""
+        """Add to the bytes of live tensors. Raises ``OutOfMemoryError`` with torch's message."""
         with self.lock:
             if nbytes > max(0, self._free_bytes()):
                 raise torch.OutOfMemoryError(
@@ -222,7 +222,7 @@ class VirtualCuda(LazyDevice):
         self._random = state.view(torch.int64).tolist()
 
     def draw(self) -> int:
-        """Return the seed of the next kernel with random numbers; in the order of launches, as Philox counters are."""
+        """Return the seed of the next kernel with random numbers, in launch order like Philox counters."""
         self._random[1] += 1
         return hash(tuple(self._random)) & 0x7FFFFFFFFFFF
 
@@ -261,7 +261,7 @@ class VirtualCuda(LazyDevice):
         return any(start <= address < start + nbytes for start, nbytes in list(self._locked_pages.items()))
 
     def page_locked(self, tensor: Tensor) -> Tensor:
-        """Page-lock a new host tensor for the life of the device; return it."""
+        """Page-lock a new host tensor for the life of the device, and return the tensor."""
         self._locked_pages[tensor.data_ptr()] = max(tensor.nbytes, 1)
         tensor._keeps = self  # type: ignore[attr-defined]
         return tensor
@@ -269,11 +269,11 @@ class VirtualCuda(LazyDevice):
     # -- operations --------------------------------------------------------------------------------------------
 
     def tensor(self, memory: Tensor, allocation: Allocation | None = None) -> VirtualTensor:
-        """Return a device tensor: a new one, or a view into an allocation."""
+        """Return a new device tensor, or a view of an allocation."""
         return VirtualTensor(memory, allocation or Allocation(self, memory.untyped_storage().nbytes()))
 
     def view_of_host(self, memory: Tensor, device: Any) -> Tensor:
-        """Replace ``tiered.links.unified.device_view``: return the same bytes, which use no device memory."""
+        """Replace ``tiered.links.unified.device_view``: return a view of the same bytes without device memory."""
         assert not memory.numel() or self.is_page_locked(memory), "the device cannot reach memory that is not pinned"
         return self.tensor(memory, Allocation(self, 0))
 
@@ -285,7 +285,7 @@ class VirtualCuda(LazyDevice):
         self.current_stream().synchronize()
 
     def launch_op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation on device tensors, at once or by a kernel on the current stream."""
+        """Run an operation on device tensors, immediately or as a kernel on the current stream."""
         if func is aten.copy_.default:
             return self._copy(*args, **kwargs)
         if func is aten._to_copy.default:
@@ -305,14 +305,14 @@ class VirtualCuda(LazyDevice):
         return self._compute(func, args, kwargs)
 
     def note_use(self, *values: Any) -> None:
-        """Note that the next work queued on the current stream reads or writes these tensors."""
+        """Record that the next work on the current stream reads or writes these tensors."""
         stream = self.current_stream()
         for value in leaves(values):
             if isinstance(value, VirtualTensor):
                 self.memory.use(value.allocation, stream)
 
     def _multiply_half(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Multiply matrices of half precision whose product is summed in fp32, for which the CPU has no kernel."""
+        """Multiply half-precision matrices with an fp32 sum, for which the CPU has no kernel."""
         *args, out_dtype = args
         assert out_dtype == torch.float32, out_dtype
         wide = [self.launch_op(aten._to_copy.default, (arg,), {"dtype": torch.float32}) for arg in args]
@@ -324,7 +324,7 @@ class VirtualCuda(LazyDevice):
         return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
     def _from_host(self, func: Any, args: Any) -> Any:
-        """Replace allowed host tensors in the arguments by their current values; refuse other host tensors."""
+        """Replace allowed host tensors in the arguments by their current values, and reject other host tensors."""
 
         def check(value: Any) -> Any:
             if not isinstance(value, Tensor) or isinstance(value, VirtualTensor):
@@ -355,7 +355,7 @@ class VirtualCuda(LazyDevice):
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
             shapes = result_on_meta(func, args, kwargs)
-        except (RuntimeError, NotImplementedError):  # torch knows no shape without values, or not for this dtype
+        except (RuntimeError, NotImplementedError):  # torch needs the values, or does not support the dtype
             self.current_stream().synchronize()
             return self._wrap_new(self._run(func, args, kwargs))
         made = map_leaves(lambda t: self.tensor(like(t)) if isinstance(t, Tensor) else t, shapes)
@@ -363,13 +363,13 @@ class VirtualCuda(LazyDevice):
         return made
 
     def _raise_last_error(self) -> None:
-        """Raise the last runtime error: after a kernel launch, torch also gets the error of an earlier call."""
+        """Raise the last runtime error, because torch sees errors of earlier calls after a kernel launch."""
         number, self._last_error.number = getattr(self._last_error, "number", 0), 0
         if number:
             raise RuntimeError(f"CUDA error: {number}")
 
     def _check_cublas(self) -> None:
-        """Read the cuBLAS setting at the first product, as torch does: later changes have no effect."""
+        """Read the cuBLAS setting at the first product, like torch. Later changes have no effect."""
         if self._cublas_is_repeatable is None:
             self._cublas_is_repeatable = os.environ.get("CUBLAS_WORKSPACE_CONFIG") in _REPEATABLE
         if torch.get_deterministic_debug_mode() == 2 and not self._cublas_is_repeatable:
@@ -401,7 +401,7 @@ class VirtualCuda(LazyDevice):
     def _run(self, func: Any, args: Any, kwargs: Any, seed: int | None = None) -> Any:
         with _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
             args, kwargs = memories(args), on_host(memories(kwargs))
-            if func is aten.histc.default and not args[0].is_floating_point():  # CUDA counts integers, the CPU does not
+            if func is aten.histc.default and not args[0].is_floating_point():  # only CUDA counts integers
                 return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
             if seed is None:
                 return func(*args, **kwargs)
@@ -413,7 +413,7 @@ class VirtualCuda(LazyDevice):
         return map_leaves(lambda made: self.tensor(made) if isinstance(made, Tensor) else made, result)
 
     def create(self, func: Any, args: Any, kwargs: Any) -> VirtualTensor:
-        """Make a tensor of the device from numbers."""
+        """Create a device tensor from numbers."""
         if func is aten.empty.memory_format or func is aten.empty_strided.default:
             return self.tensor(self._run(func, args, kwargs))
         made: VirtualTensor = self._compute(func, args, kwargs)
@@ -462,7 +462,7 @@ class _TimedEvent(LazyEvent):
 
 
 class _Dispatch(TorchDispatchMode):
-    """Sends every operation with a device tensor, and every new tensor of the device, to the device."""
+    """Forwards every operation with device tensors, and every new device tensor, to the device."""
 
     def __init__(self, device: VirtualCuda) -> None:
         super().__init__()

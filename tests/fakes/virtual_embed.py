@@ -1,7 +1,7 @@
-"""Lets ``megatrain.offload`` move parameters to a software CUDA device, whose tensors are a Python class.
+"""Support for ``megatrain.offload`` on a software CUDA device, whose tensors are a Python class.
 
-torch moves a host parameter to a device by setting ``data``, and refuses tensors of another class. So the parameter is
-exchanged for a new one of the device, and keeps that class while it is present or absent.
+torch moves a host parameter to a device by setting ``data``, but rejects tensors of a different class. The parameter is
+therefore swapped with a new device parameter, and keeps that class while it is present or absent.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def embedded(device: VirtualCuda) -> Iterator[None]:
         "StoredParameter": _Stored,
         "make_placeholder": _make_placeholder,
         "_address": lambda tensor: address(tensor.memory if isinstance(tensor, VirtualTensor) else tensor),
-        "references": lambda tensor: 0,  # queued kernels hold their inputs, which is no use by the program
+        "references": lambda tensor: 0,  # references by queued kernels do not count as uses by the program
     }
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(device, "tells_addresses", True))
@@ -84,7 +84,7 @@ def embedded(device: VirtualCuda) -> Iterator[None]:
 
 
 class _Storage:
-    """Replaces the storage of a device tensor, which torch does not know."""
+    """Replaces the storage of a device tensor, because torch does not support it."""
 
     device = DEVICE
 
@@ -97,7 +97,7 @@ class _Storage:
 
 
 class _WeakStorage:
-    """Replaces ``WeakStorage``: a storage lives as long as its allocation."""
+    """Replaces ``WeakStorage``. A storage lives as long as its allocation."""
 
     def __init__(self, storage: _Storage) -> None:
         self._storage, self._allocation = copy(storage), ref(storage.allocation)

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-#: The type of such a tensor to torch's C++ code. torch registers no kernel for it, so none can run by mistake.
+#: Device type in torch's C++ code. torch registers no kernel for this type, so no kernel can run by mistake.
 INSIDE = torch.device("lazy", 0)
 
 
 class VirtualTensor(Tensor):
-    """A tensor of the device. ``memory`` has its contents after the kernels that make them have run."""
+    """Tensor of the device. ``memory`` has the contents after the pending kernels have run."""
 
     memory: Tensor
     allocation: Allocation
@@ -64,16 +64,16 @@ class VirtualTensor(Tensor):
         return self.memory.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the storage that views of the same memory share; torch's storage of a wrapper would differ."""
+        """Return the storage that views of the same memory share, unlike torch's storage of a wrapper tensor."""
         return self.memory.untyped_storage()
 
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
     def tolist(self) -> Any:
-        """Copy to the host first, which torch does internally, but not for a tensor of another class.
+        """Copy to the host first, which torch does internally, but not for tensor subclasses.
 
-        Like any torch function, a mode may answer the call, so it is registered by name.
+        A mode can override the call like any torch function, so the function is registered by name.
         """
 
         def tolist(tensor: Tensor) -> Any:
@@ -83,12 +83,12 @@ class VirtualTensor(Tensor):
         return torch.overrides.handle_torch_function(tolist, (self,), self) if is_watched else tolist(self)
 
     def __getitem__(self, index: Any) -> Any:
-        """Index the tensor: torch converts lists to tensors internally, and copies them while the host waits.
+        """Index the tensor. torch converts lists to tensors internally, and copies them while the host waits.
 
-        Only this class defines it: CPython treats a class as a sequence forever once its ``__getitem__`` was replaced,
-        and ``torch.tensor`` then asks a tensor without dimensions for its length.
+        Only this class defines the method. If a test replaced ``__getitem__`` of ``Tensor``, CPython would treat the
+        class as a sequence from then on, and ``torch.tensor`` would ask a 0-dimensional tensor for its length.
         """
-        # A mode comes first, as usual; it then calls this again.
+        # Active modes take precedence and call this method again.
         if torch._C._is_torch_function_mode_enabled():
             return torch.overrides.handle_torch_function(_getitem, (self,), self, index)
         return _getitem(self, index)
@@ -98,7 +98,7 @@ class VirtualTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run operations while modes are off: torch turns them off while it makes tensors of another class."""
+        """Run operations while modes are off, because torch disables modes while it creates tensors of a subclass."""
         owner = next(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, VirtualTensor))
         return owner.allocation.device.launch_op(func, args, kwargs or {})
 
@@ -113,7 +113,7 @@ _getitem.__name__ = "__getitem__"  # modes read it
 
 
 class Allocation:
-    """Bytes of the device that live as long as a tensor in them.
+    """Device memory that lives as long as a tensor in it.
 
     Attributes:
         stream: Stream of the allocation. Freed bytes go to the next request on that stream.
@@ -138,11 +138,11 @@ class Allocation:
 
 
 class ReusedMemory:
-    """torch's caching allocator for freed memory: reused at once, by the stream of the allocation.
+    """Model of torch's caching allocator, which immediately reuses freed memory on the stream of the allocation.
 
-    The allocator ignores work of other streams. A later request of at most this size may get any bytes freed on the
-    stream before. This class raises if kernels could then collide in them: if another stream has work that the
-    requesting stream is not behind, or if the first use is on a stream that is not behind the previous owners.
+    The allocator ignores work of other streams. A later request of at most the same size can get any bytes that were
+    freed on the stream. This class raises an error if kernels could then race: another stream has work that the
+    requesting stream does not wait for, or the first use is on a stream that does not wait for the previous owners.
     """
 
     def __init__(self, lock: Any) -> None:
@@ -150,7 +150,7 @@ class ReusedMemory:
         self._freed: dict[LazyStream, dict[int, dict[LazyStream, int]]] = {}  # stream -> size -> last uses
 
     def take_back(self, allocation: Allocation) -> None:
-        """Note the work queued on freed memory."""
+        """Record the work queued on freed memory."""
         with self._lock:
             found = self._freed.setdefault(allocation.stream, {}).setdefault(allocation.nbytes, {})
             for stream, stop in allocation.uses.items():
@@ -171,7 +171,7 @@ class ReusedMemory:
             return max((uses.get(stream, 0) for uses in fitting), default=0)
 
     def use(self, allocation: Allocation, stream: LazyStream) -> None:
-        """Note a kernel or a copy that is queued next. Raises ``AssertionError`` if an earlier owner may use them."""
+        """Record the next queued kernel or copy. Raises ``AssertionError`` if an earlier owner may use the memory."""
         with self._lock:
             assert stream.is_behind(allocation.stream, allocation.first), (
                 f"{allocation.nbytes} bytes are used on a stream that did not wait for the one they were allocated on, "
@@ -181,7 +181,7 @@ class ReusedMemory:
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """Map the leaves of a value, or of an operation's arguments or results; torch's trees are slow."""
+    """Map the leaves of a value or of an operation's arguments or results. torch's pytrees are too slow."""
     if isinstance(value, tuple | list):
         return type(value)([map_leaves(change, item) for item in value])
     if isinstance(value, dict):
@@ -208,7 +208,7 @@ def memories(values: Any) -> Any:
 
 
 def on_host(kwargs: Any) -> Any:
-    """Return the keywords of a factory for a host tensor."""
+    """Return the keyword arguments of a factory for a host tensor."""
     kept = {name: value for name, value in kwargs.items() if name not in ("pin_memory", "layout")}
     return kept | ({"device": "cpu"} if is_ours(kwargs.get("device")) else {})
 
@@ -217,7 +217,7 @@ _shapes: dict[Any, Any] = {}
 
 
 def result_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result's shapes without running a kernel."""
+    """Return the shapes of an operation's result, without running a kernel."""
     key = func, _key(args), _key(kwargs)
     if key not in _shapes:
         _shapes[key] = _compute_on_meta(func, args, kwargs)
@@ -244,7 +244,7 @@ def _compute_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
         kwargs["device"] = "meta"
     with _disable_current_modes():  # type: ignore[no-untyped-call]
         found = func(*map_leaves(shape, memories(args)), **map_leaves(shape, memories(kwargs)))
-        if func is aten.native_layer_norm.default:  # the CPU's means have the dtype of the weights, a GPU's are fp32
+        if func is aten.native_layer_norm.default:  # means have the dtype of the weights on a CPU, but fp32 on a GPU
             dtype = (args[0] if args[2] is None else args[2]).dtype
             return found[0], found[1].to(dtype), found[2].to(dtype)
         return found
@@ -256,7 +256,7 @@ def like(shape: Tensor) -> Tensor:
 
 
 def without_modes(kernel: Callable[[], Any]) -> Callable[[], None]:
-    """Return a kernel that runs on the host without modes, whatever modes the running thread has."""
+    """Return a kernel that runs on the host without modes, even if the running thread has active modes."""
 
     def run() -> None:
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Replacements of torch functions that ask C++ about a device, for a software CUDA device."""
+"""Replacements of torch functions that query the device in C++, for a software CUDA device."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fakes.virtual_tensor import VirtualTensor, is_ours, map_leaves, memories
 aten = torch.ops.aten
 
 _NUM_DEVICE_TYPES, _LAZY, _META = 24, 13, 14
-_FLASH = 1  # the name in `_fused_sdp_choice`
+_FLASH = 1  # value of flash attention in `_fused_sdp_choice`
 
 _torch_to = Tensor.to
 
 
 def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Replace ``Tensor.to``, which asks the guard of "cuda" for its number unless it is given."""
+    """Replace ``Tensor.to``, which queries the device guard for a "cuda" device without an index."""
 
     def numbered(value: Any) -> Any:
         return DEVICE if isinstance(value, str | torch.device) and is_ours(value) else value
@@ -52,7 +52,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Replace sdpa, which chooses a kernel by device and has none for this device: use the CPU's."""
+    """Replace sdpa, which has no kernel for this device, by the CPU's kernel."""
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale}
     with _disable_current_modes():  # type: ignore[no-untyped-call]
         inputs = memories((query, key, value, attn_mask))
@@ -70,9 +70,9 @@ _torch_tensor = torch.tensor
 
 
 def tensor_of(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
-    """Replace ``torch.tensor``, which makes tensors of lists internally, and copies them to the device.
+    """Replace ``torch.tensor``, which creates tensors from lists internally, and copies them to the device.
 
-    It also reads the values of nested tensors without a dispatch.
+    torch's function also reads the values of nested tensors without a dispatch.
     """
     if isinstance(data, list | tuple):
         data = map_leaves(lambda each: each.tolist() if isinstance(each, Tensor) else each, data)
@@ -87,9 +87,9 @@ def class_of(make: Callable[..., Any]) -> type:
 
 @functools.cache
 def give_tensors_a_guard() -> None:
-    """Let autograd take device tensors: it asks the guard of a device type for streams, and "lazy" has no guard.
+    """Let autograd accept device tensors. It gets streams from a device type's guard, but "lazy" has no guard.
 
-    The guard of meta tensors, which does nothing, is used. The registry is an array of pointers by device type.
+    Use the guard of meta tensors, which does nothing. The registry is an array of pointers by device type.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     registry = (ctypes.c_void_p * _NUM_DEVICE_TYPES).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")

@@ -1,4 +1,4 @@
-"""Counts operations that would make the host wait for a GPU, on a CPU: their result is read by the host program."""
+"""Counts, on a CPU, operations that would make the host wait for a GPU, because the host reads their results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Each of them reads a value on the host, or makes a tensor whose size is a value.
+# These operations read a value on the host, or create a tensor whose size depends on a value.
 WAITS = (
     "_local_scalar_dense",
     "_unique2",
@@ -32,7 +32,7 @@ METHODS = ("cpu", "numpy", "tolist")
 
 
 class CountsWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations that would wait, by name, including an index by a mask, whose hits are counted."""
+    """Counts operations that would wait, by name, including indexing with a mask."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -52,7 +52,7 @@ class CountsWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def counted_waits() -> Iterator[Counter[str]]:
-    """Yield the counts of the operations inside, backward included, on the calling thread."""
+    """Yield the counts of operations on the calling thread inside the context, including the backward."""
     counter = CountsWaits()
     with counter, mock.patch.multiple(torch.Tensor, **{name: _counting(name, counter.counts) for name in METHODS}):
         yield counter.counts
@@ -66,7 +66,7 @@ def _counting(name: str, counts: Counter[str]) -> Any:
         mirror = _get_current_function_mode()
         before = getattr(mirror, "num_answers", 0)
         result = method(tensor, *args, **kwargs)
-        if getattr(mirror, "num_answers", 0) == before:  # otherwise the host had a copy
+        if getattr(mirror, "num_answers", 0) == before:  # otherwise the host already had a copy
             counts[name] += 1
         return result
 

@@ -1,4 +1,4 @@
-"""Adafactor, reimplemented as plainly as possible: one matrix after the other, sums in fp64 in a stated order."""
+"""Plain reimplementation of Adafactor: one matrix at a time, with fp64 sums in a fixed order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def in_lanes(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def in_order(values: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
-    """Sum along an axis, one after the other."""
+    """Sum along an axis, element by element."""
     total = np.zeros_like(np.take(values, 0, axis))
     for index in range(values.shape[axis]):
         total = total + np.take(values, index, axis)
@@ -29,7 +29,7 @@ def in_order(values: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
 
 
 def columns_in_blocks(squares: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sum the rows of a matrix: within each block of rows in order, then the blocks in order."""
+    """Sum the rows of a matrix: first the rows of each block, then the blocks, in order."""
     num_rows, num_columns = squares.shape
     block = max(RANGE // num_columns, -(-num_rows // MAX_ROW_BLOCKS), 1)
     parts = [in_order(squares[start : start + block], axis=0) for start in range(0, num_rows, block)]
@@ -50,7 +50,7 @@ def adafactor_step(
     weight_decay: float = 0.0,
     grad_scale: float = 1.0,
 ) -> tuple[Array, Array]:
-    """Return the new `(weight, moments)` of one parameter, flat: means of rows, then of columns; or per element."""
+    """Return the new flat `(weight, moments)` of a parameter. Moments are means of rows and columns, or per element."""
     one = np.float32
     beta2 = 1.0 - step**decay_rate
     g = (grad + one(0)) * one(grad_scale)  # -0 counts as 0

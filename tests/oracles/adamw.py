@@ -1,7 +1,7 @@
-"""AdamW, the split master and the gradient norm, reimplemented as plainly as possible.
+"""Plain reimplementation of AdamW, the split master and the gradient norm.
 
-numpy rounds every operation to the type of its arrays and fuses nothing. So this is the kernels' arithmetic by
-definition, one operation per line.
+numpy rounds every operation to the dtype of its arrays and fuses nothing, so this code defines the kernels' arithmetic,
+one operation per line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def adamw_step(
     weight_decay: float,
     grad_scale: float = 1.0,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-    """Return the new `(weight, m, v)`; the arguments are unchanged."""
+    """Return the new `(weight, m, v)` without changing the arguments."""
     one = np.float32
     g = grad * one(grad_scale)
     decayed = weight * one(1.0 - lr * weight_decay)
@@ -57,7 +57,7 @@ def join(high: NDArray[np.uint16], low: NDArray[np.int16]) -> NDArray[np.float32
 
 
 def squared_norm(grad: NDArray[np.float32], block_elements: int = 65_536, num_lanes: int = 64) -> float:
-    """Return the sum of squares: lane by lane inside blocks, then lanes in order, then blocks in order."""
+    """Return the sum of squares: by lane within each block, then over lanes, then over blocks, in order."""
     total = 0.0
     for start in range(0, grad.size, block_elements):
         part = grad[start : start + block_elements].astype(np.float64)

@@ -1,4 +1,4 @@
-"""Tiny models other than language models, each with an input: diffusion, speech, vision, judges, proteins."""
+"""Tiny models other than language models, with inputs: diffusion, speech, vision, reward models, proteins."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _ids(*shape: int, most: int = 64) -> Tensor:
 
 
 def _velocity(output: Any) -> Tensor:
-    """Return the loss of flow matching: the output is a velocity; a random target replaces latent and noise."""
+    """Return the flow-matching loss of a velocity output, with a random target instead of latent and noise."""
     (found,) = output
     target = torch.randn(found.shape, generator=torch.Generator().manual_seed(7))
     return (found.float() - target).square().mean()
@@ -50,7 +50,7 @@ def _own(output: Any) -> Tensor:
 
 
 def _grid(columns: int) -> Tensor:
-    """Return positions of 4 x 4 pieces of a latent, (16, columns)."""
+    """Return the positions of 4 x 4 patches of a latent, (16, columns)."""
     y, x = torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")
     places = torch.zeros(16, columns)
     places[:, 1], places[:, 2] = y.flatten(), x.flatten()
@@ -265,7 +265,7 @@ def _reward() -> nn.Module:
 
 
 def _difference(output: Any) -> Tensor:
-    """Return the loss of a reward: the first text is the better one."""
+    """Return the reward loss if the first text is better."""
     better, worse = output.logits
     return -nn.functional.logsigmoid(better - worse).mean()
 

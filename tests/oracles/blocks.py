@@ -1,4 +1,4 @@
-"""Random and special numbers in the blocks that an optimizer updates; device updates against the host kernel's."""
+"""Optimizer blocks with random and special numbers, and comparisons of device updates with the host kernel."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from megatrain.optim.elementwise import SGD, AdamW, ElementwiseOptimizer, Lion
 from megatrain.optim.threads import KernelThreads
 from oracles.adamw import split
 
-#: Zero, denormal, small, ordinary and large: squares of these stay finite in fp32.
+#: Zero, denormal, small, ordinary and large numbers whose squares stay finite in fp32.
 FINITE = np.array([0.0, -0.0, 1e-45, -1e-45, 1e-40, -1e-40, 1.17e-38, 1e-20, 1.0, -3.0, 1e15, -1e18], dtype=np.float32)
-#: Also huge, infinite and NaN.
+#: In addition, huge and infinite numbers and NaN.
 EVERYTHING = np.concatenate([FINITE, np.array([3e38, -3e38, np.inf, -np.inf, np.nan], dtype=np.float32)])
 PALETTES = {"normal": np.empty(0, np.float32), "finite": FINITE, "everything": EVERYTHING}
 
 
 def random_array(generator: np.random.Generator, size: int, palette: str = "normal") -> NDArray[np.float32]:
-    """Return normal numbers; half of them replaced with numbers of the palette, if it has any."""
+    """Return normal numbers. If the palette has numbers, they replace half of them."""
     array = generator.standard_normal(size).astype(np.float32)
     choices = PALETTES[palette]
     return np.where(generator.random(size) < 0.5, generator.choice(choices, size), array) if choices.size else array
 
 
 def master_blocks(master: NDArray[np.float32], split_master: bool) -> dict[str, Tensor]:
-    """Return the block or the two blocks of a master."""
+    """Return the block of a master, or its two blocks if it is split."""
     fp32 = torch.from_numpy(master.copy())
     if not split_master:
         return {"weight": fp32}
@@ -43,7 +43,7 @@ def master_blocks(master: NDArray[np.float32], split_master: bool) -> dict[str, 
 
 
 def master_of(blocks: dict[str, Tensor]) -> NDArray[np.float32]:
-    """Return the fp32 master in blocks."""
+    """Return the fp32 master that is stored in blocks."""
     if "low" not in blocks:
         return np.asarray(blocks["weight"].numpy())
     master = torch.empty(blocks["weight"].numel())
@@ -58,7 +58,7 @@ def gradient_block(grad: NDArray[np.float32], dtype: torch.dtype) -> tuple[Tenso
 
 
 def same_bits(left: NDArray[np.float32], right: NDArray[np.float32]) -> bool:
-    """Compare bit by bit. A NaN equals every NaN: the processor decides which operand's payload survives."""
+    """Compare bit by bit. All NaNs are equal, because the processor chooses which operand's payload survives."""
     both_nan = np.isnan(left) & np.isnan(right)
     return bool(((left.view(np.uint32) == right.view(np.uint32)) | both_nan).all())
 
@@ -70,7 +70,7 @@ def alike(left: Tensor, right: Tensor) -> bool:
 
 
 def cut_segments(cuts: Sequence[int], size: int) -> list[Segment]:
-    """Return segments that meet at `cuts`, each with separate settings: some share their decay, some their rate."""
+    """Return segments split at `cuts`, with different settings. Some share the decay, and some the learning rate."""
     bounds = sorted({0, size, *cuts})
     return [
         Segment(start, stop, weight_decay=0.1 * (index // 2 % 2), lr_scale=1.0 + (index + 1) // 2)
@@ -86,7 +86,7 @@ def update_on(
     segments: Sequence[Segment],
     update: Update,
 ) -> None:
-    """Update with the given number of threads, and end them."""
+    """Update with the given number of threads, then end the threads."""
     threads = KernelThreads(num_threads)
     optimizer.threads = threads  # type: ignore[attr-defined]
     optimizer.update(blocks, gradient, segments, update)
@@ -94,9 +94,9 @@ def update_on(
 
 
 def halves_not_kept(optimizer: Optimizer, device: str = "cpu", shape: tuple[int, ...] = ()) -> list[str]:
-    """Update split masters with a learning rate of 0; return the halves whose bits changed.
+    """Update split masters with a learning rate of 0, and return the halves whose bits changed.
 
-    The masters have every finite high half, and the low halves around a tie: random masters would hit one in 65,536.
+    The masters contain every finite high half, and low halves near a tie. Random masters would rarely hit a tie.
 
     Args:
         shape: Shape of the parameter with the 65,536 masters. Vectors and matrices may have different kernels.
@@ -131,14 +131,14 @@ SMALL_HOSTS: dict[str, ElementwiseOptimizer] = {
     for kind in (AdamW, Lion, SGD)
     for dtype in ("bfloat16", "int8")
 }
-#: (elements, segment borders): one program and many, ends inside one, starts without vector alignment.
+#: (elements, segment bounds): one or many programs, bounds inside a program, and starts without vector alignment.
 SHAPES: tuple[tuple[int, tuple[int, ...]], ...] = (
     (1, ()),
     (15, (7,)),
     (1024, ()),
     (5003, (16, 1040, 1041, 3000)),
 )
-#: For moments in bytes, which begin at blocks of 256.
+#: Shapes for 8-bit moments, whose segments start at blocks of 256.
 SHAPES_OF_BLOCKS = ((1, ()), (257, ()), (5003, (256, 1024, 3072)))
 GRAD_SCALES = (1.0, 0.37, 1e-30)
 
@@ -155,7 +155,7 @@ def differing_blocks(
     palette: str,
     grad_scale: float,
 ) -> list[str]:
-    """Make three updates on the device and by the host; return the names of blocks whose bits differ."""
+    """Run three updates on the device and on the host, and return the names of blocks whose bits differ."""
     generator = np.random.default_rng(size)
     blocks = master_blocks(random_array(generator, size, palette), split_master)
     kinds = host.state_kinds(split_master)[len(master_kinds(split_master)) :]
@@ -172,7 +172,7 @@ def differing_blocks(
         update = Update(step=step, lr=1e-3, grad_scale=grad_scale)
         segments = [replace(segment, name=f"w{segment.start}") for segment in cut_segments(cuts, size)]
         host.update(blocks, gradient, segments, update)
-        with np.errstate(all="ignore"):  # the device may be an interpreter on numpy
+        with np.errstate(all="ignore"):  # the device can be Triton's interpreter, which uses numpy
             on_device.update(copies, gradient.to(device), segments, update)
     results = {name: copy.cpu() for name, copy in copies.items()}
     states = [kind.name for kind in kinds]

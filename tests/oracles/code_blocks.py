@@ -1,4 +1,4 @@
-"""The fenced code blocks of the pages, and the shell commands in them."""
+"""Fenced code blocks of the pages, and the shell commands in them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def commands_of(block: Block) -> Iterator[Command]:
-    """Yield the simple commands of a shell block; in a console block, the ones after a prompt."""
+    """Yield the simple commands of a shell block, or the commands after the prompts of a console block."""
     for line in block.text.splitlines():
         if block.language == "console":
             if not line.startswith("$ "):
@@ -103,7 +103,7 @@ def commands_of(block: Block) -> Iterator[Command]:
 
 
 def _without_comment(line: str) -> tuple[str, str]:
-    """Return code and comment; a # inside quotes or a word starts no comment."""
+    """Return code and comment of a line. A # inside quotes or a word does not start a comment."""
     quote = ""
     for position, letter in enumerate(line):
         if quote:

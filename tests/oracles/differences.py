@@ -1,4 +1,4 @@
-"""A pytest plugin that reports the difference of the two sides of each comparison: ``pytest -p oracles.differences``.
+"""A pytest plugin that reports the largest accepted differences: ``pytest -p oracles.differences``.
 
 For each test it prints the largest difference that `pytest.approx` and `torch.testing.assert_close` accepted, absolute
 and relative to the largest value of the same tensor, and the number of tensors that `torch.equal` found equal.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def bytes_on_disk(*roots: Path) -> int:
-    """Return the allocated bytes of all chunk files, hard links counted once; another thread may remove some."""
+    """Return the allocated bytes of all chunk files, counting hard links once. Other threads may remove files."""
     sizes = {}
     for root in roots:
         for folder, _, names in os.walk(root):

@@ -1,4 +1,4 @@
-"""Modules of many kinds, and a comparison of tiered ones with plain ones bit by bit."""
+"""Many kinds of modules, and bitwise comparisons of tiered and plain modules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def small_store(folder: Path, ram: int | str = "16MiB") -> TieredStore:
 
 
 def stored_gradient(parameter: Tensor) -> Tensor | None:
-    """Return a copy of the store's gradient sum for a parameter."""
+    """Return a copy of a parameter's gradient sum in the store."""
     block = block_of(parameter)
     if block is None:
         return None if parameter.grad is None else parameter.grad.clone()
@@ -44,7 +44,7 @@ def stored_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def assert_same_gradients(plain: nn.Module, tiered: nn.Module) -> None:
-    """Compare every gradient, in fp32: bits and absence."""
+    """Assert that the same parameters have gradients, with equal bits in fp32."""
     pairs = zip(plain.named_parameters(), tiered.named_parameters(), strict=True)
     for (name, one), (other_name, other) in pairs:
         assert name == other_name
@@ -56,7 +56,7 @@ def assert_same_gradients(plain: nn.Module, tiered: nn.Module) -> None:
 
 
 def assert_same_weights(plain: nn.Module, tiered: nn.Module) -> None:
-    """Compare all entries of ``state_dict``."""
+    """Assert that all entries of ``state_dict`` are equal."""
     one, other = plain.state_dict(), tiered.state_dict()
     assert list(one) == list(other)
     for name, numbers in one.items():
@@ -64,7 +64,7 @@ def assert_same_weights(plain: nn.Module, tiered: nn.Module) -> None:
 
 
 class Rooted(nn.Module):
-    """A module whose parameters, in lists and dicts, are used outside of any submodule's forward; one is never used."""
+    """Module that uses parameters in lists and dicts outside of submodules, and has one unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Rooted(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding that is also the head; its layers and weights are used twice."""
+    """Module whose embedding is also the head, and whose layers run twice."""
 
     def __init__(self, *, reads_directly: bool = False, sparse: bool = False) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Tied(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Layers that are recomputed, whole or in part."""
+    """Layers with full or partial activation checkpointing."""
 
     def __init__(self, *, reentrant: bool, inside: bool) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class _Block(nn.Module):
 
 
 class Energy(nn.Module):
-    """Forces are derivatives of an energy: a backward inside the forward, differentiated again."""
+    """Module whose forces are derivatives of an energy: a backward inside the forward, differentiated again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    """Reads its projection's weights directly."""
+    """Attention that reads the weights of its projection directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class Encoder(nn.Module):
 
 
 class Nested(nn.Module):
-    """Lists of lists of layers, and a shared one."""
+    """Nested lists of layers, with one shared layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Nested(nn.Module):
 
 
 def parametrized(kind: str) -> nn.Module:
-    """Return layers whose weights are computed from others in every forward."""
+    """Return layers whose weights are computed from other parameters in every forward."""
     wrap: Any = getattr(nn.utils.parametrizations, kind)
     return nn.Sequential(wrap(nn.Linear(8, 8)), nn.Tanh(), nn.Sequential(wrap(nn.Linear(8, 8)), nn.ReLU()))
 
@@ -244,27 +244,27 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
 
 
 def pair_of(make: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, nn.Module]:
-    """Return two equal modules."""
+    """Return two modules with equal weights."""
     torch.manual_seed(seed)
     plain = make()
     return plain, copy.deepcopy(plain)
 
 
 def run_backward(module: nn.Module, x: Tensor, scale: float = 1.0) -> Tensor:
-    """Return the output of a module, after the backward of a loss of it."""
+    """Run a module and the backward of a loss, and return the module's output."""
     out: Tensor = module(x)
     (out.float().square().mean() * scale).backward()
     return out.detach()
 
 
 def make() -> nn.Module:
-    """Return a module with a layer in it."""
+    """Return a small module with a nested layer."""
     return nn.Sequential(
         nn.Linear(8, 16), nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()), nn.Linear(16, 4)
     )
 
 
 def batches(count: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Return inputs for it."""
+    """Return inputs for the module of ``make``."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(4, 8, generator=generator).to(dtype) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Files of examples/ as modules, because they are in no package, and the object tier's facts for the suites."""
+"""Files of examples/ as modules, because they are in no package, and the object tier's setup for the test suites."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load_example(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(Path(name).stem, EXAMPLES / name)
     assert spec is not None and spec.loader is not None, name
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
+    sys.modules[spec.name] = module  # dataclasses need this entry
     spec.loader.exec_module(module)
     return module
 

@@ -1,4 +1,4 @@
-"""Tiny models of every family of transformers, decoders and image-text; batches that reveal common errors."""
+"""Tiny decoder and image-text models of every transformers family, and batches that reveal common errors."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4_text": {**_MOE, "intermediate_size_mlp": 48, "num_experts_per_tok": 1, "attention_chunk_size": 4},
 }
 
-#: Families of the last year: one test trains them against Hugging Face, so the other tests stay short.
+#: Recent families. Only one test trains them, against Hugging Face, so that the other tests stay short.
 RECENT: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": {**_QWEN3_5, **_MOE, "shared_expert_intermediate_size": 24},
@@ -155,7 +155,7 @@ RECENT: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(family: str, *, tied: bool | None = None, **changes: Any) -> Any:
-    """Return a configuration; dropout is off unless `changes` turn it on."""
+    """Return a configuration without dropout, unless `changes` enable it."""
     values = {**_BASE, **(FAMILIES | RECENT)[family], "attention_dropout": 0.0}
     if family in ("gpt2", "opt"):
         values |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "dropout": 0.0}
@@ -168,7 +168,7 @@ def tiny_config(family: str, *, tied: bool | None = None, **changes: Any) -> Any
 
 
 def padded_batches() -> list[dict[str, torch.Tensor]]:
-    """Return three unequal micro-batches: padded on the right, prompts without labels, different lengths."""
+    """Return three micro-batches of different lengths, with right padding and prompts without labels."""
     generator = torch.Generator().manual_seed(5)
     batches = []
     for rows, length in ((2, 12), (1, 7), (3, 9)):
@@ -259,7 +259,7 @@ _TOWER: dict[str, int] = {
 }
 
 
-#: Types whose code cuts rotary dimensions into parts of time, height and width, by default for a larger head.
+#: Types that split rotary dimensions into time, height and width. The default split needs a larger head.
 _MROPE = frozenset(
     [
         "glm46v",
@@ -277,16 +277,16 @@ _MROPE = frozenset(
 
 
 def image_text_class(model_type: str) -> Any:
-    """Return the class that transformers names for an image-text type."""
+    """Return transformers' class for an image-text type."""
     return getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type])
 
 
 def tiny_image_text_config(model_type: str) -> Any:
-    """Return a tiny configuration without dropout; raises transformers' error if that is impossible."""
+    """Return a tiny configuration without dropout. Raises transformers' error if that is impossible."""
     default = CONFIG_MAPPING[model_type]()
     config = CONFIG_MAPPING[model_type](**_shrunk(default))
     if model_type.endswith(("_omni_moe_thinker", "_omni_thinker")):
-        config.vision_start_token_id = VOCAB - 2  # published configs have it, the default does not
+        config.vision_start_token_id = VOCAB - 2  # only published configs set this token
     config.architectures = [image_text_class(model_type).__name__]
     return config
 

@@ -1,4 +1,4 @@
-"""The oracle: the whole model in memory, plain `loss.backward()`, an optimizer of torch; no code of the project."""
+"""Reference without code of this project: the model in memory, plain `loss.backward()`, and torch's optimizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatrain.engine.unit.state import micro_batch_seed
 
 @dataclass
 class Reference:
-    """Loss, and gradients by parameter name (absent if Hugging Face gives none)."""
+    """Loss, and gradients by parameter name, without parameters that have no gradient."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
@@ -42,7 +42,7 @@ def build_model(config: Any, dtype: torch.dtype = torch.float32, freeze: Sequenc
 
 
 def add_gradients(model: Any, batch: Mapping[str, Tensor], num_items: int) -> float:
-    """Run the backward of a micro-batch's mean loss, times its share of the step's labels, and return the loss."""
+    """Run the backward of a micro-batch's mean loss, weighted by its share of labels, and return the loss."""
     count = int((batch["labels"][:, 1:] != -100).sum())
     if not count:
         return 0.0
@@ -52,7 +52,7 @@ def add_gradients(model: Any, batch: Mapping[str, Tensor], num_items: int) -> fl
 
 
 def train_step(model: Any, micro_batches: Sequence[Mapping[str, torch.Tensor]], seed: int) -> Reference:
-    """Accumulate the gradients of all micro-batches; the loss is the mean over all trained tokens."""
+    """Return the accumulated gradients of all micro-batches, and the mean loss over all trained tokens."""
     num_items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
     model.zero_grad(set_to_none=True)
     total = 0.0
@@ -64,7 +64,7 @@ def train_step(model: Any, micro_batches: Sequence[Mapping[str, torch.Tensor]], 
 
 
 def evaluate(model: Any, micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> tuple[float, int]:
-    """Return the mean loss over all tokens with a label, in eval mode, and their number."""
+    """Return the mean loss over all tokens with a label, in eval mode, and the number of these tokens."""
     total, num_tokens = 0.0, 0
     model.eval()
     with torch.no_grad():
@@ -77,7 +77,7 @@ def evaluate(model: Any, micro_batches: Sequence[Mapping[str, torch.Tensor]]) ->
 
 @dataclass
 class PlainRun:
-    """Losses, gradient norms and final weights by parameter name."""
+    """Losses, gradient norms, and final weights by parameter name."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -99,8 +99,8 @@ def train_plainly(
 ) -> PlainRun:
     """Train in fp32 on the CPU: token-weighted accumulation, global-norm clipping, decoupled decay.
 
-    `make_optimizer` makes an optimizer of parameter groups; the default is torch's AdamW. `unit_of` returns a
-    parameter's unit: each unit's gradients are clipped by their norm. Without it, all are clipped by the global norm.
+    `make_optimizer` creates an optimizer from parameter groups, by default torch's AdamW. If `unit_of` returns each
+    parameter's unit, gradients are clipped by the norm of their unit instead of the global norm.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.train()
@@ -132,7 +132,7 @@ def train_plainly(
 
 
 def assert_same_gradients(expected: Reference, loss: float, gradients: Mapping[str, torch.Tensor]) -> None:
-    """Compare a step's loss and gradients with ``train_step``, in fp32, within the effect of the order of sums."""
+    """Compare a step's loss and gradients with ``train_step`` in fp32, up to the order of sums."""
     assert loss == pytest.approx(expected.loss, rel=2e-6)
     assert set(gradients) == set(expected.gradients)
     noise = 1e-7 * max(float(gradient.abs().max()) for gradient in expected.gradients.values())

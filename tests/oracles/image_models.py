@@ -1,4 +1,4 @@
-"""Tiny image-text models with tokenizer and processor, as folders; rows with images for them."""
+"""Folders of tiny image-text models with tokenizer and processor, and rows with images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatrain.data.table import DataConfig, DatasetConfig
 from oracles.families import image_text_class, tiny_image_text_config
 
 TOKENIZER = Path(__file__).parents[2] / "examples/quickstart/model"
-SIDE = 32  # size of the images for towers of a fixed size
+SIDE = 32  # image size for vision towers of a fixed size
 
 _PARTS = (
     "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -33,7 +33,7 @@ _PARTS = (
 
 @dataclass(frozen=True)
 class Family:
-    """Properties of a tiny folder of a family in addition to its configuration.
+    """Properties of a family's tiny model folder, in addition to the configuration.
 
     Attributes:
         processor: Class of the processor.
@@ -209,7 +209,7 @@ _MORE_TOKENS = ("<|im_start|>", "<|im_end|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]
 
 
 def make_folder(family: str, folder: Path) -> Path:
-    """Write a tiny model of random weights with its tokenizer, processor and chat template."""
+    """Write a tiny model with random weights, tokenizer, processor and chat template."""
     made, folder = FAMILIES[family], folder / family
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     special = [*_MORE_TOKENS, *made.tokens.values()]
@@ -273,7 +273,7 @@ def png(width: int, height: int, seed: int) -> bytes:
 
 
 def chat(*parts: str | dict[str, Any], answer: str = "a whale") -> list[dict[str, Any]]:
-    """Return a conversation of OpenAI's shape: one question of several parts, one answer."""
+    """Return a conversation in OpenAI's format: a question with several parts, and an answer."""
     content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
 
@@ -295,7 +295,7 @@ def write_rows(folder: Path, sizes: Sequence[Sequence[tuple[int, int]]]) -> Path
 
 
 def image_data(rows: Path, model: Path, max_length: int, /, **changes: Any) -> DataSpec:
-    """Return a run's description of rows with images."""
+    """Return the data settings of a run for rows with images."""
     table = DataConfig(
         train=[DatasetConfig(path=str(rows))],
         max_length=max_length,

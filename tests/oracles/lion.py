@@ -1,4 +1,4 @@
-"""Lion and SGD, reimplemented as plainly as possible: numpy rounds every operation to the type of its arrays."""
+"""Plain reimplementation of Lion and SGD. numpy rounds every operation to the dtype of its arrays."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def lion_step(
 ) -> tuple[Array, Array]:
     """Return the new `(weight, m)`: algorithm 2 of "Symbolic Discovery of Optimization Algorithms" (2023).
 
-    There: `update = beta1 * m + (1 - beta1) * g; w = w - lr * (sign(update) + weight_decay * w); m = beta2 * m + (1 -
-    beta2) * g`. The sign of NaN is zero, as in torch.
+    In the paper: `update = beta1 * m + (1 - beta1) * g; w = w - lr * (sign(update) + weight_decay * w);
+    m = beta2 * m + (1 - beta2) * g`. The sign of NaN is zero, as in torch.
     """
     one = np.float32
     g = grad * one(grad_scale)
@@ -60,7 +60,7 @@ def sgd_step(
 
 
 class PlainLion:
-    """Lion as a torch optimizer in as few lines as its paper needs, for whole training runs.
+    """Lion as a minimal torch optimizer, for complete training runs.
 
     Args:
         groups: Parameter groups as in `torch.optim`, with `params` and `weight_decay`.
@@ -89,7 +89,7 @@ class PlainLion:
                     m.mul_(beta2).add_(p.grad, alpha=1 - beta2)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
+        """Set all gradients to None."""
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None

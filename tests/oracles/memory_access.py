@@ -1,4 +1,4 @@
-"""`BlockAccess` in plain dictionaries: the oracle of the tiered store's service to the engine."""
+"""`BlockAccess` with plain dictionaries, as a reference for the tiered store's access."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatrain.models.graph import ModelGraph, Unit
 
 
 class MemoryAccess:
-    """Weights in flat blocks laid out by the graph, activations cloned, one fp32 accumulator per use site."""
+    """Access to flat weight blocks in the graph's layout, cloned activations, and an fp32 accumulator per use site."""
 
     def __init__(
         self, graph: ModelGraph, parameters: Mapping[str, torch.Tensor], dtype: torch.dtype, device: str = "cpu"
@@ -73,9 +73,9 @@ class MemoryAccess:
         key = (visit, micro_batch, index)
         tensor = self._activations[key]
         yield tensor
-        if self._log_visit() <= visit:  # otherwise the earlier visit that saved it also reads it
+        if self._log_visit() <= visit:  # otherwise the visit that saved the activation still has to read it
             del self._activations[key]
-            tensor.fill_(0)  # a later use would show
+            tensor.fill_(0)  # reveals a use after this point
 
     @contextmanager
     def results_block(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor]:
@@ -87,10 +87,10 @@ class MemoryAccess:
             return
         room = self._rooms.pop((visit, micro_batch))
         yield room
-        room.fill_(255)  # a later use would show
+        room.fill_(255)  # reveals a use after this point
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """Return the gradients summed over use sites in use order, and start over."""
+        """Return the gradients, summed over use sites in use order, and reset the accumulators."""
         assert not self._activations and not self._rooms, (list(self._activations), list(self._rooms))
         gradients: dict[str, torch.Tensor] = {}
         for visit in sorted(self._accumulators):
@@ -102,7 +102,7 @@ class MemoryAccess:
 
 
 def cut_like(graph: ModelGraph, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a model's tensors under a graph's names, cut as its experts are."""
+    """Return a model's tensors under a graph's names, split like the graph's experts."""
     entries = [entry for layout in graph.layouts.values() for entry in layout.entries]
     return {
         entry.name: whole[entry.parameter]

@@ -1,4 +1,4 @@
-"""Moments in bf16 and in bytes, reimplemented in numpy: the hash, the code by its definition, nearest by search."""
+"""Reimplementation of bf16 and 8-bit moments in numpy: the hash, the code by definition, and rounding by search."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def hashed(seed: int, step: int, name: str, elements: range) -> NDArray[np.uint3
 
 
 def round_at_random(values: NDArray[np.float32], bits: NDArray[np.uint32]) -> NDArray[np.float32]:
-    """Return bf16 numbers, in fp32: truncated after adding 16 random bits below the last place."""
+    """Round to bf16 numbers, returned in fp32, by adding 16 random bits below the last place and truncating."""
     found = (values.view(np.uint32).astype(np.uint64) + bits).astype(np.uint32) & np.uint32(0xFFFF0000)
     return np.asarray(np.where(np.isnan(values), np.float32(np.nan), found.view(np.float32)), np.float32)
 
 
 def dynamic_code(signed: bool) -> NDArray[np.float32]:
-    """Return the 256 numbers of the dynamic code: 1, 0, and in each decade twice the fractions of the previous one."""
+    """Return the 256 numbers of the dynamic code: 1, 0, and in each decade twice as many fractions as before."""
     numbers = {0.0, 1.0}
     for decade in range(7):
         count = 2**decade * (1 if signed else 2)
@@ -47,7 +47,7 @@ def dynamic_code(signed: bool) -> NDArray[np.float32]:
 
 
 def in_blocks(values: NDArray[np.float32], signed: bool) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Return bytes and scales of finite numbers: each gets the nearest of all 256, the smaller one at a tie."""
+    """Return bytes and scales of finite numbers: the nearest of the 256 values, or the smaller value at a tie."""
     code = dynamic_code(signed)
     borders = (code[:-1] + code[1:]) / np.float32(2)
     if not signed:
@@ -63,5 +63,5 @@ def in_blocks(values: NDArray[np.float32], signed: bool) -> tuple[NDArray[np.uin
 
 
 def out_of_blocks(codes: NDArray[np.uint8], scales: NDArray[np.float32], signed: bool) -> NDArray[np.float32]:
-    """Return the values of bytes."""
+    """Return the values that bytes and scales represent."""
     return dynamic_code(signed)[codes] * np.repeat(scales, 256)[: codes.size]

@@ -1,4 +1,4 @@
-"""The oracle of LoRA: peft's model around the plain one, all in memory; no code of the project."""
+"""Reference for LoRA without code of this project: peft's model around the plain model, in memory."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def with_adapters(model: Any, settings: Mapping[str, Any]) -> PeftModel:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter of peft's model in the file of an adapter or of the model."""
+    """Return the name that a parameter of peft's model has in the file of the adapter or model."""
     name = name.removeprefix("base_model.model.").replace(".modules_to_save", "").replace(".default", "")
-    if ".lora_" not in name:  # adapters of experts are nested, and so are their names
+    if ".lora_" not in name:  # names of expert adapters are nested
         name = name.replace(".base_layer", "")
     return name.removesuffix(".weight") if "lora_magnitude_vector" in name else name
 
@@ -48,8 +48,8 @@ def parameters_by_name(model: PeftModel) -> dict[str, torch.Tensor]:
 
 
 def opened(base: Path, adapter: Path, dtype: torch.dtype = torch.float32) -> PeftModel:
-    """Return peft's model of two folders."""
+    """Load peft's model from the folders of the base model and the adapter."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # transformers warns about a call of peft
+        warnings.simplefilter("ignore", FutureWarning)  # transformers warns about a call inside peft
         return PeftModel.from_pretrained(model, adapter)

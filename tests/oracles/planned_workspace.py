@@ -1,4 +1,4 @@
-"""The planned workspace of a step of a traced model whose blocks are all in the compute tier."""
+"""Planned workspace of a step whose blocks are all in the compute tier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatrain.optim.elementwise import AdamW
 
 
 def planned_workspace(graph: ModelGraph, trace: VisitTrace, num_micro_batches: int, kept_parts: int = 1) -> int:
-    """Return the bytes outside of blocks, without kept graphs.
+    """Return the bytes outside of blocks in a step without kept graphs.
 
     Args:
         graph: Model of the step.
@@ -37,7 +37,7 @@ def planned_workspace(graph: ModelGraph, trace: VisitTrace, num_micro_batches: i
 
 
 def fullest_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int) -> int:
-    """Return the bytes outside of blocks of a single-process step that keeps the graphs of all visits before the head.
+    """Return the bytes outside of blocks in a single-process step that keeps all graphs before the head.
 
     Args:
         graph: Model of the step.

@@ -1,4 +1,4 @@
-"""A store at work, with blocks in several homes, that commits repeatedly, and the checks of its remains."""
+"""A store with blocks in several homes that commits repeatedly, and checks of its files after a power cut."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tiered import GenerationError, KiB, MiB, NvmeTier, RamTier, Tier, TieredStore
 from tiered.durable.manifest import newest_first, read_manifest
 
-#: name -> shape, dtype; sizes that fill no file, one file, and several.
+#: Shape and dtype of each block, by name. The sizes need less than one file, one file, and several files.
 BLOCKS = {
     "embedding": ((12_345,), torch.uint8),
     "layer.0/weight": ((30, 50), torch.float32),
@@ -31,7 +31,7 @@ class Layout:
     name: str
     generations: str
     drives: tuple[str, ...]
-    homes: tuple[str, ...]  # for the blocks in turn
+    homes: tuple[str, ...]  # assigned to the blocks in turn
     keep: int = 2
 
     def tiers(self, root: Path) -> list[Tier]:
@@ -54,7 +54,7 @@ class Layout:
         return TieredStore.open(path, self.tiers(root), generation, keep_generations=self.keep)
 
     def number(self, root: Path, generation: int | None = None) -> int:
-        """Return the run's number of a generation, by default of the current one."""
+        """Return the run's number of a generation. Default: the current generation."""
         number = read_manifest(root / self.generations, generation).meta["number"]
         assert isinstance(number, int)
         return number
@@ -70,7 +70,7 @@ LAYOUTS = [
 
 @dataclass
 class History:
-    """Committed contents by the run's numbers, and the commits known to be safe.
+    """Committed contents by commit number, and the commits known to be durable.
 
     Attributes:
         begun: Largest number whose commit began.
@@ -84,7 +84,7 @@ class History:
     line: list[int] = field(default_factory=list)
 
     def tell(self, what: str, number: int) -> None:
-        """Note that a commit was begun (``freeze``), is held still (``frozen``), ended (``waited``); or ``back``."""
+        """Record an event of a commit: ``freeze``, ``frozen`` or ``waited``; or ``back`` after a resume."""
         if what == "freeze":
             self.begun = number
         elif what == "waited":
@@ -99,13 +99,13 @@ class History:
         return self.line[-1] if self.line else 0
 
     def kept(self, found: int, keep: int) -> list[int]:
-        """Return the numbers that must be complete when ``found`` is the current one."""
+        """Return the numbers that must be complete if ``found`` is the current number."""
         line = self.line if found in self.waited else [*self.line, found]
         return line[-max(1, keep - 1) :]  # a commit frees space before it begins
 
 
 class Trainer:
-    """Changes blocks and commits, like a training run; ``tell`` receives the events."""
+    """Changes blocks and commits them like a training run. ``tell`` receives the events."""
 
     def __init__(self, store: TieredStore, history: History, tell: Callable[[str, int], None], start: int = 0) -> None:
         self.store, self.history, self._tell = store, history, tell
@@ -154,12 +154,12 @@ def same(found: Contents, expected: Contents) -> bool:
 
 
 def check_newest(root: Path, layout: Layout, history: History) -> int:
-    """Open the newest generation; return its number, or 0 for none, which is right only before the first."""
+    """Open the newest generation and return its number, or 0 if there is none, which is valid only at first."""
     if not newest_first(root / layout.generations):
         assert history.safe == 0, f"{history.safe} is lost"
         with pytest.raises(GenerationError):
             layout.open(root)
-        with layout.new(root):  # a new store can begin there
+        with layout.new(root):  # a new store can start in this folder
             return 0
     with layout.open(root) as store:
         number = layout.number(root)
@@ -169,7 +169,7 @@ def check_newest(root: Path, layout: Layout, history: History) -> int:
 
 
 def check_older(root: Path, layout: Layout, history: History, found: int) -> None:
-    """Assert that every existing generation opens unchanged, and that the kept ones exist."""
+    """Assert that every existing generation has its contents, and that all kept generations exist."""
     path = root / layout.generations
     opened = []
     for generation in newest_first(path):

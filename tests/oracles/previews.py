@@ -1,4 +1,4 @@
-"""Previews of a config's data, as the command line makes them."""
+"""Previews of a config's data, as on the command line."""
 
 from __future__ import annotations
 

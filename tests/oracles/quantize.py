@@ -1,4 +1,4 @@
-"""Folders with quantized weights, and their decoded values, written from the formats' descriptions."""
+"""Folders with quantized weights and their decoded values, implemented from the formats' specifications."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from oracles.families import tiny_config
 from oracles.tiered_run import QUICKSTART, write_tiny_model
 
-#: The 16 numbers of nf4, as its paper gives them.
+#: The 16 values of nf4 in its paper.
 NF4 = torch.tensor([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -28,7 +28,7 @@ FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1
 
 
 def fp8(weight: Tensor, block: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Return float8 numbers with scales of square blocks, by the end of their names, and their decoded values."""
+    """Return float8 values and block scales, by name ending, and the decoded values."""
     rows, columns = weight.shape
     down, across = math.ceil(rows / block), math.ceil(columns / block)
     scales = torch.empty(down, across)
@@ -70,7 +70,7 @@ def nf4(weight: Tensor, block: int = 64, *, nested: bool = False) -> tuple[dict[
 
 
 def mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Return blocks and scales of experts' weights [E, C, R], by the end of their names, and the decoded values."""
+    """Return blocks and scales of expert weights [E, C, R], by name ending, and the decoded values."""
     rows = weight.transpose(-1, -2).reshape(*weight.shape[:-2], weight.shape[-1], -1, 32)
     exponents = torch.floor(torch.log2(rows.abs().amax(dim=-1) / 6)) + 1
     codes = (rows / torch.exp2(exponents)[..., None])[..., None].sub(FP4).abs().argmin(dim=-1)
@@ -80,7 +80,7 @@ def mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def int4(weight: Tensor, group: int, *, symmetric: bool = False) -> tuple[dict[str, Tensor], Tensor]:
-    """Return compressed-tensors' pack-quantized tensors of a weight [R, C], and its decoded value."""
+    """Return a weight [R, C] in compressed-tensors' pack-quantized format, and its decoded value."""
     rows, columns = weight.shape
     groups = weight.reshape(rows, -1, group)
     low, high = groups.amin(dim=-1).clamp(max=0), groups.amax(dim=-1).clamp(min=0)
@@ -98,7 +98,7 @@ def int4(weight: Tensor, group: int, *, symmetric: bool = False) -> tuple[dict[s
 
 
 def _words(numbers: Tensor) -> Tensor:
-    """Return numbers from -8 to 7 [R, C] as int32 [R, ceil(C/8)], the lowest bits first."""
+    """Pack numbers from -8 to 7 [R, C] into int32 [R, ceil(C/8)], lowest bits first."""
     padded = torch.nn.functional.pad(numbers.long() + 8, (0, -numbers.shape[1] % 8)).view(numbers.shape[0], -1, 8)
     words = (padded << torch.arange(0, 32, 4)).sum(dim=-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
@@ -125,12 +125,12 @@ def write_quantized(plain: Path, folder: Path, table: dict[str, object], parts: 
 
 
 Parts = tuple[dict[str, Tensor], Tensor]
-BLOCK = 48  # divides no size of the models
+BLOCK = 48  # divides no dimension of the models
 
 
 @dataclass(frozen=True)
 class Method:
-    """How a tiny folder is quantized.
+    """Quantization of a tiny model folder.
 
     Attributes:
         table: ``quantization_config``.
@@ -162,7 +162,7 @@ METHODS = {
     "nf4": Method(_NF4, nf4),
     "nested nf4": Method(_NF4, lambda weight: nf4(weight, nested=True)),
     "int4": Method(_int4_table(16, symmetric=False), lambda weight: int4(weight, 16)),
-    # As in gpt-oss folders, and in folders of Qwen's and DeepSeek's mixtures with each expert separate.
+    # As in gpt-oss, and as in Qwen's and DeepSeek's mixtures with separate experts.
     "mxfp4": Method(
         {"quant_method": "mxfp4"},
         mxfp4,
@@ -185,7 +185,7 @@ METHODS = {
     "fp8 experts": Method(
         _FP8, lambda weight: fp8(weight, BLOCK), family="qwen3_moe", values={"hidden_size": 64, "head_dim": 16}
     ),
-    # Only the experts, as in the folders of Kimi K2.
+    # Only the experts, as in Kimi K2.
     "int4 experts": Method(
         _int4_table(8, symmetric=True),
         lambda weight: int4(weight, 8, symmetric=True),

@@ -1,4 +1,4 @@
-"""Rows of a source, and documents made of rows, for tests: in RAM, without a config."""
+"""Rows of a source and their documents in RAM, without a config."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_rows(
     kind: RowKind = CHATS,
     **keys: Any,
 ) -> Iterator[DataRow]:
-    """Yield the rows of a source with these keys of its table; errors of rows go to ``on_bad_row``, or are raised."""
+    """Yield the rows of a source with these keys of its table. Pass row errors to ``on_bad_row``, or raise them."""
     for row in rows_of(DatasetConfig(path=path, **keys), source_files(path, name, split), kind):
         if not isinstance(row, RowError):
             yield row
@@ -49,7 +49,7 @@ def encode_rows(
     joins_texts: bool = False,
     kind: RowKind = CHATS,
 ) -> TokenDataset:
-    """Tokenize rows of a kind, with the options of a config."""
+    """Tokenize rows of one kind with a config's options."""
     made = InMemoryWriter()
     each = Encoder(encoder, made.writer, EncodingOptions(max_length, overlong, kind=kind, joins_texts=joins_texts))
     each.add_rows(rows)
@@ -58,12 +58,12 @@ def encode_rows(
 
 
 def loader_of(dataset: TokenDataset, shape: BatchShape, *, data_seed: int, **options: Any) -> BatchLoader:
-    """Return the loader of a dataset's rows, with the options of its collator."""
+    """Return a loader of a dataset's rows. ``options`` go to the collator."""
     return BatchLoader(EpochOrder(dataset, shape, data_seed), Collator(shape, **options))
 
 
 def encode_row(encoder: RowEncoder, row: PlainRow) -> TokenizedRow:
-    """Return the tokens of a row; raises its RowError."""
+    """Return the tokens of a row, or raise its RowError."""
     (found,) = encoder.encode_many([row])
     if isinstance(found, RowError):
         raise found

@@ -1,4 +1,4 @@
-"""The state of a run with only the values of a test."""
+"""A run's state with only the values that a test sets."""
 
 from __future__ import annotations
 

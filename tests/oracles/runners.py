@@ -1,4 +1,4 @@
-"""A runner of a model's passes, made from keywords."""
+"""Runners of a model's passes with keyword options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepLoss:
 
 
 class StepRunner(LayerRunner):
-    """A runner that reads the loss of each step, which syncs with the device."""
+    """Runner that reads the loss of each step, which synchronizes with the device."""
 
     def forward_backward(
         self,
@@ -35,7 +35,7 @@ class StepRunner(LayerRunner):
         num_items: int | None = None,
         seed: int = 0,
     ) -> StepLoss:
-        """Run forward and backward of all micro-batches; gradients go to the access."""
+        """Run forward and backward of all micro-batches. The access receives the gradients."""
         queued = self.queue(micro_batches, num_items=num_items, seed=seed)
         return StepLoss(float(sum(read_numbers(queued.terms))), queued.num_trained_tokens)
 
@@ -55,7 +55,7 @@ def layer_runner(
     kept_parts: int = 1,
     **options: Any,
 ) -> StepRunner:
-    """Return a runner with this `PassOrder` and this `Recompute`."""
+    """Return a runner whose `PassOrder` and `Recompute` have these options."""
     return StepRunner(
         graph,
         access,

@@ -1,4 +1,4 @@
-"""Shards of rows, written in every format that is streamed."""
+"""Shards of rows in every format that supports streaming."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_gz(folder: Path, shards: Sequence[Sequence[Row]]) -> None:
 
 
 def write_zst(folder: Path, shards: Sequence[Sequence[Row]]) -> None:
-    """Write two frames per file, as programs that append do."""
+    """Write two frames per file, like programs that append."""
     import pyarrow
 
     codec = pyarrow.Codec("zstd")
@@ -37,7 +37,7 @@ def write_zst(folder: Path, shards: Sequence[Sequence[Row]]) -> None:
 
 
 def write_parquet(folder: Path, shards: Sequence[Sequence[Row]]) -> None:
-    """Write groups of three rows: a cursor is before, in and after them."""
+    """Write row groups of three rows, so that cursors fall before, into and after a group."""
     import pyarrow
     import pyarrow.parquet
 

@@ -1,4 +1,4 @@
-"""Steps of a run taken one by one, with the blocks in between, and gradients that are not finite."""
+"""Single steps of a run with access to the blocks between them, and non-finite gradients."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Steps:
         self.results: list[StepResult] = []
 
     def step(self, batch: int | None = None) -> StepResult:
-        """Take the next step, on its batch or on another step's."""
+        """Run the next step on its own batch, or on the batch with another number."""
         number = len(self.results)
         batches = self._batches[number if batch is None else batch]
         self.results.append(self.engine.step(batches, number=number, lr=1e-3))
         return self.results[-1]
 
     def contents(self) -> dict[str, Tensor]:
-        """Return every block of weights and state as it is in the store now."""
+        """Return the current contents of every block of weights and state."""
         found = {}
         for key, block in self.trainer.plan.program.blocks.items():
             if block.kind in ("weights", "optimizer"):
@@ -74,7 +74,7 @@ def single_steps(folder: Path, text: str) -> Iterator[Steps]:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, glob: str = "*") -> None:
-    """Set an element of some parameters' gradients to NaN, on every path to their accumulator."""
+    """Set one element of matching parameters' gradients to NaN, in every method of the accumulator."""
 
     def spoil_argument(method: str, position: int) -> None:
         original = getattr(GradientAccumulator, method)

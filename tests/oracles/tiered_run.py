@@ -1,4 +1,4 @@
-"""A short run of the real engine over a real store: losses, final blocks and bytes moved, equal at every placement."""
+"""A short run of the real engine with a real store: losses, final blocks, and moved bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nacti
 
 @dataclass
 class TieredRun:
-    """Results of a run: losses, norms, a digest per block, fp32 weights and their averages by name, and traffic."""
+    """Results of a run: losses, norms, block digests, fp32 weights and averages by name, and traffic."""
 
     plan: Plan
     losses: list[float] = field(default_factory=list)
@@ -56,12 +56,12 @@ class TieredRun:
         assert self.moved.prefetch_wasted == 0 and self.moved.schedule_misses == 0
         for tier, stats in self.moved.tiers.items():
             assert stats.capacity_bytes == self.plan.budgets[tier]
-            # Blocks have slots in their homes for life.
+            # Blocks keep their home slots permanently.
             assert stats.home_bytes == sum(self.plan.placement.home_bytes[tier].values())
             assert stats.home_bytes <= stats.high_water_bytes <= stats.capacity_bytes
 
     def assert_same(self, other: TieredRun) -> None:
-        """Assert that losses, norms and every block of weights and state equal the other run's, bit for bit."""
+        """Assert that losses, norms and all blocks of weights and state are bit-identical in both runs."""
         assert self.losses == other.losses and self.grad_norms == other.grad_norms
         assert self.digests == other.digests
 
@@ -126,14 +126,14 @@ size = "{tables.get("ram", "256MiB")}"
 
 
 def plan_of(config: RunConfig) -> Plan:
-    """Plan a run; traces are kept, since most runs of a test differ only in placement."""
+    """Plan a run. Traces are cached, because most runs of a test differ only in placement."""
     with traces_kept():
         return planner.plan_run(resolve(config))
 
 
 @contextmanager
 def parts_passing(passes: bool) -> Iterator[None]:
-    """Make plans stream the parts of the vocabulary one by one, or hold all of them, at any cost."""
+    """Force plans to stream the parts of the vocabulary one by one, or to hold all of them."""
 
     def attempts(*values: Any, **options: Any) -> Attempts:
         return replace(Attempts(*values, **options), passes_parts=passes)
@@ -168,7 +168,7 @@ def run_config(text: str, folder: Path, *, num_steps: int) -> TieredRun:
         engine.finish_updates()
         store.wait_idle()
         run.moved, run.moved_outside = store.stats() - before, engine.moved_bytes
-        running.end_steps()  # RAM may lack space for a layout's weights while steps are open, as in an export
+        running.end_steps()  # frees the memory of steps, which reading the weights may need, as in an export
         for block in plan.program.blocks.values():
             if block.kind in ("weights", "optimizer"):
                 home = plan.placement.homes[block.key]
@@ -196,7 +196,7 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 
 
 def write_tiny_model(folder: Path, **changes: Any) -> Path:
-    """Write weights, config and tokenizer into a folder and return it; ``changes`` replace values of the config."""
+    """Write weights, config and tokenizer to a folder, and return it. ``changes`` replace config values."""
     torch.manual_seed(7)
     config = AutoConfig.from_pretrained(QUICKSTART, **changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -205,7 +205,7 @@ def write_tiny_model(folder: Path, **changes: Any) -> Path:
 
 
 def add_tokenizer(folder: Path) -> Path:
-    """Copy the in-repo tokenizer into the folder of a model, and return the folder."""
+    """Copy the repository's tokenizer to a model folder, and return the folder."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(QUICKSTART / name, folder / name)
     return folder

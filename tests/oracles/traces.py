@@ -1,10 +1,10 @@
-"""Traces kept for equal plans: most plans of the tests differ in other things than the model's computation.
+"""Cache of traces, because most plans in tests have the same model computation.
 
-A trace takes most of a tiny run's time. The key of a kept trace has all its inputs: the model's modules, their code,
-its config and layouts, the arguments, the state of torch, and the globals of the engine, which tests change. Tests of
-the trace call it directly; see ``TRACED_ANEW`` in ``conftest.py`` for the tests that plan.
+A trace takes most of a tiny run's time. The cache key contains all inputs of a trace: the model's modules, their code,
+its config and layouts, the arguments, torch's state, and the engine's globals, which tests change. Tests of the trace
+itself call it directly; ``TRACED_ANEW`` in ``conftest.py`` lists tests that plan without the cache.
 
-If no test has replaced code, so that names identify all of that, the processes of one pytest run share traces by files.
+Unless a test has replaced code, names identify these inputs, and the processes of one pytest run share traces as files.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from megatrain.engine.program.visit_trace import VisitTrace
 from megatrain.models.graph import ModelGraph
 from megatrain.plan import traced
 
-#: Environment variable: the folder in which processes share traces, made and removed by ``conftest.py``.
+#: Environment variable with the folder of shared traces, which ``conftest.py`` creates and removes.
 FOLDER = "KEPT_TRACES"
-#: Key -> trace, and the globals whose addresses are in the key: while they live, no object reuses the addresses.
+#: Key -> trace and the globals whose addresses are in the key. These references prevent a reuse of the addresses.
 _KEPT: dict[Any, tuple[VisitTrace, Sequence[Any]]] = {}
 #: Packages whose globals affect traces.
 _CODE = (megatrain.base, megatrain.converters, megatrain.engine, megatrain.models)
@@ -45,18 +45,18 @@ _CODE = (megatrain.base, megatrain.converters, megatrain.engine, megatrain.model
 
 @contextmanager
 def traces_kept() -> Iterator[None]:
-    """Make plans reuse an earlier trace if the model, its rows and all code that computes them are the same."""
+    """Let plans reuse a trace if the model, the rows and all relevant code are the same."""
     with mock.patch.object(traced, "trace_visits", keeping(traced.trace_visits)):
         yield
 
 
 def keeping(trace: Callable[..., VisitTrace]) -> Callable[..., VisitTrace]:
-    """Return a function that makes each trace of ``trace`` once."""
+    """Return a caching version of ``trace``."""
     return trace if is_keeping(trace) else functools.partial(_kept, trace)
 
 
 def is_keeping(trace: Callable[..., VisitTrace]) -> bool:
-    """Return whether a function came from ``keeping``."""
+    """Return whether a function is a result of ``keeping``."""
     return isinstance(trace, functools.partial) and trace.func is _kept
 
 
@@ -86,7 +86,7 @@ def _kept(trace: Callable[..., VisitTrace], graph: ModelGraph, *args: Any, **opt
 
 
 def _shared(text: str, make: Callable[[], VisitTrace]) -> VisitTrace:
-    """Return the trace of that name, which another process may have made."""
+    """Return the trace with this key text. Load it if another process has stored it."""
     if not os.environ.get(FOLDER):
         return make()
     path = Path(os.environ[FOLDER], hashlib.sha256(text.encode()).hexdigest())
@@ -106,11 +106,11 @@ def _is_state(name: str, value: Any) -> bool:
 
 
 class _ReplacedError(Exception):
-    """An object has no stable name: a test has put it there."""
+    """An object has no stable name, because a test has replaced it."""
 
 
 def _written(value: Any) -> str:
-    """Write a value so that another process can compare it. Raises ``_ReplacedError`` if that is impossible."""
+    """Return a text that identifies a value in every process. Raises ``_ReplacedError`` if that is impossible."""
     if isinstance(value, dict):
         return f"{{{', '.join(sorted(map(_written, value.items())))}}}"
     if isinstance(value, list | tuple):
@@ -130,7 +130,7 @@ def _written(value: Any) -> str:
 
 
 def _name_of(value: Any) -> str:
-    """Return the path of a function or a class. Raises ``_ReplacedError`` if it has none, or names another object."""
+    """Return the path of a function or class. Raises ``_ReplacedError`` if it has no path to itself."""
     found: Any = sys.modules.get(value.__module__)
     for name in value.__qualname__.split("."):
         found = getattr(found, name, None)
@@ -140,7 +140,7 @@ def _name_of(value: Any) -> str:
 
 
 def _text(given: Any) -> str:
-    """Write arguments out; tensors in full, which ``repr`` shortens."""
+    """Return arguments as text, with complete tensors, which ``repr`` would shorten."""
     text = repr(tree_map_only(torch.Tensor, lambda tensor: (tensor.shape, tensor.dtype, tensor.tolist()), given))
     assert " at 0x" not in text, f"something else may be at an address later: {text}"
     return text
@@ -168,7 +168,7 @@ def _globals() -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _modules() -> Sequence[str]:
-    """Import every possible module, so that all processes read the same ones."""
+    """Import all modules, so that all processes see the same modules."""
     names = [
         found.name for package in _CODE for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     ]

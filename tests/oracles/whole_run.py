@@ -1,4 +1,4 @@
-"""A run from its config to its export: its reports, and the files in its folder."""
+"""A complete run from its config to its export, with its reports and files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tiered.durable.manifest import read_manifest
 
 
 class RunRecorder(RunObserver):
-    """Keeps a run's reports, and stops it as another process would.
+    """Records a run's reports, and can stop the run with a signal.
 
     Args:
         stop_after: Step after which the run stops, or None to run to the end.
@@ -53,7 +53,7 @@ class RunRecorder(RunObserver):
 
 @dataclass
 class WholeRun:
-    """A run that has ended."""
+    """A finished run."""
 
     folder: Path
     trainer: Trainer
@@ -77,12 +77,12 @@ class WholeRun:
 
     @property
     def losses(self) -> list[tuple[int, float]]:
-        """Return step and loss of all steps in the log, including former starts."""
+        """Return (step, loss) of all steps in the log, including earlier starts."""
         return [(line["step"], line["loss"]) for line in self.lines if "grad_norm" in line]
 
     @property
     def figures(self) -> list[tuple[float, float, dict[str, float]]]:
-        """Return loss, norm and figures of preferences of the steps of this start."""
+        """Return loss, norm and preference metrics of each step of this start."""
         return [(step.loss, step.grad_norm, dict(step.preferences)) for step in self.told.steps]
 
     @property
@@ -96,7 +96,7 @@ class WholeRun:
         return {block.key: block.xxh3_64 for block in read_manifest(self.folder / "out/checkpoints").blocks}
 
     def assert_same(self, other: WholeRun) -> None:
-        """Assert that all losses, the last checkpoint and the export have the other run's bits."""
+        """Assert that all losses, the last checkpoint and the export are bit-identical in both runs."""
         assert self.losses == other.losses
         assert self.state == other.state
         assert self.weights == other.weights
@@ -111,7 +111,7 @@ def train_whole(
     allow: bool = False,
     overrides: Sequence[str] = (),
 ) -> WholeRun:
-    """Run a config whose ``output_dir`` is ``<folder>/out``, from its newest checkpoint if it has one.
+    """Run a config whose ``output_dir`` is ``<folder>/out``, resuming from the newest checkpoint if one exists.
 
     Args:
         text: Config, in TOML.

@@ -1,7 +1,7 @@
-"""The covering array: few rows that together have every possible pair of levels.
+"""The covering array: a small set of rows that contains every possible pair of levels.
 
-In ``tests``, ``python -m pairs.array`` makes ``rows.jsonl`` again: the rows that are still possible stay, and
-covertable adds the missing ones.
+In ``tests``, ``python -m pairs.array`` regenerates ``rows.jsonl``: it keeps the rows that are still possible, and
+covertable adds the missing rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from pairs.factors import EXCLUSIONS, FACTORS, Row, is_excluded
 
-#: A day's selection draws one row in this many.
+#: A daily selection draws one in ``SHARE`` rows.
 SHARE = 52
 FILE = Path(__file__).with_name("rows.jsonl")
 
@@ -30,7 +30,7 @@ def all_rows() -> tuple[dict[str, str], ...]:
 
 
 def generate(kept: Sequence[Row] = ()) -> list[dict[str, str]]:
-    """Make the rows: seconds of a core.
+    """Generate the rows, which takes a few core seconds.
 
     Args:
         kept: Rows to keep, unless they are excluded or redundant.
@@ -53,7 +53,7 @@ def generate(kept: Sequence[Row] = ()) -> list[dict[str, str]]:
 
 
 def _needed(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the rows without the redundant ones, whose pairs are all in other rows."""
+    """Return the rows without redundant rows, whose pairs are all in other rows."""
     times = Counter(pair for row in rows for pair in pairs_of(row))
     left = []
     for row in rows:
@@ -66,13 +66,13 @@ def _needed(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def name_of(row: Row) -> str:
-    """Return the name of a test: four digits to choose it by, and its levels without the plainest ones."""
+    """Return the name of a test: four digits for selecting it, and its levels except the plainest ones."""
     words = "-".join(row[name] for name, levels in FACTORS.items() if name == "model" or row[name] != levels[0])
     return f"{digest(row):04x}-{words}"
 
 
 def digest(row: Row) -> int:
-    """Return a number of 16 bits that depends only on the row."""
+    """Return a 16-bit number that depends only on the row."""
     text = ",".join(f"{name}={row[name]}" for name in FACTORS)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:2], "little")
 
@@ -83,7 +83,7 @@ def pairs_of(row: Row) -> set[tuple[tuple[str, str], tuple[str, str]]]:
 
 
 def chosen(seed: str) -> Sequence[dict[str, str]]:
-    """Return the rows of a day: some drawn at random, and rows with the levels that these lack."""
+    """Return the rows of a day: a random selection, and additional rows for levels that it lacks."""
     drawn = [row for row in all_rows() if not is_long(row)]
     random.Random(seed).shuffle(drawn)
     found = drawn[: -(-len(drawn) // SHARE)]
@@ -97,7 +97,7 @@ def chosen(seed: str) -> Sequence[dict[str, str]]:
 
 
 def is_long(row: Row) -> bool:
-    """Return whether a row takes minutes: Mamba layers are slow to compile."""
+    """Return whether a row takes minutes, because Mamba layers compile slowly."""
     return row["model"] == "zamba2" and row["layers"] == "compiled"
 
 

@@ -1,4 +1,4 @@
-"""From a row of levels to the config of a run."""
+"""Conversion of a row of levels to the config of a run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NUM_STEPS, NUM_MICRO_BATCHES, MICRO_BATCH_ROWS = 4, 4, 2
 ROWS_PER_STEP = NUM_MICRO_BATCHES * MICRO_BATCH_ROWS
 LEARNING_RATE = 1e-3
 WORLDS = {"alone": (1, 1), "2ranks": (2, 1), "2hosts": (2, 2)}
-#: Sizes of a tier with space for everything, and of one as small as the plan allows.
+#: Size of a tier that fits everything, and a size that tests enlarge to the planned minimum.
 AMPLE, LEAST = "64MiB", "4KiB"
 ON_A_GPU = ("cuda", "one_memory")
 #: Folder next to the config of a run with an object tier, and the size of the drive before that tier.
 OBJECTS_FOLDER, OBJECTS_DRIVE = "objects", "2MiB"
-#: Steps with a change of weights to equal weights: before such a step, a stream draws no row for a later one.
+#: Steps at which a stream switches to equal weights. Before such a step, it draws no rows for later steps.
 WINDOW_STARTS = (2, 4)
 LAYER_DECAY = 0.5
 _KINDS = ("weights", "gradients", "optimizer", "activations")
@@ -45,19 +45,19 @@ Config = dict[str, Any]
 
 
 def plain_of(row: Row) -> dict[str, str]:
-    """Return the row with the same expected bits: all in RAM, one process, no prefetch.
+    """Return the plain row with the same expected bits: all in RAM, one process, no prefetch.
 
-    The cut of the model stays: the order of sums follows from the model, and no config states it.
+    Keep the cut of the model, because it determines the order of sums.
     """
     size, _ = WORLDS[row["ranks"]]
     lanes = f"{size}lanes" if row["lanes"] == "open" and size > 1 else row["lanes"]
-    placement = "cuda" if row["placement"] in ON_A_GPU else "ram"  # a GPU adds in another order than a CPU
+    placement = "cuda" if row["placement"] in ON_A_GPU else "ram"  # a GPU and a CPU add in different orders
     where = {"placement": placement, "recompute": "full", "ranks": "alone", "order": "by_layer"}
     return {**row, **where, "lanes": lanes, "checkpoints": "unsaved"}
 
 
 def config_of(row: Row, place: Place, folder: Path, *, is_plain: bool = False) -> Config:
-    """Return the config of a run, by table."""
+    """Return the config tables of a run."""
     train, held_out = place.data(row["task"], images=row["images"] != "text")
     is_preference = row["task"] in PREFERENCES
     config: Config = {
@@ -83,7 +83,7 @@ def config_of(row: Row, place: Place, folder: Path, *, is_plain: bool = False) -
             "gradient_accumulation_steps": NUM_MICRO_BATCHES,
             "max_steps": NUM_STEPS,
         },
-        # The first step changes nothing, so the first two losses come from the initial weights.
+        # The first step changes no weights, so the first two losses use the initial weights.
         "optimizer": {
             "learning_rate": LEARNING_RATE,
             "lr_scheduler_type": "constant_with_warmup",
@@ -112,7 +112,7 @@ def config_of(row: Row, place: Place, folder: Path, *, is_plain: bool = False) -
         config["data"]["streaming"] = True
         config["data"]["train"][0]["weight_from_step"] = {str(step): 1.0 for step in WINDOW_STARTS}
     if row["layers"] == "compiled":
-        config["model"] |= {"compile": True, "compile_backend": "eager"}  # the others take minutes
+        config["model"] |= {"compile": True, "compile_backend": "eager"}  # other backends take minutes
     if row["kernels"] == "liger":
         config["model"]["use_liger_kernel"] = True
     if row["rates"] == "layer_decay":
@@ -143,12 +143,12 @@ def _cut(config: Config, row: Row) -> None:
 def _place(config: Config, row: Row, folder: Path) -> None:
     tiers, where = config["tiers"], row["placement"]
     if where in ("least", "drive", "objects", *ON_A_GPU):
-        # Each host has a separate drive under the shared path: the folder in which its processes run.
+        # Each host's drive is the folder in which its processes run, under one shared path.
         own = Path("/proc/self/cwd") if WORLDS[row["ranks"]][1] > 1 else folder
         tiers["nvme"] = [{"path": str(own / "drive"), "size": "200MiB"}]
     if where in ("least", "objects"):
         tiers["ram"]["size"] = LEAST
-    if where == "objects":  # behind a drive that holds a part: see ``runs.train_here``
+    if where == "objects":  # behind a drive that fits only some blocks; see ``runs.train_here``
         tiers["nvme"][0]["size"] = OBJECTS_DRIVE
         (folder / OBJECTS_FOLDER).mkdir(exist_ok=True)
     elif where == "drive":
@@ -156,7 +156,7 @@ def _place(config: Config, row: Row, folder: Path) -> None:
     elif where == "emulated":
         tiers["gpu"] = {"size": LEAST}
         config["advanced"]["emulate_gpu"] = True
-    elif where == "one_memory":  # no GPU tier: see ``runs.train_here``
+    elif where == "one_memory":  # without a GPU tier; see ``runs.train_here``
         tiers["ram"]["size"] = LEAST
         config["placement"] = {"optimizer": ["nvme"]}
     elif where == "cuda":
@@ -178,7 +178,7 @@ def _evaluate(config: Config, row: Row, held_out: Path) -> None:
 
 
 def all_in_place(config: Config) -> Config:
-    """Return a config with all blocks in the memory of the device, and no prefetch."""
+    """Return a config with all blocks in device memory, and without prefetch."""
     tiers = {"ram": {"size": AMPLE}} | ({"gpu": {"size": AMPLE}} if config["device"] == "cuda" else {})
     kept = {name: value for name, value in config.items() if name != "placement"}
     training = {**config["training"], "recompute": "full"}

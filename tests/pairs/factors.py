@@ -1,4 +1,4 @@
-"""The factors of the pairs, their levels, and the pairs of levels that no run has: refused or impossible pairs."""
+"""Factors, their levels, and the pairs of levels that are refused or impossible."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations, product
 
-#: Factor -> its levels; the first one is the plainest. Names of tests are made of these words.
+#: Levels of each factor, the plainest level first. Test names consist of these words.
 FACTORS: dict[str, tuple[str, ...]] = {
     "model": ("llama", "qwen3_moe", "gpt_oss", "zamba2", "qwen2_5_vl", "gpt2"),
     "task": ("pretrain", "sft", "dpo", "kto", "orpo", "distill", "reward"),
@@ -37,7 +37,7 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Levels that do not go together.
+    """Combination of incompatible levels.
 
     Attributes:
         levels: Incompatible levels, by factor.
@@ -52,18 +52,18 @@ class Exclusion:
     is_late: bool = False
 
     def holds(self, row: Row) -> bool:
-        """Return whether a row, or a part of one, has all of them."""
+        """Return whether a complete or partial row has this combination."""
         return all(row.get(factor) in levels for factor, levels in self.levels.items())
 
 
 def refused(text: str, *, is_late: bool = False, **levels: str | tuple[str, ...]) -> Exclusion:
-    """Return what the product refuses with a text."""
+    """Return a combination that the program refuses with an error message."""
     found = {name: (each,) if isinstance(each, str) else each for name, each in levels.items()}
     return Exclusion(found, text=text, is_late=is_late)
 
 
 def absent(why: str, **levels: str | tuple[str, ...]) -> Exclusion:
-    """Return what cannot be had."""
+    """Return a combination that no run can have."""
     return Exclusion({name: (each,) if isinstance(each, str) else each for name, each in levels.items()}, why=why)
 
 
@@ -74,7 +74,7 @@ IN_SOFTWARE = ("cuda", "one_memory")
 SEVERAL = ("2ranks", "2hosts")
 TEXT_MODELS = ("llama", "qwen3_moe", "gpt_oss", "zamba2", "gpt2")
 
-#: The one table of what the product refuses, with its words, and of what cannot be had.
+#: All combinations that the program refuses, with the error messages, and all impossible combinations.
 EXCLUSIONS: tuple[Exclusion, ...] = (
     # model
     refused("does not read images", model=TEXT_MODELS, images=IMAGES),
@@ -101,7 +101,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     absent("mxfp4 is of gpt-oss alone, whose masks know no documents", base="mxfp4", packing="packed"),
     absent("mxfp4 is of gpt-oss alone, whose MLP hands on more than hidden states", base="mxfp4", cut="mlp_rows"),
     # packing
-    # Its masks are made without positions: documents of a row see each other, in transformers as here.
+    # Masks ignore positions, so documents in a row attend to each other, in transformers as well.
     refused("Write data.packing = false", model="gpt_oss", packing="packed"),
     refused("may not keep apart the texts", model="qwen2_5_vl", packing=("packed", "concat")),
     refused("Write data.packing = false", model="zamba2", packing="packed"),
@@ -149,12 +149,12 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
 
 
 def is_excluded(row: Row) -> bool:
-    """Return whether a row, or a part of one, has levels that do not go together."""
+    """Return whether a complete or partial row has incompatible levels."""
     return any(each.holds(row) for each in EXCLUSIONS)
 
 
 def all_pairs() -> list[dict[str, str]]:
-    """Return every pair of levels of two factors."""
+    """Return every pair of levels of two different factors."""
     return [
         {first: one, second: other}
         for first, second in combinations(FACTORS, 2)
@@ -163,7 +163,7 @@ def all_pairs() -> list[dict[str, str]]:
 
 
 def completed(part: Row, given: Row | None = None) -> dict[str, str] | None:
-    """Return the plainest row that has some levels, or None if no row has them.
+    """Return the plainest row with these levels, or None if there is none.
 
     Args:
         part: Levels that the row must have, by factor.

@@ -1,4 +1,4 @@
-"""Tiny models of every level, and the rows for training and evaluation."""
+"""Tiny models for all levels, and rows for training and evaluation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "max_position_embeddings": 512,
 }
-#: Model -> its configuration in addition to the sizes. Layers of 100,000 elements: more than the smallest part.
+#: Configuration of each model in addition to the sizes. Layers have 100,000 elements, more than the smallest part.
 _VALUES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "qwen3_moe": {"moe_intermediate_size": 96, "mlp_only_layers": []},
@@ -60,7 +60,7 @@ _ENDS = {
 
 @dataclass(frozen=True)
 class Place:
-    """A folder with models and data, each made on first use."""
+    """Folder with models and data, which are created at first use."""
 
     folder: Path
 
@@ -91,7 +91,7 @@ class Place:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer of all models but the image-text one."""
+        """Tokenizer of all models except the image-text model."""
         made = TokenizersBackend(
             tokenizer_object=AutoTokenizer.from_pretrained(QUICKSTART / "model").backend_tokenizer,
             eos_token=END,
@@ -124,7 +124,7 @@ class Place:
 
 
 def rows_of(kind: str, folder: Path) -> list[dict[str, Any]]:
-    """Return rows of a kind, held-out ones first; fewer for preferences, so that their epoch is one step."""
+    """Return rows of a kind, held-out rows first. Preferences have fewer rows, so that an epoch is one step."""
     if kind == "images":
         return [image_row(number, folder) for number in range(NUM_HELD_OUT + NUM_ROWS)]
     if kind == "text":
@@ -137,7 +137,7 @@ def rows_of(kind: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def image_row(number: int, folder: Path) -> dict[str, Any]:
-    """Return a conversation with no image, one or two."""
+    """Return a conversation with zero, one or two images."""
     parts: list[Any] = []
     for index in range(number % 3):
         name = f"{number}-{index}.png"
@@ -174,13 +174,13 @@ def write_model(family: str, folder: Path, tokenizer: Any, seed: int = 7, *, is_
 
 
 def quantize(source: Path, folder: Path, family: str, base: str) -> None:
-    """Write a copy of a model with quantized weights, and one with the decoded values."""
+    """Write two copies of a model: with quantized weights, and with their decoded values."""
     method = METHODS["nf4" if base == "nf4" else base]
     ends = _ENDS.get(base) or _ENDS.get(family) or ("proj.weight",)
     tensors, parts = load_file(source / "model.safetensors"), {}
     for name in [name for name in tensors if name.endswith(ends) and "visual" not in name]:
         weight = tensors[name]
-        if family == "gpt2":  # bitsandbytes stores the transpose of Conv1D
+        if family == "gpt2":  # bitsandbytes stores Conv1D transposed
             parts[name], meant = nf4(weight.T.contiguous())
             tensors[name] = meant.T.contiguous()
         else:

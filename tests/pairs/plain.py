@@ -1,4 +1,4 @@
-"""The same rows by plain transformers and peft, one at a time: recounted from the files, without the project's code."""
+"""Expected results of the rows in plain transformers and peft, row by row, without code of this project."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-# The class of transformers, which opens here without the video part, and so without torchvision.
+# transformers' processor, opened without its video part, which would need torchvision.
 from megatrain.data.images import _open_processor as open_processor
 from pairs.configs import ROWS_PER_STEP
 from pairs.factors import PREFERENCES, Row
@@ -33,7 +33,7 @@ IMAGE_TEXT = ("qwen2_5_vl",)
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens of one sequence for the model.
+    """Model inputs of one sequence.
 
     Attributes:
         inputs: Model inputs by name, [1, T].
@@ -49,13 +49,13 @@ class Document:
 
     @property
     def num_trained(self) -> int:
-        """Trained tokens that have a predecessor."""
+        """Number of trained tokens with a preceding token."""
         return int(self.trained[1:].sum())
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The contents of an epoch, and the model's results for it.
+    """Contents of an epoch, and the model's results for them.
 
     Attributes:
         num_tokens: Number of tokens without padding.
@@ -71,7 +71,7 @@ class Expected:
 
 
 def open_model(row: Row, place: Place, exported: Path | None = None) -> Any:
-    """Return the initial model of a run, or the one that it wrote, in its compute dtype."""
+    """Return the initial model of a run, or the exported model, in the compute dtype."""
     kind = AutoModelForImageTextToText if row["model"] in IMAGE_TEXT else AutoModelForCausalLM
     if row["task"] == "reward":
         kind = AutoModelForSequenceClassification
@@ -87,7 +87,7 @@ def open_model(row: Row, place: Place, exported: Path | None = None) -> Any:
 
 
 def documents_of(row: Row, place: Place, file: Path) -> list[list[Document]]:
-    """Return the documents of each row of a file: one, or two for preferences."""
+    """Return the documents of each row in a file: one document, or two for preferences."""
     model = place.model(row["model"], "plain")
     tokenizer = AutoTokenizer.from_pretrained(model)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -148,7 +148,7 @@ def _image_encoder(processor: Any, folder: Path) -> Encode:
 
 
 def _chat(messages: list[dict[str, Any]], encode: Encode) -> Document:
-    """Train the assistant's text and the token that ends its turn, but not the newline after it."""
+    """Return a conversation that trains the assistant's text and end-of-turn token, but not the newline after it."""
     inputs = encode(messages, False)
     trained = torch.zeros(inputs["input_ids"].shape[1], dtype=torch.bool)
     for number, message in enumerate(messages):
@@ -160,30 +160,30 @@ def _chat(messages: list[dict[str, Any]], encode: Encode) -> Document:
 
 @torch.no_grad()
 def _rows_of_logits(model: Any, document: Document) -> tuple[Tensor, Tensor]:
-    """Return the logits of the counted tokens [N, V], in double precision, and those tokens [N]."""
+    """Return the fp64 logits of the trained tokens, [N, V], and these tokens, [N]."""
     logits = model(**document.inputs, use_cache=False).logits[0, :-1].double()
     wanted = document.trained[1:]
     return logits[wanted], document.inputs["input_ids"][0, 1:][wanted]
 
 
 def negative_log_likelihoods(model: Any, documents: Sequence[Document]) -> list[float]:
-    """Return the sum over the counted tokens, for each document."""
+    """Return the negative log-likelihood of each document, summed over its trained tokens."""
     found = (_rows_of_logits(model, each) for each in documents)
     return [float(functional.cross_entropy(logits, labels, reduction="sum")) for logits, labels in found]
 
 
 def expected_epoch(row: Row, place: Place) -> Expected:
-    """Return the contents of an epoch of the training rows, and the initial model's results for it."""
+    """Return the contents of an epoch of the training rows, and the initial model's results for them."""
     train, _ = place.data(row["task"], images=row["images"] != "text")
     of_rows = documents_of(row, place, train)
     documents = [each for of_row in of_rows for each in of_row]
     if row["reading"] == "streamed" and row["packing"] == "rows":
         # Two steps of 8 rows are read before a later one: the file, and its beginning once more.
         documents = (2 * documents)[: 2 * ROWS_PER_STEP]
-    num_rows = 2 if row["task"] == "kto" else 1  # each kto answer appears twice: also after the prompt of a neighbour
+    num_rows = 2 if row["task"] == "kto" else 1  # each kto answer also appears after the prompt of another row
     num_tokens = num_rows * sum(each.num_tokens for each in documents)
     num_trained = num_rows * sum(each.num_trained for each in documents)
-    if row["packing"] == "concat":  # its rows are full of all texts, one after the other
+    if row["packing"] == "concat":  # concatenated texts fill all rows
         return Expected(num_tokens, num_tokens - math.ceil(num_tokens / LENGTH), None, {})
     model = open_model(row, place)
     if row["task"] == "reward":
@@ -195,7 +195,7 @@ def expected_epoch(row: Row, place: Place) -> Expected:
     if row["task"] not in PREFERENCES:
         return Expected(num_tokens, num_trained, sum(nll) / num_trained, {})
     if row["task"] == "kto":
-        return Expected(num_tokens, num_trained, 0.5, {})  # nothing is learned yet: sigmoid(0)
+        return Expected(num_tokens, num_trained, 0.5, {})  # before the first update, the loss is 1 - sigmoid(0)
     chosen, rejected = (documents[side::2] for side in (0, 1))
     logps = {"logps/chosen": [-each for each in nll[::2]], "logps/rejected": [-each for each in nll[1::2]]}
     if row["task"] == "dpo":
@@ -215,7 +215,7 @@ def expected_epoch(row: Row, place: Place) -> Expected:
 
 @torch.no_grad()
 def rewards(model: Any, pairs: Sequence[Sequence[Document]]) -> tuple[Tensor, Tensor]:
-    """Return the rewards of the chosen and the rejected texts, in double precision."""
+    """Return the fp64 rewards of the chosen and the rejected texts."""
     found = [[model(**each.inputs, use_cache=False).logits[0, 0].double() for each in pair] for pair in pairs]
     chosen, rejected = (torch.stack(side) for side in zip(*found, strict=True))
     return chosen, rejected
@@ -226,9 +226,9 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _distilled(row: Row, place: Place, model: Any, documents: Sequence[Document]) -> float:
-    """Return the sum over tokens of a quarter of the cross entropy and the rest of four times the divergence.
+    """Return the sum over tokens of 1/4 of the cross entropy and 3/4 of four times the KL divergence.
 
-    The temperature is 2, over the teacher's 8 likeliest vocabulary entries and all others as one.
+    The temperature is 2. The divergence covers the teacher's 8 likeliest tokens, and all other tokens as one outcome.
     """
     teacher = AutoModelForCausalLM.from_pretrained(place.teacher(row["model"]), dtype=torch.float32).eval()
     return sum(_divergence(*pair) for pair in _both(model, teacher, documents))

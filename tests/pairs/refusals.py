@@ -1,4 +1,4 @@
-"""Runs with levels that the product refuses: each refusal, alone among plain levels."""
+"""Runs with levels that the program refuses: each refusal alone, with plain levels otherwise."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def cases() -> Iterator[tuple[Exclusion, dict[str, str]]]:
 
 
 def refused_row(exclusion: Exclusion, levels: Row) -> dict[str, str]:
-    """Return a row with these levels, and no other excluded combination if that is possible."""
+    """Return a row with these levels, without other excluded combinations if possible."""
     others = tuple(each for each in EXCLUSIONS if each is not exclusion)
     with mock.patch.object(factors, "EXCLUSIONS", others):
         found = completed(levels)
         if found is not None:
             return found
-    for other in reversed(others):  # allow one further refusal, not a third, which might be the reported one
+    for other in reversed(others):  # allow only one further refusal, because the run might report any of them
         with mock.patch.object(factors, "EXCLUSIONS", tuple(each for each in others if each is not other)):
             if other.text and (found := completed(levels)) is not None:
                 return found
@@ -40,9 +40,9 @@ def refused_row(exclusion: Exclusion, levels: Row) -> dict[str, str]:
 
 
 def refusal_of(row: Row, place: Place, folder: Path) -> str:
-    """Return the refusal of a row's run, or "" if it runs."""
+    """Return the error message of a row's run, or "" if the run succeeds."""
     try:
         train(row, place, folder)
-    except (AssertionError, ConfigError) as error:  # from ranks: their output
+    except (AssertionError, ConfigError) as error:  # for ranks, the message is their output
         return str(error)
     return ""

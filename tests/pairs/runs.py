@@ -1,4 +1,4 @@
-"""Whole runs of rows, alone or as ranks: the log, traffic, plan and files of each."""
+"""Complete runs of rows, alone or as ranks, with their log, traffic, plan and files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from processes.ranks import finish_ranks, start_ranks
 from tiered import TieredStore
 from tiered.units import parse_size
 
-#: Tries to enlarge a tier of the smallest planned size, because one need may hide another one.
+#: Maximum number of attempts to enlarge a minimal tier, because one requirement can hide another.
 _MOST_TRIES = 12
 TIMEOUT_S = 600.0
 
@@ -81,7 +81,7 @@ class RankEnd:
 
 @dataclass
 class Run:
-    """A run to its end, of one start or of two.
+    """Finished run with one or two starts.
 
     Attributes:
         folder: Folder of the run.
@@ -95,7 +95,7 @@ class Run:
 
     @property
     def bits(self) -> list[tuple[Any, ...]]:
-        """Figures of every step that no placement may change."""
+        """Metrics of every step that must not depend on placement."""
         steps = {number: step for start in self.starts for number, step in start[0].steps.items()}
         return [
             (n, s.loss, s.grad_norm, s.lr, s.num_real_tokens, s.num_trained_tokens, dict(s.preferences))
@@ -104,29 +104,29 @@ class Run:
 
     @property
     def steps(self) -> list[StepMetrics]:
-        """All steps, as rank 0 reports them."""
+        """Metrics of all steps, as reported by rank 0."""
         return [step for start in self.starts for step in start[0].steps.values()]
 
     @property
     def evaluations(self) -> list[tuple[Any, ...]]:
-        """Figures of every evaluation that no placement may change."""
+        """Metrics of every evaluation that must not depend on placement."""
         found = [each for start in self.starts for each in start[0].evaluations]
         return [(e.step, e.name, e.loss, e.num_tokens, dict(e.preferences), tuple(e.samples)) for e in found]
 
     @property
     def exported(self) -> Path:
-        """The folder that the run wrote."""
+        """Folder of the exported model."""
         return self.folder / "out" / "final"
 
     @property
     def exported_bits(self) -> dict[str, str]:
-        """Digests of the files of weights that it wrote."""
+        """Digests of the exported weight files."""
         files = sorted(self.exported.glob("*.safetensors"))
         return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 class WatchedLoop(TrainingLoop):
-    """A loop that records its traffic, and the plan's traffic.
+    """Training loop that records its traffic and the planned traffic.
 
     Args:
         end: Record to fill.
@@ -141,7 +141,7 @@ class WatchedLoop(TrainingLoop):
         self._num_since += 1
 
     def _schedule_to_next_stop(self) -> None:
-        """Start a new stretch: each evaluation or checkpoint ends one, and each begins as a run does."""
+        """Start a new stretch of steps after an evaluation or checkpoint. Each stretch starts like a run."""
         self._cut()
         super()._schedule_to_next_stop()
 
@@ -174,7 +174,7 @@ class WatchedLoop(TrainingLoop):
         return super()._summary(moved, link_bytes, **options)
 
     def export(self) -> Path:
-        """Record the weights at the export: updates are done, and the store is still open."""
+        """Record the weights at the export, after all updates and before the store closes."""
         real = FinalExport.write
 
         def write(export: FinalExport, *arguments: Any) -> Path:
@@ -219,7 +219,7 @@ def train_here(path: Path, cut: str, stop_after: int | None, group: RankGroup | 
             end.needs[error.tier] = error.need_bytes
         except Exception:
             failed = traceback.format_exc()
-        gc.collect()  # free a failed run's memory while its device exists
+        gc.collect()  # free the memory of a failed run while its device still exists
     assert not failed, failed
     return end
 
@@ -239,7 +239,7 @@ def counted_commits(end: RankEnd) -> Iterator[None]:
 
 @contextmanager
 def new_compiler() -> Iterator[None]:
-    """Let ``torch.compile`` start without other runs' compiled code, and reset the switches of its first use."""
+    """Let ``torch.compile`` start without compiled code of other runs, and restore the settings that it changes."""
     import torch._dynamo as dynamo
 
     validates = torch.distributions.Distribution._validate_args
@@ -258,7 +258,7 @@ def _train(config: RunConfig, end: RankEnd, stop_after: int | None, group: RankG
 
 
 def train_ranks(path: Path, cut: str, stop_after: int | None, size: int, num_hosts: int) -> list[RankEnd]:
-    """Train in several processes, with the variables of torchrun."""
+    """Train in several processes with torchrun's environment variables."""
     folder = path.parent / f"ranks-{path.stem}-{stop_after}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -276,7 +276,7 @@ def train_ranks(path: Path, cut: str, stop_after: int | None, size: int, num_hos
 
 
 def train(row: Row, place: Place, folder: Path, *, stop_after: int | None = None, is_plain: bool = False) -> Run:
-    """Run a row to its end: in one start, or stopped after a step and continued as the row says."""
+    """Run a row to the end, in one start, or with a stop after a step and a resume as in the row."""
     folder.mkdir(parents=True)
     config = config_of(row, place, folder, is_plain=is_plain)
     if row["task"] == "distill":
@@ -289,10 +289,10 @@ def train(row: Row, place: Place, folder: Path, *, stop_after: int | None = None
     if row["checkpoints"] in ("copied", "away"):
         for drive in [*folder.glob("drive*"), *folder.glob("host*/drive*")]:
             shutil.rmtree(drive)
-    if row["checkpoints"] == "away":  # along with the drives, all other files of the machine
+    if row["checkpoints"] == "away":  # lose the machine's files together with the drives
         shutil.rmtree(run.folder / "out")
     if row["checkpoints"] == "moved":
-        # One process cannot read the drives of other hosts.
+        # A single process cannot read the drives of other hosts.
         stays = WORLDS[row["ranks"]][1] > 1 and "nvme" in config["tiers"]
         row, config = row if stays else {**row, "ranks": "alone"}, all_in_place(config)
     run.starts.append(_start(run, "second", config, row, None))
@@ -300,12 +300,12 @@ def train(row: Row, place: Place, folder: Path, *, stop_after: int | None = None
 
 
 def _start(run: Run, name: str, config: Config, row: Row, stop_after: int | None) -> list[RankEnd]:
-    """Start a run; enlarge tiers of the smallest size until the run fits."""
+    """Start a run, and enlarge minimal tiers until the run fits."""
     path, (size, num_hosts) = run.folder / f"{name}.toml", WORLDS[row["ranks"]]
     for _ in range(_MOST_TRIES):
         path.write_text(to_text(config))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecation warnings of packages
+            warnings.simplefilter("ignore")  # ignore deprecation warnings of packages
             if size == 1:
                 ends = [train_here(path, row["cut"], stop_after)]
             else:
@@ -318,7 +318,7 @@ def _start(run: Run, name: str, config: Config, row: Row, stop_after: int | None
 
 
 def score(row: Row, place: Place, folder: Path) -> None:
-    """Score the rows of a row with a teacher, once."""
+    """Score the training rows of a row with a teacher, once."""
     if folder.exists():
         return
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Runs the programs of examples/python, as they are and as the plain programs before the changes.
+"""Runs the programs in examples/python, unchanged and without the lines that megatrain needs.
 
 python embed_examples.py NAME FOLDER plain in_ram unbroken stopped     # one JSON object per run
 python embed_examples.py NAME FOLDER resumed
@@ -24,7 +24,7 @@ _WAS = re.compile(r"^( *)# was: ", flags=re.MULTILINE)
 
 @dataclass(frozen=True)
 class Program:
-    """Arguments of a program for a whole and a half run, and its printed lines about losses."""
+    """Arguments of a program for a complete run and for half a run."""
 
     whole: tuple[str, ...]
     half: tuple[str, ...]
@@ -43,12 +43,12 @@ def source(name: str) -> str:
 
 
 def marked_lines(text: str) -> list[str]:
-    """Return the lines that are marked as added."""
+    """Return the lines that are marked as additions."""
     return [line for line in text.splitlines() if line.endswith(MARK)]
 
 
 def plain(text: str) -> str:
-    """Return the program without the added lines, and with the replaced text restored."""
+    """Return the program without added lines, and with the original text of replaced lines."""
     kept = [line for line in text.splitlines() if not line.endswith(MARK)]
     return _WAS.sub(r"\1", "\n".join(kept) + "\n")
 
@@ -61,7 +61,7 @@ def in_ram(text: str) -> str:
 
 
 def run(name: str, text: str, options: Sequence[str]) -> dict[str, object]:
-    """Run a program in this process; return its losses, and the RAM that its store needed."""
+    """Run a program in this process, and return its losses and the RAM that its store needed."""
     printed, before = io.StringIO(), sys.argv
     sys.argv = [f"{name}.py", *options]
     try:
@@ -81,7 +81,7 @@ def run(name: str, text: str, options: Sequence[str]) -> dict[str, object]:
 
 @contextlib.contextmanager
 def _watched_stores() -> Iterator[list[TieredStore]]:
-    """Record the stores that are opened inside."""
+    """Record the stores that are opened in the context."""
     opened: list[TieredStore] = []
     construct = TieredStore.__init__
 
@@ -101,7 +101,7 @@ def _main_module(name: str) -> dict[str, object]:
 
 
 def main(name: str, folder: str, *runs: str) -> None:
-    """Make runs, each in the folder of its name; stopped and resumed runs share one."""
+    """Run variants of a program, each in the folder of its name. Stopped and resumed runs share a folder."""
     text, program = source(name), PROGRAMS[name]
     for which in runs:
         variant = plain(text) if which == "plain" else in_ram(text) if which == "in_ram" else text

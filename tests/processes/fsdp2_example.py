@@ -1,6 +1,6 @@
 """Runs examples/python/fsdp2.py as one of several ranks: ``python fsdp2_example.py plain|tiered OPTION ...``.
 
-The environment has the address where ranks meet, as under torchrun. The last printed line is about the store.
+The environment contains the rendezvous address, as under torchrun. The last printed line describes the store.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ NAME = "fsdp2"
 
 
 def main(which: str, *options: str) -> None:
-    """Run the program, or its version before it had a store."""
-    limit = threading.Timer(200, os._exit, [2])  # a collective that one rank leaves out would wait for ever
+    """Run the program, or its plain version without a store."""
+    limit = threading.Timer(200, os._exit, [2])  # a collective that one rank skips would wait forever
     limit.daemon = True
     limit.start()
     torch.set_num_threads(1)
-    # Only at its end: gloo's destructor joins, with the GIL held, a thread that may wait for the GIL.
+    # Destroy no group, because gloo's destructor joins a thread that can wait for the GIL while it holds the GIL.
     torch.distributed.destroy_process_group = torch.distributed.barrier  # type: ignore[assignment]
     text = embed_examples.source(NAME)
     found = embed_examples.run(NAME, embed_examples.plain(text) if which == "plain" else text, options)

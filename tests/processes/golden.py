@@ -1,4 +1,4 @@
-"""Folders of runs whose checkpoints an earlier version wrote (tests/data/checkpoints)."""
+"""Folders of runs with checkpoints of an earlier version (tests/data/checkpoints)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / "checkpoints"
 
 
 def unpack(form: str, folder: Path) -> SavedRun:
-    """Return the run of a golden form, in a new folder."""
+    """Unpack the run of a checkpoint form to a new folder, and return the run."""
     with tarfile.open(GOLDEN / f"{form}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     return SavedRun(folder / form)

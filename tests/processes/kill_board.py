@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["PHASES", "Board", "watch"]
 
-#: Watched function -> phase while it runs: module, qualified name, phase.
+#: (module, qualified name, phase) of each watched function.
 WATCHED = (
     ("megatrain.training.open_run", "OpenRun.load", "loading"),
     ("megatrain.training.training_loop", "TrainingLoop.run", "between steps"),
@@ -31,15 +31,15 @@ WATCHED = (
     ("tiered.durable.generations", "Generations._remove_unfinished", "pruning"),
     ("megatrain.checkpoint.local_copier", "LocalCopier._copy", "copying"),
 )
-#: All phases: of the main thread, of the commit's thread and of the copy's thread; "" is none.
+#: Phases of the main, commit and copy threads. "" means no phase.
 PHASES = ("", "starting", *dict.fromkeys(phase for _, _, phase in WATCHED))
 _STEP_NAMES = ("reported", "resumed")
-_STEPS, _FIGURES = 8, 64  # offsets; before them a byte for each of the three threads
-_LANES = {"MainThread": 0, "checkpoint-copy": 2}  # all others belong to a commit
+_STEPS, _FIGURES = 8, 64  # offsets after one byte for each of the three threads
+_LANES = {"MainThread": 0, "checkpoint-copy": 2}  # all other threads belong to a commit
 
 
 class Board:
-    """The shared memory. Each value has one writer; a reader may see a slightly old value."""
+    """Shared memory with one writer per value. A reader can see a slightly old value."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
@@ -52,11 +52,11 @@ class Board:
         self.set_phase(0, "starting")
 
     def contents(self) -> bytes:
-        """Return all values: they change whenever a phase begins or ends."""
+        """Return all values, which change whenever a phase begins or ends."""
         return self._memory[: mmap.PAGESIZE]
 
     def phase(self, lane: int) -> str:
-        """Return the phase of the main thread (0), of a commit's thread (1) or of a copy's thread (2)."""
+        """Return the phase of the main (0), commit (1) or copy (2) thread."""
         return PHASES[self._memory[lane]]
 
     def set_phase(self, lane: int, phase: str) -> None:
@@ -64,14 +64,14 @@ class Board:
         self._memory[lane] = PHASES.index(phase)
 
     def where(self) -> str:
-        """Return the phase of the main thread, with the phases of a commit's and a copy's thread if they exist."""
+        """Return the phase of the main thread, and the phases of the commit and copy threads if they exist."""
         main, commit, copy = (self.phase(lane) for lane in range(3))
         return main + (f", commit {commit}" if commit else "") + (f", {copy}" if copy else "")
 
     def step(self, name: str) -> int:
-        """Return the step of the newest ``reported`` checkpoint, or of the one that the run ``resumed`` from.
+        """Return the step of the newest ``reported`` checkpoint, or of the ``resumed`` checkpoint.
 
-        It is -1 if there is none yet, and 0 if the run started from the beginning.
+        Return -1 if there is none yet, or 0 if the run started from the beginning.
         """
         (step,) = struct.unpack_from("<q", self._memory, _STEPS + 8 * _STEP_NAMES.index(name))
         return int(step)
@@ -93,7 +93,7 @@ class Board:
 
 
 def watch(board: Board) -> None:
-    """Make the program report its phases and checkpoints to the board; nothing else about it changes."""
+    """Make the program report its phases and checkpoints to the board, without other changes."""
     for module_name, name, phase in WATCHED:
         owner: Any = importlib.import_module(module_name)
         *classes, last = name.split(".")

@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results for the user after a run has ended.
+    """Results of a finished run.
 
     Attributes:
         losses: (step, loss) of each step line in ``metrics.jsonl``.
@@ -92,7 +92,7 @@ def check_after_kill(folder: Path, keep: int, reported: int, drives: Sequence[Pa
         yield from _problems_of_copies(folder / "out/copies", keep)
         newest = next((number for number in newest_first(path) if number not in lost), None)
         if newest is not None:
-            # A kill in the middle of the very first flip leaves a whole generation that no file names yet.
+            # A kill during the very first commit can leave a complete generation that no file names yet.
             is_named = (path / MANIFEST_NAME).exists()
             yield from (text for text in problems_of(path, newest) if is_named or "names the current" not in text)
             RunState.from_meta(GenerationReader(path, newest).manifest.meta, where=str(path))
@@ -101,7 +101,7 @@ def check_after_kill(folder: Path, keep: int, reported: int, drives: Sequence[Pa
 
 
 def _problems_of_copies(path: Path, keep: int) -> Iterator[str]:
-    """Yield the errors of whole copies: every usable one must be sound, and old ones must be removed."""
+    """Yield the errors of whole copies. Every listed copy must be intact, and old copies must be removed."""
     numbers = newest_first(path)
     if len(numbers) > max(keep, 2):
         yield f"copies {numbers} where {keep} are kept"
@@ -117,12 +117,12 @@ def newest_copy(folder: Path) -> int | None:
 
 
 def problems_of(path: Path, generation: int | None = None) -> list[str]:
-    """Return all errors of a generation, by default of the current one."""
+    """Return all errors of a generation. Default: the current generation."""
     return list(GenerationReader(path, generation).problems())
 
 
 def bytes_on_disk(folders: Sequence[Path]) -> int:
-    """Return the disk usage of the files in these folders, each file counted once."""
+    """Return the disk usage of the files in these folders, counting each file once."""
     seen = {}
     for folder in folders:
         for file in folder.rglob("*"):

@@ -1,10 +1,10 @@
-"""Real runs that are killed at random instants and restarted until they end; the result must equal an unbroken run.
+"""Real runs that are killed at random times and restarted until they finish, with the results of an unbroken run.
 
     PYTHONPATH=.:tests python -m processes.kills --kills 200 --stops 30
 
-A process that has imported everything, and has one thread, forks a child per start: a start costs no import. The child
-runs the command ``run``; wrappers around functions report its phase, and change nothing. The parent kills it (or
-requests a stop), checks the files on disk, and starts it again.
+A single-threaded process that has imported everything forks a child per start, so that a start needs no imports. The
+child runs the command ``run``. Wrappers around functions report its phase, without other changes. The parent kills it
+(or requests a stop), checks the files on disk, and starts it again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
     "mixed": {"placement": 'optimizer = ["nvme"]', "nvme": 1},
     "striped": {"placement": ALL_NVME, "ram": "7MiB", "nvme": 2, "rates": (1, 3)},
 }
-#: Phase -> how often a signal is aimed at it, relative to the others; in addition to signals at any instant.
+#: Relative frequency of signals in each phase, in addition to signals at random times.
 AIMS = {
     "loading": 2,
     "saving": 1,
@@ -62,14 +62,14 @@ AIMS = {
     "copying": 3,
 }
 _AT_ANY_INSTANT = 0.4  # share of the signals
-_ENOUGH = 0.15  # after each signal, the chance that it was the last of its run
-_DRIVES_LOST = 0.5  # after each signal, the chance of losing all drives, if a copy is left
+_ENOUGH = 0.15  # probability after each signal that the run gets no further signal
+_DRIVES_LOST = 0.5  # probability after each signal of losing all drives, if a copy exists
 _POLL_S = 1e-4
 
 
 @dataclass(frozen=True)
 class Aim:
-    """When a signal is sent: ``delay_s`` after the start, or after the ``nth`` time that a phase begins."""
+    """Time of a signal: ``delay_s`` after the start, or after the ``nth`` beginning of a phase."""
 
     delay_s: float
     phase: str | None = None
@@ -99,7 +99,7 @@ class Start:
 
 @dataclass
 class Run:
-    """A run in a folder, and its starts."""
+    """Run in a folder, with its starts."""
 
     placement: str
     folder: Path
@@ -117,7 +117,7 @@ class Run:
         return text + ", copies" * self.copies
 
     def write_config(self, model: Path) -> None:
-        """Make the folder and the config in it."""
+        """Create the folder and write the config to it."""
         self.folder.mkdir()
         tables = PLACEMENTS[self.placement]
         text = config_text(self.folder, model, **tables)
@@ -140,7 +140,7 @@ class Run:
 
 
 class Killer:
-    """Starts runs and ends them before they are done.
+    """Starts runs, and kills or stops them before they finish.
 
     Args:
         model: Folder with weights and tokenizer.
@@ -165,11 +165,11 @@ class Killer:
         watch(self._board)
 
     def num_hits(self, number: int) -> int:
-        """Return the number of these signals that hit a run."""
+        """Return how many signals with this number hit a run."""
         return sum(start.number == number and start.where is not None for run in self.runs for start in run.starts)
 
     def disturb(self, number: int, times: int) -> None:
-        """Send signals to runs of all placements in turn, until the given numbers have hit."""
+        """Send signals to runs of all placements in turn, until the given number of signals has hit."""
         while self.num_hits(number) < times and not self.problems:
             turn = len(self.runs)
             placement = list(PLACEMENTS)[turn % len(PLACEMENTS)]
@@ -193,7 +193,7 @@ class Killer:
         return run
 
     def _run_unbroken(self) -> None:
-        """Run once without a signal, for the result and the durations."""
+        """Run once without a signal, to get the expected result and the durations."""
         run = self._make_run("mixed", copies=True)  # a commit here both writes and links
         start_s = time.monotonic()
         start = self._start(run, None, 0)
@@ -237,7 +237,7 @@ class Killer:
             yield f"{used} bytes on the drives, more than {DRIVE_MIB} MiB"
 
     def _aim(self, run: Run) -> Aim:
-        done = max((start.reported for start in run.starts), default=0) / NUM_STEPS  # then the rest is shorter
+        done = max((start.reported for start in run.starts), default=0) / NUM_STEPS  # the remaining run is shorter
         if self._random.random() < _AT_ANY_INSTANT:
             return Aim(self._random.uniform(0, self._unbroken_s * (1 - 0.7 * max(0, done))))
         (phase,) = self._random.choices(list(AIMS), list(AIMS.values()))
@@ -255,7 +255,7 @@ class Killer:
         return Start(number, where, code, self._board.step("resumed"), self._board.step("reported"), is_hung)
 
     def _strike(self, pid: int, aim: Aim | None, number: int) -> tuple[str | None, int, bool]:
-        """Send the signal to a child at its time, and wait for its end."""
+        """Send the signal to a child at the planned time, and wait until the child has ended."""
         start_s = time.monotonic()
         due_s = start_s + aim.delay_s if aim is not None and aim.phase is None else None
         where: str | None = None
@@ -282,7 +282,7 @@ class Killer:
 
 
 def seconds_delayed(pid: int) -> dict[str, float]:
-    """Return how long each thread of a process has waited for a core: on a loaded machine, most of the time."""
+    """Return the seconds that each thread of a process has waited for a core, which dominate on a loaded machine."""
     found: dict[str, float] = {}
     for path in Path("/proc", str(pid), "task").glob("*/schedstat"):
         with contextlib.suppress(OSError):  # a thread that ended meanwhile
@@ -291,24 +291,24 @@ def seconds_delayed(pid: int) -> dict[str, float]:
 
 
 def longest_delay_s(before: Mapping[str, float], now: Mapping[str, float]) -> float:
-    """Return the longest wait of a thread for a core since then; threads wait concurrently."""
+    """Return the longest time that a thread has waited for a core since ``before``. Threads wait concurrently."""
     return max((seconds - before.get(thread, 0.0) for thread, seconds in now.items()), default=0.0)
 
 
 def codes_allowed(start: Start) -> tuple[int, ...]:
-    """Return the correct exit statuses."""
+    """Return the allowed exit statuses of a start."""
     if start.where is None:
         return (0,)
     if start.number == signal.SIGKILL:
         return (-start.number,)
     main = start.where.partition(",")[0]
-    if main in ("starting", "loading"):  # the handler is not installed yet, or, at the end, removed
+    if main in ("starting", "loading"):  # the handler is not yet installed, or already removed
         return (-start.number, 75, 0)
     return (75, 0)
 
 
 def format_tables(runs: Sequence[Run], number: int) -> str:
-    """Return the phases that signals hit, and the steps that runs resumed from, by placement."""
+    """Return tables of the phases that signals hit, and of the resumed steps, by placement."""
     starts = [(run.placement, start) for run in runs for start in run.starts]
     hits = Counter((str(s.where), placement) for placement, s in starts if s.number == number and s.where is not None)
     resumed = Counter((s.resumed, placement) for placement, s in starts if s.resumed >= 0)
@@ -329,7 +329,7 @@ def _table(title: str, rows: Mapping[Any, str], counts: Mapping[tuple[Any, str],
 
 
 def main() -> int:
-    """Disturb runs and print the tables; return 1 after any error."""
+    """Send signals to runs and print the tables. Return 1 after any error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=12, help="SIGKILLs that must hit")
     parser.add_argument("--stops", type=int, default=3, help="SIGTERMs that must hit")
@@ -368,7 +368,7 @@ def main() -> int:
 
 
 def preload(model: Path, folder: Path) -> None:
-    """Import and compile the code of a run; start no thread and train nothing."""
+    """Import and compile the code of a run, without starting a thread or training."""
     from megatrain.config import load_config
     from megatrain.optim import clip
     from megatrain.plan import planner, traced
@@ -391,7 +391,7 @@ def preload(model: Path, folder: Path) -> None:
 
 
 def run_child(folder: Path) -> NoReturn:
-    """Run the command ``run`` for ``<folder>/run.toml`` in this child process; its output goes to ``log.txt``."""
+    """Run the command ``run`` for ``<folder>/run.toml`` in this child process, with output in ``log.txt``."""
     code = 1
     try:
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The launcher of a test program: ``python launch_program.py NUM_RANKS COMMAND ...``."""
+"""Launches the ranks of a test program: ``python launch_program.py NUM_RANKS COMMAND ...``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a step with wide MLPs: ``python memory_of_mlp.py FOLDER ROWS`` prints it, planned and measured."""
+"""Prints the planned and measured memory of a step with wide MLPs: ``python memory_of_mlp.py FOLDER ROWS``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS = 2048
 
 
 def main() -> None:
-    """Take one step without measurement, then a measured one; print bytes."""
+    """Run an unmeasured step and a measured step, and print the bytes."""
     folder, rows = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     config = LlamaConfig(

@@ -1,4 +1,4 @@
-"""Memory of a process that tiers a model of 64 MiB, or loads one: ``python memory_of_tiering.py FOLDER``."""
+"""Measures the memory of a process that offloads or loads a 64 MiB model: ``python memory_of_tiering.py FOLDER``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LAYERS, UNIT_BYTES = 16, 4 << 20
 
 
 def anonymous_bytes() -> int:
-    """Return this process's memory without a backing file."""
+    """Return the anonymous memory of this process."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) << 10
 
 
 @contextmanager
 def peak(results: dict[str, int], name: str) -> Iterator[None]:
-    """Record the peak growth of memory, and the growth that remained."""
+    """Record the peak growth of memory in the context, and the growth that remains."""
     gc.collect()
     before, highest, is_over = anonymous_bytes(), [0], threading.Event()
 
@@ -46,7 +46,7 @@ def peak(results: dict[str, int], name: str) -> Iterator[None]:
 
 
 def main() -> None:
-    """Write the figures to FOLDER/memory.json."""
+    """Write the measurements to FOLDER/memory.json."""
     folder, results = Path(sys.argv[1]), dict[str, int]()
     torch.set_num_threads(1)
     warm = nn.Sequential(nn.Linear(8, 8))

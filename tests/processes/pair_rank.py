@@ -1,4 +1,4 @@
-"""A rank of a run of the pairs, ``python pair_rank.py CONFIG CUT STOP_AFTER FOLDER``: writes its observations."""
+"""One rank of a pairs run, which writes its observations: ``python pair_rank.py CONFIG CUT STOP_AFTER FOLDER``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""One rank of a program that takes steps with others: ``python rank_program.py FOLDER [HOW ...]``, under a launcher.
+"""One rank of a test program with several ranks: ``python rank_program.py FOLDER [FAULT ...]``, under a launcher.
 
-Each ``HOW`` is ``RANK:WHAT``, and happens on that rank: ``raise``, ``kill``, ``stop`` (SIGSTOP) or ``exit`` at the
-second step, ``early`` before the ranks meet. ``slow`` never ends by itself, ``notice`` sends rank 0 a message,
-``patient`` waits a minute for others.
+Each ``FAULT`` is ``RANK:KIND`` and affects that rank. ``raise``, ``kill``, ``stop`` (SIGSTOP) and ``exit`` occur in the
+second step, ``early`` before the ranks join a group. ``slow`` never ends, ``notice`` sends a message to rank 0, and
+``patient`` waits a minute for other ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_STEPS = 4
 
 
 def main() -> None:
-    """Take steps until the end or a stop; end with 75 after a stop."""
+    """Run steps until the end or a stop. Exit with 75 after a stop."""
     folder, rank = Path(sys.argv[1]), os.environ["RANK"]
     ways = {way.partition(":")[2] for way in sys.argv[2:] if way.partition(":")[0] in (rank, "*")}
     if "early" in ways:
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def steps(group: RankGroup, folder: Path, ways: set[str]) -> int:
-    """Take steps; return the exit code."""
+    """Run steps, and return the exit code."""
     if "notice" in ways:
         group.notify("the drive is full")
     group.listen(on_notice=lambda text: print(text, flush=True))
@@ -62,12 +62,12 @@ def steps(group: RankGroup, folder: Path, ways: set[str]) -> int:
     if "hang" in ways:
         time.sleep(60)
     if "notice" in "".join(sys.argv[2:]):
-        time.sleep(1.0)  # until rank 0 has printed it
+        time.sleep(1.0)  # wait until rank 0 has printed the message
     return 0
 
 
 def misbehave(ways: set[str]) -> None:
-    """Do the requested faults."""
+    """Cause the requested faults."""
     if "raise" in ways:
         raise ValueError("the rows are wrong")
     if "exit" in ways:

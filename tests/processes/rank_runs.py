@@ -1,4 +1,4 @@
-"""Whole runs of several processes, started by the project's launcher, or as torchrun and srun start each rank."""
+"""Complete runs of several processes, started by the project's launcher, or rank by rank like torchrun and srun."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from processes.saved_run import command_words
 
 
 def launched(size: int, config: Path, *options: str) -> AbstractContextManager[Any]:
-    """Start ``run --processes N``; remaining processes are killed at the end."""
+    """Start ``run --processes N``. On exit, kill the remaining processes."""
     return started([*command_words()[1:], "run", config, "--processes", size, *options])
 
 
 def launch(size: int, config: Path, *options: str) -> Ended:
-    """Run in several processes, to the end."""
+    """Run in several processes, and wait until they have ended."""
     with launched(size, config, *options) as process:
         out, err = process.communicate(timeout=LIMIT_S)
         return Ended([process.returncode], out, err)
@@ -39,17 +39,17 @@ def launched_with(size: int, folder: Path, happens: str, config: Path, *options:
 
 
 def start_runs(configs: Sequence[Path], *options: str, folders: Sequence[Path] = ()) -> list[Any]:
-    """Start a run's rank for each config, with no launcher; each in its folder, if given."""
+    """Start a rank for each config without a launcher, in its folder if given."""
     return start_ranks([[*command_words()[1:], "run", config, *options] for config in configs], folders=folders)
 
 
 def run_ranks(configs: Sequence[Path], *options: str, folders: Sequence[Path] = ()) -> Ended:
-    """Run one rank for each config, to the end."""
+    """Run one rank for each config, and wait until all ranks have ended."""
     return finish_ranks(start_runs(configs, *options, folders=folders))
 
 
 def wait_until(holds: Callable[[], bool], process: Any) -> None:
-    """Wait for an event of a run."""
+    """Wait for an event in a run."""
     end_s = time.monotonic() + LIMIT_S
     while not holds():
         assert time.monotonic() < end_s and process.poll() is None, process.communicate()
@@ -57,7 +57,7 @@ def wait_until(holds: Callable[[], bool], process: Any) -> None:
 
 
 def read_until(text: str, process: Any) -> str:
-    """Read lines of a run until one has a text; return these lines."""
+    """Read output lines of a run until a line contains a text, and return the lines."""
     lines = [""]
     while text not in lines[-1]:
         line = process.stdout.readline()

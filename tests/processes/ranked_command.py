@@ -2,13 +2,13 @@
 
 ``RANK_HAPPENS`` in the environment lists the faults of each rank:
 
-- ``RANK:kill:INSTANT:NTH``: it is killed the nth time that it reaches one of ``INSTANTS``; with ``stop`` it is
-  stopped (SIGSTOP), with ``raise`` an error is raised there.
-- ``RANK:full:FILE``: its drives have no space while that file exists.
-- ``RANK:flip:FILE``: reads from its drives have one wrong bit while that file exists.
-- ``RANK:asks:FILE``: each query of torch for GPUs adds a line to the file: the GPUs visible at that time.
+- ``RANK:kill:INSTANT:NTH``: the rank is killed when it reaches one of ``INSTANTS`` for the nth time. ``stop`` sends
+  SIGSTOP and ``raise`` raises an error instead.
+- ``RANK:full:FILE``: the rank's drives are full while the file exists.
+- ``RANK:flip:FILE``: reads from the rank's drives have one wrong bit while the file exists.
+- ``RANK:asks:FILE``: each GPU query through torch appends the visible GPUs to the file.
 
-In ``RANK_PIDS`` every rank writes its number. Nothing else differs from the command.
+Every rank writes its pid to the folder ``RANK_PIDS``. Otherwise, the rank behaves like the command.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tiered import Commit, TieredStore
 from tiered.links.files import FileEngine
 from tiered.testing.faults import Fault, FaultyMover
 
-#: Instants of a save, in order -> class and method, and whether the instant is after it.
+#: Instants of a save in order: class, method, and whether the instant follows the method.
 INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "begins": (CheckpointWriter, "begin", False),
     "frozen": (TieredStore, "commit", True),
@@ -49,7 +49,7 @@ def fail() -> None:
 
 
 def happens_at(what: str, instant: str, nth: int) -> None:
-    """Kill or stop this process, or let it fail, at an instant."""
+    """Kill or stop this process, or raise an error, at an instant."""
     number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}.get(what)
     happen = fail if number is None else partial(os.kill, os.getpid(), number)
     owner, name, is_after = INSTANTS[instant]
@@ -71,7 +71,7 @@ def happens_at(what: str, instant: str, nth: int) -> None:
 
 
 class FaultWhile(Fault):
-    """A fault while a file exists: a full drive, or a wrong bit."""
+    """Fault of a drive while a file exists: no space, or a wrong bit."""
 
     def __init__(self, what: str, file: Path) -> None:
         if what == "full":
@@ -81,12 +81,12 @@ class FaultWhile(Fault):
         self._file = file
 
     def affects(self, on: str, file: Any) -> bool:
-        """Return whether a call fails."""
+        """Return whether the fault affects a call."""
         return super().affects(on, file) and self._file.exists()
 
 
 def spoil_drives(what: str, file: Path) -> None:
-    """Make drives full, or faulty, while a file exists; full ones are checked every 20 ms."""
+    """Make drives full or faulty while a file exists. The tier checks full drives every 20 ms."""
     importlib.import_module("tiered.tiers.health").RETRY_S = 0.02
     real = FileEngine.__init__
 

@@ -1,4 +1,4 @@
-"""Several ranks on this machine, started as torchrun starts them: of a program, or of a test's function.
+"""Several ranks on this machine, started like torchrun, that run a program or a function of a test.
 
 Each rank is a process of ``processes.warm``, which has torch, transformers and megatrain loaded.
 """
@@ -25,7 +25,7 @@ from megatrain.ranks.world import World, init
 from processes import warm
 
 ROOT = Path(__file__).parents[2]
-#: Limit for ranks that hang, so that the suite continues. Tiny models take a few seconds.
+#: Time limit for hanging ranks, so that the test suite continues. Tiny models take a few seconds.
 LIMIT_S = 120.0
 ADDRESS = "MASTER_ADDR"
 #: Meeting address of ranks that the project's launcher did not start.
@@ -53,14 +53,14 @@ class Ended:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return the environment of a program that may import the tests' helpers."""
+    """Return the environment of a program that can import the test helpers."""
     path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
 
 
 @contextlib.contextmanager
 def started(words: Sequence[object], **more: str) -> Iterator[Any]:
-    """Start a Python program that starts others, such as a launcher; it is killed at the end.
+    """Start a Python program such as a launcher, which can have children, and kill it on exit.
 
     Args:
         words: Arguments of the interpreter.
@@ -113,7 +113,7 @@ def start_ranks(
 
 
 def finish_ranks(ranks: Sequence[Any], limit_s: float = LIMIT_S) -> Ended:
-    """Wait until all ranks have ended, and kill those that take too long; their exit codes are negative."""
+    """Wait until all ranks have ended. Ranks that exceed the limit are killed and have negative exit codes."""
     end_s, out, err = time.monotonic() + limit_s, "", ""
     try:
         for process in ranks:
@@ -132,7 +132,7 @@ def finish_ranks(ranks: Sequence[Any], limit_s: float = LIMIT_S) -> Ended:
 def run_on_ranks(
     size: int, job: Callable[..., Any], *arguments: Any, num_hosts: int = 1, limit_s: float = LIMIT_S
 ) -> list[Any]:
-    """Return what ``job(world, *arguments)`` returns on each rank; an error of one rank is raised here.
+    """Return the result of ``job(world, *arguments)`` on each rank. Raise the error of any rank.
 
     The ranks have joined a gloo group, unless there is only one rank.
 
@@ -158,7 +158,7 @@ def run_on_ranks(
 
 
 def wait_for_end(ranks: Sequence[Any], limit_s: float) -> None:
-    """Wait until all ranks have ended, one of them has failed, or the time is over."""
+    """Wait until all ranks have ended, a rank has failed, or the time limit is reached."""
     end_s = time.monotonic() + limit_s
     while time.monotonic() < end_s:
         codes = [process.poll() for process in ranks]

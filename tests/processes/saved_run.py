@@ -1,4 +1,4 @@
-"""Tiny runs through the real command that save checkpoints; the start of checkpoint tests."""
+"""Tiny runs of the real command that save checkpoints, for checkpoint tests."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ NVME = '[[tiers.nvme]]\npath = "drive"\nsize = "40MiB"\n'
 ON_NVME = 'weights = "nvme"\noptimizer = "nvme"\n'
 
 
-#: The command under its installed name, or from its folder if the project is not installed.
+#: Package of the command: the installed name, or the folder if the project is not installed.
 PACKAGE = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
 
 
@@ -72,7 +72,7 @@ def cli_module(name: str) -> Any:
 
 
 def command_group() -> Any:
-    """Return the command, as click knows it."""
+    """Return the click group of the command."""
     return cli_module("main").command_group
 
 
@@ -82,14 +82,14 @@ def command_words() -> list[str]:
 
 
 def call_in_new_process(*words: object) -> tuple[subprocess.CompletedProcess[str], bool]:
-    """Run a command in a new interpreter; return its result, and whether it imported torch."""
+    """Run a command in a new interpreter. Return its result, and whether it imported torch."""
     script = (
         "import sys, runpy, atexit\n"
         "atexit.register(lambda: print('torch:', sys.modules.get('torch') is not None, file=sys.stderr))\n"
         f"sys.argv = ['megatrain-tier', *{[str(word) for word in words]!r}]\n"
         f"runpy.run_module({command_words()[-1]!r}, run_name='__main__')\n"
     )
-    # Without `env`, a child gets the variables of the C library, where readline sets COLUMNS.
+    # Pass `env`, because the C library's environment also contains COLUMNS, which readline sets.
     command, env = [sys.executable, "-c", script], dict(os.environ)
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.stderr.count("torch: ") == 1, done.stderr
@@ -98,7 +98,7 @@ def call_in_new_process(*words: object) -> tuple[subprocess.CompletedProcess[str
 
 @dataclass
 class SavedRun:
-    """A folder with a model and data, and runs in it."""
+    """Folder with a model, data and runs."""
 
     folder: Path
 
@@ -135,14 +135,14 @@ class SavedRun:
 
 
 def make_run(folder: Path) -> SavedRun:
-    """Make the folder with a random model of 0.1 M parameters and some text, without training."""
+    """Create the folder with a random model of 0.1 M parameters and some text, without training."""
     make_model(folder / "model")
     (folder / "data.txt").write_text((QUICKSTART / "loomings.txt").read_text()[:2500])
     return SavedRun(folder)
 
 
 def make_model(folder: Path, **changes: int) -> None:
-    """Make the folder of a random model of 0.1 M parameters; ``changes`` replace values of its config."""
+    """Create the folder of a random model of 0.1 M parameters. ``changes`` replace config values."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shutil.copytree(QUICKSTART / "model", folder)
@@ -153,7 +153,7 @@ def make_model(folder: Path, **changes: int) -> None:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Kill a process that a failed test left."""
+    """Kill a process that a failed test left running."""
     if process.poll() is None:
         process.send_signal(signal.SIGKILL)
     process.communicate()

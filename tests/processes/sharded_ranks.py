@@ -1,4 +1,4 @@
-"""A job of two ranks that train a module under FSDP2, with the state of each in a store."""
+"""A job of two ranks that train a module with FSDP2, with the state of each rank in a store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatrain.ranks.world import World
 from tiered import TieredStore
 
 STEPS = 4
-#: Case -> dtype of the parameters, options of the optimizer, largest norm for torch's clipping, resumed format.
+#: Case -> dtype of the parameters, options of the optimizer, maximum norm of torch's clipping, resumed formats.
 CASES: dict[str, tuple[torch.dtype, dict[str, Any], float, tuple[str, ...]]] = {
     "fp32": (torch.float32, {}, 0.0, ("generation", "tensors")),
     "bf16": (torch.bfloat16, {"state_dtype": "bfloat16", "ema_decay": 0.5}, 0.0, ("generation", "tensors")),
@@ -27,7 +27,7 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any], float, tuple[str, ...]]] = {
 
 
 class Net(nn.Module):
-    """Tied weights, rows that two ranks share unevenly, a parameter of one row, a frozen and an unused one."""
+    """Module with tied weights, unevenly sharded rows, and one-row, frozen and unused parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def loss_of(module: nn.Module, step: int, half: int) -> Tensor:
 
 
 def optimizer_of(module: nn.Module, case: str, store: TieredStore, **options: Any) -> megatrain.TieredAdamW:
-    """Return the optimizer of every run of a case; one case uses torch's groups, which accelerate makes first."""
+    """Return the optimizer for the runs of a case. One case uses torch's groups, like accelerate."""
     params: Any = module.parameters()
     if case == "clipped":
         params = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1).param_groups
@@ -67,7 +67,7 @@ def optimizer_of(module: nn.Module, case: str, store: TieredStore, **options: An
 
 
 def step(module: nn.Module, optimizer: torch.optim.Optimizer, case: str) -> None:
-    """Clip as the case specifies, step and clear."""
+    """Clip as the case specifies, run the optimizer's step, and clear the gradients."""
     if CASES[case][2]:
         nn.utils.clip_grad_norm_(module.parameters(), CASES[case][2])
     optimizer.step()
@@ -75,7 +75,7 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer, case: str) -> None
 
 
 def shard(module: Net, *, offloads: bool = False) -> Net:
-    """Shard a module over all ranks, each layer separately."""
+    """Shard each layer of a module over all ranks, and then the module."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     options: dict[str, Any] = {
@@ -89,7 +89,7 @@ def shard(module: Net, *, offloads: bool = False) -> Net:
 
 
 def train(module: Net, optimizer: torch.optim.Optimizer, case: str, steps: Iterable[int], rank: int) -> list[float]:
-    """Return the losses of this rank's halves."""
+    """Train, and return the losses of this rank's half batches."""
     losses = []
     for number in steps:
         loss = loss_of(module, number, rank)
@@ -105,7 +105,7 @@ def whole(module: nn.Module) -> dict[str, Tensor]:
 
 
 def averages(module: nn.Module, optimizer: megatrain.TieredAdamW) -> dict[str, Tensor]:
-    """Return all averages of weights, unsharded, if the optimizer makes any."""
+    """Return all averages of weights, unsharded, if the optimizer computes averages."""
     if not optimizer.ema_decay:
         return {}
     with optimizer.averaged_parameters():
@@ -113,7 +113,7 @@ def averages(module: nn.Module, optimizer: megatrain.TieredAdamW) -> dict[str, T
 
 
 def said(spoil: Callable[[], object]) -> str:
-    """Return the message of a refusal."""
+    """Return the message of the raised error."""
     try:
         spoil()
     except (ValueError, TypeError) as error:
@@ -156,7 +156,7 @@ def refusals(module: Net, folder: Path) -> dict[str, str]:
 
 
 def run(case: str, rank: int, folder: Path) -> dict[str, Any]:
-    """Train with everything in RAM, with state on a drive, and stopped halfway and resumed in two ways."""
+    """Train with everything in RAM, with state on a drive, and with a stop halfway and two kinds of resume."""
     dtype, _, _, resumed = CASES[case]
     found: dict[str, Any] = {}
     for place in ("ram", "nvme"):
@@ -197,7 +197,7 @@ def run(case: str, rank: int, folder: Path) -> dict[str, Any]:
 
 
 def load_half(module: nn.Module, optimizer: Any, half: Any, folder: Path, file: str | None) -> None:
-    """Resume from a generation that a file names, or from a save of torch.distributed.checkpoint."""
+    """Resume from the generation named in a file, or from a save of torch.distributed.checkpoint."""
     if file is not None:
         module.load_state_dict(half)
         optimizer.load_state_dict(torch.load(folder / file))
@@ -212,6 +212,6 @@ def load_half(module: nn.Module, optimizer: Any, half: Any, folder: Path, file: 
 
 
 def run_all(world: World, folder: Path) -> dict[str, Any]:
-    """Run all cases and the refusals."""
+    """Run all cases, and the requests that must raise errors."""
     results: dict[str, Any] = {case: run(case, world.rank, folder / case) for case in CASES}
     return {**results, "refused": refusals(shard(make(torch.float32)), folder / "refused")}

@@ -27,12 +27,12 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any], str]] = {
     "int8": (torch.bfloat16, {"state_dtype": "int8", "max_grad_norm": 0.5}, "nvme"),
     "gpu": (torch.float32, {"max_grad_norm": 0.5}, "nvme"),
 }
-#: Cases that compute on a software CUDA device, and the minimum size of its tier.
+#: Cases on a software CUDA device, with the minimum size of its tier.
 ON_GPU = {"gpu": "6MiB"}
 
 
 class Net(nn.Module):
-    """Layers longer than the shards of four ranks, tied weights, a frozen part, an unused parameter."""
+    """Module with layers longer than the shards of four ranks, tied weights, a frozen part and an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def make(dtype: torch.dtype, seed: int = 0) -> Net:
 
 
 def loss_of(module: nn.Module, step: int, lane: int, **options: Any) -> Tensor:
-    """Return the loss of one lane's part of a batch; one has no labels."""
+    """Return the loss of one lane's part of a batch. One part has no labels."""
     tokens = torch.randint(50, (2, 6), generator=torch.Generator().manual_seed(LANES * step + lane))
     tokens = tokens.to(next(module.parameters()).device)
     logits = module(tokens, **options).float().flatten(0, 1)
@@ -85,7 +85,7 @@ def device_of(case: str) -> Iterator[None]:
 
 
 def offloaded(case: str, store: TieredStore, **options: Any) -> tuple[Net, megatrain.TieredAdamW]:
-    """Return the module and optimizer of every run of a case."""
+    """Return the offloaded module and the optimizer for the runs of a case."""
     dtype, settings, home = CASES[case]
     given = {"group": torch.distributed.group.WORLD, "gradient_lanes": LANES, **options}
     module = megatrain.offload(make(dtype), store, weights=home, gradients=home, **given)
@@ -94,7 +94,7 @@ def offloaded(case: str, store: TieredStore, **options: Any) -> tuple[Net, megat
 
 
 def train(module: Net, optimizer: megatrain.TieredAdamW, steps: range) -> tuple[dict[str, float], list[float | None]]:
-    """Return losses by step and lane, and norms."""
+    """Train, and return the losses by step and lane, and the norms."""
     losses, norms = {}, []
     for step in steps:
         for lane in megatrain.gradient_lanes(module):
@@ -113,7 +113,7 @@ def copied(module: nn.Module) -> dict[str, Tensor]:
 
 
 def averages(module: nn.Module, optimizer: megatrain.TieredAdamW) -> dict[str, Tensor]:
-    """Return all averages of weights, if the optimizer makes any."""
+    """Return all averages of weights, if the optimizer computes averages."""
     if not optimizer.ema_decay:
         return {}
     with optimizer.averaged_parameters():
@@ -121,7 +121,7 @@ def averages(module: nn.Module, optimizer: megatrain.TieredAdamW) -> dict[str, T
 
 
 def run(case: str, folder: Path) -> dict[str, Any]:
-    """Train without a stop, and stopped halfway and resumed."""
+    """Train without a stop, and with a stop halfway and a resume."""
     found: dict[str, Any] = {}
     if gpu := ON_GPU.get(case):
         with open_store(folder / "tight", "2MiB") as store:
@@ -154,7 +154,7 @@ def run(case: str, folder: Path) -> dict[str, Any]:
 
 
 def said(spoil: Callable[[], object]) -> str:
-    """Return the message of a refusal."""
+    """Return the message of the raised error."""
     try:
         spoil()
     except (RanksDifferError, TieredError, ValueError, TypeError, RuntimeError) as error:
@@ -163,7 +163,7 @@ def said(spoil: Callable[[], object]) -> str:
 
 
 def refusals(rank: int, folder: Path) -> dict[str, str]:
-    """Return the errors for ranks that do different things, and for impossible requests."""
+    """Return the errors of ranks with different calls, and of impossible requests."""
     found = {}
     with open_store(folder) as store:
         module, optimizer = offloaded("fp32", store)
@@ -189,8 +189,8 @@ def refusals(rank: int, folder: Path) -> dict[str, str]:
 
 
 def run_all(world: World, folder: Path, cases: Sequence[str]) -> dict[str, Any]:
-    """Run some cases, and with two ranks also the refusals."""
-    if world.is_single:  # a module is offloaded with a group, also of one rank
+    """Run some cases, and with two ranks also the requests that must raise errors."""
+    if world.is_single:  # offload with a group of one rank
         torch.distributed.init_process_group("gloo")
     results: dict[str, Any] = {}
     for case in cases:

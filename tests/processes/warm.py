@@ -1,9 +1,9 @@
-"""Separate Python processes that start at once: forked from a process with the libraries imported.
+"""Separate Python processes that start immediately, because they are forked from a process with all imports.
 
 A new interpreter needs five core seconds to import torch, transformers and megatrain. ``Popen`` and ``run`` here have
 the arguments of ``subprocess``. A command ``[sys.executable, ...]`` is forked from a server, which imports and plans
-once per pytest process and starts no thread. All else of a process is real: pid, signals, terminal, exit status. Tests
-about the start itself, imports, or resident memory use ``subprocess``.
+once per pytest process and starts no thread. The processes are real, with their own pid, signals, terminal and exit
+status. Tests of the start itself, imports, or resident memory use ``subprocess``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PRELOADED = (
     "megatrain_tier_cli.run",
     "oracles.traces",
 )
-#: Planned by the server: the caches of a first plan cost a core second.
+#: Config that the server plans once, because filling the caches of a first plan takes a core second.
 PLANNED = """task = "pretrain"
 output_dir = "{folder}/out"
 device = "cpu"
@@ -78,7 +78,7 @@ _address = ""
 
 
 class Popen(subprocess.Popen[Any]):
-    """``subprocess.Popen``; Python commands are forked from the server.
+    """``subprocess.Popen`` that forks Python commands from the server.
 
     Args:
         is_terminal: Whether stdin is the controlling terminal of the session.
@@ -125,7 +125,7 @@ class _WithChildren(Popen):
 
 
 def run(command: Sequence[str | Path], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end and return its output; it is killed after ``timeout`` seconds."""
+    """Run a program and return its output. It is killed after ``timeout`` seconds."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with Popen(list(command), **{**streams, **options}) as process:
         try:
@@ -137,7 +137,7 @@ def run(command: Sequence[str | Path], *, timeout: float, **options: Any) -> sub
 
 
 def _ask(request: dict[str, Any], streams: Sequence[int]) -> int:
-    """Make the server start a process, and adopt it: return the pid of a child of this process."""
+    """Let the server start a process, adopt the process as a child, and return its pid."""
     if not _address:
         _start_server()
     with socket.socket(socket.AF_UNIX) as connection:
@@ -155,7 +155,7 @@ def _ask(request: dict[str, Any], streams: Sequence[int]) -> int:
     if len(answer) != 8:
         raise RuntimeError("the server of warm processes is gone")
     pid = int.from_bytes(answer, "little")
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # an error if it is not a child
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises an error if it is not a child
     return pid
 
 
@@ -184,7 +184,7 @@ def _start_server() -> None:
 
 
 def _listen() -> socket.socket:
-    """Return a socket for requests of this process."""
+    """Return a listening socket for requests of this process."""
     global _address
     _address = f"\0warm-{os.getpid()}-{secrets.token_hex(8)}"
     listener = socket.socket(socket.AF_UNIX)
@@ -194,10 +194,10 @@ def _listen() -> socket.socket:
 
 
 def _preload() -> None:
-    sys.path[:1] = [str(ROOT), str(ROOT / "tests")]  # was the folder of this file
+    sys.path[:1] = [str(ROOT), str(ROOT / "tests")]  # replaces the folder of this file
     for name in PRELOADED:
         importlib.import_module(name)
-    if not torch.backends.cuda.is_built():  # otherwise autograd starts threads, which no child would have
+    if not torch.backends.cuda.is_built():  # autograd starts threads in builds with CUDA, which children would lack
         _plan_once()
     del sys.path[:2]
     assert threading.active_count() == 1, threading.enumerate()
@@ -205,7 +205,7 @@ def _preload() -> None:
 
 
 def _plan_once() -> None:
-    """Load the kernels of updates, fill torch's cache of fake results and transformers' table of conversions."""
+    """Load the update kernels, and fill torch's cache of fake results and transformers' table of conversions."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from megatrain.config import load_config
@@ -221,7 +221,7 @@ def _plan_once() -> None:
 
 
 def _keep_traces() -> None:
-    """Use the shared traces of tests if the starting process does (``oracles.traces``)."""
+    """Use the shared traces (``oracles.traces``) if the starting process uses them."""
     from megatrain.plan import traced
 
     traces: Any = sys.modules["oracles.traces"]
@@ -230,7 +230,7 @@ def _keep_traces() -> None:
 
 
 def _serve(listener: socket.socket, owner: int) -> dict[str, Any]:
-    """Fork a process for each request; return the request in the new process.
+    """Fork a process for each request. In the new process, return the request.
 
     Args:
         owner: File descriptor that reaches end-of-file when no requester is left.
@@ -250,7 +250,7 @@ def _serve(listener: socket.socket, owner: int) -> dict[str, Any]:
 
 
 def _fork(connection: socket.socket) -> dict[str, Any] | None:
-    """Answer a request with a new process's pid; return the request in that process, None in the server."""
+    """Answer a request with the pid of a new process. Return the request in that process, or None in the server."""
     head, streams, _, _ = socket.recv_fds(connection, 8, 3)
     with connection.makefile("rb") as file:
         request: dict[str, Any] = json.loads(file.read(int.from_bytes(head, "little")))
@@ -265,7 +265,7 @@ def _fork(connection: socket.socket) -> dict[str, Any] | None:
             return request
         os.write(writer, pid.to_bytes(8, "little"))
         os._exit(0)
-    os.waitpid(between, 0)  # the intermediate process is gone, so the requester is the parent
+    os.waitpid(between, 0)  # after the intermediate process has ended, the requester is the parent
     connection.sendall(os.read(reader, 8))
     for fd in (reader, writer, *streams):
         os.close(fd)
@@ -273,14 +273,14 @@ def _fork(connection: socket.socket) -> dict[str, Any] | None:
 
 
 def _become(request: dict[str, Any]) -> list[str]:
-    """Set streams, folder, environment and session as in a new interpreter; return the program to run."""
+    """Set streams, folder, environment and session as in a new interpreter. Return the program to run."""
     if request["with_children"]:
         listener, (reader, writer) = _listen(), os.pipe()
-        if os.fork() == 0:  # the server of its children, in its initial state
+        if os.fork() == 0:  # this fork is the server for the children of the process
             os.close(writer)
             nothing = os.open(os.devnull, os.O_RDWR)
             for fd in (*request["streams"], 0, 1, 2):
-                os.dup2(nothing, fd)  # readers of the program's output must see its end
+                os.dup2(nothing, fd)  # close the streams, so that readers of the program's output see its end
             return _become(_serve(listener, reader))
         listener.close()
         os.close(reader)
@@ -309,7 +309,7 @@ def _become(request: dict[str, Any]) -> list[str]:
 
 
 def _start(words: Sequence[str]) -> None:
-    """Run the program of a command line, as the interpreter does."""
+    """Run the program of a command line like the interpreter."""
     is_safe_path = False
     while words[0] in (*_WITHOUT_VALUE, "-W"):
         is_safe_path |= words[0] == "-P"
@@ -333,7 +333,7 @@ def _start(words: Sequence[str]) -> None:
 
 
 def _finish(words: Sequence[str]) -> NoReturn:
-    """Run a program and end as the interpreter does, but without the teardown of modules: it takes two seconds."""
+    """Run a program and exit like the interpreter, but skip the teardown of modules, which takes two seconds."""
     code: Any = 0
     try:
         _start(words)

@@ -1,4 +1,4 @@
-"""Jobs of ``processes.ranks``: steps of a run, alone or with other ranks, and results that must not depend on ranks."""
+"""Jobs for ``processes.ranks`` that run steps, with results that must not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatrain.training.weights import saved_places
 
 @dataclass
 class RankResult:
-    """Observations of one rank, and its contents at the end of a run.
+    """Observations of one rank, and its blocks at the end of a run.
 
     Attributes:
         blocks: Blocks of weights and optimizer state, by key.
@@ -69,7 +69,7 @@ class RankResult:
 
 
 def plan_of_rank(config: Path, world: World) -> Plan:
-    """Return the plan of a rank for a config file, which all ranks agree on."""
+    """Return a rank's plan for a config file, on which all ranks agree."""
     run = replace(resolve(load_config(config).config), world=world)
     if world.is_single:
         return plan_run(run)
@@ -90,7 +90,7 @@ def train(
     num_steps: int,
     change: Callable[[list[dict[str, Tensor]], int], None] | None = None,
 ) -> RankResult:
-    """Train some steps, and return all results that must be equal for every world.
+    """Train some steps, and return the results.
 
     Args:
         folder: Folder of the test.
@@ -140,7 +140,7 @@ def train(
             parts = dict(zip(plan.program.weight_keys(layout), plan.program.owned_weight_parts_of(layout), strict=True))
             for block in plan.program.blocks.values():
                 if block.kind == "optimizer" and block.whole.rpartition("/")[0] == layout.name:
-                    place = saved.get(block.key)  # one process has the whole packed state, without a place
+                    place = saved.get(block.key)  # one process has all packed state, without a saved place
                     parts[block.key] = range(block.num_elements) if place is None else place.owned
             for key, owned in parts.items():
                 home = plan.placement.homes[key]
@@ -203,7 +203,7 @@ def _evaluate(trainer: Trainer, opened: OpenRun, step: int, result: RankResult) 
 
 
 def digests(results: Sequence[RankResult]) -> Mapping[str, str]:
-    """Return a digest of every block of weights and state, joined from parts and shards, without padding."""
+    """Return a digest of each block of weights and state, joined from parts and shards without padding."""
     joined: dict[str, list[Tensor]] = {}
     for key in results[0].blocks:
         name, _, kind = key.rpartition("/")
@@ -215,7 +215,7 @@ def digests(results: Sequence[RankResult]) -> Mapping[str, str]:
 
 
 def go_on(world: World, folder: Path, text: str, first_step: int, num_steps: int) -> tuple[list[float], RankResult]:
-    """Resume a run from its newest checkpoint with these ranks, take some steps, and save.
+    """Resume a run from its newest checkpoint with these ranks, run some steps, and save.
 
     Returns:
         Losses of the steps, and this rank's contents at the end.
@@ -232,7 +232,7 @@ def go_on(world: World, folder: Path, text: str, first_step: int, num_steps: int
     config = load_config(path).config
     plan = plan_of_rank(path, world)
     run, loader, result = plan.run, make_loader(config, plan), RankResult()
-    if not world.is_single:  # as a run does
+    if not world.is_single:  # as in a real run
         if world.is_first:
             claim_folders(plan)
         Collectives().gather_objects(None)
