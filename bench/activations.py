@@ -112,7 +112,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             context = offload_activations(store, model=model, min_bytes=MIN_BYTES)
         before_bytes = resident_bytes()
         step(model, batches, context)
-        forget_peak()
+        reset_peak()
         before = None if store is None else (context.stats(), store.stats())
         seconds = []
         for _ in range(arguments.steps):
@@ -142,17 +142,17 @@ def step(model: torch.nn.Module, batches: torch.Tensor, context: Any) -> float:
 
 def held_bytes(model: torch.nn.Module, batch: torch.Tensor, context: Any, store: TieredStore | None) -> int:
     """Return the growth of resident memory in a forward: tensors of the graph and, with a store, of the context."""
-    settle(store)
+    wait_for_writes(store)
     before_bytes = resident_bytes()
     with context:
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-    settle(store)
+    wait_for_writes(store)
     grown_bytes = resident_bytes() - before_bytes
     del loss  # The graph lives until here.
     return grown_bytes
 
 
-def settle(store: TieredStore | None) -> None:
+def wait_for_writes(store: TieredStore | None) -> None:
     """Wait until the drive has written its queue."""
     if store is not None:
         store.wait_idle()
@@ -212,13 +212,13 @@ def resident_bytes() -> int:
     return pages * resource.getpagesize()
 
 
-def forget_peak() -> None:
+def reset_peak() -> None:
     """Reset the kernel's record of peak memory."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def peak_bytes() -> int:
-    """Return the peak resident bytes of the process since ``forget_peak``."""
+    """Return the peak resident bytes of the process since ``reset_peak``."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * KiB

@@ -144,7 +144,7 @@ def high_water_bytes() -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def forget_high_water() -> None:
+def reset_high_water() -> None:
     """Reset the peak of `high_water_bytes` to the current memory (Linux, proc(5))."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

@@ -83,7 +83,7 @@ class Side:
         self.step_s.append(after_s - before_s)
         self.losses.append(loss.item())
 
-    def forget(self) -> None:
+    def clear_times(self) -> None:
         """Drop the figures and keep the training state."""
         for figures in (self.step_s, self.whole_s, self.losses):
             figures.clear()
@@ -159,14 +159,14 @@ def find_peers(device: str) -> Iterator[tuple[str, Callable[[Any], torch.optim.O
         if find_spec(name) is None:
             yield name, f"{name} is not installed"
         elif device == "cpu":
-            yield name, f"{name} {version(name)}: {_refusal(make)}"
+            yield name, f"{name} {version(name)}: {_error_message(make)}"
         else:
             yield name, make
     if device == "cpu":
         yield "by_parameter", ByParameter
 
 
-def _refusal(make: Callable[[Any], torch.optim.Optimizer]) -> str:
+def _error_message(make: Callable[[Any], torch.optim.Optimizer]) -> str:
     """Return the error message of a library whose optimizer needs a GPU."""
     try:
         make([nn.Parameter(torch.zeros(1 << 16))])
@@ -215,7 +215,7 @@ def open_sides(
         fused = torch.optim.AdamW(plain.parameters(), fused=True, **SETTINGS)
         sides = [
             Side("torch_fused", plain, fused, clips=False),
-            Side("tiered", tiered, _ours(tiered, store, num_threads, "optimizer"), clips=True),
+            Side("tiered", tiered, _our_optimizer(tiered, store, num_threads, "optimizer"), clips=True),
         ]
         for name, make in peers.items():
             if not isinstance(make, str):
@@ -223,11 +223,11 @@ def open_sides(
                 sides.append(Side(name, theirs, make(theirs.parameters()), clips=False))
         if device.type == "cpu":
             whole = offload(model, store)
-            sides.append(Side("offload", whole, _ours(whole, store, num_threads, "unused"), clips=True))
+            sides.append(Side("offload", whole, _our_optimizer(whole, store, num_threads, "unused"), clips=True))
         yield sides
 
 
-def _ours(model: nn.Module, store: Any, num_threads: int, name: str) -> TieredAdamW:
+def _our_optimizer(model: nn.Module, store: Any, num_threads: int, name: str) -> TieredAdamW:
     optimizer = TieredAdamW(model.parameters(), store=store, name=name, **SETTINGS)
     optimizer.threads.num_threads = num_threads
     return optimizer
@@ -238,7 +238,7 @@ def measure(sides: Sequence[Side], ids: Tensor, max_norm: float, num_rounds: int
     for number in range(2 + num_rounds):
         for side in sides:
             if number == 2:
-                side.forget()
+                side.clear_times()
             side.step(ids, max_norm)
 
 

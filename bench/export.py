@@ -122,7 +122,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> int:
     trainer = Trainer(config, observer=RunObserver())
     report = Report("export", as_json=arguments.json, tokens_per_step=config.rows_per_step * config.data.max_length)
     trainer.train()
-    ids, expected = own_logits(config, trainer)
+    ids, expected = engine_logits(config, trainer)
     out = folder / "exported"
     peak = export(folder, out)
     libraries = 1024 * int(run([sys.executable, "-c", IMPORT]).split()[-1])
@@ -163,7 +163,7 @@ def make_small_model(folder: Path) -> Path:
     return path
 
 
-def own_logits(config: Any, trainer: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
+def engine_logits(config: Any, trainer: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids [rows, tokens], and the engine's logits [rows * (tokens - 1), words] from the checkpoint."""
     loader = trainer.make_loader()
     loader.seek(LoaderPosition())

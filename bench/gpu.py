@@ -47,7 +47,7 @@ PLAIN_LAYERS = tuple(range(26, 3, -2))
 #: Number of last log lines to keep after a side fails.
 _LINES_KEPT = 200
 #: Minimum remaining time for starting a side.
-LEAST_S = 30.0
+MIN_START_S = 30.0
 HELP = "in this order; default: {}. A part and variants of our side, as in 7b_4k+eager: {}"
 #: Default for a whole call.
 DEFAULT_MINUTES = 8.0
@@ -182,7 +182,7 @@ class Comparison:
         sides = sorted(self._part.sides, key=lambda side: side != PLAIN)
         found: dict[str, Mapping[str, Any]] = {}
         for number, side in enumerate(sides):
-            reason = self._missing(side)
+            reason = self._skip_reason(side)
             if reason:
                 self._rows.skipped(side, reason)
                 continue
@@ -200,9 +200,9 @@ class Comparison:
             self._rows.ours(found[OURS], self._warm_ups())
         self._rows.compare(found, self._warm_ups())
 
-    def _missing(self, side: str) -> str:
+    def _skip_reason(self, side: str) -> str:
         arguments = self._arguments
-        if time.monotonic() > self.deadline_s - LEAST_S:
+        if time.monotonic() > self.deadline_s - MIN_START_S:
             return "out of time; run this part in a separate call, or with more --minutes"
         if side == REFERENCE and arguments.megatrain is None:
             return "no --megatrain FOLDER"
@@ -219,7 +219,7 @@ class Comparison:
         Args:
             num_left: Number of sides of the part that have not run, including this one. They share the remaining time.
         """
-        budget_s = max(LEAST_S, (self.deadline_s - time.monotonic()) / num_left)
+        budget_s = max(MIN_START_S, (self.deadline_s - time.monotonic()) / num_left)
         job = self._job(side, budget_s)
         if side == OURS and job.tables:
             self._rows.row("ours.tables", json.dumps(job.tables), "of the config")
@@ -241,16 +241,18 @@ class Comparison:
             )
             try:
                 code = process.wait(timeout=budget_s)
-                failure = "" if code == 0 else f"exit code {code}: {_last_words(log)}"
+                failure = "" if code == 0 else f"exit code {code}: {_last_lines(log)}"
             except subprocess.TimeoutExpired:
-                failure = f"out of time after {budget_s:.0f} s; the finished steps count: {_last_words(log)}"
+                failure = f"out of time after {budget_s:.0f} s; the finished steps count: {_last_lines(log)}"
             except TerminatedError:
                 self.deadline_s = 0.0
-                failure = f"the bench received SIGTERM; the finished steps count: {_last_words(log)}"
+                failure = f"the bench received SIGTERM; the finished steps count: {_last_lines(log)}"
             finally:
-                _end(process)
+                _kill_side(process)
         if failure:
-            print(f"-- the last lines of {side} of {self._name}:", _end_of(log), sep="\n", file=sys.stderr, flush=True)
+            print(
+                f"-- the last lines of {side} of {self._name}:", _log_tail(log), sep="\n", file=sys.stderr, flush=True
+            )
         path = Path(job.result)
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         return result, failure
@@ -283,17 +285,17 @@ def _python_path() -> str:
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
-def _end_of(log: Path) -> str:
+def _log_tail(log: Path) -> str:
     """Return the end of a side's log, because its file is deleted with the scratch folder."""
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES_KEPT:])
 
 
-def _last_words(log: Path) -> str:
+def _last_lines(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return " | ".join(line.strip() for line in lines[-3:])[-500:]
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _kill_side(process: subprocess.Popen[bytes]) -> None:
     """Kill the remaining processes of a side, and wait for its end."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

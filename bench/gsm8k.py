@@ -223,7 +223,7 @@ def measure(report: Report, config: RunConfig) -> None:
     loader = trainer.make_loader()
     batches = list(islice(loader, num_steps))
     forget_peak_memory()
-    plain, before, weights = run_plainly(trainer, batches)
+    plain, before, weights = run_plain(trainer, batches)
     plain.peak_rss_bytes = peak_memory()
     report.row("parameters", trainer.plan.graph.num_parameters, "parameters")
     report.row("steps", num_steps, "steps")
@@ -298,9 +298,7 @@ def print_memory(report: Report, trainer: Trainer, ours: Run, plain: Run) -> Non
     report.row("plain.peak_rss", plain.peak_rss_bytes, "bytes")
 
 
-def run_plainly(
-    trainer: Trainer, batches: Sequence[StepBatch]
-) -> tuple[Run, Mapping[str, Tensor], Mapping[str, Tensor]]:
+def run_plain(trainer: Trainer, batches: Sequence[StepBatch]) -> tuple[Run, Mapping[str, Tensor], Mapping[str, Tensor]]:
     """Train Hugging Face's model in RAM with torch's AdamW. Return measurements and the weights before and after."""
     from transformers import AutoModelForCausalLM, get_scheduler
 

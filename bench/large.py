@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor, nn
 
-from bench.common import QUICKSTART, Report, forget_high_water, high_water_bytes, step_shape
+from bench.common import QUICKSTART, Report, high_water_bytes, reset_high_water, step_shape
 from bench.models import write_shape
 from bench.nvme_step import ON_NVME, Drive
 from bench.sides import MicroBatches, Ours, batches, run_config
@@ -143,7 +143,7 @@ class Case:
         row("folder.seconds", time.perf_counter() - start_s, "s")
         weights = sum(path.stat().st_size for path in self._model.glob("*.safetensors"))
         row("folder.weights", weights, "bytes")
-        config, plan = self._fitting()
+        config, plan = self._fit_config()
         rows = list(islice(batches(config), NUM_STEPS))
         self._print_plan(plan)
         plain = plain_loss(self._model, rows[0])
@@ -152,7 +152,7 @@ class Case:
         with Large(config, NUM_STEPS, plan=plan) as side:
             peak = high_water_bytes()
             self._print_start(side, plan, weights)
-            forget_high_water()  # measuring the drive's rate used other buffers
+            reset_high_water()  # measuring the drive's rate used other buffers
             for path in self._model.glob("*.safetensors"):  # gradients need its disk space
                 path.unlink()
             losses = [self._step(side, micro_batches, number) for number, micro_batches in enumerate(rows)]
@@ -199,7 +199,7 @@ class Case:
             checkpoint={"save_strategy": "no", "save_on_signal": False},
         )
 
-    def _fitting(self) -> tuple[RunConfig, Plan]:
+    def _fit_config(self) -> tuple[RunConfig, Plan]:
         """Return the config with the requested sizes of RAM tier and drive, or with the minimum sizes by default."""
         sizes = {"ram": "1MiB" if self._arguments.quick else self._arguments.ram}
         while True:
@@ -325,18 +325,18 @@ def _lend_weights(graph: ModelGraph, unit: Unit, loader: WeightLoader) -> None:
             entry = next(entry for entry in layout.entries if entry.name == owner)
             weight = torch.empty(entry.numel, dtype=graph.dtype)
             loader.read(layout, entry.offset, weight)
-            _set(module, name, nn.Parameter(weight.view(entry.shape), requires_grad=False))
+            _set_parameter(module, name, nn.Parameter(weight.view(entry.shape), requires_grad=False))
 
     def drop(module: nn.Module, *_: Any) -> None:
         for name, parameter in meta.items():
-            _set(module, name, parameter)
+            _set_parameter(module, name, parameter)
 
     meta = {name: unit.module.get_parameter(name) for name, _, _ in unit.params}
     unit.module.register_forward_pre_hook(read)
     unit.module.register_forward_hook(drop)
 
 
-def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     path, _, leaf = name.rpartition(".")
     module.get_submodule(path)._parameters[leaf] = parameter
 

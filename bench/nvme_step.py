@@ -211,7 +211,7 @@ class Drive:
             with self._store.acquire(key, "ram", "w"):
                 pass
         start_s = time.perf_counter()
-        for reads, writes in _in_step(self._read, self._written):
+        for reads, writes in _interleave(self._read, self._written):
             for key in reads:
                 self._store.prefetch(key, "ram")
             for key in writes:
@@ -223,7 +223,7 @@ class Drive:
         return seconds
 
 
-def _in_step(first: Sequence[str], second: Sequence[str]) -> Iterator[tuple[list[str], list[str]]]:
+def _interleave(first: Sequence[str], second: Sequence[str]) -> Iterator[tuple[list[str], list[str]]]:
     """Yield parts of both sequences in lockstep, each spread evenly."""
     count = max(len(first), len(second), 1)
     for number in range(count):

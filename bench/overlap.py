@@ -86,7 +86,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class _NotingEngine:
+class _RecordingEngine:
     """Engine that records the result of each step. If it is serial, each step completes its updates."""
 
     def __init__(self, engine: StepEngine, *, is_serial: bool) -> None:
@@ -108,8 +108,8 @@ class Side(Ours):
 
     def __init__(self, config: RunConfig, num_steps: int, *, is_serial: bool) -> None:
         super().__init__(config, num_steps)
-        self.noting = _NotingEngine(self._engine, is_serial=is_serial)
-        self._engine = self.noting  # type: ignore[assignment]
+        self.recorder = _RecordingEngine(self._engine, is_serial=is_serial)
+        self._engine = self.recorder  # type: ignore[assignment]
 
 
 class Bench:
@@ -127,37 +127,39 @@ class Bench:
         limits = {"never": 0.0, "always": TINY_NORM}
         if "nvme" in placements:
             self._report.row("nvme.ram_tier", parse_size(self._ram), "bytes")
-        for way in ("never", "always", "sometimes"):
+        for clipping in ("never", "always", "sometimes"):
             for placement in placements:
-                outcomes[way, placement] = self._compare(f"{placement}.{way}", placement, way, limits[way])
-            if way == "never":
+                outcomes[clipping, placement] = self._compare(
+                    f"{placement}.{clipping}", placement, clipping, limits[clipping]
+                )
+            if clipping == "never":
                 norms = [result.grad_norm for result in outcomes["never", placements[0]][0]]
                 limits["sometimes"] = statistics.median(norms)
                 self._report.row("sometimes.max_grad_norm", limits["sometimes"], "")
-            first, *others = (outcomes[way, placement] for placement in placements)
+            first, *others = (outcomes[clipping, placement] for placement in placements)
             for placement, other in zip(placements[1:], others, strict=True):
-                self._print_differences(f"{way}.{placement}/{placements[0]}", first, other)
+                self._print_differences(f"{clipping}.{placement}/{placements[0]}", first, other)
         self._report.row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
 
     def _compare(
-        self, prefix: str, placement: str, way: str, max_grad_norm: float
+        self, prefix: str, placement: str, clipping: str, max_grad_norm: float
     ) -> tuple[list[StepResult], dict[str, str]]:
         """Alternate both sides, and return the results of the overlapped steps and the final digests."""
         ram = self._ram if placement == "nvme" else None
         rounds: list[dict[str, StepTimes]] = []
         with ExitStack() as stack:
             sides = {}
-            for name, table in self._tables(way, max_grad_norm).items():
+            for name, table in self._tables(clipping, max_grad_norm).items():
                 config = self._config(f"{prefix}.{name}", table, ram)
                 sides[name] = stack.enter_context(Side(config, self._num_steps, is_serial=name == SERIAL))
             data = batches(self._config("data", {}, None))
             for _ in range(1 + self._arguments.rounds):
                 turn = list(islice(data, self._arguments.steps))
                 rounds.append({name: side.steps(turn, LR) for name, side in sides.items()})
-            outcomes = {name: (side.noting.results, side.digests()) for name, side in sides.items()}
+            outcomes = {name: (side.recorder.results, side.digests()) for name, side in sides.items()}
             self._print_times(prefix, placement, rounds[1:])
             self._print_counters(prefix, sides)
-        self._print_clipped(prefix, way, max_grad_norm, outcomes[OVERLAPPED][0])
+        self._print_clipped(prefix, clipping, max_grad_norm, outcomes[OVERLAPPED][0])
         self._print_differences(f"{prefix}.{SERIAL}/{OVERLAPPED}", outcomes[OVERLAPPED], outcomes[SERIAL])
         return outcomes[OVERLAPPED]
 
@@ -173,10 +175,10 @@ class Bench:
                 needs.append(error.need_bytes)
         return f"{2 * max(needs)}B"
 
-    def _tables(self, way: str, max_grad_norm: float) -> dict[str, dict[str, Any]]:
+    def _tables(self, clipping: str, max_grad_norm: float) -> dict[str, dict[str, Any]]:
         """Return the clipping keys of each side's config."""
         # Without clipping the engine may update during the backward, if it need not check the norm either.
-        nonfinite = {OVERLAPPED: "ignore" if way == "never" else "stop", SERIAL: "stop"}
+        nonfinite = {OVERLAPPED: "ignore" if clipping == "never" else "stop", SERIAL: "stop"}
         table = {"learning_rate": LR, "max_grad_norm": max_grad_norm}
         return {name: {"optimizer": {**table, "nonfinite": nonfinite[name]}} for name in (OVERLAPPED, SERIAL)}
 
@@ -207,11 +209,11 @@ class Bench:
             wasted = sum(window.prefetch_wasted for window in side.windows) / self._num_steps
             self._report.row(f"{prefix}.{name}.prefetch_wasted", wasted, "copies/step")
 
-    def _print_clipped(self, prefix: str, way: str, limit: float, results: Sequence[StepResult]) -> None:
+    def _print_clipped(self, prefix: str, clipping: str, limit: float, results: Sequence[StepResult]) -> None:
         clipped = sum(0 < limit < result.grad_norm for result in results)
         wanted = {"never": clipped == 0, "always": clipped == len(results), "sometimes": 0 < clipped < len(results)}
-        target = {"never": 0, "always": len(results), "sometimes": len(results) // 2}[way]
-        self._report.row(f"{prefix}.clipped", clipped, "steps", target=target, ok=wanted[way])
+        target = {"never": 0, "always": len(results), "sometimes": len(results) // 2}[clipping]
+        self._report.row(f"{prefix}.clipped", clipped, "steps", target=target, ok=wanted[clipping])
 
     def _print_differences(
         self,

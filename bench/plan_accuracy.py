@@ -43,7 +43,7 @@ WARM_STEPS = 2
 
 
 @dataclass(frozen=True)
-class Reality:
+class Measurement:
     """Measurements of a run: seconds of steps after the warm-up, bytes over all steps by link, and peaks by tier."""
 
     steps_s: Sequence[float]
@@ -69,9 +69,9 @@ def main() -> int:
         text = Path(scratch, "text.txt")
         text.write_text((QUICKSTART / "loomings.txt").read_text(encoding="utf-8") * 12, encoding="utf-8")
         for name in wanted:
-            with_doctor = name == wanted[0] or not arguments.quick  # the machine's speed changes within an hour
+            runs_doctor = name == wanted[0] or not arguments.quick  # the machine's speed changes within an hour
             report = Report("plan_accuracy", as_json=arguments.json, tokens_per_step=cases[name].tokens_per_step)
-            found = Comparison(name, cases[name], Path(scratch, name), text, arguments.steps, report, with_doctor)
+            found = Comparison(name, cases[name], Path(scratch, name), text, arguments.steps, report, runs_doctor)
             ratios += found.run()
             if found.by_rates is not None:
                 by_rates.append(found.by_rates)
@@ -105,9 +105,9 @@ class Comparison:
     """Plans and runs one case, and prints the rows that compare both."""
 
     def __init__(
-        self, name: str, case: Case, folder: Path, text: Path, num_steps: int, report: Report, with_doctor: bool
+        self, name: str, case: Case, folder: Path, text: Path, num_steps: int, report: Report, runs_doctor: bool
     ) -> None:
-        self._name, self._case, self._folder, self._with_doctor = name, case, folder, with_doctor
+        self._name, self._case, self._folder, self._runs_doctor = name, case, folder, runs_doctor
         self._num_steps, self._report = num_steps, report
         folder.mkdir()
         self._config = write_config(case, folder, text, num_steps)
@@ -118,10 +118,10 @@ class Comparison:
     def run(self) -> list[float]:
         """Return the ratio predicted / measured of the case, and of the case with its changes, if any."""
         sets = [word for one in self._overrides for word in ("--set", one)]
-        if self._with_doctor:
+        if self._runs_doctor:
             command("doctor", "--quick", "--json", "--config", self._config)
         plan = command("plan", self._config, "--measure", "--json", *sets)
-        real = self._real(self._overrides, "run")
+        real = self._run_case(self._overrides, "run")
         self._report.row(f"{self._name}.parameters", self._num_parameters(), "1")
         ratios = [self._print_time(self._name, plan["estimate"]["predicted_step_s"], real)]
         by_rates = command("plan", self._config, "--json", *sets)["estimate"]
@@ -136,7 +136,7 @@ class Comparison:
             changes = [*self._overrides, *(one.replace("FOLDER", str(self._folder)) for one in changes)]
             sets = [word for one in changes for word in ("--set", one)]
             plan = command("plan", self._config, "--measure", "--json", *sets)
-            real = self._real(changes, "changed")
+            real = self._run_case(changes, "changed")
             name = f"{self._name}.set.{','.join(self._case.changes)}"
             ratios.append(self._print_time(name, plan["estimate"]["predicted_step_s"], real))
             self._print_bytes(name, plan["run"]["moved_bytes"], plan["totals"], plan["budgets"], real)
@@ -155,16 +155,16 @@ class Comparison:
             return f"{error.need_bytes * 4 // 3}B"
         return "1MiB"
 
-    def _real(self, overrides: Sequence[str], folder: str) -> Reality:
+    def _run_case(self, overrides: Sequence[str], folder: str) -> Measurement:
         output = self._folder / folder
         sets = [word for one in (*overrides, f'output_dir="{output}"') for word in ("--set", one)]
         end = command("run", self._config, "--json", *sets)
         lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
         steps = [line["step_s"] for line in lines if "event" not in line]
         assert len(steps) == self._num_steps, len(steps)
-        return Reality(steps[WARM_STEPS:], end["link_bytes"], end["tier_peak_bytes"])
+        return Measurement(steps[WARM_STEPS:], end["link_bytes"], end["tier_peak_bytes"])
 
-    def _print_time(self, name: str, predicted_s: float, real: Reality) -> float:
+    def _print_time(self, name: str, predicted_s: float, real: Measurement) -> float:
         row, ratio = self._report.row, predicted_s / real.step_s
         row(f"{name}.predicted", predicted_s, "s")
         row(f"{name}.measured", real.step_s, "s")
@@ -178,7 +178,7 @@ class Comparison:
         moved: Mapping[str, int],
         peaks: Mapping[str, int],
         capacities: Mapping[str, int],
-        real: Reality,
+        real: Measurement,
     ) -> None:
         """Print moved bytes and peaks of tiers: equal to the plan, or higher peaks if copies are prefetched."""
         row, has_copies = self._report.row, len(peaks) > 1  # copies of blocks whose home is a different tier

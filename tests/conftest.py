@@ -162,9 +162,9 @@ def _traces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delenv("KEPT_TRACES")
         yield
         return
-    from oracles.traces import traces_kept
+    from oracles.traces import cached_traces
 
-    with traces_kept():
+    with cached_traces():
         yield
 
 

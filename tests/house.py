@@ -24,7 +24,7 @@ PROSE = ("README.md", "docs", *PACKAGES, "bench", "examples", "tests")
 
 #: The layers from the bottom up. Each layer may import the layers before it. If a folder has files of two layers, the
 #: longest matching prefix of a module's name applies.
-ROOMS: Mapping[str, tuple[str, ...]] = {
+LAYERS: Mapping[str, tuple[str, ...]] = {
     "tiered": ("tiered",),
     "base": ("megatrain.base",),
     "tables": (
@@ -68,8 +68,8 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "package": ("megatrain.__init__", "megatrain.__main__"),
     "cli": ("cli",),
 }
-_FLOORS = {room: floor for floor, room in enumerate(ROOMS)}
-_ROOM_OF = {prefix: room for room, prefixes in ROOMS.items() for prefix in prefixes}
+_LEVELS = {room: floor for floor, room in enumerate(LAYERS)}
+_LAYER_OF = {prefix: room for room, prefixes in LAYERS.items() for prefix in prefixes}
 
 #: The files to read first, which README.md and ARCHITECTURE.md list.
 READING_ORDER = (
@@ -187,10 +187,10 @@ def file_pairs() -> set[tuple[str, str]]:
     }
 
 
-def room_of(module: str) -> str:
+def layer_of(module: str) -> str:
     parts = module.split(".")
     for length in range(len(parts), 0, -1):
-        room = _ROOM_OF.get(".".join(parts[:length]))
+        room = _LAYER_OF.get(".".join(parts[:length]))
         if room is not None:
             return room
     raise AssertionError(f"{module} is in no room: tests/house.py lists them")
@@ -206,7 +206,7 @@ def upward_pairs() -> set[tuple[str, str]]:
     return {
         (importer, imported)
         for importer, imported in file_pairs()
-        if _FLOORS[room_of(importer)] < _FLOORS[room_of(imported)]
+        if _LEVELS[layer_of(importer)] < _LEVELS[layer_of(imported)]
     }
 
 
@@ -215,11 +215,11 @@ def internal_imports_of_tools() -> set[tuple[str, str]]:
     return {
         (importer, imported)
         for importer, imported in file_pairs()
-        if room_of(importer) == "tools" and room_of(imported) not in ("tiered", "base", "api", "tools")
+        if layer_of(importer) == "tools" and layer_of(imported) not in ("tiered", "base", "api", "tools")
     }
 
 
-def circles(pairs: Iterable[tuple[str, str]]) -> list[set[str]]:
+def import_cycles(pairs: Iterable[tuple[str, str]]) -> list[set[str]]:
     """Return the sets of packages with import cycles, direct or indirect (Tarjan's algorithm)."""
     edges: dict[str, set[str]] = defaultdict(set)
     for importer, imported in pairs:
@@ -249,9 +249,9 @@ def circles(pairs: Iterable[tuple[str, str]]) -> list[set[str]]:
     return found
 
 
-def in_circles(pairs: Iterable[tuple[str, str]]) -> set[str]:
+def packages_in_cycles(pairs: Iterable[tuple[str, str]]) -> set[str]:
     """Return the packages that are in an import cycle."""
-    return set().union(*circles((folder_of(one), folder_of(other)) for one, other in pairs))
+    return set().union(*import_cycles((folder_of(one), folder_of(other)) for one, other in pairs))
 
 
 def definitions() -> Iterator[tuple[str, ast.ClassDef]]:
@@ -298,7 +298,7 @@ def fields_of(name: str) -> int:
     return next(num_fields(node) for _, node in definitions() if node.name == name)
 
 
-def names_of_two() -> set[str]:
+def shared_class_names() -> set[str]:
     """Return the class names, without leading underscores, that two or more classes share."""
     counts = Counter(node.name.lstrip("_") for _, node in definitions())
     return {name for name, count in counts.items() if count > 1}
@@ -453,10 +453,10 @@ def figures() -> Iterator[tuple[str, str]]:
     """Yield the name and the value of each metric."""
     pairs, upward = file_pairs(), upward_pairs()
     yield "upward pairs of files", f"{len(upward)} of {len(pairs)}"
-    by_rooms = Counter((room_of(one), room_of(other)) for one, other in upward)
-    for (one, other), count in sorted(by_rooms.items(), key=lambda each: (_FLOORS[each[0][0]], _FLOORS[each[0][1]])):
+    by_rooms = Counter((layer_of(one), layer_of(other)) for one, other in upward)
+    for (one, other), count in sorted(by_rooms.items(), key=lambda each: (_LEVELS[each[0][0]], _LEVELS[each[0][1]])):
         yield f"    {one} -> {other}", str(count)
-    yield "packages in a circle", f"{len(in_circles(pairs))}: {', '.join(sorted(in_circles(pairs)))}"
+    yield "packages in a circle", f"{len(packages_in_cycles(pairs))}: {', '.join(sorted(packages_in_cycles(pairs)))}"
     yield "modules that know the config", str(len(schema_importers()))
     yield "fields of StepProgram", str(fields_of("StepProgram"))
     yield "constructors of the core with more than 10 arguments", str(len(long_constructors(10)))
@@ -465,7 +465,7 @@ def figures() -> Iterator[tuple[str, str]]:
     yield "classes with more than 30 methods", str(len(large_classes(30)))
     for name, count in sorted(large_classes(30).items(), key=lambda each: -each[1]):
         yield f"    {name}", str(count)
-    yield "class names of two classes", f"{len(names_of_two())}: {', '.join(sorted(names_of_two()))}"
+    yield "class names of two classes", f"{len(shared_class_names())}: {', '.join(sorted(shared_class_names()))}"
     yield "lines of the six files to read", str(sum(map(num_lines, READING_ORDER)))
     yield "lines", str(sum(source.text.count("\n") for source in SOURCES))
     for table, rows in bounded().items():

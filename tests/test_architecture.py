@@ -181,7 +181,7 @@ def test_no_circle_of_imports() -> None:
     assert done == MODULES
 
 
-#: Pairs (importer, imported) in which a layer imports one above it (``house.ROOMS``), by their remedy. A pair that no
+#: Pairs (importer, imported) in which a layer imports one above it (``house.LAYERS``), by their remedy. A pair that no
 #: longer exists must be removed here, and new ones are forbidden: the layer above passes its objects down.
 UPWARD: dict[str, set[str]] = {}
 
@@ -267,7 +267,7 @@ assert all(getattr(megatrain.api, name) is not None for name in megatrain.api.__
 
 
 def test_no_circle_of_packages() -> None:
-    assert not house.circles((house.folder_of(one), house.folder_of(other)) for one, other in house.file_pairs())
+    assert not house.import_cycles((house.folder_of(one), house.folder_of(other)) for one, other in house.file_pairs())
 
 
 # Figures that are too large and may only shrink: methods of a class, arguments of a core constructor.
@@ -303,7 +303,7 @@ def test_a_step_program_has_no_field_for_each_feature() -> None:
 
 def test_class_names_have_one_meaning() -> None:
     """This holds for all classes, public or private: a reader who knows one class of a name knows all of them."""
-    assert not house.names_of_two()
+    assert not house.shared_class_names()
 
 
 def test_the_figures_of_the_house_only_shrink() -> None:

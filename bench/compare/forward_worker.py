@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import load_file
 
-from bench.common import forget_high_water, high_water_bytes
+from bench.common import high_water_bytes, reset_high_water
 from bench.compare.worker import RESULT_FD, drive_bytes
 
 #: Label of a token that is not scored.
@@ -115,7 +115,7 @@ def main() -> None:
             turn = Turn(**json.loads(line))
             (read_into_cache if turn.keeps_cache else drop_cached)(Path(job.model))
             gc.collect()  # our side opens a store per turn: free the old one, as at the end of a command
-            forget_high_water()
+            reset_high_water()
             before = drive_bytes()["read_bytes"]
             outcome = side.take(turn)
             measured = {"read_bytes": drive_bytes()["read_bytes"] - before, "peak_rss": high_water_bytes()}

@@ -89,7 +89,7 @@ class VirtualCuda(LazyDevice):
         last_call: Number of the call at which the device fails. All later calls also fail, as after an illegal access
             or a hardware fault.
         waits: Names of operations that made the host wait.
-        tells_addresses: Whether tests may read tensor addresses; the program never may.
+        allows_addresses: Whether tests may read tensor addresses; the program never may.
     """
 
     def __init__(self, total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> None:
@@ -100,7 +100,7 @@ class VirtualCuda(LazyDevice):
         self.num_calls = 0
         self.last_call: int | None = None
         self.waits: list[str] = []
-        self.tells_addresses = False
+        self.allows_addresses = False
         self._forbids_waits = self._has_warned_of_mode = False
         self._random = [0, 0]  # seed, number of draws
         self._locked_pages: dict[int, int] = {}  # address -> bytes

@@ -76,7 +76,7 @@ def embedded(device: VirtualCuda) -> Iterator[None]:
         "references": lambda tensor: 0,  # references by queued kernels do not count as uses by the program
     }
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(device, "tells_addresses", True))
+        stack.enter_context(mock.patch.object(device, "allows_addresses", True))
         for module in [module for name, module in sys.modules.items() if name.startswith("megatrain.embed")]:
             for name in stand_ins.keys() & vars(module).keys():
                 stack.enter_context(mock.patch.object(module, name, stand_ins[name]))

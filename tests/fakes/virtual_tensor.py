@@ -60,7 +60,7 @@ class VirtualTensor(Tensor):
         self.allocation.recorded.add(stream)
 
     def data_ptr(self) -> int:
-        assert self.allocation.device.tells_addresses, "host code took the address of device memory"
+        assert self.allocation.device.allows_addresses, "host code took the address of device memory"
         return self.memory.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:

@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def disturb(model: Path, folder: Path, *, kills: int, stops: int, seed: int, per_run: int = 12) -> dict[str, Any]:
+def send_signals(model: Path, folder: Path, *, kills: int, stops: int, seed: int, per_run: int = 12) -> dict[str, Any]:
     """Run ``processes.kills`` in another process, which has one thread and may fork; return its figures."""
     result = folder / "result.json"
     numbers = ["--kills", str(kills), "--stops", str(stops), "--seed", str(seed), "--per-run", str(per_run)]
@@ -61,7 +61,7 @@ def disturb(model: Path, folder: Path, *, kills: int, stops: int, seed: int, per
 
 @pytest.mark.fault
 def test_killed_and_stopped_runs_end_with_the_same_bits(model: Path, tmp_path: Path) -> None:
-    figures = disturb(model, tmp_path, kills=4, stops=1, seed=1, per_run=1)
+    figures = send_signals(model, tmp_path, kills=4, stops=1, seed=1, per_run=1)
     assert len(figures["SIGKILL"]["hits"]) >= 4 and figures["SIGKILL"]["runs"] >= 4  # one of each placement
     assert len(figures["SIGTERM"]["hits"]) >= 1
 
@@ -71,7 +71,9 @@ def test_killed_and_stopped_runs_end_with_the_same_bits(model: Path, tmp_path: P
 @pytest.mark.timeout(6 * 3600)  # on a loaded machine; each child that hangs is ended much earlier
 def test_hundreds_of_kills_in_every_phase(model: Path, tmp_path: Path) -> None:
     seed = int(os.environ.get("MEGATRAIN_TIER_KILL_SEED", "2"))
-    figures = disturb(model, tmp_path, kills=int(os.environ.get("MEGATRAIN_TIER_KILLS", "240")), stops=40, seed=seed)
+    figures = send_signals(
+        model, tmp_path, kills=int(os.environ.get("MEGATRAIN_TIER_KILLS", "240")), stops=40, seed=seed
+    )
     hits = figures["SIGKILL"]["hits"]
     assert len(hits) >= 200
     for phase in ("starting", "step", *AIMS):

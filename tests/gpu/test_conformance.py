@@ -17,7 +17,7 @@ from tiered.testing import LinkSuite, StoreSuite, TierSuite
 @pytest.fixture(autouse=True)
 def device(virtual: VirtualCuda | None) -> None:
     if virtual is not None:
-        virtual.tells_addresses = True
+        virtual.allows_addresses = True
 
 
 class Gpu:

@@ -12,15 +12,15 @@ Array = NDArray[np.float32]
 RANGE, MAX_ROW_BLOCKS, LANES, VECTOR_BLOCK = 1 << 20, 64, 64, 65_536
 
 
-def in_lanes(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def sum_in_lanes(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Sum along the last axis: element j goes to lane j modulo 64, in order; then the lanes are added in order."""
     width = -(-values.shape[-1] // LANES) * LANES
     padded = np.zeros((*values.shape[:-1], width))
     padded[..., : values.shape[-1]] = values
-    return in_order(in_order(padded.reshape(*values.shape[:-1], -1, LANES), axis=-2), axis=-1)
+    return sum_in_order(sum_in_order(padded.reshape(*values.shape[:-1], -1, LANES), axis=-2), axis=-1)
 
 
-def in_order(values: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+def sum_in_order(values: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
     """Sum along an axis, element by element."""
     total = np.zeros_like(np.take(values, 0, axis))
     for index in range(values.shape[axis]):
@@ -28,12 +28,12 @@ def in_order(values: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
     return total
 
 
-def columns_in_blocks(squares: NDArray[np.float64]) -> NDArray[np.float64]:
+def sum_rows_in_blocks(squares: NDArray[np.float64]) -> NDArray[np.float64]:
     """Sum the rows of a matrix: first the rows of each block, then the blocks, in order."""
     num_rows, num_columns = squares.shape
     block = max(RANGE // num_columns, -(-num_rows // MAX_ROW_BLOCKS), 1)
-    parts = [in_order(squares[start : start + block], axis=0) for start in range(0, num_rows, block)]
-    return in_order(np.stack(parts), axis=0)
+    parts = [sum_in_order(squares[start : start + block], axis=0) for start in range(0, num_rows, block)]
+    return sum_in_order(np.stack(parts), axis=0)
 
 
 def adafactor_step(
@@ -60,22 +60,22 @@ def adafactor_step(
         update = g / np.sqrt(moments)
         squares = update.astype(np.float64) ** 2
         starts = range(0, squares.size, VECTOR_BLOCK)
-        total = in_order(np.array([in_order(squares[s : s + VECTOR_BLOCK], 0) for s in starts]), 0)
+        total = sum_in_order(np.array([sum_in_order(squares[s : s + VECTOR_BLOCK], 0) for s in starts]), 0)
     else:
         num_rows, num_columns = shape[-2:]
         g = g.reshape(-1, num_rows, num_columns)
         squares = g.astype(np.float64) ** 2
-        row_means = (in_lanes(squares) / num_columns + eps).astype(np.float32)
-        column_means = (np.stack([columns_in_blocks(each) for each in squares]) / num_rows + eps).astype(np.float32)
+        row_means = (sum_in_lanes(squares) / num_columns + eps).astype(np.float32)
+        column_means = (np.stack([sum_rows_in_blocks(each) for each in squares]) / num_rows + eps).astype(np.float32)
         rows = moments[: row_means.size].reshape(row_means.shape)
         columns = moments[row_means.size :].reshape(column_means.shape)
         rows = rows * one(beta2) + row_means * one(1.0 - beta2)
         columns = columns * one(beta2) + column_means * one(1.0 - beta2)
-        mean = in_order(rows.astype(np.float64), axis=1)[:, None] / num_rows
+        mean = sum_in_order(rows.astype(np.float64), axis=1)[:, None] / num_rows
         row_factor = np.sqrt(mean / rows).astype(np.float32)
         column_factor = np.sqrt(1.0 / columns.astype(np.float64)).astype(np.float32)
         update = g * (row_factor[:, :, None] * column_factor[:, None, :])
-        total = in_order(in_lanes(update.astype(np.float64) ** 2).reshape(-1), axis=0)
+        total = sum_in_order(sum_in_lanes(update.astype(np.float64) ** 2).reshape(-1), axis=0)
         moments = np.concatenate([rows.reshape(-1), columns.reshape(-1)])
     ratio = math.sqrt(float(total) / grad.size) / clip_threshold
     step_size = one(lr if ratio <= 1.0 else lr / ratio)

@@ -93,7 +93,7 @@ def update_on(
     threads.close()
 
 
-def halves_not_kept(optimizer: Optimizer, device: str = "cpu", shape: tuple[int, ...] = ()) -> list[str]:
+def changed_halves(optimizer: Optimizer, device: str = "cpu", shape: tuple[int, ...] = ()) -> list[str]:
     """Update split masters with a learning rate of 0, and return the halves whose bits changed.
 
     The masters contain every finite high half, and low halves near a tie. Random masters would rarely hit a tie.

@@ -101,7 +101,7 @@ class MemoryAccess:
         return gradients
 
 
-def cut_like(graph: ModelGraph, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def split_like(graph: ModelGraph, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return a model's tensors under a graph's names, split like the graph's experts."""
     entries = [entry for layout in graph.layouts.values() for entry in layout.entries]
     return {
@@ -115,7 +115,7 @@ def cut_like(graph: ModelGraph, whole: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 def joined(graph: ModelGraph, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Invert ``cut_like``."""
+    """Invert ``split_like``."""
     found: dict[str, list[torch.Tensor]] = {}
     for layout in graph.layouts.values():
         for entry in layout.entries:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 MASK = 0xFFFFFFFF
 
 
-def hashed(seed: int, step: int, name: str, elements: range) -> NDArray[np.uint32]:
+def random_bits(seed: int, step: int, name: str, elements: range) -> NDArray[np.uint32]:
     """Return the 32 random bits of some elements of a parameter."""
     digest = hashlib.blake2b(f"{seed} {step} {name}".encode(), digest_size=8).digest()
     key = [int.from_bytes(digest[at : at + 4], "little") for at in (0, 4)]
@@ -46,7 +46,7 @@ def dynamic_code(signed: bool) -> NDArray[np.float32]:
     return np.array(sorted(numbers), np.float32)
 
 
-def in_blocks(values: NDArray[np.float32], signed: bool) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+def encode_blocks(values: NDArray[np.float32], signed: bool) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Return bytes and scales of finite numbers: the nearest of the 256 values, or the smaller value at a tie."""
     code = dynamic_code(signed)
     borders = (code[:-1] + code[1:]) / np.float32(2)
@@ -62,6 +62,6 @@ def in_blocks(values: NDArray[np.float32], signed: bool) -> tuple[NDArray[np.uin
     return np.concatenate(found), np.array(scales, np.float32)
 
 
-def out_of_blocks(codes: NDArray[np.uint8], scales: NDArray[np.float32], signed: bool) -> NDArray[np.float32]:
+def decode_blocks(codes: NDArray[np.uint8], scales: NDArray[np.float32], signed: bool) -> NDArray[np.float32]:
     """Return the values that bytes and scales represent."""
     return dynamic_code(signed)[codes] * np.repeat(scales, 256)[: codes.size]

@@ -36,7 +36,7 @@ def planned_workspace(graph: ModelGraph, trace: VisitTrace, num_micro_batches: i
     return step_workspace_bytes(graph, trace, program, num_micro_batches, torch.device("cpu"))
 
 
-def fullest_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int) -> int:
+def max_workspace_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int) -> int:
     """Return the bytes outside of blocks in a single-process step that keeps all graphs before the head.
 
     Args:

@@ -27,7 +27,7 @@ from megatrain.plan.plan import Plan
 from megatrain.training import rows
 from megatrain.training.resolve import resolve, resolve_data
 from megatrain.training.trainer import Trainer
-from oracles.traces import traces_kept
+from oracles.traces import cached_traces
 from tiered import StoreStats
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -127,12 +127,12 @@ size = "{tables.get("ram", "256MiB")}"
 
 def plan_of(config: RunConfig) -> Plan:
     """Plan a run. Traces are cached, because most runs of a test differ only in placement."""
-    with traces_kept():
+    with cached_traces():
         return planner.plan_run(resolve(config))
 
 
 @contextmanager
-def parts_passing(passes: bool) -> Iterator[None]:
+def force_passing(passes: bool) -> Iterator[None]:
     """Force plans to stream the parts of the vocabulary one by one, or to hold all of them."""
 
     def attempts(*values: Any, **options: Any) -> Attempts:

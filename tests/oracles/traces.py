@@ -44,7 +44,7 @@ _CODE = (megatrain.base, megatrain.converters, megatrain.engine, megatrain.model
 
 
 @contextmanager
-def traces_kept() -> Iterator[None]:
+def cached_traces() -> Iterator[None]:
     """Let plans reuse a trace if the model, the rows and all relevant code are the same."""
     with mock.patch.object(traced, "trace_visits", keeping(traced.trace_visits)):
         yield

@@ -42,7 +42,7 @@ from megatrain.training.resolve import resolve
 from megatrain.training.weights import RandomWeights
 from oracles.families import MODEL_TYPES, padded_batches, shrunk_config, tiny_config
 from oracles.huggingface import assert_same_gradients, build_model, train_step
-from oracles.memory_access import MemoryAccess, cut_like, joined
+from oracles.memory_access import MemoryAccess, joined, split_like
 from oracles.planned_workspace import planned_workspace
 from oracles.quantize import quantized_pair
 from oracles.runners import layer_runner
@@ -89,7 +89,7 @@ def _compare_with_hugging_face(config: Any) -> ModelGraph:
     for name, buffer in graph.model.named_buffers():
         if name in graph.persistent_buffers():
             buffer.copy_(buffers[name])
-    access = MemoryAccess(graph, cut_like(graph, dict(model.named_parameters())), torch.float32)
+    access = MemoryAccess(graph, split_like(graph, dict(model.named_parameters())), torch.float32)
     runner = layer_runner(graph, access, device="cpu")
     loss = runner.forward_backward(batches, seed=SEED)
     gradients = access.finish()
@@ -281,7 +281,7 @@ def test_weights_are_loaded_and_drawn_in_ranges(family: str, tmp_path: Path) -> 
     drawn = {name: torch.zeros(tensor.shape) for name, tensor in whole.items()}
     initialize_tensors(graph.model, drawn, 5)
     for source, values in ((open_loader(model, graph), whole), (RandomWeights(graph.model, 5), drawn)):
-        expected = cut_like(graph, values)
+        expected = split_like(graph, values)
         for layout in graph.layouts.values():
             block = torch.zeros(layout.num_elements)
             for start in range(0, layout.num_elements, 3072):
@@ -486,7 +486,7 @@ def test_idle_experts_are_not_leased() -> None:
     batch = {"input_ids": torch.tensor([[5, 5, 5]]), "labels": torch.tensor([[5, 5, 5]])}
     expected = train_step(model, [batch], SEED)
     graph = build_graph(config, split_experts=True)
-    access = MemoryAccess(graph, cut_like(graph, dict(model.named_parameters())), torch.float32)
+    access = MemoryAccess(graph, split_like(graph, dict(model.named_parameters())), torch.float32)
     for kept in ((), range(1000)):
         runner = layer_runner(graph, access, device="cpu", kept=kept)
         loss = runner.forward_backward([batch], seed=SEED)

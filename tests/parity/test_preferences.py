@@ -30,7 +30,7 @@ from megatrain.tasks.preference import CollectedExamples, PreferenceLoss
 from oracles import rows_in_memory
 from oracles.families import tiny_config
 from oracles.huggingface import build_model
-from oracles.memory_access import MemoryAccess, cut_like, joined
+from oracles.memory_access import MemoryAccess, joined, split_like
 from oracles.rows_in_memory import encode_rows, to_row
 from oracles.runners import StepRunner, layer_runner
 from oracles.tiered_run import EXAMPLES
@@ -72,7 +72,7 @@ def make_runner(
     config: Any, model: Any, objective: Objective | None, *, cuts_experts: bool = False, **options: Any
 ) -> tuple[StepRunner, MemoryAccess]:
     graph = build_graph(config, split_experts=cuts_experts)
-    access = MemoryAccess(graph, cut_like(graph, dict(model.named_parameters())), torch.float32)
+    access = MemoryAccess(graph, split_like(graph, dict(model.named_parameters())), torch.float32)
     options = {"head_rows": ROWS, "head_columns": COLUMNS, **options}
     runner = layer_runner(graph, access, device="cpu", objective=objective, **options)
     return runner, access

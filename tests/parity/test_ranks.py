@@ -34,7 +34,7 @@ from megatrain.ranks.collectives import Collectives, RanksDifferError
 from megatrain.ranks.world import World
 from megatrain.tasks.evaluation import deal_micro_batches
 from megatrain.training.resolve import resolve
-from oracles.tiered_run import ALL_NVME, EXAMPLES, config_text, parts_passing, write_tiny_model
+from oracles.tiered_run import ALL_NVME, EXAMPLES, config_text, force_passing, write_tiny_model
 from processes.ranks import run_on_ranks
 from processes.worlds import RankResult, digests, plan_of_rank, train
 
@@ -204,7 +204,7 @@ def train_cases(world: World, folder: Path, names: list[str]) -> dict[str, RankR
         passes = not world.is_single and (
             case.passes == "always" or (case.passes == "on hosts" and world.num_hosts > 1)
         )
-        with mock.patch.object(layouts, "PART_ELEMENTS", size), parts_passing(passes), products_seen() as products:
+        with mock.patch.object(layouts, "PART_ELEMENTS", size), force_passing(passes), products_seen() as products:
             result = train(world, own, [text], NUM_STEPS, few_labels if case.labels == "few" else None)
         found[name] = replace(result, products=frozenset(products))
         assert found[name].passes == passes, name

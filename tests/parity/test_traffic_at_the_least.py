@@ -30,7 +30,7 @@ from oracles.tiered_run import (
     QUICKSTART,
     add_tokenizer,
     config_text,
-    parts_passing,
+    force_passing,
     plan_of,
     run_config,
     write_tiny_model,
@@ -222,7 +222,7 @@ def test_micro_batches_that_no_loss_depends_on_move_as_much(
     tables = {"advanced": 'micro_batch_order = "micro_batch"'}
     if passes:
         monkeypatch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
-    with parts_passing(passes):
+    with force_passing(passes):
         tables["gpu"] = tight_gpu(tmp_path, models["dense"], 1.0, **tables)
         run = run_config(config_text(tmp_path, models["dense"], **tables), tmp_path, num_steps=3)
     assert bool(run.plan.program.cuts.passing) == passes

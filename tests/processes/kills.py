@@ -168,7 +168,7 @@ class Killer:
         """Return how many signals with this number hit a run."""
         return sum(start.number == number and start.where is not None for run in self.runs for start in run.starts)
 
-    def disturb(self, number: int, times: int) -> None:
+    def send_signals(self, number: int, times: int) -> None:
         """Send signals to runs of all placements in turn, until the given number of signals has hit."""
         while self.num_hits(number) < times and not self.problems:
             turn = len(self.runs)
@@ -251,10 +251,10 @@ class Killer:
         pid = os.fork()
         if pid == 0:
             run_child(run.folder)
-        where, code, is_hung = self._strike(pid, aim, number)
+        where, code, is_hung = self._send_signal(pid, aim, number)
         return Start(number, where, code, self._board.step("resumed"), self._board.step("reported"), is_hung)
 
-    def _strike(self, pid: int, aim: Aim | None, number: int) -> tuple[str | None, int, bool]:
+    def _send_signal(self, pid: int, aim: Aim | None, number: int) -> tuple[str | None, int, bool]:
         """Send the signal to a child at the planned time, and wait until the child has ended."""
         start_s = time.monotonic()
         due_s = start_s + aim.delay_s if aim is not None and aim.phase is None else None
@@ -345,7 +345,7 @@ def main() -> int:
     figures: dict[str, Any] = {}
     for number, times in ((signal.SIGKILL, arguments.kills), (signal.SIGTERM, arguments.stops)):
         first, start_s = len(killer.runs), time.monotonic()
-        killer.disturb(number, times)
+        killer.send_signals(number, times)
         print(format_tables(killer.runs[first:], number))
         hits = [s.where for run in killer.runs[first:] for s in run.starts if s.number == number and s.where]
         losses = sum(run.num_losses for run in killer.runs[first:])

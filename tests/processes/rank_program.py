@@ -25,32 +25,32 @@ NUM_STEPS = 4
 def main() -> None:
     """Run steps until the end or a stop. Exit with 75 after a stop."""
     folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-    ways = {way.partition(":")[2] for way in sys.argv[2:] if way.partition(":")[0] in (rank, "*")}
-    if "early" in ways:
+    faults = {way.partition(":")[2] for way in sys.argv[2:] if way.partition(":")[0] in (rank, "*")}
+    if "early" in faults:
         sys.exit(7)
     group = RankGroup.from_environment()
     try:
         group.rendezvous()
-        group.join("cpu", DistributedConfig(timeout="60s" if "patient" in ways else "2s"))
+        group.join("cpu", DistributedConfig(timeout="60s" if "patient" in faults else "2s"))
         if "differs" in "".join(sys.argv[2:]):
-            check_same(group.gather, "config", {"lr": "2" if "differs" in ways else "1"}, "Give all the same files")
+            check_same(group.gather, "config", {"lr": "2" if "differs" in faults else "1"}, "Give all the same files")
         (folder / f"pid{rank}").write_text(str(os.getpid()))
-        code = steps(group, folder, ways)
+        code = steps(group, folder, faults)
     except BaseException as error:
         group.fail(str(error) or type(error).__name__, 4, is_own=not isinstance(error, RuntimeError))
     group.end(code)
 
 
-def steps(group: RankGroup, folder: Path, ways: set[str]) -> int:
+def steps(group: RankGroup, folder: Path, faults: set[str]) -> int:
     """Run steps, and return the exit code."""
-    if "notice" in ways:
+    if "notice" in faults:
         group.notify("the drive is full")
     group.listen(on_notice=lambda text: print(text, flush=True))
     with RunSignals(stops_after_step=True) as signals:
         consensus, step = Consensus(group, lambda: StepRecord(signals.stop_requested)), 0
-        while step < NUM_STEPS or "slow" in ways:
+        while step < NUM_STEPS or "slow" in faults:
             if step == 1:
-                misbehave(ways)
+                cause_faults(faults)
             if step == 2:
                 (folder / f"at_step_2_{group.world.rank}").touch()
             consensus.gather_records(StepRecord(), is_due=False)
@@ -58,22 +58,22 @@ def steps(group: RankGroup, folder: Path, ways: set[str]) -> int:
             if consensus.stops:
                 print(f"stopped after step {step}", flush=True)
                 return 75
-            time.sleep(0.02 if "slow" in ways else 0.0)
-    if "hang" in ways:
+            time.sleep(0.02 if "slow" in faults else 0.0)
+    if "hang" in faults:
         time.sleep(60)
     if "notice" in "".join(sys.argv[2:]):
         time.sleep(1.0)  # wait until rank 0 has printed the message
     return 0
 
 
-def misbehave(ways: set[str]) -> None:
+def cause_faults(faults: set[str]) -> None:
     """Cause the requested faults."""
-    if "raise" in ways:
+    if "raise" in faults:
         raise ValueError("the rows are wrong")
-    if "exit" in ways:
+    if "exit" in faults:
         os._exit(9)
     for way, number in (("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)):
-        if way in ways:
+        if way in faults:
             os.kill(os.getpid(), number)
 
 

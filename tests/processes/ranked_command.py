@@ -48,7 +48,7 @@ def fail() -> None:
     raise RuntimeError("an unexpected failure")
 
 
-def happens_at(what: str, instant: str, nth: int) -> None:
+def install_fault(what: str, instant: str, nth: int) -> None:
     """Kill or stop this process, or raise an error, at an instant."""
     number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}.get(what)
     happen = fail if number is None else partial(os.kill, os.getpid(), number)
@@ -85,7 +85,7 @@ class FaultWhile(Fault):
         return super().affects(on, file) and self._file.exists()
 
 
-def spoil_drives(what: str, file: Path) -> None:
+def break_drives(what: str, file: Path) -> None:
     """Make drives full or faulty while a file exists. The tier checks full drives every 20 ms."""
     importlib.import_module("tiered.tiers.health").RETRY_S = 0.02
     real = FileEngine.__init__
@@ -96,7 +96,7 @@ def spoil_drives(what: str, file: Path) -> None:
     FileEngine.__init__ = make  # type: ignore[method-assign]
 
 
-def note_asking(file: Path) -> None:
+def record_gpu_queries(file: Path) -> None:
     """Record the visible GPUs whenever this process queries torch for GPUs."""
 
     def noting(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,11 +120,11 @@ def main() -> None:
     for each in filter(None, os.environ.get("RANK_HAPPENS", "").split(";")):
         rank, what, *how = each.split(":")
         if rank == own and what in ("kill", "stop", "raise"):
-            happens_at(what, how[0], int(how[1]))
+            install_fault(what, how[0], int(how[1]))
         elif rank == own and what == "asks":
-            note_asking(Path(how[0]))
+            record_gpu_queries(Path(how[0]))
         elif rank == own:
-            spoil_drives(what, Path(how[0]))
+            break_drives(what, Path(how[0]))
     command_group()()
 
 

@@ -26,7 +26,7 @@ SIZE = 5000
 @pytest.fixture(autouse=True)
 def device() -> Iterator[VirtualCuda]:
     device = VirtualCuda(is_integrated=True)
-    device.tells_addresses = True
+    device.allows_addresses = True
     with device.in_place(), mock.patch.object(unified, "device_view", device.view_of_host):
         yield device
 

@@ -14,7 +14,7 @@ from megatrain.engine.unit.idle import RoutedWeights
 from megatrain.engine.unit.suspend import UnitCall
 from oracles.families import tiny_config
 from oracles.huggingface import build_model
-from oracles.memory_access import MemoryAccess, cut_like
+from oracles.memory_access import MemoryAccess, split_like
 
 NUM_EXPERTS = 4
 FIRST_VISIT = 7
@@ -35,7 +35,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[NotingAccess, list[BoundUnit
     monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 1)
     config = tiny_config("qwen3_moe", num_experts=NUM_EXPERTS, num_experts_per_tok=1)
     graph = build_graph(config, split_experts=True)
-    access = NotingAccess(graph, cut_like(graph, dict(build_model(config).named_parameters())), torch.float32)
+    access = NotingAccess(graph, split_like(graph, dict(build_model(config).named_parameters())), torch.float32)
     access.told = []
     units = [unit for unit in graph.units if unit.part is not None][:NUM_EXPERTS]
     return access, [BoundUnit(unit, torch.device("cpu")) for unit in units]

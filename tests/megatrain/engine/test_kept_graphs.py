@@ -27,7 +27,7 @@ from megatrain.trace.trace import trace_visits
 from oracles.families import FAMILIES, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
-from oracles.planned_workspace import fullest_bytes, planned_workspace
+from oracles.planned_workspace import max_workspace_bytes, planned_workspace
 from oracles.runners import StepLoss, layer_runner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -346,7 +346,11 @@ def test_graph_memory_matches_the_trace(family: str, order: str) -> None:
     planned = together * sum(visit.memory.graph_nbytes for visit in trunk)
     workspace = planned_workspace(graph, trace, together)
     assert 0.8 * workspace < peak[False] <= workspace
-    assert peak[True] <= fullest_bytes(graph, trace, program_of(graph, trace, order), together) <= workspace + planned
+    assert (
+        peak[True]
+        <= max_workspace_bytes(graph, trace, program_of(graph, trace, order), together)
+        <= workspace + planned
+    )
     # A unit's input is often the previous unit's output and used by no other: both count it.
     assert 0.8 * planned < live[True] - live[False] <= planned
 

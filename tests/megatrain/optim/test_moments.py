@@ -17,7 +17,7 @@ from megatrain.optim.moments import StateDtype, decode_moments, encode_moments, 
 from megatrain.optim.threads import KernelThreads
 from oracles.adamw import adamw_step
 from oracles.blocks import random_array, same_bits, update_on
-from oracles.moments import dynamic_code, hashed, in_blocks, out_of_blocks, round_at_random
+from oracles.moments import decode_blocks, dynamic_code, encode_blocks, random_bits, round_at_random
 
 SIZE, SEED = 5003, 7
 SEGMENTS = ((0, 2048, "a"), (2048, 3000, "b"), (3072, SIZE, "c"))
@@ -58,11 +58,11 @@ def test_moments_match_the_oracle_bitwise(state_dtype: StateDtype) -> None:
                 grad_scale=0.5,
             )
             if state_dtype == "bfloat16":
-                bits = hashed(SEED, step, name, range(10**10, 10**10 + stop - start))
+                bits = random_bits(SEED, step, name, range(10**10, 10**10 + stop - start))
                 m[part], v[part] = round_at_random(new_m, bits & 0xFFFF), round_at_random(new_v, bits >> 16)
             else:
-                m[part] = out_of_blocks(*in_blocks(new_m, True), True)
-                v[part] = out_of_blocks(*in_blocks(new_v, False), False)
+                m[part] = decode_blocks(*encode_blocks(new_m, True), True)
+                v[part] = decode_blocks(*encode_blocks(new_v, False), False)
     kept = {kind: blocks[kind].float() for kind in ("m", "v")}
     if state_dtype == "int8":
         kept = {kind: decode_moments(blocks[kind], blocks[f"{kind}_scale"], kind == "m") for kind in ("m", "v")}
@@ -113,7 +113,7 @@ def test_codes_round_to_the_nearest_number(signed: bool) -> None:
     numbers = random_array(np.random.default_rng(0), 3000) ** 3
     numbers = numbers if signed else np.abs(numbers)
     codes, scales = encode_moments(torch.from_numpy(numbers), signed)
-    expected, expected_scales = in_blocks(numbers, signed)
+    expected, expected_scales = encode_blocks(numbers, signed)
     assert (codes.numpy() == expected).all() and (scales.numpy() == expected_scales).all()
     optimizer = SGD(momentum=0.5, threads=KernelThreads(1), state_dtype="int8")
     if signed:  # the kernel rounds as the function on the host does

@@ -21,7 +21,7 @@ from megatrain.ranks import collectives
 from megatrain.ranks.world import World
 from megatrain.training.resolve import resolve
 from megatrain.training.trainer import Trainer
-from oracles.tiered_run import config_text, make_loader, parts_passing, write_tiny_model
+from oracles.tiered_run import config_text, force_passing, make_loader, write_tiny_model
 
 
 @pytest.mark.parametrize(("size", "num_hosts"), [(2, 1), (3, 1), (4, 1), (6, 1), (3, 3)])
@@ -34,7 +34,7 @@ def test_exchange_memory_matches_the_plan(
     text = text.replace("gradient_accumulation_steps = 3", f"gradient_accumulation_steps = {world.size}")
     (tmp_path / "run.toml").write_text(text.replace("max_length = 64", "max_length = 8"))
     config = load_config(tmp_path / "run.toml").config
-    with parts_passing(True):
+    with force_passing(True):
         plan = plan_run(replace(resolve(config), world=world))
     with mock.patch.object(collectives, "Collectives", Twins.of(world)), Trainer(config, plan=plan).open() as trainer:
         trainer.load()
