@@ -75,7 +75,7 @@ def make_blocks(num_parameters: int, num_blocks: int) -> list[Block]:
     return [Block(*(tensor[start : start + num_parameters] for tensor in whole)) for start in starts]
 
 
-def run_host_leaders_first(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+def chain_calls(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     """Return a function that runs all calls in order, block by block as in a step."""
 
     def call() -> None:
@@ -115,7 +115,7 @@ def ceilings(blocks: Sequence[Block], threads: KernelThreads) -> Iterator[Side]:
     ):
         for suffix, grad, nbytes in (("", "grad", 28), ("_bf16grad", "grad16", 26)):
             flats = [[block.bits(array) for array in (*arrays, grad)] for block in blocks]
-            call = run_host_leaders_first([partial(_run_cut, kernel, each, threads) for each in flats])
+            call = chain_calls([partial(_run_cut, kernel, each, threads) for each in flats])
             yield Side(f"ceiling.{name}{suffix}", nbytes, call)
 
 
@@ -128,18 +128,18 @@ def ours(blocks: Sequence[Block], threads: KernelThreads) -> Iterator[Side]:
     adamw = AdamW(*BETAS, EPS, threads=threads)
     for name in ("fp32", "split"):
         for suffix, grad, nbytes in (("", "grad", 28), ("_bf16grad", "grad16", 26)):
-            call = run_host_leaders_first([_update(adamw, block, name, grad) for block in blocks])
+            call = chain_calls([_update(adamw, block, name, grad) for block in blocks])
             yield Side(f"ours.{name}{suffix}", nbytes, call, f"ceiling.{name}{suffix}")
     updates = [_update(adamw, block, "split", "grad16") for block in blocks]
     norms = [partial(squared_norm, block.grad16, threads) for block in blocks]
-    yield Side("ours.norm_and_split_bf16grad", 28, run_host_leaders_first([*norms, *updates]))
+    yield Side("ours.norm_and_split_bf16grad", 28, chain_calls([*norms, *updates]))
     others: tuple[Optimizer, ...] = (
         Lion(threads=threads),
         SGD(threads=threads),
         Adafactor(threads=threads),
     )
     for optimizer in others:
-        call = run_host_leaders_first([_update(optimizer, block, "split", "grad") for block in blocks])
+        call = chain_calls([_update(optimizer, block, "split", "grad") for block in blocks])
         yield Side(f"ours.{type(optimizer).__name__.lower()}.split", 20, call)
 
 

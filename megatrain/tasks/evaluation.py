@@ -332,7 +332,7 @@ class Evaluator:
         """
         if self._collectives is None:
             self._collectives = make_collectives(self._plan.run.world, self._plan.program.compute_tier)
-        self._timeline.is_on = False
+        self._timeline.is_recording = False
         for weights, plan in self._plans.items():
             due = [each for each in self._sets if not self._is_done(step, self._spec.name_of(each.name, weights))]
             room = step_memory_lent(self._store, self._plan, plan) if due and plan is not self._plan else nullcontext()
