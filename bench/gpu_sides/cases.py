@@ -55,7 +55,7 @@ class Part:
         micro_rows: Rows of our micro-batches.
         num_steps: Number of steps measured after one warm-up step, or 0 to measure the first step.
         sides: Names of the compared sides, ours first.
-        target: Minimum ratio of our tokens/s to those of the last side.
+        target: Minimum ratio of our tokens/s to the last side's tokens/s.
         rate: Minimum of our tokens/s on one H200.
         share: Minimum ratio of our hardware FLOP/s to the rate of matrix products.
         uses_drive: Whether our side has an NVMe tier.

@@ -1,4 +1,4 @@
-"""Plain PyTorch's side of a part of `gpu.py`: everything on the device, with as many layers as fit."""
+"""Plain PyTorch's side of a part of `gpu.py`: everything on the device, with the maximum number of layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.gpu_sides.job import Job, StepSeen, seeded_model
 
 
 class PlainSide:
-    """Steps of plain PyTorch: fp32 weights with autocast, recomputed layers, fused AdamW, and as many layers as fit."""
+    """Steps of plain PyTorch: fp32 weights with autocast, recomputed layers, fused AdamW, maximum number of layers."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
