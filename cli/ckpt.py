@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from megatrain.checkpoint.inventory import RunInventory, Verified, checkpoint_folders, next_start
+
 from .main import EXIT_CONFIG, EXIT_FAILED, RunFailedError, Subcommands
 from .options import confirm, json_option, run_argument
 
 if TYPE_CHECKING:
-    from megatrain.checkpoint.document import Checkpoint
+    from collections.abc import Sequence
+
+    from megatrain.checkpoint.inspection import InventoryEntry
+    from megatrain.checkpoint.remote_folder import UrlInventory
 
 
 class _RunOrUrl(click.Path):
@@ -41,20 +46,13 @@ def list_command(run: Path | str, as_json: bool) -> int:
 
     RUN is the output_dir of a run, or the URL of its copies (checkpoint.save_copy).
     """
-    from megatrain.checkpoint.catalog import list_checkpoints, list_notices
-
-    notices: list[str] = []
-    if isinstance(run, str):
-        from megatrain.checkpoint.remote_folder import list_at_url
-
-        infos = list_at_url(run)
-    else:
-        infos = list_checkpoints(run)
-        notices = list_notices(run, infos)
+    inventory = _take_inventory(run)
+    entries = inventory.entries
+    newest, notices = next_start(entries), inventory.notices(entries)
     if as_json:
-        click.echo(json.dumps({"checkpoints": [_fields(info) for info in infos], "notices": notices}))
+        click.echo(json.dumps({"checkpoints": [_fields(entry, newest) for entry in entries], "notices": notices}))
     else:
-        _print(infos, notices)
+        _print(entries, newest, notices)
     return 0
 
 
@@ -67,50 +65,60 @@ def verify_command(run: Path | str, step: int | None, as_json: bool) -> int:
 
     RUN is the output_dir of a run, or the URL of its copies.
     """
-    from megatrain.checkpoint.catalog import list_notices, next_start, verify_checkpoints
-
-    is_shown = sys.stderr.isatty() and not as_json
-
-    def show(generation: int, key: str) -> None:
-        click.echo(f"\r\x1b[Kreading {key}", nl=False, err=True)
-
-    results = []
-    if isinstance(run, str):
-        from megatrain.checkpoint.remote_folder import verify_at_url
-
-        found = verify_at_url(run, step)
-    else:
-        found = verify_checkpoints(run, step, show if is_shown else None)
-    for info, problems in found:
-        results.append((info, problems))
-        if is_shown:
-            click.echo("\r\x1b[K", nl=False, err=True)
-        if not as_json:
-            count = "sound" if not problems else "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-            click.echo(f"{_format_name(info)} (generation {info.number}): {count}")
-            for problem in problems:
-                click.echo(f"  {problem}")
-            if info.note is not None:
-                click.echo(f"  note: {info.note}")
-    notices = list_notices(run, [info for info, _ in results]) if isinstance(run, Path) else []
-    newest = next_start([info for info, problems in results if not problems])
+    inventory = _take_inventory(run)
+    results = _verify(inventory, step, as_json=as_json)
+    notices = inventory.notices([entry for entry, _ in results])
     if as_json:
-        values = [{**_fields(info), "problems": problems} for info, problems in results]
+        newest = next_start(inventory.entries)
+        values = [{**_fields(entry, newest), "problems": problems} for entry, problems in results]
         click.echo(json.dumps({"checkpoints": values, "notices": notices}))
     else:
         _print_notices(notices)
         if step is None and isinstance(run, Path):
-            click.echo(_next_start(newest))
-    num_damaged = sum(bool(problems) for _, problems in results)
-    if num_damaged:
-        them = "it" if num_damaged == 1 else "them"
-        advice = f"; remove {them} with megatrain-tier ckpt rm {run} --generation N" if isinstance(run, Path) else ""
-        if not all(part.is_there for info, _ in results for part in info.lost):
-            advice = ". To restore the missing folders, mount their drives"
-        raise RunFailedError(
-            f"{num_damaged} of {len(results)} checkpoints cannot be used. A run skips {them}{advice}", EXIT_FAILED
-        )
+            click.echo(_next_start(next_start([entry for entry, problems in results if not problems])))
+    damaged = [entry for entry, problems in results if problems]
+    if damaged:
+        raise RunFailedError(_damage_text(run, damaged, len(results)), EXIT_FAILED)
     return 0
+
+
+def _take_inventory(run: Path | str) -> RunInventory | UrlInventory:
+    if isinstance(run, Path):
+        return RunInventory(run)
+    from megatrain.checkpoint.remote_folder import UrlInventory
+
+    return UrlInventory(run)
+
+
+def _verify(inventory: RunInventory | UrlInventory, step: int | None, *, as_json: bool) -> list[Verified]:
+    """Verify checkpoints, and print each one with its problems unless ``as_json``. Return both."""
+
+    def show(text: str) -> None:
+        if sys.stderr.isatty() and not as_json:
+            click.echo(f"\r\x1b[K{text}", nl=False, err=True)
+
+    results = []
+    for entry, problems in inventory.verify(step, lambda key: show(f"reading {key}")):
+        show("")
+        results.append((entry, problems))
+        if as_json:
+            continue
+        count = "sound" if not problems else "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        click.echo(f"{_format_name(entry)} (generation {entry.checkpoint.number}): {count}")
+        for problem in problems:
+            click.echo(f"  {problem}")
+        if entry.checkpoint.export_note is not None:
+            click.echo(f"  note: {entry.checkpoint.export_note}")
+    return results
+
+
+def _damage_text(run: Path | str, damaged: Sequence[InventoryEntry], num_verified: int) -> str:
+    """Return an error with advice on damaged checkpoints."""
+    them = "it" if len(damaged) == 1 else "them"
+    advice = f"; remove {them} with megatrain-tier ckpt rm {run} --generation N" if isinstance(run, Path) else ""
+    if not all(part.is_there for entry in damaged for part in entry.lost):
+        advice = ". To restore the missing folders, mount their drives"
+    return f"{len(damaged)} of {num_verified} checkpoints cannot be used. A run skips {them}{advice}"
 
 
 @command.command("rm")
@@ -129,76 +137,73 @@ def remove_command(
 
     Only --all removes the last usable checkpoint. Fails while the run is alive.
     """
-    from megatrain.checkpoint.catalog import check_not_in_use, checkpoints_folder, remove_checkpoint
+    from megatrain.checkpoint.removal import check_not_in_use, remove_checkpoint
 
     if (step is not None) + (generation is not None) + remove_all != 1:
         raise RunFailedError("choose one option: --step N, --generation N or --all", EXIT_CONFIG)
-    check_not_in_use(checkpoints_folder(run))
-    infos = _select_checkpoints(run, step, generation)
-    if infos and not yes and not confirm(f"Remove {', '.join(map(_format_name, infos))}?", as_json=as_json):
+    check_not_in_use(checkpoint_folders(run)[0])
+    inventory = RunInventory(run)
+    chosen = _select_checkpoints(inventory, run, step, generation)
+    if chosen and not yes and not confirm(f"Remove {', '.join(map(_format_name, chosen))}?", as_json=as_json):
         raise RunFailedError("nothing was removed. Add --yes to remove without asking", EXIT_CONFIG)
     if not remove_all:
-        _check_one_remains(run, infos)
-    for info in infos:
-        remove_checkpoint(run, info, force=remove_all)
+        _check_one_remains(run, chosen)
+    for entry in chosen:
+        remove_checkpoint(run, entry.checkpoint, force=remove_all)
         if not as_json:
-            click.echo(f"removed {_format_name(info)} (generation {info.number})")
+            click.echo(f"removed {_format_name(entry)} (generation {entry.checkpoint.number})")
     if as_json:
-        click.echo(json.dumps({"removed": [_fields(info) for info in infos]}))
-    elif not infos:
+        newest = next_start(inventory.entries)
+        click.echo(json.dumps({"removed": [_fields(entry, newest) for entry in chosen]}))
+    elif not chosen:
         click.echo(f"no checkpoint in '{run}'")
     return 0
 
 
-def _fields(info: Checkpoint) -> dict[str, Any]:
+def _fields(entry: InventoryEntry, newest: InventoryEntry | None) -> dict[str, Any]:
     """Return the fields of a checkpoint for `--json`."""
+    checkpoint = entry.checkpoint
     return {
-        "step": info.step,
-        "generation": info.number,
-        "saved_at": info.saved_at or None,
-        "nbytes": info.nbytes,
-        "loss": info.loss,
-        "is_newest": info.is_newest,
-        "problem": info.problem,
-        "is_copy": info.is_copy,
-        "note": info.note,
-        "lost": [dataclasses.asdict(part) for part in info.lost],
-        "num_ranks": info.world,
+        "step": checkpoint.step,
+        "generation": checkpoint.number,
+        "saved_at": checkpoint.saved_at or None,
+        "nbytes": entry.nbytes,
+        "loss": checkpoint.loss,
+        "is_newest": entry is newest,
+        "problem": entry.problem,
+        "is_copy": checkpoint.is_copy,
+        "note": checkpoint.export_note,
+        "lost": [dataclasses.asdict(part) for part in entry.lost],
+        "num_ranks": checkpoint.world,
     }
 
 
-def _select_checkpoints(run: Path, step: int | None, generation: int | None) -> list[Checkpoint]:
+def _select_checkpoints(
+    inventory: RunInventory, run: Path, step: int | None, generation: int | None
+) -> list[InventoryEntry]:
     """Return the checkpoints to remove. If ``step`` and ``generation`` are None, return all checkpoints."""
-    from megatrain.checkpoint.catalog import find_checkpoint, list_checkpoints
-
-    infos = list_checkpoints(run)
     if step is not None:
-        chosen = [info for info in infos if info.step == step]
-        if not chosen:
-            find_checkpoint(run, step)  # Raises an error that lists the existing steps.
-        return chosen
-    if generation is not None:
-        chosen = [info for info in infos if info.number == generation]
-        if not chosen:
-            known = ", ".join(str(info.number) for info in infos) or "none"
-            raise RunFailedError(f"no generation {generation} in '{run}'. Existing generations: {known}", EXIT_FAILED)
-        return chosen
-    return infos
+        return inventory.of_step(step)
+    if generation is None:
+        return inventory.entries
+    chosen = [entry for entry in inventory.entries if entry.checkpoint.number == generation]
+    if not chosen:
+        known = ", ".join(str(entry.checkpoint.number) for entry in inventory.entries) or "none"
+        raise RunFailedError(f"no generation {generation} in '{run}'. Existing generations: {known}", EXIT_FAILED)
+    return chosen
 
 
-def _check_one_remains(run: Path, chosen: list[Checkpoint]) -> None:
+def _check_one_remains(run: Path, chosen: list[InventoryEntry]) -> None:
     """Raise an error if the removal would leave no usable checkpoint. Called before anything is removed."""
-    from megatrain.checkpoint.catalog import list_checkpoints
-
-    usable = [info for info in list_checkpoints(run) if info.problem is None]
-    if len(usable) > 1 and all(info in chosen for info in usable):
+    usable = [entry for entry in RunInventory(run).entries if entry.problem is None]
+    if len(usable) > 1 and all(entry in chosen for entry in usable):
         names = ", ".join(map(_format_name, usable))
         raise RunFailedError(f"no other checkpoint in '{run}' is usable: {names}. Remove them with --all", EXIT_FAILED)
 
 
-def _format_name(info: Checkpoint) -> str:
-    name = "step ?" if info.step is None else f"step {info.step}"
-    return f"copy of {name}" if info.is_copy else name
+def _format_name(entry: InventoryEntry) -> str:
+    name = "step ?" if entry.checkpoint.step is None else f"step {entry.checkpoint.step}"
+    return f"copy of {name}" if entry.checkpoint.is_copy else name
 
 
 def _print_notices(notices: list[str]) -> None:
@@ -206,11 +211,11 @@ def _print_notices(notices: list[str]) -> None:
         click.echo(text if text.startswith("warning: ") else f"note: {text}")
 
 
-def _next_start(newest: Checkpoint | None) -> str:
+def _next_start(newest: InventoryEntry | None) -> str:
     return "a run cannot continue from here" if newest is None else f"a run continues from {_format_name(newest)}"
 
 
-def _print(infos: list[Checkpoint], notices: list[str]) -> None:
+def _print(entries: list[InventoryEntry], newest: InventoryEntry | None, notices: list[str]) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -219,7 +224,7 @@ def _print(infos: list[Checkpoint], notices: list[str]) -> None:
     from .console import plain_table, print_line, set_text_width
 
     console = set_text_width(Console(highlight=False))
-    if not infos:
+    if not entries:
         console.print("no checkpoints: all were removed")
         _print_notices(notices)
         return
@@ -227,22 +232,22 @@ def _print(infos: list[Checkpoint], notices: list[str]) -> None:
     for name in ("step", "saved", "size", "loss", "generation"):
         table.add_column(name, justify="left" if name == "saved" else "right", no_wrap=True)
     table.add_column("", overflow="fold")
-    for info in infos:
-        state = ["lost"] if info.lost else ["unusable"] if info.problem else []
-        ranks = [f"{info.world} ranks"] * (info.world > 1)
-        notes = ["copy"] * info.is_copy + ranks + ["newest"] * info.is_newest + state
+    for entry in entries:
+        checkpoint = entry.checkpoint
+        state = ["lost"] if entry.lost else ["unusable"] if entry.problem else []
+        ranks = [f"{checkpoint.world} ranks"] * (checkpoint.world > 1)
+        notes = ["copy"] * checkpoint.is_copy + ranks + ["newest"] * (entry is newest) + state
         table.add_row(
-            "?" if info.step is None else str(info.step),
-            info.saved_at and f"{info.saved_at[: len('2026-11-28T10:00:00')]}Z",
-            format_size(info.nbytes),
-            "" if (loss := info.loss) is None else f"{loss:.4f}",
-            str(info.number),
-            Text(", ".join(notes), style="red" if info.problem else "green"),
+            "?" if checkpoint.step is None else str(checkpoint.step),
+            checkpoint.saved_at and f"{checkpoint.saved_at[: len('2026-11-28T10:00:00')]}Z",
+            format_size(entry.nbytes),
+            "" if (loss := checkpoint.loss) is None else f"{loss:.4f}",
+            str(checkpoint.number),
+            Text(", ".join(notes), style="red" if entry.problem else "green"),
         )
     console.print(table)
-    for info in infos:
-        if info.problem is not None:
-            print_line(console, f"{_format_name(info)}: {info.problem}", indent=2, style="red")
-    newest = next((info for info in infos if info.is_newest), None)
+    for entry in entries:
+        if entry.problem is not None:
+            print_line(console, f"{_format_name(entry)}: {entry.problem}", indent=2, style="red")
     _print_notices(notices)
     print_line(console, _next_start(newest))

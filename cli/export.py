@@ -76,8 +76,8 @@ def command(
     import torch
 
     from megatrain.base.names import run_of_final
-    from megatrain.checkpoint.catalog import find_checkpoint
-    from megatrain.checkpoint.scan import moved_run_notices
+    from megatrain.checkpoint.inventory import find_checkpoint
+    from megatrain.checkpoint.notices import moved_run_notices
     from megatrain.checkpoint.state import CheckpointError
     from megatrain.models.export import exported_step
     from megatrain.models.hub import push_folder

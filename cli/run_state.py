@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.base.owner import LockHolder, find_owner
+from megatrain.checkpoint.inventory import saved_checkpoints, usable_checkpoint
 from megatrain.checkpoint.locations import bytes_on_drives, refused_drives
-from megatrain.checkpoint.scan import LostPartsNotice, moved_run_notices, saved_checkpoints, usable_checkpoint
+from megatrain.checkpoint.notices import LostPartsNotice, moved_run_notices
 from megatrain.run.folder import committed_step
 from megatrain.run.status import FINAL_STATES, RunStatus, read_status
 
 from .main import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED_AND_SAVED, RunFailedError
 
 if TYPE_CHECKING:
-    from megatrain.checkpoint.document import Checkpoint
+    from megatrain.checkpoint.inspection import InventoryEntry
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,15 @@ class RunFolderState:
             path,
             owner,
             read_status(path) if owner is None else status_of_owner(path, owner),
-            next((checkpoint.step for checkpoint in saved if not checkpoint.is_gone), None),
+            next((entry.checkpoint.step for entry in saved if not entry.is_gone), None),
             bytes_on_drives(path),
-            _steps(checkpoint for checkpoint in saved if checkpoint.is_copy and not checkpoint.is_gone),
-            _steps(checkpoint for checkpoint in saved if checkpoint.is_gone),
+            _steps(entry for entry in saved if entry.checkpoint.is_copy and not entry.is_gone),
+            _steps(entry for entry in saved if entry.is_gone),
         )
 
 
-def _steps(checkpoints: Iterable[Checkpoint]) -> list[int]:
-    return sorted({checkpoint.step for checkpoint in checkpoints if checkpoint.step is not None})
+def _steps(entries: Iterable[InventoryEntry]) -> list[int]:
+    return sorted({step for entry in entries if (step := entry.checkpoint.step) is not None})
 
 
 def status_of_owner(run: Path, owner: LockHolder) -> RunStatus | None:

@@ -7,8 +7,8 @@ and its ``EarlyStoppingCallback``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatrain.base.errors import ConfigError, Problem
 
@@ -30,15 +30,6 @@ class Best:
     value: float
     step: int
     num_worse: int = 0
-
-    @classmethod
-    def of_state(cls, values: Mapping[str, Any] | None) -> Best | None:
-        """Return the best evaluation that ``to_state`` stored."""
-        return None if values is None else cls(**values)
-
-    def to_state(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +104,8 @@ class BestSpec:
             return Best(self.metric, value, step)
         gain = value - best.value if self.is_greater_better else best.value - value
         num_worse = 0 if gain > self.threshold else best.num_worse + 1
-        if gain > 0:
-            return Best(self.metric, value, step, num_worse)
-        return Best(self.metric, best.value, best.step, num_worse)
+        value, step = (value, step) if gain > 0 else (best.value, best.step)
+        return Best(self.metric, value, step, num_worse)
 
     def is_over(self, best: Best | None) -> bool:
         """Return whether patience ends the run before its last step."""

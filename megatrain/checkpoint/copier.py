@@ -83,7 +83,6 @@ def open_copier(
     Args:
         drive_bytes: Bytes of one checkpoint that are on drives and must be copied, summed over ranks. 0 if checkpoints
             are whole without copies.
-        gather: All-gathers one object per rank (``RankGroup.gather``). Default: a single rank.
 
     Raises:
         CheckpointError: The URL of the copies cannot be read.

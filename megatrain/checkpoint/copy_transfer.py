@@ -19,7 +19,8 @@ import torch
 
 from megatrain.base.names import CHECKPOINTS_NAME
 from megatrain.checkpoint.copy_thread import Throttle
-from megatrain.checkpoint.document import RankGeneration, manifest_checksum, read_checkpoints, write_document
+from megatrain.checkpoint.document import RankGeneration
+from megatrain.checkpoint.listing import ignore_damage, manifest_checksum, read_checkpoints, write_document
 from megatrain.checkpoint.object_folder import PART_BYTES, DamagedError, RemoteError
 from megatrain.checkpoint.remote_folder import RemoteCheckpoint, RemoteFolder, RemotePart
 from tiered import GenerationReader, MiB, WholeCopies, format_size
@@ -44,11 +45,7 @@ _Contents = Callable[[], Iterator["memoryview | bytes"]]
 
 
 class Upload:
-    """The upload of one copy. After an error, a repeated call sends only the missing objects.
-
-    Args:
-        throttle: Speed of the upload.
-    """
+    """The upload of one copy. After an error, a repeated call sends only the missing objects."""
 
     def __init__(self, folder: RemoteFolder, throttle: Throttle) -> None:
         self.throttle, self._folder, self._objects = throttle, folder, folder.objects
@@ -225,7 +222,7 @@ def _fetch(folder: RemoteFolder, copy: str, root: Path, item: tuple[str, str, in
 
 def _import_generations(checkpoint: RemoteCheckpoint, root: Path, folder: Path) -> None:
     """Verify downloaded generations, and hard-link their files into the run's stores."""
-    known = read_checkpoints(folder, on_damage=lambda error: None)
+    known = read_checkpoints(folder, ignore_damage)
     is_listed = checkpoint.parts[0].path != ""
     if is_listed:
         claim_directory(folder)
@@ -240,7 +237,7 @@ def _import_generations(checkpoint: RemoteCheckpoint, root: Path, folder: Path) 
         generations.append(RankGeneration(part.path, figures.generation, seal))
     if is_listed:
         number = 1 + max((each.number for each in known), default=0)
-        made = replace(checkpoint.as_checkpoint(folder, generations), number=number)
+        made = checkpoint.checkpoint.relocated(folder, number, generations)
         write_document(folder, [*(each for each in known if each.is_listed), made])
 
 

@@ -52,7 +52,6 @@ class LocalCopier:
 
     Args:
         drive_bytes: Bytes of one checkpoint that are on drives, summed over ranks.
-        gather: All-gathers one object per rank.
     """
 
     remote_save_number = 0
@@ -136,7 +135,8 @@ class LocalCopier:
         """Return the number of the newest copy, including unfinished copies, or 0 without copies."""
         going = None if self._job is None else self._job.checkpoint
         pending = [each.number for each in (going, self._next) if each is not None]
-        return max(self._folder.newest_number, *pending, 0)
+        copies = [each.number for each in self._folder.known if each.is_listed == self._folder.is_listed]
+        return max([*copies, *pending, 0])
 
     def _skip_next(self, job: _CopyJob) -> None:
         if self._next is None:

@@ -77,19 +77,17 @@ class ObjectFolder:
             except FileNotFoundError:
                 return None
 
-    def _parts(self, name: str, nbytes: int) -> Iterator[bytes]:
-        """Yield an object, part by part."""
-        for start in range(0, nbytes, PART_BYTES):
-            with self._errors_explained(f"'{name}' cannot be read"):
-                try:
-                    yield self._files.cat_file(f"{self._root}/{name}", start=start, end=min(start + PART_BYTES, nbytes))
-                except FileNotFoundError as error:
-                    raise DamagedError(f"'{self.url}/{name}' is missing") from error
-
     def sha256(self, name: str, nbytes: int, on_part: Callable[[bytes], object] = lambda part: None) -> str:
         """Read an object, and return its SHA-256. Calls ``on_part`` with each part."""
         digest = hashlib.sha256()
-        for part in self._parts(name, nbytes):
+        for start in range(0, nbytes, PART_BYTES):
+            with self._errors_explained(f"'{name}' cannot be read"):
+                try:
+                    part = self._files.cat_file(
+                        f"{self._root}/{name}", start=start, end=min(start + PART_BYTES, nbytes)
+                    )
+                except FileNotFoundError as error:
+                    raise DamagedError(f"'{self.url}/{name}' is missing") from error
             digest.update(part)
             on_part(part)
         return digest.hexdigest()

@@ -6,13 +6,12 @@ reader joins the shards. A different number of ranks, a single process or an exp
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import torch
 
-from megatrain.checkpoint.document import Checkpoint, read_manifests, whole_blocks
+from megatrain.checkpoint.document import Checkpoint
+from megatrain.checkpoint.listing import read_manifests, whole_blocks
 from megatrain.checkpoint.locations import drives_of_config
 from tiered import BlockRecord, BlockSpec, GenerationReader
 from tiered.errors import BlockNotFoundError
@@ -24,10 +23,8 @@ __all__ = ["CheckpointReader"]
 class CheckpointReader:
     """Reads the blocks of a checkpoint.
 
-    The reader takes no lock. It reads and verifies whole pieces of each rank's shard.
-
-    Args:
-        search: Paths of file tiers to search for parts that have moved. Default: the drives in the run's last config.
+    The reader takes no lock. It reads and verifies whole pieces of each rank's shard. Parts that have
+    moved are searched on the drives in the run's last config.
 
     Attributes:
         blocks: Records by key, with the shape of the whole block and the checksums of its shards.
@@ -39,14 +36,13 @@ class CheckpointReader:
 
     piece_bytes = GenerationReader.piece_bytes
 
-    def __init__(self, checkpoint: Checkpoint, search: Sequence[str | os.PathLike[str]] | None = None) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        if search is None:
-            search = drives_of_config(checkpoint.folder.parent)
+        search = drives_of_config(checkpoint.folder.parent)
         self.blocks: dict[str, BlockRecord] = whole_blocks(checkpoint, read_manifests(checkpoint))
         self._readers: list[GenerationReader] = []
         for rank, each in enumerate(checkpoint.ranks):
-            own = [Path(path, each.path) for path in search]
+            own = [path / each.path for path in search]
             with checkpoint.errors_with_rank(rank):
                 self._readers.append(GenerationReader(checkpoint.folder / each.path, each.generation, own))
 
@@ -96,10 +92,12 @@ class CheckpointReader:
     def _shard_bytes(self, key: str) -> int:
         return self._readers[0].blocks[key].nbytes
 
-    def problems(
-        self, on_block: Callable[[BlockRecord], None] | None = None, *, with_top: bool = True
-    ) -> Iterator[str]:
-        """Read all blocks. Yield a sentence about each problem, with the rank if there are several ranks."""
+    def problems(self, on_block: Callable[[str], None] = lambda key: None) -> Iterator[str]:
+        """Read all blocks. Yield a sentence about each problem, with the rank if there are several ranks.
+
+        Args:
+            on_block: Called with the key of each block that was read.
+        """
         for rank, reader in enumerate(self._readers):
-            for problem in reader.problems(on_block, with_top=with_top):
+            for problem in reader.problems(lambda record: on_block(record.key), with_top=False):
                 yield f"rank {rank}: {problem}" if self.checkpoint.is_listed else problem

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from megatrain.base.names import CHECKPOINTS_NAME
 from megatrain.checkpoint.copy_thread import CopyCancelledError, Throttle, run_on_thread
 from megatrain.checkpoint.copy_transfer import Upload, find_run_files
-from megatrain.checkpoint.document import Checkpoint, read_checkpoints
+from megatrain.checkpoint.document import Checkpoint
+from megatrain.checkpoint.listing import ignore_damage, read_checkpoints
 from megatrain.checkpoint.object_folder import RemoteError
 from megatrain.checkpoint.remote_folder import RemoteCheckpoint, RemoteFolder, RemotePart, UrlInUseError
 from megatrain.checkpoint.state import CheckpointError
@@ -75,8 +76,7 @@ class _UploadJob:
     @property
     def copy(self) -> RemoteCheckpoint:
         """The copy at the URL, as far as its parts are known."""
-        each = self.checkpoint
-        return RemoteCheckpoint(self.number, each.step or 0, self.parts, each.meta, each.lanes, each.elements)
+        return RemoteCheckpoint(self.number, self.checkpoint.step or 0, self.parts, self.checkpoint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +91,6 @@ class RemoteCopier:
     Copies are made one at a time, oldest first. Training waits only if a save would remove a checkpoint that is not yet
     at the URL. Failed tries are reported and retried with backoff, at most 60 s apart.
 
-    Args:
-        spec: Local folders of the run's checkpoints, and the URL.
-        gather: All-gathers one object per rank.
-
     Raises:
         CheckpointError: The URL cannot be read.
     """
@@ -108,7 +104,7 @@ class RemoteCopier:
         try:
             self._remote = RemoteFolder(self._url)
             if rank == 0:
-                own = self._remote.checkpoints(), read_checkpoints(self._source, on_damage=lambda error: None)
+                own = self._remote.checkpoints(), read_checkpoints(self._source, ignore_damage)
         except CheckpointError as error:
             own = error
         gathered = gather(own)
@@ -116,11 +112,11 @@ class RemoteCopier:
             if isinstance(each, CheckpointError):
                 raise CheckpointError(str(each))
         there, saved = gathered[0]
-        newest = max((each.order_key for each in there), default=(0, ""))
+        newest = max((each.checkpoint.order_key for each in there), default=(0, ""))
         self.remote_save_number = newest[0]
         self._size, self._number = len(gathered), max((each.number for each in there), default=0)
-        self._copied = {each.identity for each in there}
-        self._queue = [each for each in saved if each.problem is None and each.order_key > newest]
+        self._copied = {each.checkpoint.identity for each in there}
+        self._queue = [each for each in saved if each.order_key > newest]
         self._try: _UploadTry | None = None
         self._has_reported_waiting = False
 
@@ -301,7 +297,7 @@ class RemoteCopier:
         """Complete a copy and remove old copies. Return a notice if old copies cannot be removed, or ""."""
         table = self._spec.table
         self._remote.commit(copy)
-        best = copy.meta.get("best") if table.load_best_model_at_end else None
+        best = copy.checkpoint.meta.get("best") if table.load_best_model_at_end else None
         try:
             self._remote.prune(table.save_total_limit, None if best is None else best["step"])
         except RemoteError as error:

@@ -17,13 +17,15 @@ import hashlib
 import json
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatrain.base.names import COPIES_NAME
 from megatrain.checkpoint.document import Checkpoint, RankGeneration
+from megatrain.checkpoint.inspection import InventoryEntry
+from megatrain.checkpoint.inventory import OnBlock, Verified
 from megatrain.checkpoint.object_folder import DamagedError, ObjectFolder, RemoteError
 from megatrain.checkpoint.state import DecidedSettings
 from megatrain.ranks.world import rank_folder_name
@@ -33,10 +35,9 @@ __all__ = [
     "RemoteCheckpoint",
     "RemoteFolder",
     "RemotePart",
+    "UrlInventory",
     "UrlInUseError",
-    "list_at_url",
     "rules_at_url",
-    "verify_at_url",
 ]
 
 #: Format of the documents at the URL. Readers refuse newer formats.
@@ -74,34 +75,18 @@ class RemoteCheckpoint:
     Attributes:
         number: Number of the copy. It grows with every copy, regardless of the machine that makes the copy.
         parts: Parts by rank.
+        checkpoint: The checkpoint that was copied.
     """
 
     number: int
     step: int
     parts: tuple[RemotePart, ...]
-    meta: Mapping[str, Any]
-    lanes: int
-    elements: Mapping[str, int]
+    checkpoint: Checkpoint
 
     @property
     def name(self) -> str:
         """Name of the copy's folder."""
         return f"{self.number:08d}-step-{self.step}"
-
-    @property
-    def order_key(self) -> tuple[int, str]:
-        """Sort key by time, as for the checkpoint that was copied."""
-        return self.as_checkpoint(Path()).order_key
-
-    @property
-    def identity(self) -> tuple[int | None, str]:
-        """Step and save time of the checkpoint that was copied."""
-        return self.step, str(self.meta.get("saved_at", ""))
-
-    def as_checkpoint(self, folder: Path, generations: Sequence[RankGeneration] = ()) -> Checkpoint:
-        """Return this copy as a checkpoint in a folder, with other generations if given."""
-        ranks = tuple(generations or (RankGeneration(part.path, part.generation) for part in self.parts))
-        return Checkpoint(folder, self.number, ranks, self.meta, self.lanes, dict(self.elements))
 
     @property
     def nbytes(self) -> int:
@@ -179,7 +164,10 @@ class RemoteFolder:
             meta, lanes, elements = body["meta"], body["lanes"], body["elements"]
             if not isinstance(meta, dict) or not all(map(_is_count, [lanes, *elements.values()])):
                 return None
-            return RemoteCheckpoint(number, step, parts, meta, lanes, elements)
+            ranks = tuple(RankGeneration(part.path, part.generation) for part in parts)
+            # The folder's name marks the checkpoint as a copy.
+            copied = Checkpoint(Path(COPIES_NAME), number, ranks, meta, lanes, elements)
+            return RemoteCheckpoint(number, step, parts, copied)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
 
@@ -212,9 +200,9 @@ class RemoteFolder:
             )
         body = {
             "parts": [asdict(part) for part in made.parts],
-            "meta": dict(made.meta),
-            "lanes": made.lanes,
-            "elements": dict(made.elements),
+            "meta": dict(made.checkpoint.meta),
+            "lanes": made.checkpoint.lanes,
+            "elements": dict(made.checkpoint.elements),
         }
         document = {"format": REMOTE_FORMAT, "sha256": _body_sha256(body), "body": body}
         self.objects.write(f"{made.name}/{CHECKPOINT_NAME}", json.dumps(document, sort_keys=True).encode())
@@ -290,31 +278,40 @@ def _body_sha256(body: Mapping[str, Any]) -> str:
 
 def rules_at_url(url: str) -> DecidedSettings | None:
     """Return the settings of the newest copy, or None if there is no copy. Raises ``RemoteError``."""
-    found = (DecidedSettings.of_meta(each.meta) for each in RemoteFolder(url).checkpoints())
+    found = (DecidedSettings.of_meta(each.checkpoint.meta) for each in RemoteFolder(url).checkpoints())
     return next((rules for rules in found if rules is not None), None)
 
 
-def list_at_url(url: str) -> list[Checkpoint]:
-    """Return the copies at a URL as checkpoints, oldest first. Raises ``RemoteError``."""
-    found = RemoteFolder(url).checkpoints()
-    return [_as_listed(each, is_newest=each is found[0]) for each in reversed(found)]
+class UrlInventory:
+    """The copies at a URL, like ``RunInventory``.
 
-
-def verify_at_url(url: str, step: int | None = None) -> Iterator[tuple[Checkpoint, list[str]]]:
-    """Read every object of the copies at a URL. Yield each copy with its problems, oldest first.
+    Attributes:
+        entries: Copies, oldest first.
 
     Raises:
-        RemoteError: The URL cannot be read, or has no copy of this step.
+        RemoteError: The URL cannot be read.
     """
-    folder = RemoteFolder(url)
-    there = folder.checkpoints()
-    found = [each for each in reversed(there) if step is None or each.step == step]
-    if not found:
-        steps = ", ".join(str(each.step) for each in reversed(there)) or "none"
-        raise RemoteError(f"'{url}' holds no copy of this step. Its steps: {steps}")
-    for each in found:
-        yield _as_listed(each, is_newest=each is there[0]), list(folder.problems(each))
 
+    def __init__(self, url: str) -> None:
+        self._url, self._folder = url, RemoteFolder(url)
+        self._copies = self._folder.checkpoints()[::-1]
+        self.entries = [InventoryEntry(copy.checkpoint, copy.nbytes) for copy in self._copies]
 
-def _as_listed(copy: RemoteCheckpoint, *, is_newest: bool) -> Checkpoint:
-    return replace(copy.as_checkpoint(Path(COPIES_NAME)), nbytes=copy.nbytes, is_newest=is_newest)
+    def verify(self, step: int | None, on_block: OnBlock = lambda key: None) -> Iterator[Verified]:
+        """Read every object of the copies, or of the copies of one step. Yield each copy with a list of its problems.
+
+        ``on_block`` is never called, because objects are parts of blocks.
+
+        Raises:
+            RemoteError: The URL has no copy, or no copy of this step.
+        """
+        found = [pair for pair in zip(self.entries, self._copies, strict=True) if step in (None, pair[1].step)]
+        if not found:
+            steps = ", ".join(str(copy.step) for copy in self._copies) or "none"
+            raise RemoteError(f"'{self._url}' holds no copy of this step. Its steps: {steps}")
+        for entry, copy in found:
+            yield entry, list(self._folder.problems(copy))
+
+    def notices(self, entries: Iterable[InventoryEntry]) -> list[str]:
+        """Return no notices, because copies at a URL have no drives."""
+        return []

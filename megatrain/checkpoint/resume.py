@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, FINAL_NAME
 from megatrain.checkpoint.copy_transfer import PART_NAME, fetch
-from megatrain.checkpoint.document import Checkpoint, folder_notices, merge_by_save, read_checkpoints
+from megatrain.checkpoint.document import Checkpoint, merge_by_save
+from megatrain.checkpoint.inspection import InventoryEntry, inspect_folder, merge_entries
+from megatrain.checkpoint.listing import folder_notices, ignore_damage, read_checkpoints
+from megatrain.checkpoint.notices import LostPartsNotice, moved_run_notices
 from megatrain.checkpoint.object_folder import DamagedError, RemoteError
 from megatrain.checkpoint.remote_folder import RemoteCheckpoint, RemoteFolder
-from megatrain.checkpoint.scan import LostPartsNotice, moved_run_notices, scan
-from megatrain.checkpoint.state import CheckpointError, DecidedSettings, RunState
+from megatrain.checkpoint.state import CheckpointError, DecidedSettings
 from megatrain.checkpoint.table import CheckpointSpec
-from megatrain.data.row_order import LoaderPosition
 from megatrain.models.export import RECORD_FILE
 from tiered.errors import GenerationError, NewerFormatError
 from tiered.ext import top_problem
@@ -33,12 +35,12 @@ __all__ = [
     "check_changes",
     "download_newest",
     "rules_of_newest",
-    "resumed_position",
     "find_candidates",
-    "is_not_after",
 ]
 
 
+#: Function that receives a notice for the user.
+OnNotice = Callable[[str], None]
 #: Entries of ``RunState.model`` that affect results, with their names in messages.
 WHAT_DECIDES = {
     "config_xxh3_64": "the model's config.json, as a checksum",
@@ -75,13 +77,12 @@ class LostCheckpointsError(CheckpointError):
         super().__init__(message)
 
 
-def find_candidates(spec: CheckpointSpec, on_notice: Callable[[str], None]) -> list[Checkpoint]:
+def find_candidates(spec: CheckpointSpec, on_notice: OnNotice) -> list[Checkpoint]:
     """Return the checkpoints and copies from which the run can resume, best first. Empty for a start from scratch.
 
     Checkpoints in the run's own folder come before checkpoints in ``checkpoint.resume_from_checkpoint``.
 
     Args:
-        spec: Locations of checkpoints, and the source from which to resume.
         on_notice: Called with notices about checkpoints that are damaged or have lost parts on drives.
 
     Raises:
@@ -92,8 +93,9 @@ def find_candidates(spec: CheckpointSpec, on_notice: Callable[[str], None]) -> l
     found = _readable_in_run(spec.output_dir, spec.drives, on_notice)
     if source == "no":
         if found:
+            step = found[0].checkpoint.step
             raise CheckpointError(
-                f"'{spec.output_dir}' holds a run that was saved at step {found[0].step}, and "
+                f"'{spec.output_dir}' holds a run that was saved at step {step}, and "
                 'checkpoint.resume_from_checkpoint is "no". Write "auto" to continue it, name another output_dir, or '
                 f"remove its checkpoints: megatrain-tier ckpt rm {spec.output_dir} --all"
             )
@@ -102,14 +104,14 @@ def find_candidates(spec: CheckpointSpec, on_notice: Callable[[str], None]) -> l
         return _with_all_parts(found, spec.output_dir, on_notice)
     other = Path(source)
     if any((other / name).is_dir() for name in (CHECKPOINTS_NAME, COPIES_NAME)):
-        found = _with_all_parts(_readable_in_run(other, spec.drives, on_notice), other, on_notice)
+        candidates = _with_all_parts(_readable_in_run(other, spec.drives, on_notice), other, on_notice)
     else:  # the source is itself a directory of generations
-        found = _readable(other, spec.drives, on_notice)
-    if not found:
+        candidates = [each.checkpoint for each in _readable(other, spec.drives, on_notice)]
+    if not candidates:
         raise NoSuchCheckpointError(
             f"checkpoint.resume_from_checkpoint: '{other}' holds no checkpoint. Name the output_dir of a run that saved"
         )
-    return found
+    return candidates
 
 
 def download_newest(
@@ -118,7 +120,6 @@ def download_newest(
     """Download the newest copy and the copy of the best evaluation, if the newest copy is newer than local checkpoints.
 
     Args:
-        spec: Local folders of the run's checkpoints, and the URL.
         check: Called with the newest copy before the download. It must raise an error if the run cannot resume from it.
 
     Raises:
@@ -127,13 +128,13 @@ def download_newest(
     url = spec.table.copy_url
     assert url is not None
     folders = [spec.output_dir / name for name in (CHECKPOINTS_NAME, COPIES_NAME)]
-    own = [each for folder in folders for each in scan(folder, spec.drives, on_damage=lambda error: None)]
+    own = [each for folder in folders for each in inspect_folder(folder, spec.drives, on_damage=ignore_damage)]
     there = RemoteFolder(url)
-    usable = [each for each in own if each.problem is None]
+    usable = [each.checkpoint for each in own if each.problem is None]
     there.claim(spec.output_dir, is_empty=not own)
     newest = max((each.order_key for each in usable), default=(0, ""))
     whole = there.checkpoints()
-    newer = [each for each in whole if each.order_key > newest]
+    newer = [each for each in whole if each.checkpoint.order_key > newest]
     if not newer:
         shutil.rmtree(spec.output_dir / PART_NAME, ignore_errors=True)  # left by an interrupted download
         return
@@ -142,13 +143,13 @@ def download_newest(
             f"{there.objects.title} holds a run that was saved at step {newer[0].step}, and "
             'checkpoint.resume_from_checkpoint is "no". Write "auto" to continue it, or name another URL'
         )
-    check(newer[0].as_checkpoint(spec.output_dir / CHECKPOINTS_NAME))
+    check(replace(newer[0].checkpoint, folder=spec.output_dir / CHECKPOINTS_NAME))
     problems: list[str] = []
     for each in newer:
         try:
             best = _best_of(each, whole) if spec.table.load_best_model_at_end else None
             for wanted in (best, each):
-                if wanted is not None and wanted.identity not in [each.identity for each in usable]:
+                if wanted is not None and wanted.checkpoint.identity not in [each.identity for each in usable]:
                     size = format_size(wanted.nbytes)
                     on_message(f"downloading the checkpoint of step {wanted.step} from '{url}', {size}")
                     fetch(there, wanted, spec.output_dir, spec.table.min_free_disk)
@@ -164,16 +165,9 @@ def download_newest(
 
 
 def _best_of(newest: RemoteCheckpoint, whole: Sequence[RemoteCheckpoint]) -> RemoteCheckpoint | None:
-    best = newest.meta.get("best")
+    best = newest.checkpoint.meta.get("best")
     step = best.get("step") if isinstance(best, Mapping) else None
     return next((each for each in whole if each.step == step and each.number < newest.number), None)
-
-
-def is_not_after(checkpoint: Checkpoint, loaded: Checkpoint) -> bool:
-    """Return whether a checkpoint in a run's folder is not newer than the loaded checkpoint."""
-    if checkpoint.is_listed == loaded.is_listed:
-        return checkpoint.number <= loaded.number
-    return checkpoint.order_key <= loaded.order_key
 
 
 def rules_of_newest(output_dir: Path, resume_from: str) -> DecidedSettings | None:
@@ -184,21 +178,20 @@ def rules_of_newest(output_dir: Path, resume_from: str) -> DecidedSettings | Non
     for run in (output_dir, *other):
         # Ignore errors, because the later load reports them.
         own, copies, given = (
-            read_checkpoints(folder, on_damage=lambda error: None)[::-1]
-            for folder in (run / CHECKPOINTS_NAME, run / COPIES_NAME, run)
+            read_checkpoints(folder, ignore_damage)[::-1] for folder in (run / CHECKPOINTS_NAME, run / COPIES_NAME, run)
         )
-        newest = next((each for each in (*merge_by_save(own, copies), *given) if each.problem is None), None)
+        newest = next((each for each in (*merge_by_save(own, copies), *given) if each.meta), None)
         if newest is not None and (rules := DecidedSettings.of_meta(newest.meta)) is not None:
             return rules
     return None
 
 
-def _readable_in_run(output_dir: Path, drives: Sequence[Path], on_notice: Callable[[str], None]) -> list[Checkpoint]:
+def _readable_in_run(output_dir: Path, drives: Sequence[Path], on_notice: OnNotice) -> list[InventoryEntry]:
     """Return a run's readable checkpoints and their copies, newest first.
 
     Errors of ``_readable`` are raised only if there is no copy.
     """
-    copies: list[Checkpoint] = []
+    copies: list[InventoryEntry] = []
     with contextlib.suppress(UnreadableCheckpointsError):
         copies = _readable(output_dir / COPIES_NAME, drives, on_notice)
     try:
@@ -208,24 +201,23 @@ def _readable_in_run(output_dir: Path, drives: Sequence[Path], on_notice: Callab
             raise
         on_notice(str(error))
         own = []
-    return merge_by_save(own, copies)
+    return merge_entries(own, copies)
 
 
-def _with_all_parts(
-    found: Sequence[Checkpoint], output_dir: Path, on_notice: Callable[[str], None]
-) -> list[Checkpoint]:
+def _with_all_parts(found: Sequence[InventoryEntry], output_dir: Path, on_notice: OnNotice) -> list[Checkpoint]:
     """Return the checkpoints that have all parts. Report the incomplete checkpoints in one message.
 
     Raises:
         LostCheckpointsError: No checkpoint has all parts.
     """
-    left = [each for each in found if not each.is_gone]
+    left = [each.checkpoint for each in found if not each.is_gone]
     lost = LostPartsNotice.among(found)
     if lost is None:
         return left
     if not left:
-        raise LostCheckpointsError(f"{lost}. {_describe_remains(output_dir)}. {lost.remedy(output_dir)}", found[0])
-    if found[0] is not left[0]:
+        text = f"{lost}. {_describe_remains(output_dir)}. {lost.remedy(output_dir)}"
+        raise LostCheckpointsError(text, found[0].checkpoint)
+    if found[0].checkpoint is not left[0]:
         on_notice(f"{lost}. This run continues from {left[0]} instead")
     return left
 
@@ -237,7 +229,7 @@ def _describe_remains(output_dir: Path) -> str:
     return "There is no copy of them in output_dir, and no other checkpoint that a run could continue"
 
 
-def _readable(folder: Path, drives: Sequence[Path], on_notice: Callable[[str], None]) -> list[Checkpoint]:
+def _readable(folder: Path, drives: Sequence[Path], on_notice: OnNotice) -> list[InventoryEntry]:
     """Return the checkpoints in a folder whose documents can be read, newest first. Some may have lost parts.
 
     The errors prevent a run from skipping or overwriting saved work.
@@ -255,28 +247,28 @@ def _readable(folder: Path, drives: Sequence[Path], on_notice: Callable[[str], N
 
     for notice in folder_notices(folder):
         on_notice(notice)
-    checkpoints: list[Checkpoint] = []
-    for each in scan(folder, drives, on_damage=skip_damaged):
+    found: list[InventoryEntry] = []
+    for each in inspect_folder(folder, drives, on_damage=skip_damaged):
         if each.problem is None or each.lost:
-            checkpoints.append(each)
+            found.append(each)
         elif each.is_foreign:
-            if not checkpoints:
+            if not found:
                 raise CheckpointError(each.problem)
         else:
             problems.append(each.problem)
             on_notice(f"a checkpoint is skipped: {each.problem}")
-    for notice in moved_run_notices(checkpoints):
+    for notice in moved_run_notices(found):
         on_notice(notice)
-    if not checkpoints and not problems and (problem := top_problem(folder)) is not None:
+    if not found and not problems and (problem := top_problem(folder)) is not None:
         raise UnreadableCheckpointsError(
             f"{problem}: the folder may be a copy of a live run. Copy it again, or name another output_dir"
         )
-    if problems and not checkpoints:
+    if problems and not found:
         raise UnreadableCheckpointsError(
             f"none of the {len(problems)} checkpoints in '{folder}' can be read; the newest: {problems[0]}. "
             "Restore their files, or name another output_dir"
         )
-    return checkpoints
+    return found
 
 
 def check_changes(
@@ -286,7 +278,7 @@ def check_changes(
     data_fingerprint: str,
     *,
     allow: bool,
-    on_notice: Callable[[str], None],
+    on_notice: OnNotice,
     find_others: Callable[[], Sequence[str]] = tuple,
 ) -> None:
     """Compare the config, the model and the data with the records of a checkpoint.
@@ -332,13 +324,3 @@ def check_changes(
     if changes.free or without_effect:
         free = [*changes.free, *without_effect]
         on_notice("changed, without effect on results: " + "; ".join(map(str, free)))
-
-
-def resumed_position(
-    state: RunState, rows_per_step_before: int, rows_per_step: int, steps_per_epoch: int
-) -> LoaderPosition:
-    """Return the data position at which to resume, or the nearest position after a change of batch size or data."""
-    step = state.epoch_step * rows_per_step_before // rows_per_step
-    if step >= steps_per_epoch:
-        return LoaderPosition(state.epoch + 1, 0)
-    return LoaderPosition(state.epoch, step)

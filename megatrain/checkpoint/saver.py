@@ -139,12 +139,13 @@ class Saver:
         saved = self._writer.finish(commit, state.to_meta())
         stall_s += time.perf_counter() - wait_start_s
         self._in_flight, self._saved = None, saved
-        if state.best is not None and state.best["step"] == state.step:
+        if state.best is not None and state.best.step == state.step:
             self._writer.folder.best = saved
-        figures = commit.figures
-        sizes = self._writer.sum_over_ranks((figures.nbytes, figures.written_bytes, figures.linked_bytes))
-        path = self._writer.folder.path
-        self._observer.on_checkpoint(CheckpointMetrics(state.step, path, *sizes, figures.seconds, stall_s))
+        folder, figures = self._writer.folder, commit.figures
+        parts = folder.gather((figures.nbytes, figures.written_bytes, figures.linked_bytes))
+        nbytes, written, linked = (sum(each) for each in zip(*parts, strict=True))
+        metrics = CheckpointMetrics(state.step, folder.path, nbytes, written, linked, figures.seconds, stall_s)
+        self._observer.on_checkpoint(metrics)
         self._copier.offer(saved)
 
     def _wait_for_space(self, step: int) -> None:

@@ -13,6 +13,7 @@ from math import fsum
 from typing import Any
 
 from megatrain.base.observer import RunSummary
+from megatrain.checkpoint.best import Best
 
 __all__ = [
     "ARITHMETIC",
@@ -111,7 +112,7 @@ class RunState:
         save_number: Number of the save, which orders checkpoints across folders and copies; 0 if not counted.
         sources: Checksum of each source's files; empty if not recorded. Only used to list changed sources in an error,
             because different bytes may have the same tokens.
-        best: Best evaluation so far (``Best.to_state``); None if there is none or the run does not use it.
+        best: Best evaluation so far (``BestSpec.after``); None if there is none or the run does not use it.
     """
 
     step: int
@@ -136,7 +137,7 @@ class RunState:
     first_losses: tuple[float, ...] = ()
     last_losses: tuple[float, ...] = ()
     arithmetic: int = 1
-    best: Mapping[str, Any] | None = None
+    best: Best | None = None
     cursor: Mapping[str, Any] | None = None
     save_number: int = 0
     sources: tuple[str, ...] = ()

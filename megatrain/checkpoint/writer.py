@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.checkpoint.document import (
-    Checkpoint,
-    RankGeneration,
-    manifest_checksum,
-    prune,
-    read_checkpoints,
-    write_document,
-)
+from megatrain.checkpoint.document import Checkpoint, RankGeneration
+from megatrain.checkpoint.listing import ignore_damage, manifest_checksum, read_checkpoints, write_document
+from megatrain.checkpoint.removal import prune
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.ranks.world import store_paths
 from tiered import list_generations
@@ -37,7 +31,6 @@ class CheckpointFolder:
     All ranks must call the same methods in the same order.
 
     Args:
-        gather: Collective that all-gathers one object per rank.
         on_message: Called on rank 0 if old files could not be removed. In this case, no checkpoint is lost.
         ignores_damage: Whether a damaged document counts as empty and is replaced. Otherwise it raises an error.
 
@@ -62,18 +55,13 @@ class CheckpointFolder:
         self.gather, self._on_message = gather, on_message
         self.paths = store_paths(len(gather(None)))
         self.own = self.paths[rank]
-        on_damage = None if self.is_listed and not ignores_damage else _ignore_damage
+        on_damage = None if self.is_listed and not ignores_damage else ignore_damage
         self.known: list[Checkpoint] = self.run_on_first_rank(lambda: read_checkpoints(path, on_damage))
 
     @property
     def is_listed(self) -> bool:
         """Whether ``RANKS.json`` lists the checkpoints. For a single process, the generations' manifests list them."""
         return self.own != ""
-
-    @property
-    def newest_number(self) -> int:
-        """Largest number among the checkpoints of this form (listed or not), or 0."""
-        return max((each.number for each in self.known if each.is_listed == self.is_listed), default=0)
 
     def generations(self, checkpoints: Sequence[Checkpoint | None]) -> list[int]:
         """Return the numbers that these checkpoints' generations have in this rank's store."""
@@ -130,10 +118,6 @@ class CheckpointFolder:
     def with_rank(self, problem: str) -> str:
         """Add this rank's number to an error message, if there are several ranks."""
         return f"rank {self.rank}: {problem}" if self.is_listed else problem
-
-
-def _ignore_damage(error: GenerationError) -> None:
-    """Do nothing, because the search for checkpoints has already reported the damage."""
 
 
 class CheckpointWriter:
@@ -217,11 +201,6 @@ class CheckpointWriter:
         gathered = self.folder.gather((free, is_stopping))
         return gathered[0][0], any(stopping for _, stopping in gathered)
 
-    def sum_over_ranks(self, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Return three sizes, each summed over all ranks. This is a collective."""
-        first, second, third = (sum(each) for each in zip(*self.folder.gather(sizes), strict=True))
-        return first, second, third
-
     def all_ranks_done(self, commit: Commit) -> bool:
         """Return whether every rank's generation is complete or has failed. This does not wait for drives."""
         return all(self.folder.gather(commit.is_done))
@@ -302,7 +281,7 @@ def finish_copy(
     ranks = tuple(each for each, _, _ in everyone)
     # If another copy already has the checkpoint's number, a single process's copy gets a larger number.
     number = checkpoint.number if folder.is_listed else ranks[0].generation
-    made = replace(checkpoint, folder=folder.path, number=number, ranks=ranks)
+    made = checkpoint.relocated(folder.path, number, ranks)
     # If the number did not grow, earlier checkpoints were removed and numbering restarted.
     drop = [each for each in folder.known if each.is_listed == made.is_listed and each.number >= made.number]
     folder.change(folder.keep, drop=drop, made=made)

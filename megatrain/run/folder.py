@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self
 
 from megatrain.base.names import CHECKPOINTS_NAME, FINAL_NAME, LOCK_NAME
 from megatrain.base.observer import RunObserver
-from megatrain.checkpoint.scan import usable_checkpoint
+from megatrain.checkpoint.inventory import usable_checkpoint
 from megatrain.run.status import STATUS_NAME
 from tiered.errors import LockedError, TieredError
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.base.names import FINAL_NAME
 from megatrain.base.observer import RunSummary
-from megatrain.checkpoint.best import Best, BestSpec
+from megatrain.checkpoint.best import BestSpec
 from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.state import installed_versions, now_text
 
@@ -75,7 +75,7 @@ def summary_if_done(
     from megatrain.models.export import RECORD_FILE  # imported late, because it imports torch
 
     state, folder = checkpoint.state, output_dir / FINAL_NAME
-    best = Best.of_state(state.best)
+    best = state.best
     if not checkpoint.belongs_to(output_dir) or (state.step < num_steps and not rule.is_over(best)):
         return None
     try:

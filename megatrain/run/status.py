@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from megatrain.base.observer import RunObserver, StepMetrics, StoredRecord
 from megatrain.base.progress import Activity
-from megatrain.checkpoint.scan import usable_checkpoint
+from megatrain.checkpoint.inventory import usable_checkpoint
 from megatrain.checkpoint.state import now_text
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megatrain.base.layout import UnitLayout
 from megatrain.base.precision import high_half
-from megatrain.checkpoint.catalog import find_checkpoint
 from megatrain.checkpoint.document import Checkpoint
+from megatrain.checkpoint.inventory import find_checkpoint
+from megatrain.checkpoint.listing import still_exists
 from megatrain.checkpoint.reader import CheckpointReader
-from megatrain.checkpoint.scan import is_listed
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config.resolved import config_from_toml
 from megatrain.converters.adapters import adapters_of, export_adapter
@@ -75,7 +75,7 @@ def export_checkpoint(
         ModelFolderError: The model's folder cannot be used.
         ExportError: ``out`` cannot be written.
     """
-    found = find_checkpoint(run, step)
+    found = find_checkpoint(run, step).checkpoint
     check_target(Path(out).absolute(), overwrite=overwrite)
     config = config_from_toml(found.state.config_toml, f"the config in {found}")
     model, table = resolve_model(config), config.export
@@ -252,7 +252,7 @@ class _CheckpointWeights:
         try:
             yield
         except (TieredError, OSError) as error:
-            if not is_listed(found):
+            if not still_exists(found):
                 raise CheckpointError(
                     f"{found} was removed while it was being exported: the run keeps checkpoint.save_total_limit of "
                     "them. Export again, or raise that number"

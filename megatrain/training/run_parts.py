@@ -10,9 +10,9 @@ from typing import Any
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
 from megatrain.base.observer import Observers, RunObserver
 from megatrain.checkpoint.copier import Copier, open_copier
-from megatrain.checkpoint.document import Checkpoint, read_checkpoints
+from megatrain.checkpoint.document import Checkpoint
+from megatrain.checkpoint.listing import ignore_damage, read_checkpoints
 from megatrain.checkpoint.locations import describe_drives
-from megatrain.checkpoint.resume import is_not_after
 from megatrain.checkpoint.saver import Saver
 from megatrain.checkpoint.state import RunState
 from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
@@ -206,15 +206,13 @@ def _make_writer(
     path = run.output_dir / CHECKPOINTS_NAME
     folder = CheckpointFolder(path, run.world.rank, group.gather, run.checkpoint.table.save_total_limit, on_message)
     folder.best = best
-    copies = folder.run_on_first_rank(
-        lambda: read_checkpoints(run.output_dir / COPIES_NAME, on_damage=lambda error: None)
-    )
+    copies = folder.run_on_first_rank(lambda: read_checkpoints(run.output_dir / COPIES_NAME, ignore_damage))
     return CheckpointWriter(
         folder,
         store,
         lanes=run.num_lanes,
         elements={key: place.num_elements for key, place in saved_places(plan).items()},
-        is_past=lambda each: loaded is None or not loaded.belongs_to(run.output_dir) or is_not_after(each, loaded),
+        is_past=lambda each: loaded is None or not loaded.belongs_to(run.output_dir) or each.is_not_after(loaded),
         save_number=max(remote_save_number, *(each.save_number for each in copies), 0),
         starts_over=loaded is None,
     )

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from megatrain.base.observer import RunSummary
-from megatrain.checkpoint.best import Best
 from megatrain.checkpoint.copier import open_copier
 from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.remote_folder import rules_at_url
@@ -21,12 +20,12 @@ from megatrain.checkpoint.resume import (
     check_changes,
     download_newest,
     find_candidates,
-    resumed_position,
     rules_of_newest,
 )
 from megatrain.checkpoint.state import ARITHMETIC, CheckpointError, RunState, installed_versions
 from megatrain.config.resolved import changes_from, config_from_toml, to_toml
 from megatrain.data.loader import BatchLoader
+from megatrain.data.row_order import LoaderPosition
 from megatrain.models.hub import missing_weights
 from megatrain.models.load import open_loader
 from megatrain.optim.base import decays
@@ -185,7 +184,7 @@ class RunStart:
         if loaded is None:
             return state, None
         state = self._resumed_state(state, loaded.state)
-        best = Best.of_state(state.best)
+        best = state.best
         if best is None or not self.settings.best.is_kept:
             return state, None
         for each in candidates:
@@ -231,7 +230,7 @@ class RunStart:
     def _resumed_state(self, first: RunState, before: RunState) -> RunState:
         rows_before = config_from_toml(before.config_toml).rows_per_step
         rows_per_step = self.plan.run.batch.num_rows
-        position = resumed_position(before, rows_before, rows_per_step, self.loader.steps_per_epoch)
+        position = _resumed_position(before, rows_before, rows_per_step, self.loader.steps_per_epoch)
         self.loader.seek(replace(position, cursor=before.cursor))
         return replace(
             first,
@@ -258,10 +257,20 @@ class RunStart:
         figures = [(each.metric, each.is_greater_better, each.is_average) for each in (then, self.settings.best)]
         if figures[0] != figures[1]:
             self.on_message(
-                f"warning: the best evaluation so far, of step {Best(**before.best).step}, was chosen by another "
+                f"warning: the best evaluation so far, of step {before.best.step}, was chosen by another "
                 f"metric, {then.described}: the next one counts as the best"
             )
         return figures[0] == figures[1]
+
+
+def _resumed_position(
+    state: RunState, rows_per_step_before: int, rows_per_step: int, steps_per_epoch: int
+) -> LoaderPosition:
+    """Return the data position at which to resume, or the nearest position after a change of batch size or data."""
+    step = state.epoch_step * rows_per_step_before // rows_per_step
+    if step >= steps_per_epoch:
+        return LoaderPosition(state.epoch + 1, 0)
+    return LoaderPosition(state.epoch, step)
 
 
 def with_checkpoint_settings(run: RunSpec) -> RunSpec:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from megatrain.base.observer import RunInfo, RunSummary
 from megatrain.base.timeline import TIMELINE_NAME
-from megatrain.checkpoint.best import Best
 from megatrain.engine.step import StepEngine
 from megatrain.optim.lr import warmup_notice
 from megatrain.plan.stepping import warm_up
@@ -80,7 +79,7 @@ class TrainingLoop:
 
     @property
     def _has_steps_left(self) -> bool:
-        return self.state.step < self.state.max_steps and not self._best.is_over(Best.of_state(self.state.best))
+        return self.state.step < self.state.max_steps and not self._best.is_over(self.state.best)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -185,8 +184,8 @@ class TrainingLoop:
             return
         value = self._best.value_of(found)
         # Use rank 0's value, because the last bit of a perplexity can differ between types of CPU.
-        best = self._group.broadcast(self._best.after(Best.of_state(self.state.best), step, value))
-        self.state = replace(self.state, best=best.to_state())
+        best = self._group.broadcast(self._best.after(self.state.best, step, value))
+        self.state = replace(self.state, best=best)
         if self._best.is_over(best):
             self._observer.on_message(
                 f"stopping early: {best.num_worse} evaluations in a row were not better than step {best.step}, "
@@ -197,7 +196,7 @@ class TrainingLoop:
         """Save if the config or a signal requests a checkpoint after this step. Training continues during the write."""
         if self._consensus.stops:
             return  # ``save_last`` saves this step
-        step, best = self.state.step, Best.of_state(self.state.best)
+        step, best = self.state.step, self.state.best
         is_best = self._best.is_kept and best is not None and best.step == step
         is_due = is_best or self._consensus.is_due(self._saver.is_due(step))
         if (is_due and self._has_steps_left) or self._consensus.saves_immediately:
@@ -243,7 +242,7 @@ class TrainingLoop:
         export = FinalExport(
             self._plan, self._opened.weights, self._group, self._signals, self._activity, self._observer.on_message
         )
-        return export.write(self.state.step, Best.of_state(self.state.best), self._best)
+        return export.write(self.state.step, self.state.best, self._best)
 
     def _summary(
         self,

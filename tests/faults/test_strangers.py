@@ -18,15 +18,10 @@ from hypothesis import strategies as st
 
 from fakes.strange_values import VALUES, places_in
 from megatrain.base.names import RANKS_NAME
-from megatrain.checkpoint.catalog import find_checkpoint
-from megatrain.checkpoint.document import (
-    Checkpoint,
-    RankGeneration,
-    forget_checkpoint,
-    manifest_checksum,
-    read_checkpoints,
-    write_document,
-)
+from megatrain.checkpoint.document import Checkpoint, RankGeneration
+from megatrain.checkpoint.inventory import find_checkpoint
+from megatrain.checkpoint.listing import manifest_checksum, read_checkpoints, write_document
+from megatrain.checkpoint.removal import forget_checkpoint
 from megatrain.checkpoint.state import CheckpointError, RunState
 from megatrain.data import files, images
 from megatrain.data.files import read_file

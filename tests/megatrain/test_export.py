@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatrain.checkpoint.catalog import list_checkpoints, remove_checkpoint
+from megatrain.checkpoint.inventory import RunInventory
+from megatrain.checkpoint.removal import remove_checkpoint
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.models.export import ExportError, ExportTargetError
 from megatrain.models.folder import ModelFolderError
@@ -138,7 +139,7 @@ def test_export_works_during_a_run(run: SavedRun, tmp_path: Path) -> None:
 def test_checkpoint_removed_during_the_export_is_reported(run: SavedRun, tmp_path: Path) -> None:
     def remove(what: str, done: int, total: int) -> None:
         if 1 in list_generations(run.out / "checkpoints"):
-            remove_checkpoint(run.out, list_checkpoints(run.out)[0])
+            remove_checkpoint(run.out, RunInventory(run.out).entries[0].checkpoint)
 
     with pytest.raises(CheckpointError, match=r"step 2 .* was removed while it was being exported.*save_total_limit"):
         export_checkpoint(run.out, tmp_path / "out", step=2, on_progress=remove)

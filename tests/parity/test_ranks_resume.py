@@ -7,12 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatrain.checkpoint.catalog import (
-    find_checkpoint,
-    list_checkpoints,
-    remove_checkpoint,
-    verify_checkpoints,
-)
+from megatrain.checkpoint.inventory import RunInventory, find_checkpoint, next_start
+from megatrain.checkpoint.removal import remove_checkpoint
 from megatrain.checkpoint.resume import rules_of_newest
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.training.export import export_checkpoint
@@ -50,12 +46,14 @@ def test_another_world_size_resumes_bitwise_equal(worlds: tuple[int, ...], tiny_
         assert all(each[0] == results[0][0] for each in results)
         losses += results[0][0]
         out = folder / "out"
-        info = list_checkpoints(out)[-1]
-        assert (info.step, info.world, info.problem, info.is_newest) == (step + 1, world, None, True)
+        entries = RunInventory(out).entries
+        assert next_start(entries) is entries[-1] and entries[-1].problem is None
+        assert (entries[-1].checkpoint.step, entries[-1].checkpoint.world) == (step + 1, world)
         kept = rules_of_newest(out, "auto")
         assert kept is not None and kept.num_lanes == 4
         if world > 1:
-            assert [problems for each, problems in verify_checkpoints(out, step + 1) if each.world > 1] == [[]]
+            verified = RunInventory(out).verify(step + 1)
+            assert [problems for each, problems in verified if each.checkpoint.world > 1] == [[]]
     assert losses == unbroken[0]
     assert digests([each[1] for each in results]) == digests([unbroken[1]])
 
@@ -67,7 +65,7 @@ def test_export_of_ranks_matches_one_process(size: int, tiny_model: Path, tmp_pa
         folder = tmp_path / f"by{world}"
         folder.mkdir()
         run_on_ranks(world, go_on, folder, text_of(folder, tiny_model, placement=ALL_NVME, ram="24MiB"), 0, 1)
-        assert find_checkpoint(folder / "out").world == world
+        assert find_checkpoint(folder / "out").checkpoint.world == world
         export_checkpoint(folder / "out", tmp_path / f"export{world}")
     files = {path.name for path in (tmp_path / "export1").iterdir()}
     assert files == {path.name for path in (tmp_path / f"export{size}").iterdir()} and "model.safetensors" in files
@@ -75,15 +73,15 @@ def test_export_of_ranks_matches_one_process(size: int, tiny_model: Path, tmp_pa
         assert (tmp_path / "export1" / name).read_bytes() == (tmp_path / f"export{size}" / name).read_bytes(), name
 
     out = tmp_path / f"by{size}" / "out"
-    (info,) = list_checkpoints(out)
+    only = find_checkpoint(out).checkpoint
     with pytest.raises(CheckpointError, match="is the only one"):
-        remove_checkpoint(out, info)
+        remove_checkpoint(out, only)
     gone = tmp_path / f"by{size}" / "drive0" / "rank00001"
     gone.rename(gone.with_name("unplugged"))
-    (lost,) = list_checkpoints(out)
+    (lost,) = RunInventory(out).entries
     assert lost.problem is not None and "rank00001" in lost.problem
     with pytest.raises(CheckpointError, match="rank00001"):
         export_checkpoint(out, tmp_path / "never")
     gone.with_name("unplugged").rename(gone)
-    remove_checkpoint(out, info, force=True)
-    assert list_checkpoints(out) == []
+    remove_checkpoint(out, only, force=True)
+    assert RunInventory(out).entries == []

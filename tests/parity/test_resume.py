@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatrain.base.layout import views
-from megatrain.checkpoint.catalog import find_checkpoint
+from megatrain.checkpoint.inventory import find_checkpoint
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.resume import ConfigChangedError
 from megatrain.checkpoint.state import CheckpointError
@@ -122,7 +122,7 @@ def test_an_average_is_exported_and_a_run_without_one_has_none(tiny_model: Path,
     out = tmp_path / "w" / "out"
     export_checkpoint(out, tmp_path / "ema", ema=True, dtype=torch.float32)
     exported = load_file(tmp_path / "ema/model.safetensors")
-    reader = CheckpointReader(find_checkpoint(out))
+    reader = CheckpointReader(find_checkpoint(out).checkpoint)
     graph = plan_run(resolve(load_config(tmp_path / "w/run.toml").config)).graph
     for layout in graph.layouts.values():
         block = torch.empty(layout.num_elements)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatrain.checkpoint.scan import saved_checkpoints
+from megatrain.checkpoint.inventory import saved_checkpoints
 from megatrain.checkpoint.state import RunState
 from tiered import GenerationReader, TieredError
 from tiered.durable.manifest import MANIFEST_NAME, SNAPSHOT_FOLDER, list_generations, newest_first
@@ -83,8 +83,8 @@ def check_after_kill(folder: Path, keep: int, reported: int, drives: Sequence[Pa
         if len(names) > keep + 1:
             yield f"snapshots {names} on {drive.name} where {keep} are kept"
     saved = saved_checkpoints(folder / "out")
-    lost = {checkpoint.number for checkpoint in saved if checkpoint.is_gone and not checkpoint.is_copy}
-    usable = next((checkpoint for checkpoint in saved if not checkpoint.is_gone), None)
+    lost = {each.checkpoint.number for each in saved if each.is_gone and not each.checkpoint.is_copy}
+    usable = next((each.checkpoint for each in saved if not each.is_gone), None)
     best = -1 if usable is None or usable.step is None else usable.step
     if best < reported:
         yield f"the newest checkpoint is of step {best}, but step {reported} was reported"
@@ -112,7 +112,7 @@ def _problems_of_copies(path: Path, keep: int) -> Iterator[str]:
 
 def newest_copy(folder: Path) -> int | None:
     """Return the step of the newest whole copy of a run's checkpoints, or None."""
-    copies = [checkpoint for checkpoint in saved_checkpoints(folder / "out") if checkpoint.is_copy]
+    copies = [each.checkpoint for each in saved_checkpoints(folder / "out") if each.checkpoint.is_copy]
     return max((copy.step for copy in copies if copy.step is not None), default=None)
 
 

@@ -16,7 +16,9 @@ from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, Tr
 from megatrain.base.errors import ConfigError
 from megatrain.base.observer import EvaluationMetrics
 from megatrain.checkpoint.best import Best, BestSpec
-from megatrain.checkpoint.catalog import list_checkpoints
+from megatrain.checkpoint.inventory import RunInventory
+from megatrain.checkpoint.state import RunState
+from oracles.run_state import make_state
 from processes.saved_run import SavedRun
 
 VALUES = st.one_of(st.sampled_from([1.0, 1.1, 1.2, 0.9, math.nan]), st.floats(0, 2))
@@ -38,7 +40,7 @@ def train(run: SavedRun, evaluation: str, **config: Any) -> str:
 
 
 def saved_steps(run: SavedRun) -> list[int | None]:
-    return [info.step for info in list_checkpoints(run.out)]
+    return [entry.checkpoint.step for entry in RunInventory(run.out).entries]
 
 
 @given(st.lists(VALUES, min_size=1, max_size=8), st.booleans(), st.integers(1, 3), st.sampled_from([0.0, 0.1]))
@@ -83,7 +85,8 @@ def test_the_metric_is_a_figure_of_a_set() -> None:
         metric("third_loss").check(found)
     with pytest.raises(ConfigError, match="second_rewards/accuracies"):
         metric("bleu").value_of(found)
-    assert Best.of_state(json.loads(json.dumps(Best("loss", 1.0, 3, 1).to_state()))) == Best("loss", 1.0, 3, 1)
+    state = make_state(best=Best("loss", 1.0, 3, 1))
+    assert RunState.from_meta(json.loads(json.dumps(state.to_meta())), where="here") == state
 
 
 def test_the_best_checkpoint_stays_and_becomes_the_model(run: SavedRun) -> None:

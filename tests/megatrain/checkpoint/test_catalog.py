@@ -6,21 +6,16 @@ import json
 import os
 import shutil
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatrain.checkpoint.catalog import (
-    checkpoints_folder,
-    find_checkpoint,
-    list_checkpoints,
-    list_notices,
-    remove_checkpoint,
-    verify_checkpoints,
-)
-from megatrain.checkpoint.document import Checkpoint
+from megatrain.checkpoint.inspection import InventoryEntry
+from megatrain.checkpoint.inventory import RunInventory, checkpoint_folders, find_checkpoint, next_start
+from megatrain.checkpoint.removal import remove_checkpoint
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.run.folder import RunFolder
 from oracles.run_state import make_state
@@ -47,12 +42,23 @@ def on_nvme(unbroken: SavedRun, tmp_path: Path) -> SavedRun:
     return run
 
 
-def steps(infos: list[Checkpoint]) -> list[int | None]:
-    return [info.step for info in infos]
+def steps(entries: Iterable[InventoryEntry]) -> list[int | None]:
+    return [entry.checkpoint.step for entry in entries]
+
+
+def newest_number(run: SavedRun) -> int | None:
+    """Return the number of the checkpoint from which the run would resume."""
+    newest = next_start(RunInventory(run.out).entries)
+    return None if newest is None else newest.checkpoint.number
+
+
+def notices_of(run: SavedRun) -> list[str]:
+    inventory = RunInventory(run.out)
+    return inventory.notices(inventory.entries)
 
 
 def remove(run: SavedRun, number: int, *, force: bool = False) -> int:
-    (chosen,) = (each for each in list_checkpoints(run.out) if each.number == number)
+    (chosen,) = (each.checkpoint for each in RunInventory(run.out).entries if each.checkpoint.number == number)
     return remove_checkpoint(run.out, chosen, force=force)
 
 
@@ -72,30 +78,31 @@ def chunk_of(folder: Path, key: str) -> Path:
 
 
 def test_listed_oldest_first(run: SavedRun) -> None:
-    infos = list_checkpoints(run.out)
+    infos = RunInventory(run.out).entries
     assert steps(infos) == [2, 4, 6]
-    assert [info.is_newest for info in infos] == [False, False, True]
+    assert newest_number(run) == 3
     metrics = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
     losses = {line["step"]: line["loss"] for line in metrics if "loss" in line}
     for info in infos:
-        assert info.step is not None and info.loss == losses[info.step]
-        assert info.problem is None and MiB < info.nbytes < 2 * MiB and info.saved_at is not None
-        assert info.saved_at.endswith("+00:00")
-    assert list_checkpoints(run.out / "checkpoints") == infos
+        checkpoint = info.checkpoint
+        assert checkpoint.step is not None and checkpoint.loss == losses[checkpoint.step]
+        assert info.problem is None and MiB < info.nbytes < 2 * MiB
+        assert checkpoint.saved_at.endswith("+00:00")
+    assert RunInventory(run.out / "checkpoints").entries == infos
 
 
 def test_a_damaged_manifest_is_listed_with_its_problem(run: SavedRun) -> None:
     damage(manifest_of(run, 3))
-    infos = list_checkpoints(run.out)
-    assert steps(infos) == [2, 4, None] and [info.is_newest for info in infos] == [False, True, False]
+    infos = RunInventory(run.out).entries
+    assert steps(infos) == [2, 4, None] and newest_number(run) == 2
     assert infos[-1].problem is not None and str(manifest_of(run, 3)) in infos[-1].problem
-    assert find_checkpoint(run.out).state.step == 4
+    assert find_checkpoint(run.out).checkpoint.state.step == 4
 
 
 def test_damaged_top_file_hides_no_checkpoint(run: SavedRun) -> None:
     damage(run.out / "checkpoints" / MANIFEST_NAME)
-    assert [info.is_newest for info in list_checkpoints(run.out)] == [False, False, True]
-    assert find_checkpoint(run.out).number == 3
+    assert newest_number(run) == 3
+    assert find_checkpoint(run.out).checkpoint.number == 3
 
 
 def test_found_by_folder_and_step(run: SavedRun) -> None:
@@ -104,7 +111,7 @@ def test_found_by_folder_and_step(run: SavedRun) -> None:
         (run.out, None, 3), (run.out, 2, 1), (folder, None, 3), (folder, 4, 2),
         (folder / "snap/00000001", None, 1), (folder / "snap/00000001", 2, 1),
     ):  # fmt: skip
-        found = find_checkpoint(given, step)
+        found = find_checkpoint(given, step).checkpoint
         assert (found.folder, found.number, found.state.step) == (folder, generation, 2 * generation), (given, step)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 3\. Saved steps: 2, 4, 6"):
         find_checkpoint(run.out, 3)
@@ -113,22 +120,22 @@ def test_found_by_folder_and_step(run: SavedRun) -> None:
 
 
 def test_outdated_top_file_is_ignored_and_reported(run: SavedRun) -> None:
-    assert list_notices(run.out) == []
+    assert notices_of(run) == []
     make_current(run.out / "checkpoints", 2)
-    assert find_checkpoint(run.out).state.step == 6 and find_checkpoint(run.out, 6).number == 3
-    assert [info.is_newest for info in list_checkpoints(run.out)] == [False, False, True]
-    (notice,) = list_notices(run.out)
+    assert find_checkpoint(run.out).checkpoint.state.step == 6 and find_checkpoint(run.out, 6).checkpoint.number == 3
+    assert newest_number(run) == 3
+    (notice,) = notices_of(run)
     assert "names generation 2, and the newest generation is 3" in notice
-    assert [problems for _, problems in verify_checkpoints(run.out)] == [[], [], []]
+    assert [problems for _, problems in RunInventory(run.out).verify(None)] == [[], [], []]
 
 
 def test_empty_folder_is_reported(tmp_path: Path, run: SavedRun) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         find_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="is not a folder"):
-        list_checkpoints(tmp_path / "nowhere")
+        RunInventory(tmp_path / "nowhere")
     (tmp_path / "snap").mkdir()
-    assert list_checkpoints(tmp_path) == []
+    assert RunInventory(tmp_path).entries == []
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         find_checkpoint(tmp_path)
     for generation in (1, 2, 3):
@@ -143,21 +150,21 @@ def test_blocks_of_another_program_are_no_checkpoint(tmp_path: Path) -> None:
         with store.acquire("a", "ram", "w") as lease:
             lease.tensor.fill_(1)
         store.commit({"step": 3}).wait()
-    (info,) = list_checkpoints(tmp_path)
-    assert info.problem is not None and "another program" in info.problem and not info.is_newest
+    (info,) = RunInventory(tmp_path).entries
+    assert info.problem is not None and "another program" in info.problem and next_start([info]) is None
     with pytest.raises(CheckpointError, match="another program"):
         find_checkpoint(tmp_path)
 
 
 def test_verify_reads_every_block(run: SavedRun) -> None:
-    read: list[tuple[int, str]] = []
-    results = list(verify_checkpoints(run.out, on_block=lambda generation, key: read.append((generation, key))))
-    assert [(info.step, problems) for info, problems in results] == [(2, []), (4, []), (6, [])]
-    assert {generation for generation, _ in read} == {1, 2, 3}
-    assert {key for _, key in read} >= {"model.embed_tokens/weight", "model.layers.1/m"}
-    assert [info.step for info, _ in verify_checkpoints(run.out, 4)] == [4]
+    read = Counter[str]()
+    results = list(RunInventory(run.out).verify(None, lambda key: read.update([key])))
+    assert [(info.checkpoint.step, problems) for info, problems in results] == [(2, []), (4, []), (6, [])]
+    assert set(read.values()) == {3}
+    assert read.keys() >= {"model.embed_tokens/weight", "model.layers.1/m"}
+    assert steps(info for info, _ in RunInventory(run.out).verify(4)) == [4]
     with pytest.raises(CheckpointError, match="no checkpoint of step 5"):
-        list(verify_checkpoints(run.out, 5))
+        list(RunInventory(run.out).verify(5))
 
 
 def test_verify_names_damaged_files(run: SavedRun) -> None:
@@ -165,20 +172,20 @@ def test_verify_names_damaged_files(run: SavedRun) -> None:
     damage(chunk)
     lost = chunk_of(generation_folder(run.out / "checkpoints", 2), "model.layers.1/m")
     lost.unlink()
-    results = {info.step: problems for info, problems in verify_checkpoints(run.out)}
+    results = {info.checkpoint.step: problems for info, problems in RunInventory(run.out).verify(None)}
     assert results[2] == results[6] == []
     assert len(results[4]) == 2
     assert str(chunk) in results[4][0] and "model.layers.0/weight" in results[4][0]
     assert str(lost) in results[4][1]
     damage(manifest_of(run, 3))
-    *_, (info, problems) = verify_checkpoints(run.out)
-    assert info.number == 3 and str(manifest_of(run, 3)) in problems[0]
+    *_, (info, problems) = RunInventory(run.out).verify(None)
+    assert info.checkpoint.number == 3 and str(manifest_of(run, 3)) in problems[0]
 
 
 def test_verify_on_a_drive(on_nvme: SavedRun) -> None:
-    assert all(not problems for _, problems in verify_checkpoints(on_nvme.out))
+    assert all(not problems for _, problems in RunInventory(on_nvme.out).verify(None))
     damage(chunk_of(on_nvme.folder / "drive/snap/00000003", "model.layers.0/low"))
-    results = {info.step: problems for info, problems in verify_checkpoints(on_nvme.out)}
+    results = {info.checkpoint.step: problems for info, problems in RunInventory(on_nvme.out).verify(None)}
     assert results[2] == results[4] == []
     assert "model.layers.0/low" in results[6][0] and str(on_nvme.folder / "drive") in results[6][0]
 
@@ -186,29 +193,30 @@ def test_verify_on_a_drive(on_nvme: SavedRun) -> None:
 def test_moved_to_another_place(on_nvme: SavedRun, tmp_path: Path) -> None:
     on_nvme.folder.rename(tmp_path / "elsewhere")
     moved = SavedRun(tmp_path / "elsewhere")
-    assert all(not problems for _, problems in verify_checkpoints(moved.out)), "output_dir and drive moved together"
+    results = RunInventory(moved.out).verify(None)
+    assert all(not problems for _, problems in results), "output_dir and drive moved together"
     (moved.folder / "drive").rename(tmp_path / "another drive")
-    assert all(problems for _, problems in verify_checkpoints(moved.out))
+    assert all(problems for _, problems in RunInventory(moved.out).verify(None))
     path = moved.out / "config.resolved.toml"
     text = path.read_text()
     assert text.count(f'"{on_nvme.folder / "drive"}"') == 1
     path.write_text(text.replace(f'"{on_nvme.folder / "drive"}"', f'"{tmp_path / "another drive"}"'))
-    assert all(not problems for _, problems in verify_checkpoints(moved.out)), "as the config names it now"
+    assert all(not problems for _, problems in RunInventory(moved.out).verify(None)), "as the config names it now"
 
 
 def test_removed(run: SavedRun) -> None:
-    nbytes = list_checkpoints(run.out)[0].nbytes
+    nbytes = RunInventory(run.out).entries[0].nbytes
     assert remove(run, 1) == nbytes
-    assert steps(list_checkpoints(run.out)) == [4, 6]
+    assert steps(RunInventory(run.out).entries) == [4, 6]
     assert not generation_folder(run.out / "checkpoints", 1).exists()
     remove(run, 3)
-    assert [(info.step, info.is_newest) for info in list_checkpoints(run.out)] == [(4, True)], "the previous one counts"
+    assert steps(RunInventory(run.out).entries) == [4] and newest_number(run) == 2, "the previous one counts"
     with pytest.raises(CheckpointError, match="step 4 is the only one"):
         remove(run, 2)
-    assert steps(list_checkpoints(run.out)) == [4]
-    (last,) = list_checkpoints(run.out)
+    assert steps(RunInventory(run.out).entries) == [4]
+    last = find_checkpoint(run.out).checkpoint
     remove_checkpoint(run.out, last, force=True)
-    assert list_checkpoints(run.out) == []
+    assert RunInventory(run.out).entries == []
     with pytest.raises(CheckpointError, match="holds no generation 2"):
         remove_checkpoint(run.out, last)
 
@@ -229,28 +237,28 @@ def test_only_complete_checkpoint_is_kept(run: SavedRun) -> None:
     with pytest.raises(CheckpointError, match="step 6 is the only one"):
         remove(run, 3)
     remove(run, 2)  # damaged: it may go
-    assert [info.number for info in list_checkpoints(run.out)] == [1, 3]
+    assert [info.checkpoint.number for info in RunInventory(run.out).entries] == [1, 3]
 
 
 def test_checkpoint_is_removed_from_the_drive(on_nvme: SavedRun) -> None:
     drive = on_nvme.folder / "drive"
     remove(on_nvme, 2)
     assert sorted(path.name for path in (drive / "snap").iterdir() if path.is_dir()) == ["00000001", "00000003"]
-    assert all(not problems for _, problems in verify_checkpoints(on_nvme.out)), "links that others share stay"
+    assert all(not problems for _, problems in RunInventory(on_nvme.out).verify(None)), "links that others share stay"
     tier = NvmeTier([drive], 40 * MiB)  # another run uses the drive now
     remove(on_nvme, 1)
     tier.close()
     assert [path.name for path in (drive / "snap").iterdir() if path.is_dir()] == ["00000003"]
-    assert all(not problems for _, problems in verify_checkpoints(on_nvme.out))
+    assert all(not problems for _, problems in RunInventory(on_nvme.out).verify(None))
 
 
 def test_removal_is_refused_during_a_run(run: SavedRun) -> None:
     with RunFolder(run.out), pytest.raises(CheckpointError, match=r"in use by process .* nothing was removed"):
         remove(run, 1, force=True)
     with RunFolder(run.out / "checkpoints"), pytest.raises(CheckpointError, match="in use by process"):
-        remove_checkpoint(run.out / "checkpoints", list_checkpoints(run.out)[0])
-    assert steps(list_checkpoints(run.out)) == [2, 4, 6]
-    assert checkpoints_folder(run.out) == run.out / "checkpoints"
+        remove_checkpoint(run.out / "checkpoints", RunInventory(run.out).entries[0].checkpoint)
+    assert steps(RunInventory(run.out).entries) == [2, 4, 6]
+    assert checkpoint_folders(run.out) == [run.out / "checkpoints"]
 
 
 def test_a_list_reads_each_manifest_once_and_no_document_of_a_block(
@@ -270,7 +278,7 @@ def test_a_list_reads_each_manifest_once_and_no_document_of_a_block(
 
     monkeypatch.setattr(os, "open", note)
     monkeypatch.setattr("megatrain.checkpoint.locations.read_note", lambda path: pytest.fail(f"{path} was read"))
-    assert [each.step for each in list_checkpoints(tmp_path)] == [1, 2, 3, 4]
+    assert steps(RunInventory(tmp_path).entries) == [1, 2, 3, 4]
     of_generations = Counter(Path(path).name for path in set(read) if "snap/" in path)
     assert of_generations == {"MANIFEST.json": 4, "OWNER.json": 4}
     assert sum("snap/" in path for path in read) == 8, "each once"

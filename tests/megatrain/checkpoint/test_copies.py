@@ -19,10 +19,10 @@ import torch
 from megatrain.checkpoint import local_copier
 from megatrain.checkpoint.copier import open_copier
 from megatrain.checkpoint.copy_thread import Throttle
-from megatrain.checkpoint.document import read_checkpoints
+from megatrain.checkpoint.inventory import saved_checkpoints, usable_checkpoint
+from megatrain.checkpoint.listing import read_checkpoints
 from megatrain.checkpoint.local_copier import LocalCopier
 from megatrain.checkpoint.locations import bytes_on_drives
-from megatrain.checkpoint.scan import saved_checkpoints, usable_checkpoint
 from megatrain.checkpoint.table import CheckpointConfig, CheckpointSpec
 from processes.saved_run import NVME, ON_NVME, SavedRun
 from tiered import GenerationReader, MiB, NvmeTier, RamTier, TieredStore, format_size
@@ -229,7 +229,7 @@ def test_run_with_a_lost_drive_resumes_from_the_copy(lost: SavedRun) -> None:
     assert weights(lost) == weights(lost, "undisturbed")
     assert copied_steps(lost) == [4, 6]
     lost.call("ckpt", "rm", lost.out, "--step", 2, "--yes")
-    assert not any(each.is_gone for each in saved_checkpoints(lost.out) if each.step == 6)
+    assert not any(each.is_gone for each in saved_checkpoints(lost.out) if each.checkpoint.step == 6)
 
 
 def test_newer_copy_is_preferred_to_an_older_checkpoint(lost: SavedRun) -> None:

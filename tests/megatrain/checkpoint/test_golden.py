@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.checkpoint.catalog import list_checkpoints, verify_checkpoints
+from megatrain.checkpoint.inventory import RunInventory, next_start
 from megatrain.training.export import export_checkpoint
 from processes.golden import unpack
 from processes.rank_runs import launch
@@ -70,8 +70,9 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def test_a_checkpoint_of_ranks_with_muon_continues_with_one_process(tmp_path: Path) -> None:
     """Several processes no longer share Muon's matrices: they are refused, and one process continues with its bits."""
     run, fresh = unpack("muon_ranks", tmp_path), unpack("muon_ranks", tmp_path / "fresh")
-    assert [(info.step, info.world, info.problem) for info in list_checkpoints(run.out)] == [(2, 2, None)]
-    assert [problems for _, problems in verify_checkpoints(run.out)] == [[]]
+    (info,) = RunInventory(run.out).entries
+    assert (info.checkpoint.step, info.checkpoint.world, info.problem) == (2, 2, None)
+    assert [problems for _, problems in RunInventory(run.out).verify(None)] == [[]]
     four_steps = longer(run)
     refused = launch(2, four_steps)
     assert refused.codes == [2] and "Start one process, which also resumes a checkpoint of several" in refused.err
@@ -89,15 +90,23 @@ def test_a_checkpoint_of_ranks_with_muon_continues_with_one_process(tmp_path: Pa
 @pytest.mark.parametrize("form", FORMS)
 def test_listed_and_verified(form: str, tmp_path: Path) -> None:
     run = unpack(form, tmp_path)
-    infos = list_checkpoints(run.out)
+    infos = RunInventory(run.out).entries
+    checkpoints = [info.checkpoint for info in infos]
     for is_copy, expected in enumerate(FORMS[form]):
-        own = [info for info in infos if info.is_copy == bool(is_copy)]
+        own = [each for each in checkpoints if each.is_copy == bool(is_copy)]
         assert [(info.step, info.number, info.world) for info in own] == expected
-    assert [(info.step, info.is_copy) for info in infos if info.is_newest] == [(2, False)]
+    newest = next_start(infos)
+    assert newest is not None and (newest.checkpoint.step, newest.checkpoint.is_copy) == (2, False)
     assert [info.problem for info in infos] == [None] * len(infos)
-    assert [problems for _, problems in verify_checkpoints(run.out)] == [[]] * len(infos)
+    assert [problems for _, problems in RunInventory(run.out).verify(None)] == [[]] * len(infos)
     listed = run.call("ckpt", "ls", run.out)
     assert listed.exit_code == 0 and "a run continues from step 2" in listed.output, listed.output
+
+
+def own_checkpoints(run: SavedRun) -> list[tuple[int | None, int]]:
+    """Return the step and the number of ranks of each checkpoint that is not a copy."""
+    found = (entry.checkpoint for entry in RunInventory(run.out).entries)
+    return [(each.step, each.world) for each in found if not each.is_copy]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -116,7 +125,7 @@ def test_exported(form: str, tmp_path: Path) -> None:
 def test_continued(form: str, unbroken: bytes, tmp_path: Path) -> None:
     run = unpack(form, tmp_path)
     assert go_on(run) == unbroken
-    assert [(info.step, info.world) for info in list_checkpoints(run.out) if not info.is_copy] == [(3, 1), (4, 1)]
+    assert own_checkpoints(run) == [(3, 1), (4, 1)]
 
 
 @pytest.mark.parametrize("form", WITH_COPIES)
@@ -133,4 +142,4 @@ def test_continued_by_ranks(form: str, unbroken: bytes, tmp_path: Path) -> None:
     ended = launch(2, longer(run))
     assert ended.codes == [0] and "continuing after step 2 of 4" in ended.out, ended.err
     assert (run.out / "final/model.safetensors").read_bytes() == unbroken
-    assert [(info.step, info.world) for info in list_checkpoints(run.out) if not info.is_copy] == [(3, 2), (4, 2)]
+    assert own_checkpoints(run) == [(3, 2), (4, 2)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.checkpoint import state
-from megatrain.checkpoint.catalog import list_checkpoints
+from megatrain.checkpoint.inventory import RunInventory
 from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
 from processes.saved_run import NVME, ON_NVME, SavedRun
 from tiered import MiB, RamTier, TieredStore
@@ -80,7 +80,7 @@ def test_clock_set_back_loses_no_checkpoint(run: SavedRun, monkeypatch: pytest.M
     final = (run.out / "final/model.safetensors").read_bytes()
     shutil.rmtree(run.out / "final")
     shutil.rmtree(run.out / "copies/snap/00000003")
-    infos = list_checkpoints(run.out)
+    infos = [entry.checkpoint for entry in RunInventory(run.out).entries]
     assert [(info.step, info.is_copy, info.save_number) for info in infos] == [
         (2, False, 1), (4, False, 2), (6, False, 3), (4, True, 2),
     ]  # fmt: skip

@@ -20,13 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.base.names import RANKS_NAME
-from megatrain.checkpoint.document import (
-    Checkpoint,
-    folder_notices,
-    forget_checkpoint,
-    read_checkpoints,
-)
+from megatrain.checkpoint.document import Checkpoint
+from megatrain.checkpoint.listing import folder_notices, read_checkpoints
 from megatrain.checkpoint.reader import CheckpointReader
+from megatrain.checkpoint.removal import forget_checkpoint
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
 from megatrain.ranks.shards import RankShards
@@ -114,7 +111,7 @@ def write(folder: Path, size: int, steps: Sequence[int]) -> list[Checkpoint]:
 
 
 def assert_is(checkpoint: Checkpoint) -> None:
-    reader = CheckpointReader(checkpoint, [])
+    reader = CheckpointReader(checkpoint)
     for key in SIZES:
         out = torch.empty(SIZES[key])
         reader.read(key, out)

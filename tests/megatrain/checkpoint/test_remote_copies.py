@@ -20,6 +20,7 @@ import torch
 from fakes.s3_server import S3, s3_server
 from megatrain.checkpoint import copy_transfer, object_folder, remote_copier, remote_folder
 from megatrain.checkpoint.copy_transfer import Upload
+from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.remote_folder import RemoteFolder
 from megatrain.config.load import load_config
 from megatrain.training.resolve import resolve_checkpoint
@@ -31,6 +32,10 @@ from tiered import GenerationReader
 from tiered.durable.manifest import list_generations
 
 ON_DRIVE = {"placement": ON_NVME, "more": NVME}
+
+
+def copied(saved_at: str) -> Checkpoint:
+    return Checkpoint(Path(), 1, (), {"saved_at": saved_at})
 
 
 @pytest.fixture(scope="module")
@@ -311,12 +316,10 @@ def test_adapters_of_other_base_weights_are_refused_before_they_are_fetched(run:
 
 def test_two_processes_that_share_a_url(url: str) -> None:
     folder = RemoteFolder(url)
-    made = remote_folder.RemoteCheckpoint(1, 2, (remote_folder.RemotePart("", 1, 0, 0, "a"),), {"saved_at": "1"}, 1, {})
+    made = remote_folder.RemoteCheckpoint(1, 2, (remote_folder.RemotePart("", 1, 0, 0, "a"),), copied("1"))
     folder.commit(made)
     folder.commit(made)  # its answer was lost, so it was retried
-    other = remote_folder.RemoteCheckpoint(
-        1, 2, (remote_folder.RemotePart("", 1, 0, 0, "b"),), {"saved_at": "2"}, 1, {}
-    )
+    other = remote_folder.RemoteCheckpoint(1, 2, (remote_folder.RemotePart("", 1, 0, 0, "b"),), copied("2"))
     with pytest.raises(remote_folder.UrlInUseError, match="two runs share it"):
         folder.commit(other)
 
@@ -325,7 +328,7 @@ def test_the_best_and_the_newest_stay(url: str) -> None:
     folder = RemoteFolder(url)
     for number in range(1, 6):
         part = remote_folder.RemotePart("", number, 0, 0, "a")
-        folder.commit(remote_folder.RemoteCheckpoint(number, 10 * number, (part,), {"saved_at": str(number)}, 1, {}))
+        folder.commit(remote_folder.RemoteCheckpoint(number, 10 * number, (part,), copied(str(number))))
     (folder_of(url) / "00000002-step-20/CHECKPOINT.json").write_bytes(b"{torn")
     (folder_of(url) / "00000006-step-60").mkdir()  # begun by a living run
     folder.prune(2, 10)
@@ -340,7 +343,7 @@ def test_the_best_does_not_count_among_the_newest_that_stay(best: int | None, le
     folder = RemoteFolder(url)
     for number in range(1, 6):
         part = remote_folder.RemotePart("", number, 0, 0, "a")
-        folder.commit(remote_folder.RemoteCheckpoint(number, 10 * number, (part,), {"saved_at": str(number)}, 1, {}))
+        folder.commit(remote_folder.RemoteCheckpoint(number, 10 * number, (part,), copied(str(number))))
     folder.prune(2, best)
     assert [each.step for each in folder.checkpoints()] == left[::-1]
     assert sorted(path.name for path in folder_of(url).iterdir()) == [
@@ -360,7 +363,7 @@ def test_one_process_uploads_the_parts_of_former_ranks(tmp_path: Path, url: str)
     ranks = ("rank00000", "rank00001")
     assert names == [f"0000000{step}-step-{step}/{rank}/OBJECTS.json" for step in (1, 2) for rank in ranks]
     assert all([part.path for part in each.parts] == list(ranks) for each in copies)
-    assert [list(problems) for _, problems in remote_folder.verify_at_url(url)] == [[], []]
+    assert [list(problems) for _, problems in remote_folder.UrlInventory(url).verify(None)] == [[], []]
 
 
 def test_best_checkpoint_is_restored_with_the_newest(run: SavedRun, url: str) -> None:
@@ -478,7 +481,7 @@ def test_names_that_lead_out_are_refused(tmp_path: Path) -> None:
     folder = RemoteFolder(f"file://{tmp_path}/away")
     text = json.dumps({"format": 1, "objects": {"../../escaped": [1, "00"]}}).encode()
     part = remote_folder.RemotePart("", 1, 1, 1, hashlib.sha256(text).hexdigest())
-    copy = remote_folder.RemoteCheckpoint(1, 2, (part,), {"saved_at": "1"}, 1, {})
+    copy = remote_folder.RemoteCheckpoint(1, 2, (part,), copied("1"))
     folder.commit(copy)
     (tmp_path / "away" / copy.name / "OBJECTS.json").write_bytes(text)
     with pytest.raises(object_folder.RemoteError, match="would lie outside of the checkpoint"):
@@ -504,7 +507,7 @@ def test_objects_that_make_no_sense_are_refused(tmp_path: Path, objects: Any) ->
     folder = RemoteFolder(f"file://{tmp_path}/away")
     text = json.dumps({"format": 1} if objects is None else {"format": 1, "objects": objects}).encode()
     part = remote_folder.RemotePart("", 1, 1, 1, hashlib.sha256(text).hexdigest())
-    copy = remote_folder.RemoteCheckpoint(1, 2, (part,), {"saved_at": "1"}, 1, {})
+    copy = remote_folder.RemoteCheckpoint(1, 2, (part,), copied("1"))
     folder.commit(copy)
     (tmp_path / "away" / copy.name / "OBJECTS.json").write_bytes(text)
     with pytest.raises(object_folder.DamagedError, match=r"OBJECTS\.json' (is invalid|names)"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from megatrain.checkpoint.catalog import find_checkpoint, list_checkpoints
+from megatrain.checkpoint.inventory import RunInventory, find_checkpoint
 from megatrain.checkpoint.resume import ConfigChangedError, check_changes
 from megatrain.config import load_config
 from megatrain.config.resolved import changes_from, to_toml
@@ -36,7 +36,7 @@ def train(run: SavedRun, *options: str, **config: Any) -> int:
 
 
 def saved_steps(folder: Path) -> list[int | None]:
-    return [info.step for info in list_checkpoints(folder)]
+    return [entry.checkpoint.step for entry in RunInventory(folder).entries]
 
 
 def epochs(folder: Path) -> dict[int, float]:
@@ -63,7 +63,7 @@ def test_export_with_another_dtype_is_rewritten(run: SavedRun) -> None:
 @pytest.mark.parametrize("key", ["config_xxh3_64", "dtype", "device", "attention", "name", "class", "num_parameters"])
 def test_model_facts_that_alter_results(key: str, unbroken: SavedRun) -> None:
     """This includes facts outside of the config: ``auto`` may select another kernel on another machine."""
-    found, config = find_checkpoint(unbroken.out), load_config(unbroken.folder / "run.toml").config
+    found, config = find_checkpoint(unbroken.out).checkpoint, load_config(unbroken.folder / "run.toml").config
     now = {**found.state.model, key: "another"}
     changes = changes_from(found.state.config_toml, config)
     notices: list[str] = []
@@ -86,7 +86,7 @@ EXCLUDE = "optimizer.weight_decay_exclude"
 
 def test_other_globs_that_name_the_same_parameters_are_free(unbroken: SavedRun) -> None:
     """Only the decayed parameters count. Older checkpoints recorded only globs, with which no vector decayed."""
-    found, config = find_checkpoint(unbroken.out), load_config(unbroken.folder / "run.toml").config
+    found, config = find_checkpoint(unbroken.out).checkpoint, load_config(unbroken.folder / "run.toml").config
     plan = plan_run(resolve(config))
 
     def check(before: tuple[str, ...], now: tuple[str, ...], *, noted: bool = True) -> list[str]:
@@ -123,7 +123,7 @@ def test_other_globs_that_name_the_same_parameters_are_free(unbroken: SavedRun) 
 
 
 def test_changed_number_of_threads_is_reported(unbroken: SavedRun) -> None:
-    found, config = find_checkpoint(unbroken.out), load_config(unbroken.folder / "run.toml").config
+    found, config = find_checkpoint(unbroken.out).checkpoint, load_config(unbroken.folder / "run.toml").config
     assert found.state.model["threads"] == 1
     changes = changes_from(found.state.config_toml, config)
     notices: list[str] = []
@@ -135,7 +135,7 @@ def test_changed_number_of_threads_is_reported(unbroken: SavedRun) -> None:
 
 
 def test_other_data_alters_results(unbroken: SavedRun) -> None:
-    found, config = find_checkpoint(unbroken.out), load_config(unbroken.folder / "run.toml").config
+    found, config = find_checkpoint(unbroken.out).checkpoint, load_config(unbroken.folder / "run.toml").config
     other = replace(found, meta={**found.meta, "data_fingerprint": "another"})
     with pytest.raises(ConfigChangedError, match="data: the rows"):
         check_changes(

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from megatrain.base.names import RANKS_NAME
-from megatrain.checkpoint.catalog import find_checkpoint, list_checkpoints
-from megatrain.checkpoint.document import Checkpoint, RankGeneration, merge_by_save, prune, read_checkpoints
-from megatrain.checkpoint.resume import find_candidates, is_not_after
-from megatrain.checkpoint.scan import usable_checkpoint
+from megatrain.checkpoint.document import Checkpoint, RankGeneration, merge_by_save
+from megatrain.checkpoint.inventory import RunInventory, find_checkpoint, next_start, usable_checkpoint
+from megatrain.checkpoint.listing import read_checkpoints
+from megatrain.checkpoint.removal import prune
+from megatrain.checkpoint.resume import find_candidates
 from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
 from megatrain.config.load import load_config
 from megatrain.training.resolve import resolve_checkpoint
@@ -62,7 +63,7 @@ def test_save_number_takes_precedence_over_clocks() -> None:
     # One process after two: the document of the ranks has the larger number and the later time, and is older.
     of_ranks = replace(counted(9, 2, "2027-01-01"), ranks=(RankGeneration("rank00000", 7, "0" * 16),))
     assert merge_by_save(own, [of_ranks]) == [*own, of_ranks] == merge_by_save([of_ranks], own)
-    assert is_not_after(of_ranks, own[2]) and not is_not_after(own[2], of_ranks)
+    assert of_ranks.is_not_after(own[2]) and not own[2].is_not_after(of_ranks)
     assert own[0].order_key > own[2].order_key > of_ranks.order_key
 
 
@@ -82,7 +83,7 @@ def test_the_last_ones_stay_and_the_best(tmp_path: Path) -> None:
     known = [of_one(number, f"2026-0{number}") for number in (1, 2, 3, 4)]
     assert folder.newest(known, 2) == known[2:] and folder.newest(known, 0) == []
     # Generation numbers identify the best: another checkpoint of several ranks may have the same number.
-    folder.best = replace(known[0], folder=tmp_path, nbytes=9)
+    folder.best = replace(known[0], folder=tmp_path, lanes=9)
     assert folder.newest(known, 2) == [known[0], *known[2:]] and folder.newest(known, 0) == known[:1]
     folder.best = replace(known[0], ranks=(RankGeneration("rank00000", 1, "0" * 16),))
     assert folder.newest(known, 2) == known[2:]
@@ -131,7 +132,8 @@ def test_copy_size_includes_all_ranks(tmp_path: Path) -> None:
     run = unpack("ranks", tmp_path)
     config = load_config(run.folder / "run.toml", overrides=["checkpoint.save_copy=true"]).config
     spec, world = resolve_checkpoint(config), SimpleNamespace(rank=0)
-    plan: Any = SimpleNamespace(checkpoint_bytes_on_drives=1, run=SimpleNamespace(checkpoint=spec, world=world))
+    run_spec = SimpleNamespace(checkpoint=spec, world=world)
+    plan: Any = SimpleNamespace(checkpoint=SimpleNamespace(on_drives=1), run=run_spec)
     group: Any = Group()
     assert make_copier(plan, group, print)._drive_bytes == 6
 
@@ -145,13 +147,13 @@ def test_missing_drive_of_one_rank_is_reported(tmp_path: Path) -> None:
     run = unpack("ranks", tmp_path)
     gone = run.folder / "drive/rank00001"
     shutil.rmtree(gone)
-    own, copies = (list_checkpoints(run.out)[index] for index in (slice(0, 2), slice(2, 4)))
-    for each in own:
+    entries = RunInventory(run.out).entries
+    for each in entries[:2]:
         (part,) = each.lost
         assert (part.path, part.is_there) == (str(gone), False)
         assert each.problem is not None and str(part) in each.problem
         assert {key.rpartition("/")[2] for key in part.blocks} == {"low", "m", "v"} and part.num_blocks == 12
-    assert [each.is_newest for each in copies] == [False, True] and find_checkpoint(run.out).is_copy
+    assert next_start(entries) is entries[3] and find_checkpoint(run.out).checkpoint.is_copy
     assert [(each.step, each.is_copy) for each in candidates_of(run)] == [(2, False), (2, True), (1, False), (1, True)]
     found = usable_checkpoint(run.out)
     assert found is not None and not found.is_copy

@@ -1,0 +1,117 @@
+"""Inspects the checkpoints in a folder: whether they are usable, according to documents and file names.
+
+This module imports neither torch nor a store, so that ``status`` starts fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from megatrain.checkpoint.document import Checkpoint, merge_by_save
+from megatrain.checkpoint.listing import (
+    ManifestReader,
+    read_checkpoints,
+    read_manifests,
+    still_exists,
+    whole_blocks,
+)
+from megatrain.checkpoint.locations import LostPart, drives_of_config, lost_parts, outside_drives
+from megatrain.checkpoint.state import CheckpointError
+from tiered import read_manifest
+from tiered.errors import GenerationError, NewerFormatError
+from tiered.ext import DrivePlace
+
+__all__ = ["InventoryEntry", "inspect_folder", "merge_entries"]
+
+
+@dataclass(frozen=True, slots=True)
+class InventoryEntry:
+    """A checkpoint together with its size and the reasons why it might not be usable.
+
+    Attributes:
+        nbytes: Bytes of all blocks; 0 if the manifests cannot be read.
+        lost: Parts that were lost with drives.
+        outside: Drives outside of a copied or moved run that contain parts of its checkpoint.
+        problem: Reason why the checkpoint cannot be used, according to documents and file names, or None.
+        is_foreign: Whether another program or a newer version wrote the checkpoint. A run then ends with an error
+            instead of skipping the checkpoint.
+    """
+
+    checkpoint: Checkpoint
+    nbytes: int = 0
+    lost: tuple[LostPart, ...] = ()
+    outside: tuple[DrivePlace, ...] = ()
+    problem: str | None = None
+    is_foreign: bool = False
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether all documents can be read. Parts may be lost."""
+        return self.problem is None or bool(self.lost)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether parts are certainly lost. A listed checkpoint may have parts on hosts that are not visible."""
+        return bool(self.lost) and not self.checkpoint.is_listed
+
+
+def inspect_folder(
+    folder: Path,
+    drives: Sequence[Path] = (),
+    *,
+    reads_state: bool = True,
+    on_damage: Callable[[GenerationError], None] | None = None,
+) -> list[InventoryEntry]:
+    """Return all checkpoints in a folder, newest first. Unusable checkpoints have a ``problem``.
+
+    This can be called while the run is active. Checkpoints that the run removes meanwhile are omitted.
+
+    Args:
+        drives: Paths to search for parts, in addition to the drives in the run's last config.
+        reads_state: Whether to validate the whole ``RunState``. If False, only the step is checked, which imports less.
+
+    Raises:
+        GenerationError: The list of checkpoints is damaged, and ``on_damage`` is None.
+    """
+    search = tuple(dict.fromkeys([*drives, *drives_of_config(folder.parent)]))
+    read = cache(read_manifest)  # listing and inspection need the same manifests
+    checkpoints = reversed(read_checkpoints(folder, on_damage, read))
+    found = (_inspect(each, search, read, reads_state=reads_state) for each in checkpoints)
+    return [each for each in found if each is not None]
+
+
+def _inspect(
+    checkpoint: Checkpoint, search: Sequence[Path], read: ManifestReader, *, reads_state: bool
+) -> InventoryEntry | None:
+    """Return a checkpoint with the results of its checks, or None if a live run has just removed it."""
+    try:
+        if not checkpoint.is_listed:
+            read(checkpoint.folder, checkpoint.number)  # this manifest contains the state
+        if reads_state:
+            _ = checkpoint.state
+        elif checkpoint.step is None:
+            raise CheckpointError(f"{checkpoint.where} has no step")
+        manifests = read_manifests(checkpoint, read)
+        nbytes = sum(block.nbytes for block in whole_blocks(checkpoint, manifests).values())
+    except CheckpointError as error:
+        return InventoryEntry(replace(checkpoint, meta={}), problem=str(error), is_foreign=True)
+    except GenerationError as error:
+        is_newer = isinstance(error, NewerFormatError)
+        return InventoryEntry(checkpoint, problem=str(error), is_foreign=is_newer) if still_exists(checkpoint) else None
+    lost, outside = list[LostPart](), list[DrivePlace]()
+    for store, manifest in zip(checkpoint.stores, manifests, strict=True):
+        place = checkpoint.folder / store, [path / store for path in search]
+        lost += lost_parts(manifest, *place)
+        outside += outside_drives(manifest, *place)
+    problem = "parts of it are gone: " + "; ".join(map(str, lost)) if lost else None
+    return InventoryEntry(checkpoint, nbytes, tuple(lost), tuple(outside), problem)
+
+
+def merge_entries(own: Sequence[InventoryEntry], copies: Sequence[InventoryEntry]) -> list[InventoryEntry]:
+    """Merge checkpoints and copies, both newest first, as ``merge_by_save``."""
+    entries = {id(each.checkpoint): each for each in (*own, *copies)}
+    merged = merge_by_save([each.checkpoint for each in own], [each.checkpoint for each in copies])
+    return [entries[id(each)] for each in merged]

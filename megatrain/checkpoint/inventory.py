@@ -1,0 +1,193 @@
+"""The checkpoints of a run and their copies: lists, finds and verifies them, without opening a store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, RANKS_NAME
+from megatrain.checkpoint.document import Checkpoint
+from megatrain.checkpoint.inspection import InventoryEntry, inspect_folder, merge_entries
+from megatrain.checkpoint.listing import folder_notices, ignore_damage, still_exists
+from megatrain.checkpoint.notices import moved_run_notices
+from megatrain.checkpoint.state import CheckpointError
+from tiered import list_generations
+from tiered.errors import GenerationError, TieredError
+from tiered.ext import SNAPSHOT_FOLDER, top_problem
+from tiered.units import is_number
+
+__all__ = [
+    "OnBlock",
+    "RunInventory",
+    "Verified",
+    "checkpoint_folders",
+    "find_checkpoint",
+    "next_start",
+    "saved_checkpoints",
+    "usable_checkpoint",
+]
+
+#: Function that receives the key of a block that was read.
+OnBlock = Callable[[str], None]
+#: An entry, and the problems that were found while its blocks were read.
+Verified = tuple[InventoryEntry, list[str]]
+
+
+class RunInventory:
+    """All checkpoints of a run and their copies. It can be taken while the run is active.
+
+    Args:
+        run: ``output_dir`` of the run, or its folder of checkpoints.
+
+    Attributes:
+        entries: Checkpoints, oldest first, then their copies, oldest first.
+
+    Raises:
+        CheckpointError: No checkpoint was ever saved there, or the document cannot be read.
+    """
+
+    def __init__(self, run: Path | str) -> None:
+        self._run = run
+        self._folders = checkpoint_folders(run)
+        self.entries = [each for folder in self._folders for each in reversed(_inspect(folder))]
+
+    def of_step(self, step: int | None) -> list[InventoryEntry]:
+        """Return the entries of a step, or all entries for None.
+
+        Raises:
+            CheckpointError: There is no checkpoint, or no checkpoint of this step.
+        """
+        found = [each for each in self.entries if step in (None, each.checkpoint.step)]
+        if not found:
+            find_checkpoint(self._run, step)  # raises an error that lists the available steps
+        return found
+
+    def verify(self, step: int | None, on_block: OnBlock = lambda key: None) -> Iterator[Verified]:
+        """Read every byte of the entries ``of_step``. Yield each entry with a list of its problems.
+
+        Checkpoints that the run prunes meanwhile are omitted.
+        """
+        for each in self.of_step(step):
+            problems = [each.problem] if each.problem is not None else _problems(each.checkpoint, on_block)
+            if not problems or still_exists(each.checkpoint):
+                yield each, problems
+
+    def notices(self, entries: Iterable[InventoryEntry]) -> list[str]:
+        """Return the notices that a run would print about documents and about the drives of some entries."""
+        notices = moved_run_notices(entries)
+        for folder in self._folders:
+            notices += folder_notices(folder)
+            if not list_generations(folder) and (problem := top_problem(folder)) is not None:
+                notices.append(problem)  # a run would raise this error
+        return notices
+
+
+def next_start(entries: Sequence[InventoryEntry]) -> InventoryEntry | None:
+    """Return the entry from which a run would resume, or None. The entries are in the order of an inventory."""
+    return next(iter(_in_resume_order(entries[::-1])), None)
+
+
+def checkpoint_folders(run: Path | str) -> list[Path]:
+    """Return the folders of a run's checkpoints and of their copies, if they hold any.
+
+    Args:
+        run: ``output_dir`` of the run, or only one of these folders.
+
+    Raises:
+        CheckpointError: The folder does not exist, or no checkpoint was ever saved in it.
+    """
+    given = Path(os.path.abspath(run))
+    for folders in ([given / CHECKPOINTS_NAME, given / COPIES_NAME], [given]):
+        if found := [each for each in folders if (each / SNAPSHOT_FOLDER).is_dir() or (each / RANKS_NAME).is_file()]:
+            return found
+    if not given.is_dir():
+        raise CheckpointError(f"'{given}' is not a folder. Give the output_dir of a run")
+    raise CheckpointError(f"'{given}' holds no checkpoint. Give the output_dir of a run that saved")
+
+
+def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> InventoryEntry:
+    """Return the newest usable checkpoint, or the newest of one step. Only documents and file names are checked.
+
+    Args:
+        run_or_folder: ``output_dir``, its folder of checkpoints, or a checkpoint's folder ``snap/<generation>``.
+        step: Number of finished steps. If several checkpoints have this step, the newest is returned.
+
+    Raises:
+        CheckpointError: There is no such checkpoint. The message lists the available steps.
+    """
+    given = Path(os.path.abspath(run_or_folder))
+    if given.parent.name == SNAPSHOT_FOLDER and is_number(given.name):
+        folder = given.parent.parent
+        entries = [each for each in _inspect(folder) if not each.checkpoint.is_listed]
+        found = [each for each in entries if each.checkpoint.number == int(given.name)]
+    else:
+        folder, *_ = folders = checkpoint_folders(given)
+        found = [each for one in folders for each in _inspect(one)]
+    tried = _in_resume_order(found)
+    chosen = next((each for each in tried if step in (None, each.checkpoint.step)), None)
+    if chosen is not None:
+        return chosen
+    unusable = [each for each in found if each.problem is not None]
+    lost = {each.checkpoint.step: _describe_problem(each) for each in reversed(unusable)}
+    if step is not None and step in lost:
+        raise CheckpointError(lost[step])
+    if tried:
+        steps = {each.checkpoint.step for each in tried}
+        known = ", ".join(map(str, sorted(each for each in steps if each is not None)))
+        raise CheckpointError(f"'{folder}' holds no checkpoint of step {step}. Saved steps: {known}")
+    if unusable:
+        raise CheckpointError(f"no checkpoint in '{folder}' can be used: {_describe_problem(unusable[0])}")
+    raise CheckpointError(f"'{folder}' holds no checkpoint. Give the output_dir of a run that saved")
+
+
+def saved_checkpoints(output_dir: Path | str) -> list[InventoryEntry]:
+    """Return a run's checkpoints and their copies, in the order in which the run would try them.
+
+    Checkpoints with invalid documents are omitted. Checkpoints with lost parts are included.
+    """
+    root = Path(os.path.abspath(output_dir))
+    found: list[list[InventoryEntry]] = []
+    for name in (CHECKPOINTS_NAME, COPIES_NAME):
+        there = inspect_folder(root / name, reads_state=False, on_damage=ignore_damage)
+        if there and there[0].is_foreign:
+            there = []  # a run would raise an error instead of using an older checkpoint
+        found.append([each for each in there if each.is_readable])
+    return merge_entries(*found)
+
+
+def usable_checkpoint(output_dir: Path | str) -> Checkpoint | None:
+    """Return the checkpoint from which a run in this folder would resume, or None."""
+    return next((each.checkpoint for each in saved_checkpoints(output_dir) if not each.is_gone), None)
+
+
+def _inspect(folder: Path) -> list[InventoryEntry]:
+    """Return all checkpoints in a folder, newest first. Raises ``CheckpointError`` if a document is damaged."""
+    try:
+        return inspect_folder(folder)
+    except GenerationError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _in_resume_order(entries: Sequence[InventoryEntry]) -> list[InventoryEntry]:
+    """Sort usable checkpoints and copies, each newest first, in the order in which a run would try them."""
+    usable = [each for each in entries if each.problem is None]
+    own, copies = ([each for each in usable if each.checkpoint.is_copy == is_copy] for is_copy in (False, True))
+    return merge_entries(own, copies)
+
+
+def _describe_problem(entry: InventoryEntry) -> str:
+    """Return the reason why a checkpoint cannot be used."""
+    checkpoint = entry.checkpoint
+    if checkpoint.step is None:
+        return str(entry.problem)
+    return f"the checkpoint of step {checkpoint.step} in '{checkpoint.folder}' cannot be used: {entry.problem}"
+
+
+def _problems(checkpoint: Checkpoint, on_block: OnBlock) -> list[str]:
+    from megatrain.checkpoint.reader import CheckpointReader  # imported late, because it imports torch
+
+    try:
+        return list(CheckpointReader(checkpoint).problems(on_block))
+    except (TieredError, OSError) as error:
+        return [str(error)]

@@ -1,0 +1,72 @@
+"""Notices about checkpoints whose parts on drives are lost, or are outside of a moved run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatrain.checkpoint.inspection import InventoryEntry
+    from tiered.ext import DrivePlace
+
+__all__ = ["LostPartsNotice", "moved_run_notices"]
+
+
+@dataclass(frozen=True, slots=True)
+class LostPartsNotice:
+    """Message about checkpoints that have lost parts on drives.
+
+    Attributes:
+        places: Former locations of the parts, as in ``LostPart.place``.
+        is_absent: Whether a part's folder does not exist, for example because its drive is not mounted.
+    """
+
+    steps: tuple[int, ...]
+    places: tuple[str, ...]
+    is_absent: bool
+
+    @classmethod
+    def among(cls, entries: Iterable[InventoryEntry]) -> LostPartsNotice | None:
+        """Return a message about the checkpoints that have lost parts, or None if all are complete."""
+        gone = [each for each in entries if each.is_gone]
+        if not gone:
+            return None
+        steps = tuple(sorted({step for each in gone if (step := each.checkpoint.step) is not None}))
+        parts = [part for each in gone for part in each.lost]
+        return cls(steps, tuple(dict.fromkeys(part.place for part in parts)), not all(part.is_there for part in parts))
+
+    def __str__(self) -> str:
+        verb = "is" if len(self.steps) == 1 else "are"
+        them = "it" if verb == "is" else "them"
+        return f"the {_of_steps(self.steps)} {verb} gone: parts of {them} lay in {'; '.join(self.places)}"
+
+    def remedy(self, output_dir: Path) -> str:
+        """Return advice if no checkpoint is usable. It suggests removal only if the folders of all lost parts exist."""
+        copy = "If this folder is a copy of a live run, copy it again; a larger checkpoint.save_total_limit keeps more"
+        if self.is_absent:
+            back = "Restore that folder (mount its drive, restore a backup) and run again"
+            return f"{back}. {copy}. To start from scratch, name another output_dir"
+        return (
+            f"Restore a backup and run again. {copy}. Or give up what was trained: megatrain-tier ckpt rm {output_dir} "
+            "--all, then run again"
+        )
+
+
+def _of_steps(steps: Sequence[int]) -> str:
+    what = "checkpoint of step" if len(steps) == 1 else "checkpoints of steps"
+    return f"{what} {', '.join(map(str, steps))}"
+
+
+def moved_run_notices(entries: Iterable[InventoryEntry]) -> list[str]:
+    """Return a notice for each drive outside of a copied or moved run that contains parts of its checkpoints."""
+    found: dict[DrivePlace, set[int]] = {}
+    for each in entries:
+        for drive in each.outside:
+            found.setdefault(drive, set()).add(each.checkpoint.step or 0)
+    return [
+        "warning: this run was copied or moved without all of its drives. Parts of the "
+        f"{_of_steps(sorted(steps))} are read from '{drive.recorded}', because '{drive.nearby}' does not hold them"
+        for drive, steps in found.items()
+    ]

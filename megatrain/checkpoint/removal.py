@@ -1,0 +1,98 @@
+"""Removes checkpoints: one that the user names, or all that a run no longer keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
+from megatrain.base.owner import find_owner
+from megatrain.checkpoint.document import Checkpoint
+from megatrain.checkpoint.inventory import RunInventory
+from megatrain.checkpoint.listing import manifest_checksum, read_checkpoints, read_listed, write_document
+from megatrain.checkpoint.state import CheckpointError
+from megatrain.ranks.world import RANK_FOLDERS
+from tiered import list_generations, remove_generation
+
+__all__ = ["check_not_in_use", "forget_checkpoint", "prune", "remove_checkpoint"]
+
+
+def remove_checkpoint(run: Path | str, checkpoint: Checkpoint, *, force: bool = False) -> int:
+    """Remove a checkpoint, including its parts on drives. Return the number of freed bytes.
+
+    Args:
+        force: Whether to remove the checkpoint even if it is the last usable one.
+
+    Raises:
+        CheckpointError: The checkpoint is the only usable one or does not exist, or a live run uses the folder.
+        LockedError: A run that has just started uses the folder.
+        OSError: A file cannot be removed. A repeated call resumes the removal.
+    """
+    folder, key = checkpoint.folder, (checkpoint.folder, checkpoint.ranks)
+    check_not_in_use(folder)
+    known = {(each.checkpoint.folder, each.checkpoint.ranks): each for each in RunInventory(run).entries}
+    if key not in known:
+        raise CheckpointError(f"'{folder}' holds no generation {checkpoint.number}")
+    removed = known.pop(key)
+    if removed.problem is None and all(each.problem is not None for each in known.values()) and not force:
+        raise CheckpointError(
+            f"the checkpoint of step {checkpoint.step} is the only one in '{folder}' that can be used. Remove it with "
+            "--all"
+        )
+    forget_checkpoint(checkpoint)
+    return removed.nbytes
+
+
+def check_not_in_use(folder: Path) -> None:
+    """Raise ``CheckpointError`` if a live run uses the folder of checkpoints or its parent ``output_dir``."""
+    for place in (folder, folder.parent) if folder.name in (CHECKPOINTS_NAME, COPIES_NAME) else (folder,):
+        owner = find_owner(place)
+        if owner is not None:
+            raise CheckpointError(
+                f"'{place}' is in use by {owner.text}: nothing was removed. Stop that run first: megatrain-tier stop"
+            )
+
+
+def forget_checkpoint(checkpoint: Checkpoint) -> None:
+    """Remove a checkpoint from its document. Then remove the generations that no other checkpoint refers to.
+
+    Raises:
+        LockedError: A run uses one of the stores.
+        OSError: A file cannot be removed.
+    """
+    folder = checkpoint.folder
+    left = [each for each in read_checkpoints(folder) if each.ranks != checkpoint.ranks]
+    if checkpoint.is_listed:
+        write_document(folder, [each for each in left if each.is_listed])
+    named = _named_generations(left)
+    for rank in checkpoint.ranks:
+        directory = folder / rank.path
+        if (rank.path, rank.generation) in named or rank.generation not in list_generations(directory):
+            continue
+        # Through a link, remove only the generation with the document's checksum, because others may belong to another
+        # run.
+        if not directory.is_symlink() or rank.xxh3_64 in ("", manifest_checksum(directory, rank.generation)):
+            remove_generation(directory, rank.generation)
+
+
+def prune(folder: Path, stay: Sequence[Checkpoint], own: Sequence[str]) -> None:
+    """Remove generations that no kept checkpoint refers to. This run's own stores are skipped: they prune themselves.
+
+    Args:
+        own: Paths of this run's stores, as in ``RankGeneration``.
+
+    Raises:
+        GenerationError: The document cannot be read, so it is unknown which generations are in use.
+        OSError: A file cannot be removed.
+    """
+    read_listed(folder)
+    named = _named_generations(stay)
+    for name in ["", *sorted(path.name for path in folder.glob(RANK_FOLDERS))]:
+        if name not in own:
+            for generation in list_generations(folder / name):
+                if (name, generation) not in named:
+                    remove_generation(folder / name, generation)
+
+
+def _named_generations(checkpoints: Sequence[Checkpoint]) -> set[tuple[str, int]]:
+    return {(rank.path, rank.generation) for each in checkpoints for rank in each.ranks}
