@@ -199,7 +199,7 @@ class LayerRunner:
         Args:
             micro_batches: CPU tensors `input_ids` and `labels` [B, S], optionally `attention_mask` and `position_ids`.
                 All or none of the micro-batches have the extra inputs of the loss (``base.batch_keys.LOSS_PREFIX``).
-            num_items: Number by which the loss is divided; None for the number of labels in these micro-batches.
+            num_items: Divisor of the loss; None for the number of labels in these micro-batches.
             seed: Seed of the step. Each micro-batch has a separate random stream (`micro_batch_seed`).
             first_number: Position of ``micro_batches[0]`` in the step.
             size: Result of ``Loss.size_of_step``; None if these micro-batches are the whole step.
@@ -292,7 +292,7 @@ class LayerRunner:
             on_hidden: Function called with each micro-batch's number and last hidden states [B, S, H].
 
         Returns:
-            Scores for each micro-batch, row by row.
+            Scores of the labelled positions, in order, by micro-batch.
 
         Raises:
             UnsupportedModelError: If ``on_hidden`` is given, but the model's hidden states are not available.
@@ -350,7 +350,7 @@ class LayerRunner:
     def outputs(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """Run the forward of all micro-batches like `evaluate`, and return their logits on the host.
 
-        The model must not have a chunked head. Such a model has only a few outputs per text or token.
+        Only models without a chunked head are supported. They have only a few outputs per text or token.
         """
         assert isinstance(self.head, OwnLoss), "a model with a chunked head has no whole logits"
         shifted = {number: shifted_labels(batch["labels"]).reshape(-1) for number, batch in enumerate(micro_batches)}

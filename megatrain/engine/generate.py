@@ -47,7 +47,7 @@ class GenerationRunner:
     Args:
         bounds: All units, in order, with slots for their weights; None to create them.
         trace: Planned visits, with which each forward is compared; None for no comparison.
-        num_micro_batches: Planned number of micro-batches. If fewer functions run, all planned cache blocks are leased.
+        num_micro_batches: Planned number of micro-batches. All planned cache blocks are leased, even if fewer run.
         any_rank: See ``RepeatedPasses``.
 
     Attributes:
@@ -117,7 +117,7 @@ class GenerationRunner:
     def _visit(
         self, stop: Stop, forwards: Sequence[SuspendedForward], kept: Sequence[_KeptCache]
     ) -> list[Callable[[], Any]]:
-        """Run a unit for every waiting forward. Return functions that return the results of the calls."""
+        """Run a unit for every waiting forward. Return one function per call, which returns the call's result."""
         visit, bound = stop.number, self._bounds[stop.unit]
         self._access.begin("forward", visit)
         results: list[Callable[[], Any]] = []
@@ -263,7 +263,7 @@ def _shares_memory(tensor: Tensor, room: Tensor) -> bool:
 
 
 def _places(cache: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (holder, key) for every floating-point tensor in a cache. All other tensors are small and stay there."""
+    """Yield (holder, key) for every floating-point tensor in a cache. Other tensors are small and stay in the cache."""
     for layer in cache.layers:
         yield from _places_in(vars(layer))
 

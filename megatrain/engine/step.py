@@ -121,7 +121,7 @@ class StepEngine:
         """Run optimizer step ``number`` (from 0) on its micro-batches.
 
         The update runs in the next step, or in ``finish_updates`` if that is called first. Do not read weights or
-        optimizer state before. If all blocks are in device memory, this step already queues the update.
+        optimizer state before then. If all blocks are in device memory, this step already queues the update.
 
         Raises:
             NonFiniteGradientError: If the gradient is not finite. Weights and state are unchanged, unless updates are

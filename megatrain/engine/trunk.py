@@ -90,7 +90,7 @@ class Trunk:
             first_number: Position of micro-batch 0 in the step.
 
         Raises:
-            VisitOrderError: If the forwards call other units than each other, or than planned.
+            VisitOrderError: If the forwards call different units, or units that differ from the plan.
         """
         self.visits.clear()
         anchor = torch.zeros((), device=self._device, requires_grad=torch.is_grad_enabled())

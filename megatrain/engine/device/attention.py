@@ -33,11 +33,11 @@ _OPERATORS: Mapping[str, tuple[Backend, int]] = {
     "_cudnn_attention": ("cudnn", 1),
 }
 
-#: Block sizes to whose multiples flash attention rounds rows and widths up.
+#: Padding of flash attention: rows to multiples of 128, head widths to multiples of 32, or to 256 if above 192.
 FLASH_ROWS = 128
 _FLASH_WIDTH, _FLASH_ROUNDED_WIDTH, _FLASH_WIDEST = 32, 192, 256
-#: Head widths that have deterministic kernels in both FA3 and FA4, minimum number of rows per block of these kernels,
-#: and maximum number of ranges into which the keys are split.
+#: For FA3 and FA4: head widths with deterministic kernels in both packages, minimum number of rows per block, and
+#: maximum number of ranges into which the keys are split.
 _PACKAGE_WIDTHS, _PACKAGE_BLOCK, _PACKAGE_SPLITS = (64, 96, 128), 64, 128
 #: Largest and smallest block of the memory-efficient kernels, in rows and columns. If heads are wider than the largest
 #: block, gradients of keys and values need workspace. For narrower heads, registers hold these gradients.
@@ -124,7 +124,7 @@ class AttentionCall:
         """FLOPs for all pairs of tokens. A causal mask does not reduce the FLOPs, as in published kernel benchmarks.
 
         The forward has two matmuls: the scores, and the scores times the values. The backward has five: the scores
-        again, and the gradients of scores, values, queries and keys. All ragged sequences count as the longest one.
+        again, and the gradients of scores, values, queries and keys. Each ragged sequence counts as the longest one.
         """
         pairs = self.num_heads * self.num_queries * self.longest_keys
         if self.is_backward:

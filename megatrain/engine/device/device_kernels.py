@@ -41,7 +41,7 @@ def stands_for_gpu(tensor: Tensor) -> bool:
 
 @contextmanager
 def fakes_standing_for_gpu(*, enabled: bool) -> Iterator[None]:
-    """Within the context, treat fake CPU tensors as tensors on a GPU with Triton, which the machine need not have.
+    """Within the context, treat fake CPU tensors as tensors on a GPU with Triton. The machine needs neither.
 
     Otherwise a plan would count the CPU versions of these kernels, of matmuls that add to fp32, and of attention over
     documents. The setting is process-wide, because a context variable would have a separate value in each greenlet.
@@ -169,10 +169,10 @@ def add_logits(
         logits: [rows, columns], any float dtype.
         labels: Token ids [rows], int64.
         start: Token id of the first column.
-        largest: [rows] fp32; initially -inf.
-        exponentials: [rows] fp32; initially 0.
-        of_label: [rows] fp32.
-        totals: [rows] fp32; initially 0.
+        largest: Largest logit per row so far, [rows] fp32; initially -inf.
+        exponentials: Sum of exp(logit - largest) per row, [rows] fp32; initially 0.
+        of_label: Logit of each row's label, [rows] fp32.
+        totals: Sum of the logits per row, [rows] fp32, initially 0; None to skip this sum.
     """
     logits = _with_vectors(logits)
     num_rows, num_columns = logits.shape
@@ -243,7 +243,7 @@ def gradient_of_logits(
 
 
 def _unit_of(*matrices: Tensor) -> int:
-    """Return how many elements fit in 16 bytes, or 1 if this does not divide the columns; see `triton_kernels`."""
+    """Return the number of elements in 16 bytes, or 1 if it does not divide the columns; see `triton_kernels`."""
     unit = _VECTOR_BYTES // min(matrix.dtype.itemsize for matrix in matrices)
     return 1 if matrices[0].shape[1] % unit else unit
 

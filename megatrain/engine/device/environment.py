@@ -31,7 +31,7 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
     writes the setting, so import megatrain before the first matmul.
 
     Args:
-        model_type: Class of the model, for error messages.
+        model_type: Class name of the model, for error messages.
         enabled: Whether to change the settings.
 
     Raises:

@@ -46,7 +46,7 @@ def flash_of_gpu(device: torch.device, planned_gpu: str | None) -> FlashKernels:
 
 
 def why_unusable(kernels: FlashKernels, device: torch.device, planned_gpu: str | None) -> str:
-    """Return why a GPU cannot use the kernels, with the remedy, or "" if it can.
+    """Return the reason why a GPU cannot use the kernels, with a remedy, or "" if it can.
 
     If ``planned_gpu`` is given, the package is assumed to be installed on its machine.
     """
@@ -80,7 +80,7 @@ def flash_kernels(kernels: FlashKernels, repeatable_on: torch.device | None = No
 
 @contextmanager
 def _activated(kernels: FlashKernels) -> Iterator[str]:
-    """Activate kernels within the context. Yield why that failed, or ""."""
+    """Activate kernels within the context. Yield the reason if this fails, or ""."""
     attention: Any = torch.nn.attention
     if kernels == "FA2":
         yield ""

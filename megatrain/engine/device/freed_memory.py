@@ -1,9 +1,9 @@
-"""Control of whether the C library returns freed tensor memory to the system, or keeps it for later tensors.
+"""Settings of the C library, which returns freed tensor memory to the system or keeps it for later tensors.
 
 If pages are returned, the system must map and zero new pages for the next tensor, which makes a step on the CPU 20 %
-longer (decision 0085). If pages are kept, they leave holes between live memory, which no plan counts. A run that
-computes on the CPU therefore keeps pages within an op. Between ops, it returns them if the process would exceed the
-plan during the next op. By default, glibc keeps all pages of tensors of up to 32 MiB.
+longer (decision 0085). Kept pages are unused memory between live tensors, which no plan counts. A run that computes on
+the CPU therefore keeps pages within an op. Between ops, it returns them if the process would exceed the plan during
+the next op. By default, glibc keeps all pages of tensors of up to 32 MiB.
 
 The settings affect the whole process. With C libraries other than glibc, this module does nothing.
 """
@@ -64,7 +64,7 @@ def freed_memory_kept(store: object, limit_bytes: int) -> Iterator[None]:
 
 
 def give_back_beyond_limit(store: object, op_bytes: int) -> None:
-    """Return all freed memory to the system if an op would exceed the limit. The check takes some microseconds."""
+    """Return all freed memory to the system if an op would exceed the limit. The check takes a few microseconds."""
     limit = _limits.get(store)
     if limit is not None and _resident_bytes() + op_bytes > limit:
         trim()

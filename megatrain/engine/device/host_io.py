@@ -42,7 +42,7 @@ class Staging:
     def upload(self, tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
         """Copy host tensors to the compute device without a host sync. Use the copies only on the current stream.
 
-        Before the next call reuses the pinned memory, it waits for the copies. Usually they ended with the last step.
+        The next call waits for these copies before it reuses the pinned memory. Usually they have finished by then.
         """
         if not self._is_staged:
             return {name: tensor.to(self._device) for name, tensor in tensors.items()}
@@ -193,7 +193,7 @@ class HostMirror(TorchFunctionMode):
         if not isinstance(result, Tensor) or not _is_exact(result) or result.numel() > self._max_elements:
             return
         if any(result is arg for arg in args):
-            return  # the operation returned its argument, as `to` can
+            return  # some operations, such as `to`, can return their argument
         if name in _CREATED and ("out" in kwargs or "device" not in kwargs):
             return
         host_args = [self._host_of(arg) for arg in args]

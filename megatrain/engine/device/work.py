@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Work of some operators.
+    """FLOPs, memory traffic and kernel launches of some operators.
 
     Attributes:
         product_flops: FLOPs of matmuls and convolutions.
@@ -112,7 +112,7 @@ _ALLOCATE = frozenset({_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN
 _FILL = frozenset({_ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like, _ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full})
 #: Operators that overwrite a tensor without reading it.
 _OVERWRITE = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_, _ATEN.uniform_, _ATEN.normal_})
-#: Operators whose reads from the source have the size of the result.
+#: Operators that read only the elements of the source that they return.
 _LOOK_UP = frozenset({_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather})
 #: Operators that read and write only the elements that they change.
 _PUT = frozenset({_ATEN.index_add_, _ATEN.index_put_, _ATEN.index_copy_, _ATEN.scatter_, _ATEN.scatter_add_})

@@ -64,8 +64,8 @@ class HeadTiling:
         rows: Maximum number of rows per piece.
         columns: Maximum number of columns per part; 0 if logits are whole.
         kept_parts: Number of parts per piece, at least one, whose graphs the first pass keeps. Does not affect results.
-        in_turn: Whether all rows use one part of the vocabulary before any row uses the next part. No graphs are kept
-            then. Does not affect results.
+        in_turn: Whether all rows use one part of the vocabulary before any row uses the next part. If so, no graphs are
+            kept. Does not affect results.
     """
 
     vocab_size: int

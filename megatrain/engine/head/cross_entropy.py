@@ -139,7 +139,7 @@ class RunningSoftmax:
         return losses.sum() / self._num_items
 
     def gradient(self, logits: Tensor, start: int) -> Tensor:
-        """Return the gradient of a part's logits, in the logits' dtype. Call this after all parts have been added."""
+        """Return the gradient with respect to a part's logits, in their dtype. Call this after adding all parts."""
         if device_kernels.are_for(logits):
             return device_kernels.gradient_of_logits(
                 logits,

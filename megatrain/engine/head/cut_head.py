@@ -122,7 +122,7 @@ class OwnLoss:
         self._model_type = type(model).__name__
 
     def started(self) -> AbstractContextManager[OwnLoss]:
-        """Return a context that yields this object, because it has no state of a pass; see ``CutHead.started``."""
+        """Return a context that yields this object, which has no state per pass; see ``CutHead.started``."""
         return nullcontext(self)
 
     def run(self, items: Sequence[TrunkOutput], num_items: int) -> PassLosses:
@@ -149,7 +149,7 @@ class OwnLoss:
             yield joined_scores([top.scores()])
 
     def last_hidden(self, output: Any) -> Tensor:
-        """Refuse to return hidden states, because the forward does not stop before the head."""
+        """Raise an error, because the forward does not stop before the head."""
         raise UnsupportedModelError(
             self._model_type, "its hidden states are not available without its head: no embeddings"
         )

@@ -153,7 +153,7 @@ class HeadModel:
     def _call_at(self, part: VocabularyPart | None, item: TrunkOutput, output: Any, made: list[Tensor]) -> Any:
         """Run the model's own forward for a part of the logits, or for all logits. Append the logits to ``made``.
 
-        The forward's loss has zero instead of the cross entropy.
+        The forward's loss contains zero instead of the cross entropy.
         """
         assert part is None or self._part_weight is not None
         at_part = nullcontext() if part is None or self._part_weight is None else self._part_weight.at(part)

@@ -31,7 +31,7 @@ _COLUMNS = _LOGITS_NBYTES // (4 * _ROWS)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadPlan:
-    """Description of how a model is cut before its head.
+    """Cut of a model before its head.
 
     Attributes:
         trunk: Submodule whose output is the input of the head.
@@ -119,7 +119,7 @@ def _boundaries(graph: ModelGraph, name: str) -> tuple[int, ...]:
 def _cut_weight(graph: ModelGraph, candidates: Sequence[nn.Module], whole: _HeadProbe) -> str | None:
     """Return the name of the weight whose parts can compute parts of the logits, or None.
 
-    The result is also None if the head has other weights except biases, because every part would run them again.
+    The result is also None if the head has weights other than this one and biases. Every part would run them again.
     """
     if whole.cut_weight is None:
         return None

@@ -67,7 +67,7 @@ class HeadWeights:
         ranges: Columns `(start, stop)` of each vocabulary part.
 
     Attributes:
-        parts: Vocabulary parts whose weights stay leased until the stack closes; empty if the weight passes.
+        parts: Vocabulary parts whose weights stay leased until the stack closes; empty if blocks are leased in turn.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class HeadWeights:
         self._bounds, self._access = bounds, access
         self._cut, self._part_weight, self._ranges = cut_weight, part_weight, ranges
         self.parts: list[VocabularyPart] = []
-        self._passing: SplitWeight | None = None  # set if its blocks are leased one at a time
+        self._passing: SplitWeight | None = None  # cut weight whose blocks are leased one at a time
 
     @property
     def passes(self) -> bool:
@@ -146,7 +146,7 @@ class HeadWeights:
         return nullcontext()
 
     def _parts_of(self, weight: Tensor, stack: ExitStack) -> list[VocabularyPart]:
-        """Return the vocabulary parts, leased until the stack closes, or no parts if the weight passes."""
+        """Return the vocabulary parts, leased until the stack closes, or no parts if blocks are leased in turn."""
         self._passing = None
         if not isinstance(weight, SplitWeight):
             return _vocabulary_parts(weight.detach(), 0, self._ranges, target_of(weight))

@@ -1,4 +1,4 @@
-"""Interface of losses, the quantities that steps minimise.
+"""Interface of losses, the quantities that steps minimize.
 
 A head never holds all logits of a step at once. It iterates over pieces of the labelled rows and over parts of the
 vocabulary (`chunked_head.py`). A loss therefore consists of three classes:
@@ -90,7 +90,7 @@ class MicroBatchLoss(Protocol):
 
 
 class Loss(Protocol):
-    """Quantity that training steps minimise. Losses that compare equal must have the same plan."""
+    """Quantity that training steps minimize. Losses that compare equal must have the same plan."""
 
     @property
     def refusal(self) -> str:
@@ -104,7 +104,7 @@ class Loss(Protocol):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss needs scores that the run's initial model gives to the data."""
+        """Whether the loss needs scores of the data from the run's initial model."""
         return False
 
     @property
@@ -136,7 +136,7 @@ class Loss(Protocol):
         return {}
 
     def size_of_step(self, micro_batches: Sequence[Mapping[str, Tensor]], shifted: Sequence[Tensor]) -> object:
-        """Return what each micro-batch's loss needs to know about the whole step, which has these micro-batches."""
+        """Return the facts about a whole step that the loss of each of its micro-batches needs."""
         return None
 
     def for_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:

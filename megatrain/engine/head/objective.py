@@ -23,7 +23,7 @@ class Objective:
     """Loss of training steps, and noise on the input embeddings. Evaluations use plain cross entropy.
 
     Attributes:
-        loss: Loss to minimise. All losses except plain cross entropy need a chunked head.
+        loss: Loss to minimize. All losses except plain cross entropy need a chunked head.
         neftune_noise_alpha: Strength of the uniform noise on input embeddings; 0 for no noise. The noise is at most
             alpha / sqrt(tokens in a row x width). Noise and dropout use the same random stream of the micro-batch.
     """

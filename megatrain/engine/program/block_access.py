@@ -20,8 +20,8 @@ class WeightAccess(Protocol):
     def begin(self, phase: ModelPhase, visit: int) -> None:
         """Advance to the next tick: forward visits in order, then the head, then backward visits in reverse.
 
-        The head is announced by its first visit. The model also announces visits that do not affect the loss, and takes
-        their planned leases. The order of ticks and the traffic therefore depend only on the model, never on data.
+        The head is announced with its first visit. The model announces even visits that do not affect the loss, and
+        takes their planned leases. The order of ticks and the traffic therefore depend on the model, never on data.
         """
 
     def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, Tensor | MatrixParts]]:
@@ -61,7 +61,7 @@ class BlockAccess(WeightAccess, Protocol):
         """Record that an activation and the (visit, index) in ``place`` are one tensor, which has one block."""
 
     def get_activation(self, visit: int, micro_batch: int, index: int) -> AbstractContextManager[Tensor]:
-        """Lease an activation, bit-identical to the tensor that was put. Its own visit is the last to read it."""
+        """Lease an activation, bit-identical to the stored tensor. The visit that stored it reads it last."""
 
     def results_block(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor]:
         """Lease the block of a visit's results, uint8 [N]. The forward writes it, and the backward reads it once.

@@ -29,7 +29,7 @@ class BlockPlan:
 
     Attributes:
         part_of: Key that all parts of a tensor have in common, if the block is a part; otherwise empty.
-        in_folder: Whether the model folder has the contents and no step writes the block. Checkpoints omit the block.
+        in_folder: Whether the model folder has the contents and no step writes the block. Checkpoints omit it.
         in_place: Whether the model folder can be the home of the block, because uses can read the block there.
         num_packed: Number of elements after decoding, if the block holds packed bytes; otherwise 0.
     """

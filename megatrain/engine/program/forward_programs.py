@@ -23,7 +23,7 @@ def evaluation_program(program: StepProgram) -> StepProgram:
     """Return the program of one evaluation pass, which has only the ticks of the forward and reads only weights.
 
     If a weight has an encoding with other blocks, the pass reads those blocks. The pass leases each unit's weights once
-    for all micro-batches. The program of an evaluation pass stays the same if it is passed in again.
+    for all micro-batches. The function is idempotent.
     """
     passes: dict[tuple[Phase, int, ModelPhase | None], Tick] = {}
     read = {key for encoding in program.encodings.values() for key in encoding.keys}

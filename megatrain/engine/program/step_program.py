@@ -43,7 +43,7 @@ ModelPhase = Literal["forward", "head", "backward"]
 Phase = Literal["forward", "head", "backward", "update", "gather", "exchange"]
 
 #: Maps the (tick, key) of a use to the tick of the block's next use. The copy stays pinned until the next use. If the
-#: next use has no later tick than the first use, it belongs to the next step.
+#: second tick is not later than the first, the next use belongs to the next step.
 Stays = Mapping[tuple[int, str], int]
 
 #: Blocks that are leased together, as (key, mode) pairs.
@@ -57,7 +57,7 @@ class Tick:
     """One position in a step, with the blocks used there.
 
     Attributes:
-        phase: Updates run in the tier that ``StepProgram.tier_of`` returns. All other phases run in the compute tier.
+        phase: Kind of work. ``StepProgram.tier_of`` returns the tier of updates. Other phases run in the compute tier.
         visit: Index of the layout for ``update``, or number of the visit for other phases.
         held: Blocks that are leased together for the whole tick.
         passing: Groups of blocks. The tick leases one group at a time. A group is an activation of a micro-batch,
@@ -279,7 +279,7 @@ class StepProgram:
             return "ram"
         if tick.visit in self.updates.streamed:
             return self.compute_tier
-        # Check the weight first: in a layer with many parts it usually settles the answer. Plans call this often.
+        # Check the weight first, because it usually decides the result for layers of many parts. Plans call this often.
         groups = chain((tick.held,), tick.passing)
         is_there = all(homes[key] == self.compute_tier for group in groups for key, _ in group if key not in tick.spent)
         return self.compute_tier if is_there else "ram"

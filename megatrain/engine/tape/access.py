@@ -110,7 +110,7 @@ class StoreAccess:
         # Clean up first, because a failed step may have left work on a device and may still hold memory.
         self.sharding.start_step()
         if self._program.updates.are_deferred and pending is None and not self._has_updated_ahead:
-            self.finish()  # evict copies that were pinned for cancelled updates, which the plan has no memory for
+            self.finish()  # evict copies pinned for cancelled updates, because the plan has no memory for them
         self._has_updated_ahead = False
         self._execution.start(step, updates=pending is not None, passes=True)
         if num_tokens is not None:
@@ -220,7 +220,7 @@ class StoreAccess:
 
     @contextmanager
     def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[torch.Tensor]:
-        """Lease the copy that `put_activation` has made, with the same shape. Its own visit is the last to read it."""
+        """Lease the copy that `put_activation` made, with the same shape. The visit that stored it reads it last."""
         key = self._activation(visit, micro_batch, index, 0)
         shape = self._shapes[key]
         with self._execution.lease([key]) as tensors:

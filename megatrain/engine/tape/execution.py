@@ -82,7 +82,7 @@ class TapeExecution:
         self._ops, self._pinned = iter(tape.ops), tape.pinned
 
     def start_updates_ahead(self) -> None:
-        """Begin the deferred updates already in the step that has computed their gradients.
+        """Begin deferred updates within the step that computed their gradients.
 
         All blocks of the updates must be at home. The schedule does not advance, because the updates fetch nothing.
         """

@@ -43,7 +43,7 @@ class WeightPlace:
         raise NotImplementedError
 
     def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
-        """Announce which visits, starting with the current visit, will skip their weights. Ranks need not know."""
+        """Announce which visits, starting with the current visit, will skip their weights. Optional to implement."""
 
     def skip_unlikely(self, num_tokens: int) -> None:
         """Cancel prefetches for experts that will probably get no token in a step of ``num_tokens`` tokens."""

@@ -205,11 +205,11 @@ class PassingGradient:
 
 
 class UseSiteGradients:
-    """``GradientSink`` of a visit, for gradients that the visit holds and gradients whose parts pass.
+    """``GradientSink`` of a visit, for held gradients and for gradients whose parts are leased one at a time.
 
     Args:
-        held: Accumulators that are leased for the whole visit; None if all gradients pass.
-        passing: Gradients whose parts pass, by parameter; usually empty.
+        held: Accumulators that are leased for the whole visit; None if there are none.
+        passing: Gradients whose parts are leased one at a time, by parameter; usually empty.
     """
 
     def __init__(self, held: LaneAccumulator | None, passing: Mapping[str, PassingGradient]) -> None:

@@ -166,7 +166,7 @@ class RankWindow:
 
     Attributes:
         device: Device of the leased shards, known after the first gather.
-        side: GPU stream for collectives that run concurrently with the layers; None if they do not.
+        side: GPU stream for collectives that run concurrently with the layers; None if there is no such stream.
         live_bytes: Current total bytes of full copies, sums and received data.
     """
 

@@ -118,7 +118,7 @@ class Updater:
         trained: Trained layouts with their segments, by index of the layout.
         optimizers: Optimizers by tier.
         by_tables: Subset of ``optimizers`` that can update many parts in one launch.
-        matrices: Device that orthogonalizes matrices for updates in RAM; None if no such device is used.
+        matrices: Orthogonalizer on the device for updates in RAM; None if updates do not use one.
     """
 
     def __init__(self, model: StreamedModel, recipe: StepRecipe) -> None:

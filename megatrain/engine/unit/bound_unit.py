@@ -41,7 +41,7 @@ class BoundUnit:
 
     Attributes:
         forward: The module's original or compiled forward.
-        rows: Early look-ups of rows in passing weights.
+        rows: Rows of passing weights, which are looked up before the runs.
     """
 
     def __init__(self, unit: Unit, device: torch.device, compiler: LayerCompiler | None = None) -> None:

@@ -137,7 +137,7 @@ def _embedding_of_parts(indexes: Tensor, weight: SplitWeight, padding_idx: int |
         if not weight._found:
             raise _RowsNeeded(weight, indexes)
         call_index = weight._look_ups.call_index
-        rows, weight._found[call_index] = weight._found[call_index], None  # the model can change the rows in place
+        rows, weight._found[call_index] = weight._found[call_index], None  # the model may change rows in place
         assert rows is not None and rows.shape[:-1] == indexes.shape, "a second look-up of rows in one run"
     else:
         (rows,) = _rows_in_parts(weight, [indexes])

@@ -100,7 +100,7 @@ class ProductUses:
         self._saved.add(_storage(tensor))
 
     def record_launch(self, tensors: Iterable[Tensor]) -> None:
-        """Record a kernel launch that is not an operator. Any of its tensors may then depend on all of them."""
+        """Record a kernel launch that is not an operator. After it, any of its tensors may depend on all others."""
         keys = [_storage(tensor) for tensor in tensors]
         owners = set[str]().union(*(self._depends.get(key, ()) for key in keys))
         for key in keys if owners else ():
