@@ -32,7 +32,7 @@ from megatrain.plan.shortfall import Shortfall
 from tiered.units import PAGE_BYTES, round_up
 
 _Count = Literal["auto"] | int
-_ALL_LAYERS = 1 << 20  # more layers than any model has
+_ALL_LAYERS = 1 << 20  # exceeds the number of layers of any model
 #: Weights are gathered at most this many visits ahead, and only into memory that is otherwise free.
 MOST_GATHERS_AHEAD = 3
 
@@ -42,7 +42,7 @@ class Attempts:
     """Candidate programs of a run's step, in the order in which the planner tries them.
 
     Attributes:
-        run: The model's run, or a copy with a different gradient dtype, tiers or order of micro-batches.
+        run: Run of the model, or a copy with a different gradient dtype, tiers or order of micro-batches.
         profile: Measured rates, which decide the blocks whose home is GPU memory.
         capacities: Capacities in bytes, by tier. They override the run's capacities.
         most_ahead: Maximum number of visits that a multi-process run gathers weights ahead.
@@ -57,7 +57,7 @@ class Attempts:
     passes_parts: bool | None = None
 
     def first_fit(self) -> KeptGraphs | Shortfall:
-        """Return the first program that fits, placed. If none fits, return a shortfall of the tier that failed last."""
+        """Place the first program that fits. If none fits, return a shortfall of the tier that failed last."""
         found: list[Shortfall] = []
         for program in self.programs():
             placed = self.place(program)
@@ -85,7 +85,7 @@ class Attempts:
         return keeper.solve(*_layers_kept(run))
 
     def _overlap_choices(self) -> tuple[bool, ...]:
-        """Return whether to try updating a layer during the next layer, which needs one more layer's gradients."""
+        """Return the values of `overlaps_device` to try. Overlap needs memory for one more layer's gradients."""
         must_be = self.model.compute_tier == "ram" or self.run.optimizer.defers_updates
         return (True,) if must_be else (True, False)
 
@@ -215,7 +215,7 @@ def _fits_entirely(budget: TierBudget, program: StepProgram) -> bool:
 
 
 def spared_bytes(graph: ModelGraph, program: StepProgram) -> int:
-    """Return the bytes that the working set saves if gradients and split weights pass one part at a time."""
+    """Return the bytes that the working set saves if gradients and split weights are leased in parts."""
 
     def spared(layout: UnitLayout) -> int:
         nbytes = 4 * program.sharding.own_lanes.max_open_sums

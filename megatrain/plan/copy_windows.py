@@ -14,7 +14,7 @@ _NEVER = -(1 << 40)
 
 @dataclass(slots=True)
 class TickCopies:
-    """The copies of one tick in a tier: slot bytes by key.
+    """Copies of one tick in a tier, as slot bytes by key.
 
     Attributes:
         held: Copies held for the whole tick, or staying until a later tick.
@@ -26,7 +26,7 @@ class TickCopies:
 
 
 class CopyWindows:
-    """Counts the buffers that consecutive ticks need, where the last tick is followed by the next step's first tick.
+    """Counter of the buffers that consecutive ticks need. The next step's first tick follows the last tick.
 
     All held copies exist at the same time. One passing group per tick also counts, so that the next group can arrive
     while the previous group is in use.

@@ -1,4 +1,4 @@
-"""Seconds of a step's processors: timed, counted by the trace, or assumed from the number of parameters.
+"""Seconds that a step keeps processors busy: timed, counted by the trace, or assumed from the number of parameters.
 
 Rates are measured by doctor or marked as assumed. While a GPU computes, the host launches later kernels, so the slower
 of the two determines the time of a step. Without a GPU, the two times add up.
@@ -28,7 +28,7 @@ _ATTENTION_SHARE = 0.5
 _LAUNCHES_PER_S = 25_000.0
 #: Cost of a GPU launch in CPU launches: it is higher because of streams, the allocator and torch's CUDA dispatch. The
 #: other numbers are the cost of a lease (with its share of an update's launches) and of a transfer, in launches. All
-#: three are from host seconds of steps without kernels (docs/null_gpu.md).
+#: three were measured in steps without kernels (docs/null_gpu.md).
 _LAUNCH_FOR_GPU, _LAUNCHES_PER_LEASE, _LAUNCHES_PER_TRANSFER = 1.05, 1.4, 8.0
 _ADAMW_TOUCHED = 28  # doctor's kernels read master, m, v and an fp32 gradient, and write back the first three
 _COUNTED = "computing       products, attention and other operators at their rates"
@@ -108,7 +108,7 @@ def _assumed(machine: MachineProfile, device: str, key: str) -> Iterator[str]:
 
 
 class HostSeconds(NamedTuple):
-    """Seconds of the host's Python code in a step. ``launching_s`` grows with the tokens. Zero if unknown or timed."""
+    """Seconds of the host's Python code in a step. ``launching_s`` grows with the tokens. 0 if unknown or timed."""
 
     launching_s: float = 0.0
     leasing_s: float = 0.0
@@ -205,19 +205,19 @@ class CountedCosts(StepCosts):
 
     @cached_property
     def _phases(self) -> dict[Phase, Work]:
-        """The work of a micro-batch by phase."""
+        """Work of a micro-batch, by phase."""
         sums = sums_of_phases(self.plan)
         return {phase: work + sums.get(phase, NO_WORK) for phase, work in work_of_phases(self.plan).items()}
 
     @cached_property
     def _work(self) -> Work:
-        """The work of a micro-batch."""
+        """Work of a micro-batch."""
         return sum(self._phases.values(), NO_WORK)
 
 
 @dataclass(frozen=True)
 class AssumedCosts(StepCosts):
-    """Seconds of the FLOPs that the parameters imply, at the rate of large matrix products, which may be unknown."""
+    """Seconds assumed from the number of parameters, at the rate of large matrix products. The rate may be unknown."""
 
     flops_per_s: float | None
 

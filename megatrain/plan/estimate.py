@@ -28,7 +28,7 @@ _PROCESSORS = ("compute", "host", "optimizer", "gpu optimizer")
 
 
 def nvme_seconds(read_bytes: float, written_bytes: float, drive: DriveProfile) -> float:
-    """Return how long one drive is busy with reads and writes.
+    """Return the seconds that one drive needs for reads and writes.
 
     Simultaneous reads and writes share the mixed rate. The remaining reads or writes run at their own rate. If a drive
     slows down under long writes, its sustained rate is the limit.
@@ -140,10 +140,10 @@ def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> 
 
 
 class _LinkTimes:
-    """Seconds of the links of one plan.
+    """Transfer times of the links of one plan.
 
     Attributes:
-        drives: Profiles of the NVMe paths' drives, as far as they were measured.
+        drives: Profiles of the NVMe paths' drives that were measured.
         unmeasured_paths: NVMe paths whose drives were not measured.
     """
 
@@ -217,7 +217,7 @@ class _LinkTimes:
 class _StepTime:
     """Busy seconds of a step's resources, and how they overlap.
 
-    While a GPU computes, the host updates other layers and launches later kernels. A CPU does these one after another.
+    While a GPU computes, the host updates other layers and launches later kernels. A CPU does all of this sequentially.
     Links and drives overlap with all processors.
 
     Attributes:
@@ -267,7 +267,7 @@ class _StepTime:
         # If micro-batches run one at a time, only one of them hides updates, regardless of the number of tokens.
         hiding_s = self._hiding_share * self._s("compute")
         hiding_per_token, hiding_s = (hiding_s / self._tokens, 0.0) if self._runs_together else (0.0, hiding_s)
-        # The processors take longer than a link as soon as computing alone, or the rest of it with the updates, does.
+        # The processors take longer than a link if either does: computing alone, or updates plus unhidden computing.
         lines = [(per_token, 0.0), (per_token - hiding_per_token, optimizer - hiding_s)]
         crossing = 0.0
         for name, constant_s in constant.items():
@@ -294,7 +294,7 @@ class _StepTime:
 
     @cached_property
     def _hiding_share(self) -> float:
-        """The share of compute time that overlaps with host updates: one phase of the micro-batches that run together.
+        """Share of compute time that overlaps with host updates: one phase of the micro-batches that run together.
 
         Updates that wait for the global norm overlap with the forward of the next step. Other updates overlap with the
         backward. On a CPU, no updates overlap.

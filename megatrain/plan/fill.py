@@ -1,6 +1,6 @@
-"""Chooses how many layers save results if blocks move, so that a step is as short as possible.
+"""Search for the number of layers that save results, which shortens steps in which blocks move.
 
-If no block moves, results use memory that is otherwise free (kept.py). If blocks move, results move as well or displace
+If no block moves, results use memory that is otherwise free (kept.py). If blocks move, results also move or displace
 blocks that then move. Results are added in descending order of operations saved per byte, from the last layer
 backwards, until steps get no shorter (docs/decisions/0082-searches-for-room-stay-apart.md).
 """
@@ -24,7 +24,7 @@ _PARTS = 24
 
 @dataclass(frozen=True, slots=True)
 class _Results:
-    """Results of a visit that can be saved.
+    """Savable results of a visit.
 
     Attributes:
         more_nbytes: Bytes per micro-batch, in addition to earlier entries for the same visit.
@@ -45,7 +45,7 @@ def with_results(
     as the previous one, until memory is full or a link is the bottleneck.
 
     Args:
-        plan: A step that moves blocks.
+        plan: Plan of a step that moves blocks.
         placed: Function that places and estimates a program, or returns None if it does not fit or writes too much.
         seconds: Function that returns the seconds of a step.
         on_drives_bytes: Bytes of results, or of blocks displaced by results, that may go to drives.

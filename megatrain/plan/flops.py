@@ -1,4 +1,4 @@
-"""Arithmetic of a step, counted by the trace or assumed from the number of parameters."""
+"""Work of a step, counted by the trace or assumed from the number of parameters."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def check_weights(run: RunSpec) -> None:
     """Raise an error for a model with random weights, because it can only be planned.
 
     Raises:
-        ConfigError: ``model.train_from_scratch`` is set.
+        ConfigError: If ``model.train_from_scratch`` is set.
     """
     if run.model.table.train_from_scratch:
         text = "model.train_from_scratch = true: the output of random weights is meaningless"
@@ -116,9 +116,9 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
         width: Size of each document's embedding; 0 without embeddings.
 
     Raises:
-        DoesNotFitError: A tier is too small. The error contains a sufficient size.
-        ModelFolderError: The model cannot be run.
-        UnsupportedModelError: The model cannot be run.
+        DoesNotFitError: If a tier is too small. The error contains a sufficient size.
+        ModelFolderError: If the model cannot be run.
+        UnsupportedModelError: If the model cannot be run.
     """
     assert not run.model.is_trained, run.model
     graph = make_graph(run)
@@ -155,7 +155,7 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class GenerationPlan:
-    """A plan for continuing prompts.
+    """Plan for continuing prompts.
 
     Attributes:
         plan: Plan of a pass that generates one token for each prompt, with the KV cache in blocks.
@@ -181,9 +181,9 @@ def plan_generation(run: RunSpec) -> GenerationPlan:
         run: Result of ``forward_run``.
 
     Raises:
-        DoesNotFitError: A tier is too small. The error contains a sufficient size.
-        ModelFolderError: The model cannot be run.
-        UnsupportedModelError: The model cannot be run.
+        DoesNotFitError: If a tier is too small. The error contains a sufficient size.
+        ModelFolderError: If the model cannot be run.
+        UnsupportedModelError: If the model cannot be run.
     """
     assert not run.model.is_trained, run.model
     graph, batch = make_graph(run), run.batch
@@ -245,7 +245,7 @@ def plan_averages(plan: Plan) -> Plan:
     Averages are streamed in fp32 and rounded for each visit. The passes reuse the memory of gradients and activations.
 
     Raises:
-        DoesNotFitError: A tier is too small. The error contains a sufficient size.
+        DoesNotFitError: If a tier is too small. The error contains a sufficient size.
     """
     graph, trace = plan.graph, plan.trace
     program = reading_averages(evaluation_program(plan.program), graph, EMA.name)
@@ -277,8 +277,8 @@ def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) ->
         max_length: Tokens of the longest prompt and its completion.
 
     Raises:
-        DoesNotFitError: One micro-batch does not fit in a tier. The error contains a sufficient size.
-        UnsupportedModelError: The model cannot generate with streamed weights.
+        DoesNotFitError: If one micro-batch does not fit in a tier. The error contains a sufficient size.
+        UnsupportedModelError: If the model cannot generate with streamed weights.
     """
     graph, run = plan.graph, plan.run
     trace, cache_nbytes = _trace_generation(run, graph, rows, max_length)

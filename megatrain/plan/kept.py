@@ -1,4 +1,4 @@
-"""Chooses the visits that keep their graphs, or save results, in free memory of the compute tier.
+"""Choice of the visits that keep their graphs, or save results, in free memory of the compute tier.
 
 A kept graph avoids a second forward of its unit and the transfers of the unit's inputs. It takes memory from the unit's
 forward to its backward. Graphs of the last visits live shortest, so the last visits come first
@@ -31,7 +31,7 @@ What = Literal["graphs", "results", "attention"]
 
 @dataclass(frozen=True)
 class KeptGraphs:
-    """A placed program with its kept graphs and saved results.
+    """Placed program with its kept graphs and saved results.
 
     Attributes:
         budgets: Budgets of the tiers. The compute tier's workspace includes the kept graphs.
@@ -45,10 +45,10 @@ class KeptGraphs:
 
 
 class GraphKeeper:
-    """Chooses the visits of a program that keep graphs, and the visits that save results.
+    """Search for the visits of a program that keep graphs, and the visits that save results.
 
     Args:
-        program: A step that keeps no graphs.
+        program: Program of a step that keeps no graphs.
         budgets: Tier budgets of that step, including its workspace.
         num_together: Number of micro-batches whose graphs exist at the same time.
     """
@@ -167,7 +167,7 @@ class GraphKeeper:
 
 
 class _FreeMemory:
-    """Distributes the compute tier's free memory to kept graphs and saved results."""
+    """Free memory of the compute tier, which is spent on kept graphs and saved results."""
 
     def __init__(self, keeper: GraphKeeper, found: KeptGraphs, tier: str) -> None:
         self._keeper, self._found, self._tier = keeper, found, tier
@@ -179,7 +179,7 @@ class _FreeMemory:
         }
 
     def spend(self, what: What) -> None:
-        """Keep ``what`` for the last visits, while memory is left. It replaces kinds that save less recompute."""
+        """Keep graphs or results of the last visits while memory is left. Drop kinds that save less recompute."""
         if what == "graphs":
             visits = frozenset(self._keeper.candidates())
         else:

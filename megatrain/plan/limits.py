@@ -25,16 +25,16 @@ from tiered.units import GiB, MiB, format_size
 
 
 class BeyondMachineError(Exception):
-    """The config requests more than this machine has. Raised before anything is allocated."""
+    """Raised if the config requests more than this machine has, before anything is allocated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objection:
-    """A reason against running a config on this machine.
+    """Reason against running a config on this machine.
 
     Attributes:
         key: Config key that causes the objection.
-        text: The reason, as a sentence without a full stop.
+        text: Reason, as a sentence without a full stop.
         kind: "size" (the config requests more than this machine has) and "place" (a path is not on the expected drive,
             or no size can be chosen) prevent a run. "note" is only a warning.
     """
@@ -70,12 +70,12 @@ class DrivePath:
 
     @property
     def size_bytes(self) -> int:
-        """The configured size, or 0 for "auto", which never exceeds the drive."""
+        """Configured size, or 0 for "auto", which never exceeds the drive."""
         return 0 if self.spec.size.is_auto else self.spec.size.resolve(self.total_bytes)
 
     @property
     def room(self) -> str:
-        """The total and free size as text."""
+        """Total and free size as text."""
         return f"{format_size(self.total_bytes)}, {format_size(self.free_bytes)} of it free"
 
     def __str__(self) -> str:
@@ -95,8 +95,8 @@ def refuse(objections: Sequence[Objection]) -> None:
     """Raise an error if an objection prevents the run.
 
     Raises:
-        ConfigError: A path is not on the expected drive, or no size can be chosen.
-        BeyondMachineError: The config requests more than this machine has.
+        ConfigError: If a path is not on the expected drive, or no size can be chosen.
+        BeyondMachineError: If the config requests more than this machine has.
     """
     places = [Problem(each.key, each.text, each.advice) for each in objections if each.kind == "place"]
     if places:
@@ -109,7 +109,7 @@ def refuse(objections: Sequence[Objection]) -> None:
 def find_objections(
     tiers: TierSpecs, device: torch.device, needs: Mapping[str, int] | None = None
 ) -> tuple[Objection, ...]:
-    """Compare the needs of a run with its machine. Return objections that prevent the run first.
+    """Compare the needs of a run with its machine. Return the objections, with notes last.
 
     Args:
         needs: Smallest capacity that the plan needs, by tier, or None without a plan.
@@ -149,7 +149,7 @@ def _compare_memory(sizes: Mapping[str, Size], need: int, memory: Space, has: st
 
     Args:
         sizes: Tier sizes by config key.
-        need: Minimum bytes that the plan needs in these tiers together.
+        need: Minimum total bytes that the plan needs in these tiers.
     """
     given = [f'{key} = "{size.text}"' for key, size in sizes.items() if not size.is_auto]
     if not given:

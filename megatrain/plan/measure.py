@@ -1,4 +1,4 @@
-"""Times a step's ticks on this machine. The engine runs steps of the real model with aliased blocks.
+"""Measurement of a step's ticks on this machine. The engine runs steps of the real model with aliased blocks.
 
 All blocks share a limited amount of memory (``SharedMemoryTier``), so a model larger than RAM can be measured. Kernels,
 shapes, leases and updates are real. Weights and tokens are random, and the learning rate is 0.
@@ -91,7 +91,7 @@ class SharedMemoryTier:
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes of all slabs."""
+        """Bytes of all slabs."""
         return sum(slab.nbytes for slabs in self._slabs.values() for slab in slabs)
 
     def slot_bytes(self, nbytes: int) -> int:
@@ -180,7 +180,7 @@ MicroBatches = Sequence[Mapping[str, torch.Tensor]]
 
 
 class NotMeasurableError(Exception):
-    """The steps of a plan cannot be timed on this machine. The message contains the reason."""
+    """Raised if the steps of a plan cannot be timed on this machine. The message contains the reason."""
 
 
 def measure_ticks(
@@ -200,7 +200,7 @@ def measure_ticks(
         flops_per_s: Matmul rate, or None if unknown.
 
     Raises:
-        NotMeasurableError: The device is a GPU, RAM is too small, or one micro-batch would compute for minutes.
+        NotMeasurableError: If the device is a GPU, RAM is too small, or one micro-batch would compute for minutes.
     """
     if plan.device.type != "cpu":
         raise NotMeasurableError("steps are timed on a CPU only")
@@ -318,7 +318,7 @@ class _TickTimer(Timeline):
 
 
 class _StepRunner:
-    """Runs consecutive steps on a plan's engine. Each step includes the previous step's update."""
+    """Runner of consecutive steps on a plan's engine. Each step includes the previous step's update."""
 
     def __init__(self, plan: Plan, store: TieredStore, threads: KernelThreads) -> None:
         run = plan.run
@@ -383,8 +383,8 @@ def timed(
     """Return a plan with timed steps, or the plan itself if its steps cannot be timed.
 
     Args:
-        on_progress: Called with the name of the measurement.
-        on_problem: Called with the reason if steps are not timed.
+        on_progress: Function called with the name of the measurement.
+        on_problem: Function called with the reason if steps are not timed.
     """
     on_progress("steps of this model")
     machine = load_profile().machine

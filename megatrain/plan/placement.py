@@ -47,12 +47,12 @@ class PlacementSpec:
 
 @dataclass(frozen=True, slots=True)
 class TierBudget:
-    """The planner's budget for a tier: capacity, slot rounding, and contents other than blocks.
+    """Planner's budget for a tier: capacity, slot rounding, and contents other than blocks.
 
     Attributes:
         workspace_bytes: Bytes outside of blocks.
         generations: Number of committed generations of the tier's durable blocks, in addition to the live blocks.
-        filling_bytes: Bytes for loading or saving the weights of one layout, in addition to the durable blocks.
+        filling_bytes: Bytes needed to load or save the weights of one layout, in addition to the durable blocks.
         residency: Rules for homes in the compute tier if that tier is not RAM.
         links: Pairs (source, destination) of the tier's links with faster tiers, one for each direction.
         is_addressable: Whether blocks can be used in place. Otherwise they are copied to other tiers for use.
@@ -81,7 +81,7 @@ class TierBudget:
 
 @dataclass(frozen=True)
 class Placement:
-    """The homes of all blocks, the peak contents of each tier, and the bytes that each link moves per step.
+    """Homes of all blocks, the peak contents of each tier, and the bytes that each link moves per step.
 
     Attributes:
         homes: Home tier by block key.
@@ -90,8 +90,8 @@ class Placement:
             that needs more.
         median_working_bytes: Low median of all ticks' working sets, by tier.
         traffic_bytes: Block bytes moved per step between the first and the last step, by link ``"src->dst"``.
-        first_traffic_bytes: The same for a first step, which has nothing to update.
-        last_traffic_bytes: The same for the updates after the last step.
+        first_traffic_bytes: Block bytes of a first step, which has nothing to update, by link.
+        last_traffic_bytes: Block bytes of the updates after the last step, by link.
         workspace_bytes: Bytes outside of blocks, by tier.
         stays: Copies that stay in a tier until their next use.
         generation_bytes: Bytes reserved for committed generations in addition to the live blocks, by tier.
@@ -236,7 +236,7 @@ class PlacementSolver:
         return state
 
     def _make_residents(self, state: _Fill, *, ahead: bool) -> None:
-        """Make the compute tier the home of all blocks, or if they do not fit, of the blocks that save most time."""
+        """Make the compute tier the home of all blocks. If they do not fit, move the blocks that save most time."""
         if self._residents is None:
             return
         move = partial(state.try_move, tier=self.program.compute_tier, ahead=ahead)
@@ -353,7 +353,7 @@ class PlacementSolver:
 
 @dataclass(frozen=True, slots=True)
 class HomeAssignment:
-    """A home for every block.
+    """Home of every block.
 
     Attributes:
         buffer_room: Memory for buffers by tier, for runs on a GPU.

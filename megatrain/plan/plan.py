@@ -24,10 +24,10 @@ from megatrain.plan.times import Estimate, MeasuredTicks, StepShape
 
 @dataclass(frozen=True, slots=True)
 class TracedModel:
-    """The model of a run before placement. It does not depend on tier sizes or gradient dtypes.
+    """Model of a run before placement. It does not depend on tier sizes or gradient dtypes.
 
     Attributes:
-        run: The run, with packing and kernels chosen for the model.
+        run: Run, with packing and kernels chosen for the model.
         padded: Whether rows may have padding or hold several documents.
         trace: Visits of the model's units in a step, with memory and FLOPs for one micro-batch.
         optimizer: Optimizer for updates in RAM.
@@ -59,13 +59,13 @@ class Plan:
     """All decisions made before a run starts.
 
     Attributes:
-        run: The traced model's run, or a variant with a different order of micro-batches.
+        run: Run of the traced model, or a variant with a different order of micro-batches.
         budgets_by_tier: Budgets of the tiers, fast to slow.
         estimate: Time of a step and its writes to drives, at rates measured on this machine.
         ticks: Seconds of each tick, if steps of this model were timed. No decision depends on them.
         kept_bytes: Workspace bytes of the compute tier for graphs that are kept until the backward.
         objections: Reasons against running the plan on this machine.
-        library_memory: A sentence about the GPU memory left to libraries, or "" without a GPU.
+        library_memory: Sentence about the GPU memory left to libraries, or "" without a GPU.
         passthrough_tensors: Description of untrained tensors in the model's folder; "" if there are none.
     """
 
@@ -91,12 +91,12 @@ class Plan:
 
     @property
     def device(self) -> torch.device:
-        """The device that computes."""
+        """Device that computes."""
         return self.run.device
 
     @property
     def shape(self) -> StepShape:
-        """The inputs of the estimate, apart from the plan."""
+        """Inputs of the estimate, apart from the plan."""
         run, tiers = self.run, self.run.tiers
         paths = [drive.path for drive in tiers.table.nvme]
         return StepShape(run.num_own_tokens, run.max_steps, paths, tiers.rates, tiers.has_rates)
@@ -125,5 +125,5 @@ class Plan:
 
     @cached_property
     def updates(self) -> StepUpdates:
-        """The updates of a step."""
+        """Updates of a step."""
         return StepUpdates(self.program, self.placement.homes, self.device)

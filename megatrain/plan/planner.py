@@ -1,4 +1,4 @@
-"""Plans a run: model graph, program of a step, placement. Planning reads no data and allocates nothing."""
+"""Planning of a run: model graph, program of a step, placement. Planning reads no data and allocates nothing."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def plan_run(
         passes_parts: Whether to process the vocabulary one part at a time if possible. None lets the planner choose.
 
     Raises:
-        DoesNotFitError: A tier is too small. The error contains a sufficient size.
-        ModelFolderError: The model cannot be trained.
-        UnsupportedModelError: The model cannot be trained.
-        FreezeError: The model cannot be trained.
-        AdapterError: The model has no modules for these adapters.
-        OptimizerError: A parameter group matches no parameter, or a custom optimizer cannot be created.
-        ConfigError: The config does not support several processes.
+        DoesNotFitError: If a tier is too small. The error contains a sufficient size.
+        ModelFolderError: If the model cannot be trained.
+        UnsupportedModelError: If the model cannot be trained.
+        FreezeError: If the model cannot be trained.
+        AdapterError: If the model has no modules for these adapters.
+        OptimizerError: If a parameter group matches no parameter, or a custom optimizer cannot be created.
+        ConfigError: If the config does not support several processes.
     """
     check_ranks(run)
     model = trace_model(run, padded, None if like is None else like.traced)
@@ -87,7 +87,7 @@ def plan_run(
 
 
 def _plan_first_fit(attempts: Attempts) -> Plan | Shortfall:
-    """Return the shortest step found for the first program that fits, or the smallest shortfall if none fits."""
+    """Plan the shortest step for the first program that fits. Return the smallest shortfall if none fits."""
     placed, profile = attempts.first_fit(), attempts.profile
     if isinstance(placed, Shortfall):
         return placed
@@ -117,7 +117,7 @@ def estimated(plan: Plan, profile: LoadedProfile) -> Plan:
 
 
 def _with_streams_of_config(plan: Plan, profile: LoadedProfile) -> Plan:
-    """Return the plan in which the GPU updates the number of groups in RAM that the config sets, if any."""
+    """Return the plan in which the GPU updates the configured number of groups from RAM, if any."""
     count = plan.run.advanced.stream_updates
     if count == "auto":
         return plan
@@ -182,7 +182,7 @@ def _is_shorter(plan: Plan, other: Plan) -> bool:
 
 
 def objections_to(plan: Plan) -> tuple[Objection, ...]:
-    """Compare a plan with this machine. Return objections that prevent the run first."""
+    """Compare a plan with this machine. Return the objections, with notes last."""
     return (*_object_to_untraced_layers(plan), *find_objections(plan.run.tiers, plan.device, plan.totals))
 
 
@@ -233,7 +233,7 @@ def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
 
 
 def _has_similar_wear(plan: Plan, other: Plan) -> bool:
-    """Return whether ``plan`` writes hardly more to drives than ``other``. The user must consent to more wear.
+    """Return whether ``plan`` writes only slightly more to drives than ``other``. More wear needs the user's consent.
 
     The results of layers are many times larger than gradients and state, so only the config can move them to drives.
     """
@@ -292,7 +292,7 @@ def _plans_with_streamed_updates(plan: Plan, machine: MachineProfile | None) -> 
 
 
 def _with_new_placement(plan: Plan) -> Iterator[Plan]:
-    """Yield a changed program with each new placement of ``with_open_room``. The old placement is skipped."""
+    """Yield the plan with each placement of ``with_open_room``, except the plan's current placement."""
     return (other for other in with_open_room(plan) if other.placement is not plan.placement)
 
 

@@ -1,4 +1,4 @@
-"""Predicts the resident memory of a run's process, for users who set a container limit. CUDA memory is not counted.
+"""Prediction of the resident memory of a run's process for users who set a container limit. CUDA memory is not counted.
 
 The RAM tier is known exactly. The rest is this process's current memory plus the memory that a run loads later. The
 prediction assumes that ``engine/device/freed_memory.py`` returns freed memory to the system in time.
@@ -34,11 +34,11 @@ class ProcessMemory:
     """Parts of a run's peak resident memory.
 
     Attributes:
-        tier_bytes: The RAM tier, and the GPU tier if it is emulated in RAM. Includes prefetched copies, which can fill
-            the tier up to its capacity.
-        libraries_bytes: The process's current memory: Python, libraries, the model without weights, and the plan.
-        kernels_bytes: Update kernels and their compiler; 0 if they are already loaded.
-        data_bytes: The tokenizer and rows.
+        tier_bytes: Memory of the RAM tier, and of the GPU tier if it is emulated in RAM. Includes prefetched copies,
+            which can fill the tier up to its capacity.
+        libraries_bytes: Current memory of the process: Python, libraries, the model without weights, and the plan.
+        kernels_bytes: Memory of update kernels and their compiler; 0 if they are already loaded.
+        data_bytes: Memory of the tokenizer and rows.
         heap_bytes: Freed memory that the C library keeps.
     """
 
@@ -55,7 +55,7 @@ class ProcessMemory:
 
     @property
     def total_bytes(self) -> int:
-        """The smallest sufficient memory limit for a container."""
+        """Smallest sufficient memory limit for a container."""
         return self.tier_bytes + self.non_tier_bytes
 
 
@@ -73,7 +73,7 @@ def process_memory(plan: Plan) -> ProcessMemory:
 
 
 def most_resident_bytes(plan: Plan) -> int:
-    """Return the limit of resident memory at the start of an op. It includes the bytes in which the op computes.
+    """Return the limit of resident memory at the start of an op. It includes the op's workspace.
 
     Below this limit, the process stays in its planned memory, because the op may still allocate the rest of the
     workspace, such as streams between layers. Call this when the run begins, because memory loaded by then counts as

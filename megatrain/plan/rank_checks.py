@@ -15,7 +15,7 @@ def check_ranks(run: RunSpec) -> None:
     """Raise an error if the config does not support more than one rank.
 
     Raises:
-        ConfigError: A key has an unsupported value. The error contains all such keys.
+        ConfigError: If a key has an unsupported value. The error contains all such keys.
     """
     if run.world.is_single:
         return

@@ -1,4 +1,4 @@
-"""Finds config changes that make a run fit, each with the size that the run then needs.
+"""Config changes that make a run fit, each with the size that the run then needs.
 
 Gradients that wait for a global norm are a quarter of a run's bytes. The first remedies therefore store gradients in
 bf16 or on a drive, or avoid the norm. Other remedies stream a layer's experts in parts, or run one micro-batch at a
@@ -26,7 +26,7 @@ LeastBytes = Callable[["RunSpec", str], int | None]
 def add_remedies(
     found: Shortfall, run: RunSpec, least_bytes: LeastBytes, *, can_cut_experts: bool = False
 ) -> Shortfall:
-    """Add the config changes that would help to a run's shortfall.
+    """Return a run's shortfall with the config changes that would help.
 
     Args:
         least_bytes: Function that plans a changed run and returns the capacity that a tier needs.

@@ -1,4 +1,4 @@
-"""Chooses the blocks whose home is the compute tier, by the seconds saved per byte."""
+"""Choice of the blocks whose home is the compute tier, by the seconds saved per byte."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ class ResidentChooser:
 
         Args:
             homes: Tier by block key. ``try_move`` changes it.
-            try_move: Makes the compute tier the home of blocks, or returns False if they do not fit.
-            is_needed: While it returns True, blocks move even if that costs time.
+            try_move: Function that makes the compute tier the home of blocks, or returns False if they do not fit.
+            is_needed: Function. While it returns True, blocks move even if that costs time.
         """
         self._tiers_now = [self._program.tier_of(tick, homes) for tick in self._program.ticks]
         self._tiers_now_of.clear()

@@ -31,7 +31,7 @@ MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """The rows of a step and their split into micro-batches.
+    """Rows of a step and their split into micro-batches.
 
     Attributes:
         num_rows: Number of rows in a step. Each has ``max_length`` tokens.
@@ -85,7 +85,7 @@ class BatchSpec:
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """The resolved config of a run on this machine. ``megatrain.training.resolve`` creates it.
+    """Resolved config of a run on this machine. ``megatrain.training.resolve`` creates it.
 
     Attributes:
         task: Name in ``megatrain.tasks.table``.
@@ -142,7 +142,7 @@ class RunSpec:
 
     @property
     def one_at_a_time(self) -> RunSpec | None:
-        """A copy of the run with one micro-batch at a time, or None if that would change results or nothing."""
+        """Copy of the run with one micro-batch at a time; None if it would change results or have no effect."""
         same_bits = self.world.is_single and self.num_lanes == 1 and self.grad_dtype == torch.float32
         if not same_bits or self.batch.num_micro_batches < 2 or self.batch.order == "micro_batch":
             return None

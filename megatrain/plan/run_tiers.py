@@ -25,7 +25,7 @@ _RANK_BYTES = GiB
 
 
 class RunTier(ABC):
-    """A tier that a run can have.
+    """Tier that a run can have.
 
     Attributes:
         name: Name of the tier in plans, in ``[placement]`` and in the store.

@@ -1,4 +1,4 @@
-"""A tier that is too small for a run, and config changes that would help."""
+"""Tiers that are too small for a run, and config changes that would help."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A config change that reduces the bytes that a run needs in a tier.
+    """Config change that reduces the bytes that a run needs in a tier.
 
     Attributes:
         fits: Whether the tier's capacity is then sufficient. Always True for a drive that the change adds.
@@ -32,10 +32,10 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """A tier that is too small for a run.
+    """Tier that is too small for a run.
 
     Attributes:
-        need_bytes: The smallest sufficient capacity.
+        need_bytes: Smallest sufficient capacity.
         remedies: Config changes that reduce the need.
         message: Message that replaces the default message with the tier and its bytes. Unused if empty.
     """
@@ -56,11 +56,11 @@ class Shortfall:
 
 
 class DoesNotFitError(Exception):
-    """The run does not fit in its tiers. Raised before anything is allocated.
+    """Raised if a run does not fit in its tiers, before anything is allocated.
 
     Attributes:
-        tier: The tier that is too small.
-        need_bytes: The smallest sufficient capacity.
+        tier: Tier that is too small.
+        need_bytes: Smallest sufficient capacity.
         remedies: Config changes that reduce the need.
     """
 
@@ -75,7 +75,7 @@ def require_fit(found: _Found | Shortfall) -> _Found:
     """Return ``found``, or raise an error if it is a shortfall.
 
     Raises:
-        DoesNotFitError: A tier is too small.
+        DoesNotFitError: If a tier is too small.
     """
     if isinstance(found, Shortfall):
         raise DoesNotFitError(found)

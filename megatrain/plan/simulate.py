@@ -1,4 +1,4 @@
-"""Replays a planned step in virtual time, to find its duration and its stalls.
+"""Replay of a planned step in virtual time, to find its duration and stalls.
 
 The store, its prefetcher and its evictions are real (``tiered.simulation``). Only data movement and arithmetic are
 replaced by their durations. A stall in the replay therefore comes from the schedule, not from noise of the machine.
@@ -58,7 +58,7 @@ class SimulatedRates:
 
 
 def measured_rates(plan: Plan) -> SimulatedRates | None:
-    """Return the rates behind the plan's estimate, or None if this machine lacks a measurement of one of them."""
+    """Return the rates behind the plan's estimate, or None if one of them was not measured on this machine."""
     estimate = plan.estimate
     if estimate is None or estimate.step_s is None:
         return None
@@ -93,7 +93,7 @@ def measured_rates(plan: Plan) -> SimulatedRates | None:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """Means over one step after the warm-up.
+    """Mean results of a replayed step after the warm-up.
 
     Attributes:
         compute_s: Seconds of computing, including updates. The rest of the step is stalls.
@@ -114,7 +114,7 @@ class SimulatedStep:
 
     @property
     def line(self) -> str:
-        """The replay as one line of the report."""
+        """Replay as one line of the report."""
         waits = "  ".join(f"{cause} {format_duration(seconds)}" for cause, seconds in self.stall_s.items())
         copies = f"{self.prefetch_on_time:.0f} copies in time, {self.prefetch_late:.0f} late"
         return (
@@ -169,7 +169,7 @@ def step_seconds(plan: Plan) -> float | None:
 
 
 class _Replay:
-    """A store of simulated tiers with the plan's blocks, and the clock that replayed steps advance."""
+    """Store of simulated tiers with the plan's blocks, and the clock that replayed steps advance."""
 
     def __init__(self, plan: Plan, tokens_per_step: int, rates: SimulatedRates) -> None:
         self._plan, self._tokens, self._rates = plan, tokens_per_step, rates

@@ -1,4 +1,4 @@
-"""Chooses copies that stay in a tier from one use to the next, within free memory and buffers."""
+"""Choice of the copies that stay in a tier from one use to the next, within free memory and buffers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatrain.plan.copy_windows import CopyWindows, TickCopies
 
 @dataclass(frozen=True, slots=True)
 class RetainedCopy:
-    """A copy of ``key`` that stays in ``tier`` from one use to the next.
+    """Copy of block ``key`` that stays in ``tier`` from one use to the next.
 
     Attributes:
         start: Tick of the first use.
         stop: Tick of the next use. It is at most ``start`` if it belongs to the next step.
         between: Ticks between the uses. The copy takes extra memory there.
-        ends: Those of the ticks ``start`` and ``stop`` at which the copy takes extra memory.
+        ends: Subset of the ticks ``start`` and ``stop`` at which the copy takes extra memory.
         nbytes: Size of the copy's slot.
     """
 
@@ -32,12 +32,12 @@ class RetainedCopy:
 
     @property
     def num_held(self) -> int:
-        """The number of ticks at which the copy takes extra memory."""
+        """Number of ticks at which the copy takes extra memory."""
         return sum(map(len, self.between)) + len(self.ends)
 
     @property
     def held(self) -> Iterator[int]:
-        """The ticks at which the copy takes extra memory."""
+        """Ticks at which the copy takes extra memory."""
         return chain(*self.between, self.ends)
 
     def fits(self, left: Sequence[int]) -> bool:
@@ -59,7 +59,7 @@ def choose_stays(
     Args:
         slot_bytes: Function by tier that rounds content bytes up to slot bytes.
         room: Free bytes for stays at every tick, by tier.
-        buffers: Buffers that must still fit, by tier. Updated for each chosen stay.
+        buffers: Buffers that must still fit, by tier; updated for each chosen stay.
     """
     left = {tier: list(by_tick) for tier, by_tick in room.items()}
     chosen: dict[tuple[int, str], int] = {}

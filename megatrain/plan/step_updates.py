@@ -10,7 +10,7 @@ from megatrain.engine.program.step_program import StepProgram, Tick
 
 
 class StepUpdates:
-    """The updates of a step.
+    """Updates of a step.
 
     Args:
         homes: Home tier by block key.
@@ -18,7 +18,7 @@ class StepUpdates:
 
     Attributes:
         ticks: All updates.
-        in_gpu_memory: The updates that run in GPU memory, or in the part of RAM that emulates it.
+        in_gpu_memory: Updates that run in GPU memory, or in the part of RAM that emulates it.
     """
 
     def __init__(self, program: StepProgram, homes: Mapping[str, str], device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""[placement] and [advanced]: homes by kind of block, and options for measurements."""
+"""Config tables [placement] and [advanced]: homes by kind of block, and options for measurements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _as_placement(value: object) -> object:
 
 
 def _prefetch(value: object) -> object:
-    """Return "auto", "unlimited" or bytes."""
+    """Parse "auto", "unlimited", 0 or a size in bytes."""
     if value in ("auto", "unlimited") or (isinstance(value, int) and value == 0 and not isinstance(value, bool)):
         return value
     if isinstance(value, str) and value.strip() == "0":

@@ -1,4 +1,4 @@
-"""Creates the planned tiers of a run and their store, and checks the free space on their drives."""
+"""Creation of a run's planned tiers and store, and checks of the free space on their drives."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def open_store(
     """Open a run's store, without blocks. The caller closes it.
 
     Args:
-        on_notice: Called with notices about the drives, from any thread.
-        on_event: Called for every copy and wait, from any thread.
+        on_notice: Function called with notices about the drives, from any thread.
+        on_event: Function called for every copy and wait, from any thread.
         loader: Reader of the model's folder, for blocks whose home is the folder.
 
     Raises:
-        ModelFolderError: The folder has changed since planning.
-        LockedError: Another run uses an NVMe path.
-        UnusableDirectoryError: An NVMe path contains other files.
+        ModelFolderError: If the folder has changed since planning.
+        LockedError: If another run uses an NVMe path.
+        UnusableDirectoryError: If an NVMe path contains other files.
     """
     run = plan.run
     checkpoints = run.world.folder_of_rank(run.output_dir / CHECKPOINTS_NAME)
@@ -79,8 +79,8 @@ def claim_folders(plan: Plan) -> None:
     first rank calls this function before any rank opens its store.
 
     Raises:
-        LockedError: Another run uses one of the folders.
-        UnusableDirectoryError: A folder contains other files.
+        LockedError: If another run uses one of the folders.
+        UnusableDirectoryError: If a folder contains other files.
     """
     run = plan.run
     if not run.world.is_single:
@@ -104,7 +104,7 @@ def make_tiers(
     """Return the planned tiers of a run, fast to slow. Include the model's folder only if there is a loader.
 
     Raises:
-        ModelFolderError: The folder has changed since planning.
+        ModelFolderError: If the folder has changed since planning.
     """
     made: list[Tier] = []
     for budget in plan.budgets_by_tier.values():
@@ -200,7 +200,7 @@ def check_folders(spec: CheckpointSpec) -> None:
     """Check that the folders for drives and checkpoints contain no unrelated files. Nothing is written.
 
     Raises:
-        UnusableDirectoryError: A folder contains unrelated files.
+        UnusableDirectoryError: If a folder contains unrelated files.
     """
     for path in (*spec.drives, spec.output_dir / CHECKPOINTS_NAME):
         if path.is_dir():
@@ -214,7 +214,7 @@ def check_drives(plan: Plan) -> None:
     space.
 
     Raises:
-        DoesNotFitError: A drive is too small. The error contains the needed bytes.
+        DoesNotFitError: If a drive is too small. The error contains the needed bytes.
     """
     spec, world = plan.run.checkpoint, plan.run.world
     needs = _drive_needs(plan)

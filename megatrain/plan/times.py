@@ -32,7 +32,7 @@ class MeasuredTicks:
 
     @property
     def note(self) -> str:
-        """The measurement as one line of the report."""
+        """Measurement as one line of the report."""
         what = f"{self.num_steps} steps of this model"
         if self.is_extrapolated:
             what += f" with {self.num_micro_batches} micro-batches each, extrapolated to all micro-batches"

@@ -73,8 +73,8 @@ def plan_together(run: RunSpec, gather: Gather) -> Plan:
     of the slowest rank. Homes of blocks can differ.
 
     Raises:
-        RanksDifferError: The ranks have different tiers.
-        DoesNotFitError: The run does not fit on this rank. Other ranks may not raise this or other errors of
+        RanksDifferError: If the ranks have different tiers.
+        DoesNotFitError: If the run does not fit on this rank. Other ranks may not raise this or other errors of
             ``plan_run``.
     """
     capacities = {name: budget.capacity_bytes for name, budget in tier_budgets(run, 0).items()}
@@ -152,7 +152,7 @@ def slowest_rates(of_ranks: Sequence[RankRates], rank: int, places: Mapping[str,
     A rate that was not measured on every rank is unknown.
 
     Args:
-        rank: The rank that plans. The names of drives differ between ranks.
+        rank: Rank that plans. The names of drives differ between ranks.
         places: Locations on this rank, under the names in ``RankRates.drives``.
     """
     unmeasured = [each.name for each in of_ranks if each.machine is None]

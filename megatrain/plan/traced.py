@@ -1,4 +1,4 @@
-"""Traces a run's model, to collect all facts that planning needs from the model's folder, tokenizer and forward."""
+"""Trace of a run's model: all facts that planning needs from the model's folder, tokenizer and forward."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def check_flash(run: RunSpec) -> None:
     """Check that the GPU and the installed packages support the configured or resumed kernels.
 
     Raises:
-        UnsupportedModelError: The GPU or a package does not support the kernels.
+        UnsupportedModelError: If the GPU or a package does not support the kernels.
     """
     if run.device.type != "cuda":
         reason = "it needs a GPU"
@@ -172,7 +172,7 @@ def check_positions(model: ModelSpec, max_length: int, graph: ModelGraph) -> Non
     """Raise an error if rows are longer than the model's learned positions.
 
     Raises:
-        ConfigError: Rows are too long. The error refers to data.max_length.
+        ConfigError: If rows are too long. The error refers to data.max_length.
     """
     positions = num_learned_positions(graph)
     if positions is not None and max_length > positions:
@@ -185,7 +185,7 @@ def trace_run(run: RunSpec, graph: ModelGraph, *, padded: bool, top_k: int | Non
     """Trace one micro-batch. With ``top_k``, trace only a forward that scores ``top_k`` vocabulary entries per token.
 
     Raises:
-        ConfigError: Rows are longer than the model's learned positions.
+        ConfigError: If rows are longer than the model's learned positions.
     """
     check_positions(run.model, run.batch.max_length, graph)
     # Trace with the run's settings, because they determine the kernels and the kernels' memory.

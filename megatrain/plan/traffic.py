@@ -10,7 +10,7 @@ from tiered.ext import Routes
 
 
 class Traffic:
-    """Counts the block bytes that each link ``"src->dst"`` moves."""
+    """Counter of the block bytes that each link ``"src->dst"`` moves."""
 
     def __init__(self, program: StepProgram, routes: Routes, homes: Mapping[str, str], stays: Stays) -> None:
         self._program, self._routes, self._homes = program, routes, homes

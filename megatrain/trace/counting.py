@@ -37,7 +37,7 @@ _NOT_REPEATED = frozenset(
 
 
 class CountingError(RuntimeError):
-    """Raised if the counting of an operator fails, not the model. The counts of the trace are then wrong."""
+    """Raised if the trace cannot count an operator. The model itself is valid, but the counts are wrong."""
 
 
 class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -264,7 +264,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_real(tensor: Tensor) -> bool:
-    """Return whether a tensor has real values. In a trace, constants in model code do."""
+    """Return whether a tensor has real values, such as a constant in model code."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"

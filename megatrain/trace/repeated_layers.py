@@ -54,7 +54,7 @@ class CountedBackward:
 def gradients_of(
     found: Sequence[Tensor | None], num_before: int, counts: CountingMode
 ) -> tuple[Callable[[], Tensor] | None, ...] | None:
-    """Return functions that allocate input gradients alike. Return None if they share memory or are not new.
+    """Return functions that allocate tensors like the input gradients; None if these share memory or are not new.
 
     Args:
         num_before: Number of storages created before the backward.

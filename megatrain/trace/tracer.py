@@ -100,7 +100,7 @@ class Tracer:
             visit.stays_nbytes = self.counts.nbytes_made_before(visit.phases["forward"].first_storage)
 
     def _tensors(self, unit: Unit, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return tensors with the shapes of a unit's parameters. The counts of the trace leave them out."""
+        """Return tensors with the shapes of a unit's parameters. The trace does not count them."""
         with self.counts.paused():
             owners = {owner for _, owner, _ in unit.params}
             return {owner: torch.empty(self._shapes[owner], dtype=dtype, device=self._device) for owner in owners}

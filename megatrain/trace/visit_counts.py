@@ -65,7 +65,7 @@ class RecomputeCounts:
 
 
 class RecomputeMeter:
-    """Measures the recompute of one visit.
+    """Meter of one visit's recompute: graph size, savable results and unneeded matmuls.
 
     Args:
         matrices: Names of the unit's weights, by id.
