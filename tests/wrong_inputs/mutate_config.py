@@ -183,7 +183,7 @@ def _in_other_table(leaf: str, table: str) -> WrongInput:
 
 
 def _of_other_tool(leaf: str) -> WrongInput:
-    ours = TRANSLATIONS[leaf].ours
+    ours = TRANSLATIONS[leaf].config_key
     spoil = _unknown(leaf, *([ours] if ours else []))
     return WrongInput(f"{leaf} (another tool's)", "config: other tool's key", CODE, spoil, COMMANDS)
 
