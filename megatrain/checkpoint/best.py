@@ -34,14 +34,14 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class BestSpec:
-    """Rule that selects the best evaluation, and the effects of this selection.
+    """Rule that selects the best evaluation, and how a run uses it.
 
     Attributes:
         metric: Name of the metric: "loss", or "NAME_loss" with several sets. The prefix "eval_" is optional.
         is_greater_better: Whether greater values are better.
         is_kept: Whether the best evaluation's checkpoint is kept and becomes the model of the run.
         patience: Number of consecutive evaluations without improvement after which the run ends; 0 disables this.
-        is_average: Whether the metric is measured with averaged weights. The average is then the best model.
+        is_average: Whether the metric is measured with averaged weights, which then also become the best model.
     """
 
     metric: str
@@ -53,7 +53,7 @@ class BestSpec:
 
     @property
     def described(self) -> str:
-        """Text with the metric and whether greater or smaller values are better, for messages."""
+        """Description of the metric and of its better direction, for messages."""
         of_average = " of the average of the weights" if self.is_average else ""
         return f"the {'largest' if self.is_greater_better else 'least'} {self.metric}{of_average}"
 
@@ -81,7 +81,7 @@ class BestSpec:
             evaluations: Evaluations of one step, by set name.
 
         Raises:
-            ConfigError: There is no such metric.
+            ConfigError: No evaluation has the metric.
         """
         metric = self.metric.removeprefix("eval_")
         known: dict[str, float] = {}
@@ -99,7 +99,7 @@ class BestSpec:
         return ConfigError("the config", [Problem(key, message, "Write one of them")])
 
     def after(self, best: Best | None, step: int, value: float) -> Best:
-        """Return the best evaluation after one more evaluation. NaN is never better."""
+        """Return the new best evaluation, given one more evaluation. NaN is never better."""
         if best is None or best.value != best.value:
             return Best(self.metric, value, step)
         gain = value - best.value if self.is_greater_better else best.value - value
@@ -108,5 +108,5 @@ class BestSpec:
         return Best(self.metric, value, step, num_worse)
 
     def is_over(self, best: Best | None) -> bool:
-        """Return whether patience ends the run before its last step."""
+        """Return whether to stop the run early, because its patience is exhausted."""
         return self.patience > 0 and best is not None and best.num_worse >= self.patience

@@ -24,13 +24,13 @@ class Copier(Protocol):
 
     @property
     def remote_save_number(self) -> int:
-        """Largest save number among the copies that were at a URL when the run started, or 0."""
+        """Largest save number among the copies at the URL when the run started, or 0 without copies."""
 
     def offer(self, checkpoint: Checkpoint, *, is_last: bool = False) -> None:
         """Copy a new checkpoint, if a copy is due.
 
         Args:
-            checkpoint: A checkpoint in these ranks' stores.
+            checkpoint: Checkpoint in the stores of these ranks.
             is_last: Whether this is the last checkpoint of the process, which is always copied.
         """
 
@@ -41,7 +41,7 @@ class Copier(Protocol):
         """Wait until the next commit may prune these checkpoints.
 
         Args:
-            should_stop: Returns whether a stop was requested. Called during the wait.
+            should_stop: Function that returns whether a stop was requested. It is called during the wait.
         """
 
     def finish(self) -> None:
@@ -56,7 +56,7 @@ class Copier(Protocol):
 
 
 class NoCopier:
-    """Copies nothing: the config requests no copies, or checkpoints are whole without them."""
+    """Copies nothing, because the config requests no copies or ``output_dir`` already contains whole checkpoints."""
 
     remote_save_number = 0
 
@@ -81,8 +81,8 @@ def open_copier(
     """Return the copier that ``[checkpoint]`` requests.
 
     Args:
-        drive_bytes: Bytes of one checkpoint that are on drives and must be copied, summed over ranks. 0 if checkpoints
-            are whole without copies.
+        drive_bytes: Bytes of one checkpoint that are on drives and must be copied, summed over ranks. 0 if
+            ``output_dir`` contains whole checkpoints.
 
     Raises:
         CheckpointError: The URL of the copies cannot be read.

@@ -1,4 +1,4 @@
-"""The thread that makes a copy, and the speed of the copy: at most half of a drive's bandwidth."""
+"""The thread that makes a copy, and its throttle, which leaves half of a drive's bandwidth to training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CopyCancelledError(Exception):
 
 
 class Throttle:
-    """Speed of one copy. The copy pauses half of the time, until a caller waits for it or cancels it. Thread-safe."""
+    """Throttle of one copy, which pauses half of the time until a caller waits for it or cancels it. Thread-safe."""
 
     def __init__(self) -> None:
         self._disabled, self._cancelled = threading.Event(), threading.Event()

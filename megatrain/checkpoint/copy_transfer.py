@@ -45,15 +45,15 @@ _Contents = Callable[[], Iterator["memoryview | bytes"]]
 
 
 class Upload:
-    """The upload of one copy. After an error, a repeated call sends only the missing objects."""
+    """The upload of one copy. After an error, calling ``send`` again sends only the missing objects."""
 
     def __init__(self, folder: RemoteFolder, throttle: Throttle) -> None:
         self.throttle, self._folder, self._objects = throttle, folder, folder.objects
-        self._sums: dict[str, tuple[int, str]] = {}  # size and SHA-256 by the path of an object that was sent
+        self._sums: dict[str, tuple[int, str]] = {}  # size and SHA-256 of each sent object, by path
         self._compared: set[str] = set()  # paths of the objects that were read back and matched
 
     def send(self, reader: GenerationReader, name: str, path: str, files: Mapping[str, Path]) -> RemotePart:
-        """Send a generation, read it back and compare it. A repeated call resumes an interrupted call.
+        """Send a generation, read it back and compare it. Repeat the call to resume an interrupted upload.
 
         Every byte is compared twice: with its checksum when it is read from the drive, and with its SHA-256 after all
         objects were uploaded. The upload needs about 110 MiB of memory, including s3fs's buffers.
@@ -152,7 +152,7 @@ def _yield_chunk(
 
 
 def _chunk_bytes(nbytes: int) -> int:
-    """Return the chunk size of an array. All its chunks have this size. No piece of 16 MiB spans two chunks."""
+    """Return the size in bytes of an array's chunks. No 16 MiB piece of the reader spans two chunks."""
     num_chunks = max(1, -(-nbytes // OBJECT_BYTES))
     unit = GenerationReader.piece_bytes if num_chunks > 1 else 4096
     return max(1, -(-nbytes // (num_chunks * unit))) * unit
@@ -161,8 +161,8 @@ def _chunk_bytes(nbytes: int) -> int:
 def fetch(folder: RemoteFolder, checkpoint: RemoteCheckpoint, output_dir: Path, min_free_bytes: int) -> None:
     """Download a copy as a checkpoint of the run in ``output_dir``, as if it had been saved there.
 
-    A repeated call resumes an interrupted download. Files that are already on the drive are compared, not fetched
-    again.
+    Repeat the call to resume an interrupted download. Files that are already on the drive are verified instead of
+    downloaded again.
 
     Args:
         output_dir: Folder of the run. No process may train in this folder.

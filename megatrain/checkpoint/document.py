@@ -6,7 +6,7 @@
 
 A save has two phases. First, every rank commits a generation of its store. When all generations are whole, rank 0
 replaces the document. Only then does the checkpoint exist for readers. Without the second phase, the generations count
-as an abandoned future (`Generations`). Therefore, even if a rank dies, the document lists only generations that are
+as abandoned (`Generations`). Therefore, even if a rank dies, the document lists only generations that are
 whole on all ranks.
 
 A single process needs no second file, because its store writes a generation's manifest when the generation is whole.
@@ -39,8 +39,8 @@ class RankGeneration:
 
     Attributes:
         path: Directory of the rank's store, next to the document, such as ``"rank00003"``; "" for a single process.
-        xxh3_64: Checksum of the generation's manifest, so that no other generation can take its place. "" if the
-            manifest is the document.
+        xxh3_64: Checksum of the generation's manifest, which detects a different generation with the same number. "" if
+            the manifest is the document.
     """
 
     path: str
@@ -50,7 +50,7 @@ class RankGeneration:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint, or a whole copy of a checkpoint, as its document describes it. Nothing else was read.
+    """A checkpoint or a whole copy, as its document describes it. No other file was read.
 
     Attributes:
         number: Larger than the number of any earlier checkpoint. For a single process, the number of the generation.
@@ -98,7 +98,7 @@ class Checkpoint:
 
     @property
     def is_copy(self) -> bool:
-        """Whether this is a whole copy. The run's store does not know whole copies."""
+        """Whether this is a whole copy, which is outside of the run's store."""
         return self.folder.name == COPIES_NAME
 
     @property
@@ -109,7 +109,7 @@ class Checkpoint:
 
     @property
     def saved_at(self) -> str:
-        """Date and time, ISO 8601; "" if they cannot be read."""
+        """Date and time of the save, ISO 8601; "" if they cannot be read."""
         return str(self.meta.get("saved_at", ""))
 
     @property
@@ -156,7 +156,7 @@ class Checkpoint:
         return self.folder == output_dir / CHECKPOINTS_NAME and self.stores == store_paths(size)
 
     def belongs_to(self, output_dir: Path) -> bool:
-        """Return whether the checkpoint belongs to the run in ``output_dir``, and not to a run from which it starts."""
+        """Return whether the checkpoint belongs to the run in ``output_dir``, not to another run that it resumes."""
         return self.folder.parent == output_dir
 
     def is_not_after(self, loaded: Checkpoint) -> bool:

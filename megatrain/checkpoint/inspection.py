@@ -1,4 +1,4 @@
-"""Inspects the checkpoints in a folder: whether they are usable, according to documents and file names.
+"""Inspects the checkpoints in a folder: documents and file names show whether a checkpoint is usable.
 
 This module imports neither torch nor a store, so that ``status`` starts fast.
 """
@@ -33,7 +33,7 @@ class InventoryEntry:
 
     Attributes:
         nbytes: Bytes of all blocks; 0 if the manifests cannot be read.
-        lost: Parts that were lost with drives.
+        lost: Parts that were lost together with their drives.
         outside: Drives outside of a copied or moved run that contain parts of its checkpoint.
         problem: Reason why the checkpoint cannot be used, according to documents and file names, or None.
         is_foreign: Whether another program or a newer version wrote the checkpoint. A run then ends with an error
@@ -67,11 +67,11 @@ def inspect_folder(
 ) -> list[InventoryEntry]:
     """Return all checkpoints in a folder, newest first. Unusable checkpoints have a ``problem``.
 
-    This can be called while the run is active. Checkpoints that the run removes meanwhile are omitted.
+    The run may be active during the call. Checkpoints that it removes meanwhile are omitted.
 
     Args:
         drives: Paths to search for parts, in addition to the drives in the run's last config.
-        reads_state: Whether to validate the whole ``RunState``. If False, only the step is checked, which imports less.
+        reads_state: Whether to validate the whole ``RunState``. False checks only the step and imports less code.
 
     Raises:
         GenerationError: The list of checkpoints is damaged, and ``on_damage`` is None.

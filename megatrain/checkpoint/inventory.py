@@ -35,7 +35,7 @@ Verified = tuple[InventoryEntry, list[str]]
 
 
 class RunInventory:
-    """All checkpoints of a run and their copies. It can be taken while the run is active.
+    """All checkpoints of a run and their copies. The run may be active while they are listed.
 
     Args:
         run: ``output_dir`` of the run, or its folder of checkpoints.
@@ -44,7 +44,7 @@ class RunInventory:
         entries: Checkpoints, oldest first, then their copies, oldest first.
 
     Raises:
-        CheckpointError: No checkpoint was ever saved there, or the document cannot be read.
+        CheckpointError: The folder contains no checkpoint, or a document cannot be read.
     """
 
     def __init__(self, run: Path | str) -> None:
@@ -53,7 +53,7 @@ class RunInventory:
         self.entries = [each for folder in self._folders for each in reversed(_inspect(folder))]
 
     def of_step(self, step: int | None) -> list[InventoryEntry]:
-        """Return the entries of a step, or all entries for None.
+        """Return the entries of a step, or all entries if ``step`` is None.
 
         Raises:
             CheckpointError: There is no checkpoint, or no checkpoint of this step.
@@ -84,7 +84,7 @@ class RunInventory:
 
 
 def next_start(entries: Sequence[InventoryEntry]) -> InventoryEntry | None:
-    """Return the entry from which a run would resume, or None. The entries are in the order of an inventory."""
+    """Return the entry from which a run would resume, or None. ``entries`` has the order of a ``RunInventory``."""
     return next(iter(_in_resume_order(entries[::-1])), None)
 
 

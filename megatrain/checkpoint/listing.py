@@ -51,7 +51,7 @@ def read_checkpoints(
 
     Args:
         on_damage: Called if ``RANKS.json`` cannot be read. The checkpoints in this file are then skipped.
-        read: Reads manifests. A caller that also needs the manifests passes a function that keeps them.
+        read: Function that reads manifests. A caller that reads manifests repeatedly passes a cached function.
 
     Raises:
         GenerationError: ``RANKS.json`` is damaged, and ``on_damage`` is None.
@@ -106,8 +106,8 @@ def read_listed(folder: Path) -> list[Checkpoint]:
 def _checkpoint(folder: Path, fields: Mapping[str, Any]) -> Checkpoint:
     """Return a validated checkpoint. Raises ``KeyError``, ``TypeError`` or ``ValueError``.
 
-    The document may be untrusted, and it determines which generations are removed. A folder name in the document must
-    therefore not lead outside of the folder.
+    The document may be untrusted, and it determines which generations are removed. Its paths must therefore not lead
+    outside of the folder.
     """
     ranks = tuple(RankGeneration(**rank) for rank in fields["ranks"])
     for rank, each in enumerate(ranks):
@@ -151,7 +151,7 @@ def write_document(folder: Path, checkpoints: Sequence[Checkpoint]) -> None:
 def folder_notices(folder: Path) -> list[str]:
     """Return a notice for each document in a folder of checkpoints that is older than the files it describes.
 
-    This happens if the folder is a copy of a live run, or if the run crashed before it wrote the document.
+    A document is older if the folder is a copy of a live run, or if the run crashed before it wrote the document.
     """
     notices = []
     with contextlib.suppress(NewerFormatError):  # ``read_checkpoints`` reports this error

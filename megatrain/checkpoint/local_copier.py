@@ -44,7 +44,7 @@ class _CopyJob:
 
 
 class LocalCopier:
-    """Copies checkpoints to ``output_dir/copies``, by the rules of ``Copier``.
+    """Copies checkpoints to ``output_dir/copies``, as ``Copier`` requires.
 
     A background thread makes one copy at a time. A checkpoint that is due during a copy is queued, and a later
     checkpoint replaces it in the queue. Training waits only if the checkpoint being copied would be pruned. A failed
@@ -67,7 +67,7 @@ class LocalCopier:
         self._folder, self._own_path = folder, self._path / folder.own
         self._source = spec.output_dir / CHECKPOINTS_NAME / folder.own
         self._drives = [path / folder.own for path in spec.drives]
-        self._copies: WholeCopies | None = None  # opened and locked by the first copy, whose error is then reported
+        self._copies: WholeCopies | None = None  # the first copy opens and locks it, and reports errors
         self._job: _CopyJob | None = None
         self._next: Checkpoint | None = None
         self._has_reported_slow = False
@@ -132,7 +132,7 @@ class LocalCopier:
         return number - newest >= self._every or number < newest
 
     def _newest(self) -> int:
-        """Return the number of the newest copy, including unfinished copies, or 0 without copies."""
+        """Return the number of the newest copy, including queued and unfinished copies, or 0 without copies."""
         going = None if self._job is None else self._job.checkpoint
         pending = [each.number for each in (going, self._next) if each is not None]
         copies = [each.number for each in self._folder.known if each.is_listed == self._folder.is_listed]
@@ -195,7 +195,7 @@ class LocalCopier:
         self.poll()
 
     def _complete(self, checkpoint: Checkpoint, outcome: _CopyOutcome) -> None:
-        """Combine all ranks' parts into a copy, and report it or its failure."""
+        """Combine all ranks' parts into a copy, and report the copy or the failure."""
         step = checkpoint.step
         try:
             copied, linked = finish_copy(self._folder, checkpoint, outcome.figures, outcome.problem)

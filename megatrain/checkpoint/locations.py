@@ -48,7 +48,7 @@ class LostPart:
 
     Attributes:
         path: Folder on the drive. For a copied run, the folder of the copy.
-        is_there: Whether this path exists. If not, the drive may be unmounted.
+        is_there: Whether this path exists. A missing path may mean that the drive is not mounted.
         blocks: Keys of the blocks that had files there, for example ``"model.layers.0/weight"``.
         nbytes: Full size of ``blocks``. A striped block has only some of its bytes on this drive.
         recorded: Path of the drive when the checkpoint was saved.
@@ -63,7 +63,7 @@ class LostPart:
 
     @property
     def place(self) -> str:
-        """Quoted path, whether it exists, and the recorded path if it is different."""
+        """Description of the location: the path, whether it exists, and a different recorded path, if any."""
         if self.is_there:
             return f"'{self.path}'"
         was = f" (it was '{self.recorded}')" if self.recorded not in ("", self.path) else ""
@@ -123,7 +123,7 @@ def _missing_parts(manifest: Manifest, folder: Path, search: Sequence[Path]) -> 
     name, drives = f"{manifest.generation:08d}", drive_places(manifest, folder)
     known = {str(place.path) for place in drives} | _drives_of_locations(manifest, folder, name)
     if all(holds_part(drive, manifest) for drive in known):
-        return {}  # skips the check of each block, because a run can have thousands of checkpoints
+        return {}  # checking each block would be slow with thousands of checkpoints
     moved = {place.recorded: place.path for place in drives}
     missing: dict[Path, dict[str, None]] = {}
     paths = [path for path in (*search, *(place.path for place in drives)) if holds_part(path, manifest)]
@@ -212,7 +212,7 @@ def _names(paths: Sequence[Path]) -> str:
 
 
 def refused_drives(output_dir: Path | str) -> list[str]:
-    """Return the reasons why a run would refuse the drive folders in its last config. Empty if it accepts them."""
+    """Return the reasons why a run would refuse drive folders in its last config. Empty if it accepts all."""
     found = []
     for path in drives_of_config(Path(os.path.abspath(output_dir))):
         try:

@@ -32,7 +32,7 @@ _SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_KEY", "
 
 
 class RemoteError(CheckpointError):
-    """The URL cannot be reached or written, or its objects cannot be used."""
+    """A URL cannot be reached or written, or its objects cannot be used."""
 
 
 class DamagedError(RemoteError):
@@ -78,7 +78,7 @@ class ObjectFolder:
                 return None
 
     def sha256(self, name: str, nbytes: int, on_part: Callable[[bytes], object] = lambda part: None) -> str:
-        """Read an object, and return its SHA-256. Calls ``on_part`` with each part."""
+        """Read an object and return its SHA-256. Call ``on_part`` with each part."""
         digest = hashlib.sha256()
         for start in range(0, nbytes, PART_BYTES):
             with self._errors_explained(f"'{name}' cannot be read"):

@@ -35,7 +35,7 @@ _POLL_S = 0.1
 
 
 class _UploadVerdict(IntEnum):
-    """Result of a try, which decides how the run continues. If the ranks' results differ, the largest counts."""
+    """Result of a try, which decides how the run continues. If the results of ranks differ, the largest applies."""
 
     DONE = 0
     DAMAGED = 1  # the checkpoint is damaged, so it is not copied
@@ -75,7 +75,7 @@ class _UploadJob:
 
     @property
     def copy(self) -> RemoteCheckpoint:
-        """The copy at the URL, as far as its parts are known."""
+        """The copy at the URL, with the parts that have been sent."""
         return RemoteCheckpoint(self.number, self.checkpoint.step or 0, self.parts, self.checkpoint)
 
 
@@ -86,7 +86,7 @@ class _UploadTry:
 
 
 class RemoteCopier:
-    """Copies every checkpoint to a URL, by the rules of ``Copier``.
+    """Copies every checkpoint to a URL, as ``Copier`` requires.
 
     Copies are made one at a time, oldest first. Training waits only if a save would remove a checkpoint that is not yet
     at the URL. Failed tries are reported and retried with backoff, at most 60 s apart.
@@ -152,8 +152,8 @@ class RemoteCopier:
     def wait_for_pruned(self, outgoing: Sequence[Checkpoint], should_stop: Callable[[], bool]) -> None:
         """Wait until every checkpoint that the next commit prunes has been copied.
 
-        If a stop was requested and the URL is unreachable, checkpoints are pruned without a copy, because the newest
-        steps are worth more.
+        If a stop was requested and the URL is unreachable, checkpoints are pruned without a copy, so that the newest
+        steps can be saved.
         """
         going = [each.identity for each in outgoing]
         while any(each.identity in going for each in self._waiting):

@@ -106,7 +106,7 @@ class RemoteFolder:
 
         Args:
             output_dir: Folder of the run, where the run's identity is stored.
-            is_empty: Whether ``output_dir`` contains no checkpoint. The run that owns the URL can then continue in this
+            is_empty: Whether ``output_dir`` contains no checkpoint. If so, the run that owns the URL may continue in this
                 folder.
 
         Raises:
@@ -212,8 +212,8 @@ class RemoteFolder:
     def prune(self, keep: int, best_step: int | None) -> None:
         """Remove older and incomplete copies. Keep the newest ``keep`` copies and the copy of ``best_step``.
 
-        Only folders older than the newest copy are removed. Raises ``RemoteError``. A repeated call resumes the
-        removal.
+        Only folders older than the newest copy are removed. Raises ``RemoteError``. Repeat the call to resume an
+        interrupted removal.
         """
         whole = self.checkpoints()
         stay = [each.name for each in [each for each in whole if each.step != best_step][:keep]]
@@ -223,7 +223,7 @@ class RemoteFolder:
                 self.objects.remove_folder(name, CHECKPOINT_NAME)
 
     def problems(self, checkpoint: RemoteCheckpoint) -> Iterator[str]:
-        """Read all objects of a copy. Yield a sentence about each object that is missing or differs."""
+        """Read all objects of a copy. Yield a message about each object that is missing or damaged."""
         for part in checkpoint.parts:
             try:
                 objects = self.list_objects(checkpoint, part)

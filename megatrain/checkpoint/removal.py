@@ -1,4 +1,4 @@
-"""Removes checkpoints: one that the user names, or all that a run no longer keeps."""
+"""Removes checkpoints: a checkpoint that the user names, or all checkpoints that a run no longer keeps."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def forget_checkpoint(checkpoint: Checkpoint) -> None:
 
 
 def prune(folder: Path, stay: Sequence[Checkpoint], own: Sequence[str]) -> None:
-    """Remove generations that no kept checkpoint refers to. This run's own stores are skipped: they prune themselves.
+    """Remove generations that no kept checkpoint refers to. Skip this run's own stores, which prune themselves.
 
     Args:
         own: Paths of this run's stores, as in ``RankGeneration``.

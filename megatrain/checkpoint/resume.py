@@ -78,7 +78,7 @@ class LostCheckpointsError(CheckpointError):
 
 
 def find_candidates(spec: CheckpointSpec, on_notice: OnNotice) -> list[Checkpoint]:
-    """Return the checkpoints and copies from which the run can resume, best first. Empty for a start from scratch.
+    """Return the checkpoints and copies from which the run can resume, in order of preference.
 
     Checkpoints in the run's own folder come before checkpoints in ``checkpoint.resume_from_checkpoint``.
 
@@ -205,7 +205,7 @@ def _readable_in_run(output_dir: Path, drives: Sequence[Path], on_notice: OnNoti
 
 
 def _with_all_parts(found: Sequence[InventoryEntry], output_dir: Path, on_notice: OnNotice) -> list[Checkpoint]:
-    """Return the checkpoints that have all parts. Report the incomplete checkpoints in one message.
+    """Return the checkpoints that have all parts. Report incomplete checkpoints in one notice.
 
     Raises:
         LostCheckpointsError: No checkpoint has all parts.
@@ -286,7 +286,7 @@ def check_changes(
     Args:
         changes: Differences between the checkpoint's config and this run's config.
         data_fingerprint: Checksum of the rows (``BatchLoader.fingerprint``).
-        find_others: Returns further lines for the error. Called only if an error will be raised.
+        find_others: Function that returns further lines for the error. It is called only if an error will be raised.
 
     Raises:
         ConfigChangedError: The data or a key that alters results has changed, and ``allow`` is False.

@@ -31,9 +31,9 @@ class Saver:
     """Saves a run's checkpoints. Called by the training thread.
 
     Args:
-        should_stop: Returns whether a stop was requested. Called while the saver waits for disk space.
+        should_stop: Function that returns whether a stop was requested. It is called during a wait for disk space.
         written_bytes: Bytes of one checkpoint that this rank writes to the drive of ``output_dir``.
-        writer: Writes checkpoints together with the other ranks, which must call their savers in the same order.
+        writer: Writer of the checkpoints of all ranks, which must call their savers in the same order.
         saved: Newest checkpoint of these ranks, or None.
 
     Attributes:
@@ -63,7 +63,7 @@ class Saver:
         self._steps_per_epoch = steps_per_epoch
         self._path = Path(store.path or spec.output_dir)
         self._last_s = time.monotonic()
-        self._in_flight: tuple[Commit, RunState, float] | None = None  # the float is the seconds of stall so far
+        self._in_flight: tuple[Commit, RunState, float] | None = None  # the last item is the stall so far, in seconds
 
     @property
     def saved_step(self) -> int | None:
@@ -151,8 +151,8 @@ class Saver:
     def _wait_for_space(self, step: int) -> None:
         """Wait until the drive has space for one more checkpoint in addition to ``min_free_disk``.
 
-        If a stop is requested meanwhile, the checkpoint may use ``min_free_disk``, because steps are worth more than
-        the reserve. All ranks get the same numbers, so all ranks make the same decision.
+        If a stop is requested meanwhile, the checkpoint may use ``min_free_disk``, because losing steps is worse
+        than using the reserve. All ranks get the same numbers, so all ranks make the same decision.
         """
         need = self._written_bytes + self._table.min_free_disk
         while True:

@@ -25,7 +25,7 @@ __all__ = [
     "now_text",
 ]
 
-#: Version of ``RunState`` in manifests. Readers refuse newer ones and read all older ones.
+#: Version of ``RunState`` in manifests. Readers refuse newer versions and accept all older versions.
 CHECKPOINT_FORMAT = 1
 #: Version of the order of additions. A different version changes the last bits of a step. Version 2: the head computes
 #: pieces of 2,048 rows and parts of the vocabulary, and weight gradients are summed in fp32. Version 3: a part of the
@@ -86,12 +86,12 @@ class DecidedSettings:
 class RunState:
     """The state of a run after a step. Together with the blocks of its generation, it determines all further results.
 
-    It needs no state of random number generators. Dropout and data order are functions of a seed and a position, and
-    both are fields.
+    The state contains no random number generators, because dropout and data order depend only on a seed and a
+    position, which are fields.
 
     Attributes:
         max_steps: Total steps of the run, for which the learning rate schedule is made.
-        num_updates: Steps whose gradient was used; the optimizer's step count.
+        num_updates: Steps whose gradient was applied; the optimizer's step count.
         epoch: Data position: epoch of the next step, from 0.
         epoch_step: Data position: number of the next step in its epoch, from 0.
         num_real_tokens: Tokens of the steps so far, without padding.
@@ -192,7 +192,7 @@ class RunState:
     def mean_losses(self) -> tuple[float, float, int] | None:
         """Mean loss of the first n steps, of the last n steps, and n. The steps do not overlap. None if not recorded.
 
-        A mean is more informative than a single loss, which depends more on the rows of its step than on the model.
+        Means are reported because a single loss depends more on the rows of its step than on the model.
         """
         count = min(NUM_LOSSES, max(1, self.step // 2))
         if min(len(self.first_losses), len(self.last_losses)) < count:

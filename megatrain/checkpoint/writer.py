@@ -127,11 +127,11 @@ class CheckpointWriter:
         store: This rank's store. Its commits keep generations that checkpoints refer to, and prune other old ones.
         lanes: Number of lanes that add gradients.
         elements: Number of elements by block, without the padding of shards.
-        is_past: Returns whether a checkpoint is not newer than the one from which this run resumed. Newer checkpoints
-            could not be loaded, so the first save drops them and keeps the loaded checkpoint.
+        is_past: Function that returns whether a checkpoint is not newer than the checkpoint that this run loaded. Newer
+            checkpoints could not be loaded, so the first save drops them and keeps the loaded checkpoint.
         save_number: Largest save number among the copies at a URL.
-        starts_over: Whether the run starts without a checkpoint. Generations without a checkpoint are then kept until
-            the run has saved its first checkpoint.
+        starts_over: Whether the run starts from scratch. Generations without a checkpoint are then kept until the run has
+            saved its first checkpoint.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class CheckpointWriter:
             store.keep_also(lambda: folder.generations([folder.best]))
 
     def begin(self) -> None:
-        """Drop checkpoints to free space for the next checkpoint, but never drop the last one."""
+        """Drop old checkpoints to free space for the next checkpoint, but always keep one."""
         drop = [each for each in self.folder.known if not self._is_past(each)]
         self.folder.change(self._num_left, drop=drop)
         self._is_past = lambda checkpoint: True  # checkpoints from now on belong to this run
