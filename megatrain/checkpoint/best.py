@@ -72,7 +72,7 @@ class BestSpec:
         metric = self.metric.removeprefix("eval_")
         if self.is_on and "loss" in metric and metric != "loss" and metric not in [f"{name}_loss" for name in names]:
             known = ", ".join(["loss", *(f"{name}_loss" for name in names)])
-            raise self._unknown(known)
+            raise self._unknown_metric(known)
 
     def value_of(self, evaluations: Mapping[str, EvaluationMetrics]) -> float:
         """Return the metric's value. A metric without a set name is read from the first set.
@@ -90,10 +90,10 @@ class BestSpec:
             known |= {f"{name}_{figure}": value for figure, value in figures.items()}
             known = {**figures, **known}  # names without a set keep the metrics of the first set
         if metric not in known:
-            raise self._unknown(", ".join(sorted(known)))
+            raise self._unknown_metric(", ".join(sorted(known)))
         return known[metric]
 
-    def _unknown(self, known: str) -> ConfigError:
+    def _unknown_metric(self, known: str) -> ConfigError:
         key = "evaluation.metric_for_best_model"
         message = f'{key} = "{self.metric}", but no evaluation has this metric. Known metrics: {known}'
         return ConfigError("the config", [Problem(key, message, "Write one of them")])

@@ -50,7 +50,7 @@ class Upload:
     def __init__(self, folder: RemoteFolder, throttle: Throttle) -> None:
         self.throttle, self._folder, self._objects = throttle, folder, folder.objects
         self._sums: dict[str, tuple[int, str]] = {}  # size and SHA-256 of each sent object, by path
-        self._compared: set[str] = set()  # paths of the objects that were read back and matched
+        self._verified: set[str] = set()  # paths of the objects that were read back and matched
 
     def send(self, reader: GenerationReader, name: str, path: str, files: Mapping[str, Path]) -> RemotePart:
         """Send a generation, read it back and compare it. Repeat the call to resume an interrupted upload.
@@ -70,11 +70,11 @@ class Upload:
             CopyCancelledError: The upload was cancelled.
         """
         prefix = f"{name}/{path}/" if path else f"{name}/"
-        objects = dict(_objects(reader, self.throttle))
+        objects = dict(_yield_objects(reader, self.throttle))
         for each, file in files.items():
             objects[f"{RUN_FILES_NAME}/{each}"] = partial(_yield_file, file)
-        self._objects.in_parallel(self._send, [(prefix + each, read) for each, read in objects.items()])
-        self._objects.in_parallel(self._compare, [prefix + each for each in objects])
+        self._objects.run_parallel(self._send, [(prefix + each, read) for each, read in objects.items()])
+        self._objects.run_parallel(self._compare, [prefix + each for each in objects])
         sums = {each: self._sums[prefix + each] for each in sorted(objects)}
         return self._folder.seal_part(name, path, reader.generation, sums)
 
@@ -97,17 +97,17 @@ class Upload:
         self._sums[name] = (nbytes, digest.hexdigest())
 
     def _compare(self, name: str) -> None:
-        if name in self._compared:
+        if name in self._verified:
             return
         nbytes, expected = self._sums[name]
         found = self._objects.sha256(name, nbytes, lambda part: self.throttle.check())
         if found != expected:
             del self._sums[name]  # without this entry, the next try sends the object again
             raise DamagedError(f"{self._objects.title}: '{name}' was altered: SHA-256 {found}")
-        self._compared.add(name)
+        self._verified.add(name)
 
 
-def _objects(reader: GenerationReader, throttle: Throttle) -> Iterator[tuple[str, _Contents]]:
+def _yield_objects(reader: GenerationReader, throttle: Throttle) -> Iterator[tuple[str, _Contents]]:
     """Yield the name and contents of each object in a directory with one whole generation.
 
     All blocks are next to the manifest, in files of at most 512 MiB.
@@ -192,7 +192,7 @@ def fetch(folder: RemoteFolder, checkpoint: RemoteCheckpoint, output_dir: Path, 
                 f"{checkpoint.step} in '{folder.url}' takes {format_size(checkpoint.nbytes)} in addition to "
                 f"checkpoint.min_free_disk. Free {format_size(need - free)}"
             )
-        folder.objects.in_parallel(partial(_fetch, folder, checkpoint.name, root), objects)
+        folder.objects.run_parallel(partial(_fetch_object, folder, checkpoint.name, root), objects)
         _restore_run_files(root / checkpoint.parts[0].path / RUN_FILES_NAME, output_dir)
         _import_generations(checkpoint, root, output_dir / CHECKPOINTS_NAME)
         shutil.rmtree(part_dir)
@@ -202,7 +202,7 @@ def fetch(folder: RemoteFolder, checkpoint: RemoteCheckpoint, output_dir: Path, 
         raise RemoteError(f"'{folder.url}/{checkpoint.name}' cannot be downloaded: {error}") from error
 
 
-def _fetch(folder: RemoteFolder, copy: str, root: Path, item: tuple[str, str, int, str]) -> None:
+def _fetch_object(folder: RemoteFolder, copy: str, root: Path, item: tuple[str, str, int, str]) -> None:
     path, name, nbytes, expected = item
     target = root / path / name
     if target.is_file() and target.stat().st_size == nbytes and _sha256_of(target) == expected:

@@ -159,7 +159,7 @@ class Checkpoint:
         """Return whether the checkpoint belongs to the run in ``output_dir``, not to another run that it resumes."""
         return self.folder.parent == output_dir
 
-    def is_not_after(self, loaded: Checkpoint) -> bool:
+    def is_not_newer_than(self, loaded: Checkpoint) -> bool:
         """Return whether the checkpoint is not newer than the loaded checkpoint of the same folder."""
         if self.is_listed == loaded.is_listed:
             return self.number <= loaded.number
@@ -175,7 +175,7 @@ class Checkpoint:
         return f"the {what} of step {self.step} in '{self.folder}' ({number})"
 
     @contextmanager
-    def errors_with_rank(self, rank: int) -> Iterator[None]:
+    def add_rank_to_errors(self, rank: int) -> Iterator[None]:
         """Add the rank's number to errors about the rank's part, if there are several ranks."""
         try:
             yield

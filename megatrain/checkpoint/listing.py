@@ -184,7 +184,7 @@ def read_manifests(checkpoint: Checkpoint, read: ManifestReader = read_manifest)
     found: list[Manifest] = []
     for rank, each in enumerate(checkpoint.ranks):
         directory = checkpoint.folder / each.path
-        with checkpoint.errors_with_rank(rank):
+        with checkpoint.add_rank_to_errors(rank):
             if each.xxh3_64 and (sum_ := manifest_checksum(directory, each.generation)) != each.xxh3_64:
                 raise GenerationError(
                     f"the manifest of generation {each.generation} has checksum {sum_}, {RANKS_NAME} says "

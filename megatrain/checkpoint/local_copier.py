@@ -60,7 +60,7 @@ class LocalCopier:
         self, spec: CheckpointSpec, drive_bytes: int, on_message: Callable[[str], None], rank: int, gather: Gather
     ) -> None:
         table = spec.table
-        self._every, self._min_free_disk = table.copy_every, table.min_free_disk
+        self._copy_every, self._min_free_disk = table.copy_every, table.min_free_disk
         self._drive_bytes, self._on_message, self._rank = drive_bytes, on_message, rank
         self._path = spec.output_dir / COPIES_NAME
         folder = CheckpointFolder(self._path, rank, gather, table.save_total_limit, on_message, ignores_damage=True)
@@ -95,7 +95,7 @@ class LocalCopier:
             checkpoint, self._next = self._next, None
             self._start(checkpoint)
 
-    def wait_for_pruned(self, outgoing: Sequence[Checkpoint], should_stop: Callable[[], bool]) -> None:
+    def wait_until_prunable(self, outgoing: Sequence[Checkpoint], should_stop: Callable[[], bool]) -> None:
         """Wait until no checkpoint that the next commit prunes is being copied. A stop does not end this wait."""
         self.poll()
         if self._job is None or self._job.checkpoint.ranks not in [each.ranks for each in outgoing]:
@@ -125,11 +125,11 @@ class LocalCopier:
 
     def _is_due(self, number: int) -> bool:
         """Return whether ``copy_every`` checkpoints were saved since the newest copy, according to their numbers."""
-        if self._every is None:
+        if self._copy_every is None:
             return False
         newest = self._newest()
         # A smaller number means that earlier checkpoints were removed and numbering restarted.
-        return number - newest >= self._every or number < newest
+        return number - newest >= self._copy_every or number < newest
 
     def _newest(self) -> int:
         """Return the number of the newest copy, including queued and unfinished copies, or 0 without copies."""

@@ -105,10 +105,10 @@ def outside_drives(manifest: Manifest, directory: Path, search: Sequence[Path] =
     inside = [path for path in (*search, *(place.path for place in places)) if path not in recorded]
     inside = [path for path in inside if holds_part(path, manifest)]
     snaps = [path / SNAPSHOT_FOLDER / name for path in inside]
-    return [place for place in outside if _supplies(place.path / SNAPSHOT_FOLDER / name, snaps)]
+    return [place for place in outside if _has_unique_file(place.path / SNAPSHOT_FOLDER / name, snaps)]
 
 
-def _supplies(snap: Path, others: Sequence[Path]) -> bool:
+def _has_unique_file(snap: Path, others: Sequence[Path]) -> bool:
     """Return whether a folder contains a block file that is a regular file in no other folder."""
     files = (Path(place, file) for place, _, names in os.walk(snap) for file in names if Path(place).name == "c")
     places = ([other / file.relative_to(snap) for other in others] for file in files)
@@ -135,7 +135,7 @@ def _missing_parts(manifest: Manifest, folder: Path, search: Sequence[Path]) -> 
         drive = nearby.get(drive, drive)
         named = drive / SNAPSHOT_FOLDER / name / block.key
         places = [named, *(path / SNAPSHOT_FOLDER / name / block.key for path in paths)]
-        if (num_files := _num_files(block, places)) is None:
+        if (num_files := _count_files(block, places)) is None:
             missing.setdefault(drive, {})[block.key] = None
             continue
         for number in range(num_files):
@@ -170,7 +170,7 @@ def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict
         store = read_note(own / _STORE_NAME).get("id")
         named = [path.parent if inside and path.name == inside else path for path in _paths_of_tiers(own)]
         for path in dict.fromkeys([*drives, *drives_of_config(root), *named]):
-            nbytes = sum(_bytes_of(path / inside / SNAPSHOT_FOLDER, store).values()) if store is not None else 0
+            nbytes = sum(_chunk_sizes(path / inside / SNAPSHOT_FOLDER, store).values()) if store is not None else 0
             if nbytes:
                 found[path] += nbytes
     return dict(found)
@@ -186,14 +186,14 @@ def describe_drives(spec: CheckpointSpec, drive_bytes: int) -> list[str]:
     found = bytes_on_drives(spec.output_dir, drives)
     lines = []
     if drive_bytes and spec.table.is_on:
-        names = _names(drives)
+        names = _quote_paths(drives)
         now = sum(found.get(path, 0) for path in drives)
         share = f"{format_size(drive_bytes)} of each checkpoint stay in {names} (now {format_size(now)})"
         lines.append(f"{share}: deleting that folder destroys them. {_advice(spec)}")
     elif any(path in found for path in drives):
         there = [path for path in drives if path in found]
         nbytes = format_size(sum(found[path] for path in there))
-        lines.append(f"{nbytes} of this run's checkpoints are in {_names(there)}: deleting that destroys them")
+        lines.append(f"{nbytes} of this run's checkpoints are in {_quote_paths(there)}: deleting that destroys them")
     others = {path: nbytes for path, nbytes in found.items() if path not in drives}
     lines += [f"{format_size(size)} of this run's earlier checkpoints are in '{path}'" for path, size in others.items()]
     return lines
@@ -207,7 +207,7 @@ def _advice(spec: CheckpointSpec) -> str:
     return f"A whole copy of {which} goes to '{spec.output_dir / COPIES_NAME}'"
 
 
-def _names(paths: Sequence[Path]) -> str:
+def _quote_paths(paths: Sequence[Path]) -> str:
     return ", ".join(f"'{path}'" for path in paths)
 
 
@@ -236,7 +236,7 @@ def _paths_of_tiers(directory: Path) -> Iterator[Path]:
             yield from (place.path for place in drive_places(read_manifest(directory, generation), directory))
 
 
-def _bytes_of(snap: Path, store: object) -> dict[int, int]:
+def _chunk_sizes(snap: Path, store: object) -> dict[int, int]:
     """Return the bytes of a store's chunk files by inode. A live run may remove files during this call."""
     sizes: dict[int, int] = {}
     for name in os.listdir(snap) if os.path.isdir(snap) else ():
@@ -251,7 +251,7 @@ def _bytes_of(snap: Path, store: object) -> dict[int, int]:
     return sizes
 
 
-def _num_files(block: BlockRecord, places: Sequence[Path]) -> int | None:
+def _count_files(block: BlockRecord, places: Sequence[Path]) -> int | None:
     """Return the number of files of a block's array, or None if the array's document is missing."""
     for place in places:
         try:

@@ -20,12 +20,12 @@ class LostPartsNotice:
 
     Attributes:
         places: Former locations of the parts, as in ``LostPart.place``.
-        is_absent: Whether a part's folder does not exist, for example because its drive is not mounted.
+        has_missing_folder: Whether a part's folder does not exist, for example because its drive is not mounted.
     """
 
     steps: tuple[int, ...]
     places: tuple[str, ...]
-    is_absent: bool
+    has_missing_folder: bool
 
     @classmethod
     def among(cls, entries: Iterable[InventoryEntry]) -> LostPartsNotice | None:
@@ -45,7 +45,7 @@ class LostPartsNotice:
     def remedy(self, output_dir: Path) -> str:
         """Return advice if no checkpoint is usable. It suggests removal only if the folders of all lost parts exist."""
         copy = "If this folder is a copy of a live run, copy it again; a larger checkpoint.save_total_limit keeps more"
-        if self.is_absent:
+        if self.has_missing_folder:
             back = "Restore that folder (mount its drive, restore a backup) and run again"
             return f"{back}. {copy}. To start from scratch, name another output_dir"
         return (

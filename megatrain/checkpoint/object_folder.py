@@ -71,7 +71,7 @@ class ObjectFolder:
 
     def read(self, name: str) -> bytes | None:
         """Return a small object, or None if it does not exist."""
-        with self._errors_explained(f"'{name}' cannot be read"):
+        with self._explain_errors(f"'{name}' cannot be read"):
             try:
                 return bytes(self._files.cat_file(f"{self._root}/{name}"))
             except FileNotFoundError:
@@ -81,7 +81,7 @@ class ObjectFolder:
         """Read an object and return its SHA-256. Call ``on_part`` with each part."""
         digest = hashlib.sha256()
         for start in range(0, nbytes, PART_BYTES):
-            with self._errors_explained(f"'{name}' cannot be read"):
+            with self._explain_errors(f"'{name}' cannot be read"):
                 try:
                     part = self._files.cat_file(
                         f"{self._root}/{name}", start=start, end=min(start + PART_BYTES, nbytes)
@@ -94,7 +94,7 @@ class ObjectFolder:
 
     def list_folders(self) -> list[str]:
         """Return the names of the folders and objects at the URL. Raises ``RemoteError``."""
-        with self._errors_explained("it cannot be listed"):
+        with self._explain_errors("it cannot be listed"):
             try:
                 names = self._files.ls(self._root, detail=False)
             except FileNotFoundError as error:
@@ -105,7 +105,7 @@ class ObjectFolder:
 
     def remove_folder(self, name: str, document: str) -> None:
         """Remove a folder, beginning with its document, so that readers ignore a partially removed folder."""
-        with self._errors_explained(f"'{name}' cannot be removed"):
+        with self._explain_errors(f"'{name}' cannot be removed"):
             with contextlib.suppress(FileNotFoundError):
                 self._files.rm_file(f"{self._root}/{name}/{document}")
             with contextlib.suppress(FileNotFoundError):
@@ -114,7 +114,7 @@ class ObjectFolder:
     def write(self, name: str, contents: bytes | Iterable[memoryview | bytes]) -> None:
         """Write an object. An interrupted write leaves no object or an incomplete object."""
         path = f"{self._root}/{name}"
-        with self._errors_explained(f"'{name}' cannot be written"):
+        with self._explain_errors(f"'{name}' cannot be written"):
             if self._has_folders:
                 self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
             if isinstance(contents, bytes):
@@ -134,7 +134,7 @@ class ObjectFolder:
             file.close()
 
     @staticmethod
-    def in_parallel(act: Callable[[Any], None], items: Sequence[Any]) -> None:
+    def run_parallel(act: Callable[[Any], None], items: Sequence[Any]) -> None:
         """Call ``act`` with each item on ``NUM_WORKERS`` threads. After an error, start no further call."""
         with ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="checkpoint-objects") as workers:
             futures = [workers.submit(act, item) for item in items]
@@ -152,7 +152,7 @@ class ObjectFolder:
         return f"checkpoint.save_copy: '{self.url}'"
 
     @contextlib.contextmanager
-    def _errors_explained(self, what: str) -> Iterator[None]:
+    def _explain_errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except (RemoteError, TieredError, CopyCancelledError):

@@ -43,7 +43,7 @@ class CheckpointReader:
         self._readers: list[GenerationReader] = []
         for rank, each in enumerate(checkpoint.ranks):
             own = [path / each.path for path in search]
-            with checkpoint.errors_with_rank(rank):
+            with checkpoint.add_rank_to_errors(rank):
                 self._readers.append(GenerationReader(checkpoint.folder / each.path, each.generation, own))
 
     def spec(self, key: str) -> BlockSpec:
@@ -85,7 +85,7 @@ class CheckpointReader:
         for rank, reader in enumerate(self._readers):
             first, last = max(start, rank * length), min(stop, (rank + 1) * length)
             if first < last:
-                with self.checkpoint.errors_with_rank(rank):
+                with self.checkpoint.add_rank_to_errors(rank):
                     parts.append(reader.read_range(key, first - rank * length, last - rank * length))
         return parts[0] if len(parts) == 1 else torch.cat(parts or [torch.empty(0, dtype=torch.uint8)])
 

@@ -122,7 +122,7 @@ class RemoteCopier:
 
     def offer(self, checkpoint: Checkpoint, *, is_last: bool = False) -> None:
         """Queue a checkpoint for copying, unless the URL already contains it. Every checkpoint is due."""
-        waiting = [each.identity for each in self._waiting]
+        waiting = [each.identity for each in self._uncopied]
         if checkpoint.identity not in self._copied and checkpoint.identity not in waiting:
             self._queue.append(checkpoint)
         self.poll()
@@ -145,25 +145,25 @@ class RemoteCopier:
             self._fail(job, worst.verdict, worst.text)
         elif not job.parts:
             parts = sorted((part for each in gathered for part in each.parts), key=lambda part: part.path)
-            self._begin(replace(job, parts=tuple(parts), num_failed=0))
+            self._start_try(replace(job, parts=tuple(parts), num_failed=0))
         else:
             self._complete(job, worst.text)
 
-    def wait_for_pruned(self, outgoing: Sequence[Checkpoint], should_stop: Callable[[], bool]) -> None:
+    def wait_until_prunable(self, outgoing: Sequence[Checkpoint], should_stop: Callable[[], bool]) -> None:
         """Wait until every checkpoint that the next commit prunes has been copied.
 
         If a stop was requested and the URL is unreachable, checkpoints are pruned without a copy, so that the newest
         steps can be saved.
         """
         going = [each.identity for each in outgoing]
-        while any(each.identity in going for each in self._waiting):
+        while any(each.identity in going for each in self._uncopied):
             is_stopping = any(self._gather(should_stop()))
             if is_stopping and self._try is not None and self._try.job.num_failed:
                 self._give_up(going)
                 return
             if not self._has_reported_waiting:
                 self._has_reported_waiting = True
-                step = next(each.step for each in self._waiting if each.identity in going)
+                step = next(each.step for each in self._uncopied if each.identity in going)
                 self._on_message(
                     f"training waits: the checkpoint of step {step} would be removed now, and is not in '{self._url}' "
                     "yet. Save less often, or keep more: checkpoint.save_total_limit"
@@ -179,7 +179,7 @@ class RemoteCopier:
         if self._try is None:
             self._start_next()
         if self._try is not None:
-            steps = ", ".join(str(each.step) for each in self._waiting)
+            steps = ", ".join(str(each.step) for each in self._uncopied)
             self._on_message(f"copying the checkpoint of step {steps} to '{self._url}'")
         while self._try is not None:
             job = self._try.job
@@ -198,16 +198,16 @@ class RemoteCopier:
     # -- the steps of a copy -----------------------------------------------------------------------------------------
 
     @property
-    def _waiting(self) -> list[Checkpoint]:
+    def _uncopied(self) -> list[Checkpoint]:
         """Checkpoints that wait for their copy or are being copied."""
         return [*([] if self._try is None else [self._try.job.checkpoint]), *self._queue]
 
     def _start_next(self) -> None:
         if not self._queue:
             return
-        self._begin(_UploadJob(self._queue.pop(0), self._number + 1, Upload(self._remote, Throttle())))
+        self._start_try(_UploadJob(self._queue.pop(0), self._number + 1, Upload(self._remote, Throttle())))
 
-    def _begin(self, job: _UploadJob, delay_s: float = 0.0) -> None:
+    def _start_try(self, job: _UploadJob, delay_s: float = 0.0) -> None:
         act = partial(self._run, job, delay_s)
         self._try = _UploadTry(job, run_on_thread(act, "checkpoint-upload", is_daemon=True))
 
@@ -240,10 +240,10 @@ class RemoteCopier:
             f"the checkpoint of step {step} is not in '{self._url}' yet: {problem}. It stays on its drive; next try "
             f"in {delay_s:.0f} s"
         )
-        self._begin(replace(job, num_failed=job.num_failed + 1), delay_s)
+        self._start_try(replace(job, num_failed=job.num_failed + 1), delay_s)
 
     def _give_up(self, going: Sequence[tuple[int | None, str]]) -> None:
-        lost = [each for each in self._waiting if each.identity in going]
+        lost = [each for each in self._uncopied if each.identity in going]
         if self._try is not None and self._try.job.checkpoint in lost:
             self._cancel()
         self._queue = [each for each in self._queue if each not in lost]

@@ -37,7 +37,7 @@ __all__ = [
     "RemotePart",
     "UrlInventory",
     "UrlInUseError",
-    "rules_at_url",
+    "settings_at_url",
 ]
 
 #: Format of the documents at the URL. Readers refuse newer formats.
@@ -106,8 +106,7 @@ class RemoteFolder:
 
         Args:
             output_dir: Folder of the run, where the run's identity is stored.
-            is_empty: Whether ``output_dir`` contains no checkpoint. If so, the run that owns the URL may continue in this
-                folder.
+            is_empty: Whether ``output_dir`` contains no checkpoint. If so, the run that owns the URL may continue here.
 
         Raises:
             UrlInUseError: Another run owns the URL.
@@ -276,7 +275,7 @@ def _body_sha256(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def rules_at_url(url: str) -> DecidedSettings | None:
+def settings_at_url(url: str) -> DecidedSettings | None:
     """Return the settings of the newest copy, or None if there is no copy. Raises ``RemoteError``."""
     found = (DecidedSettings.of_meta(each.checkpoint.meta) for each in RemoteFolder(url).checkpoints())
     return next((rules for rules in found if rules is not None), None)

@@ -34,7 +34,7 @@ __all__ = [
     "NoSuchCheckpointError",
     "check_changes",
     "download_newest",
-    "rules_of_newest",
+    "settings_of_newest",
     "find_candidates",
 ]
 
@@ -42,7 +42,7 @@ __all__ = [
 #: Function that receives a notice for the user.
 OnNotice = Callable[[str], None]
 #: Entries of ``RunState.model`` that affect results, with their names in messages.
-WHAT_DECIDES = {
+RESULT_ENTRIES = {
     "config_xxh3_64": "the model's config.json, as a checksum",
     "dtype": "precision.compute_dtype as resolved",
     "device": "device as resolved",
@@ -50,7 +50,7 @@ WHAT_DECIDES = {
     "decays": "the parameters that weight decay applies to, as a checksum of their names",
 }
 _DECAY_KEY = "optimizer.weight_decay_exclude"
-_KEYS_OF_BLOCKS = ("optimizer.state_dtype",)  # keys that set the format of blocks, which no run converts
+_BLOCK_FORMAT_KEYS = ("optimizer.state_dtype",)  # keys that set the format of blocks, which no run converts
 
 
 class ConfigChangedError(Exception):
@@ -90,7 +90,7 @@ def find_candidates(spec: CheckpointSpec, on_notice: OnNotice) -> list[Checkpoin
         CheckpointError: The folder contains checkpoints although the config forbids resuming, or the source has none.
     """
     source = spec.table.resume_from_checkpoint
-    found = _readable_in_run(spec.output_dir, spec.drives, on_notice)
+    found = _find_readable_in_run(spec.output_dir, spec.drives, on_notice)
     if source == "no":
         if found:
             step = found[0].checkpoint.step
@@ -101,12 +101,12 @@ def find_candidates(spec: CheckpointSpec, on_notice: OnNotice) -> list[Checkpoin
             )
         return []
     if found or source == "auto":
-        return _with_all_parts(found, spec.output_dir, on_notice)
+        return _select_complete(found, spec.output_dir, on_notice)
     other = Path(source)
     if any((other / name).is_dir() for name in (CHECKPOINTS_NAME, COPIES_NAME)):
-        candidates = _with_all_parts(_readable_in_run(other, spec.drives, on_notice), other, on_notice)
+        candidates = _select_complete(_find_readable_in_run(other, spec.drives, on_notice), other, on_notice)
     else:  # the source is itself a directory of generations
-        candidates = [each.checkpoint for each in _readable(other, spec.drives, on_notice)]
+        candidates = [each.checkpoint for each in _find_readable(other, spec.drives, on_notice)]
     if not candidates:
         raise NoSuchCheckpointError(
             f"checkpoint.resume_from_checkpoint: '{other}' holds no checkpoint. Name the output_dir of a run that saved"
@@ -147,7 +147,7 @@ def download_newest(
     problems: list[str] = []
     for each in newer:
         try:
-            best = _best_of(each, whole) if spec.table.load_best_model_at_end else None
+            best = _find_best_copy(each, whole) if spec.table.load_best_model_at_end else None
             for wanted in (best, each):
                 if wanted is not None and wanted.checkpoint.identity not in [each.identity for each in usable]:
                     size = format_size(wanted.nbytes)
@@ -164,13 +164,13 @@ def download_newest(
         )
 
 
-def _best_of(newest: RemoteCheckpoint, whole: Sequence[RemoteCheckpoint]) -> RemoteCheckpoint | None:
+def _find_best_copy(newest: RemoteCheckpoint, whole: Sequence[RemoteCheckpoint]) -> RemoteCheckpoint | None:
     best = newest.checkpoint.meta.get("best")
     step = best.get("step") if isinstance(best, Mapping) else None
     return next((each for each in whole if each.step == step and each.number < newest.number), None)
 
 
-def rules_of_newest(output_dir: Path, resume_from: str) -> DecidedSettings | None:
+def settings_of_newest(output_dir: Path, resume_from: str) -> DecidedSettings | None:
     """Return the settings of the checkpoint from which a run would resume, or None if there is none."""
     if resume_from == "no":
         return None
@@ -186,16 +186,16 @@ def rules_of_newest(output_dir: Path, resume_from: str) -> DecidedSettings | Non
     return None
 
 
-def _readable_in_run(output_dir: Path, drives: Sequence[Path], on_notice: OnNotice) -> list[InventoryEntry]:
+def _find_readable_in_run(output_dir: Path, drives: Sequence[Path], on_notice: OnNotice) -> list[InventoryEntry]:
     """Return a run's readable checkpoints and their copies, newest first.
 
-    Errors of ``_readable`` are raised only if there is no copy.
+    Errors of ``_find_readable`` are raised only if there is no copy.
     """
     copies: list[InventoryEntry] = []
     with contextlib.suppress(UnreadableCheckpointsError):
-        copies = _readable(output_dir / COPIES_NAME, drives, on_notice)
+        copies = _find_readable(output_dir / COPIES_NAME, drives, on_notice)
     try:
-        own = _readable(output_dir / CHECKPOINTS_NAME, drives, on_notice)
+        own = _find_readable(output_dir / CHECKPOINTS_NAME, drives, on_notice)
     except UnreadableCheckpointsError as error:
         if not copies:
             raise
@@ -204,7 +204,7 @@ def _readable_in_run(output_dir: Path, drives: Sequence[Path], on_notice: OnNoti
     return merge_entries(own, copies)
 
 
-def _with_all_parts(found: Sequence[InventoryEntry], output_dir: Path, on_notice: OnNotice) -> list[Checkpoint]:
+def _select_complete(found: Sequence[InventoryEntry], output_dir: Path, on_notice: OnNotice) -> list[Checkpoint]:
     """Return the checkpoints that have all parts. Report incomplete checkpoints in one notice.
 
     Raises:
@@ -229,7 +229,7 @@ def _describe_remains(output_dir: Path) -> str:
     return "There is no copy of them in output_dir, and no other checkpoint that a run could continue"
 
 
-def _readable(folder: Path, drives: Sequence[Path], on_notice: OnNotice) -> list[InventoryEntry]:
+def _find_readable(folder: Path, drives: Sequence[Path], on_notice: OnNotice) -> list[InventoryEntry]:
     """Return the checkpoints in a folder whose documents can be read, newest first. Some may have lost parts.
 
     The errors prevent a run from skipping or overwriting saved work.
@@ -291,7 +291,7 @@ def check_changes(
     Raises:
         ConfigChangedError: The data or a key that alters results has changed, and ``allow`` is False.
     """
-    others = {key for key, value in model.items() if key in WHAT_DECIDES and checkpoint.state.model.get(key) != value}
+    others = {key for key, value in model.items() if key in RESULT_ENTRIES and checkpoint.state.model.get(key) != value}
     # Compare the decayed parameters instead of the globs, because a default's globs may change between versions.
     globs = [change for change in changes.altering if change.key == _DECAY_KEY]
     without_effect = globs if "decays" in model and "decays" not in others else []
@@ -300,13 +300,13 @@ def check_changes(
     altering = [str(change) for change in changes.altering if change not in without_effect]
     altering += [
         f"{what}: {checkpoint.state.model.get(key)} -> {model[key]}"
-        for key, what in WHAT_DECIDES.items()
+        for key, what in RESULT_ENTRIES.items()
         if key in others
     ]
     if checkpoint.state.data_fingerprint != data_fingerprint:
         altering.append("data: the rows of [[data.train]] differ, or are in another order")
     if altering and not allow:
-        is_readable = not any(change.key in _KEYS_OF_BLOCKS for change in changes.altering)
+        is_readable = not any(change.key in _BLOCK_FORMAT_KEYS for change in changes.altering)
         ways = ", name another output_dir, or accept the changes with --allow-config-change"
         raise ConfigChangedError(
             f"this config would continue {checkpoint} with other results:\n"

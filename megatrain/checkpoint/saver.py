@@ -103,7 +103,7 @@ class Saver:
             start_s = time.perf_counter()
             self.finish()
             self._wait_for_space(state.step)
-            self._copier.wait_for_pruned(self._writer.outgoing(), self._should_stop)
+            self._copier.wait_until_prunable(self._writer.outgoing(), self._should_stop)
             with ready():
                 self._writer.begin()
                 state = replace(state, save_number=self._writer.next_save_number())

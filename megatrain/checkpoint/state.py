@@ -183,7 +183,7 @@ class RunState:
         first_loss = loss if self.first_loss is None else self.first_loss
         return replace(self, first_loss=first_loss, last_loss=loss, first_losses=first, last_losses=last)
 
-    def saved_now(self) -> RunState:
+    def with_save_time(self) -> RunState:
         """Return the state with the current time as its save time."""
         # The time has microseconds, because older versions order checkpoints by this text.
         return replace(self, saved_at=now_text("microseconds"))

@@ -26,14 +26,14 @@ from tiered.units import GiB
 MIN_GENERATIONS = 2
 
 
-def _as_source(value: object) -> object:
+def _parse_source(value: object) -> object:
     """Convert true to "auto" and false to "no", because other tools use these booleans."""
     return {True: "auto", False: "no"}[value] if isinstance(value, bool) else value
 
 
 ResumeSource = Annotated[
     str,
-    BeforeValidator(_as_source),
+    BeforeValidator(_parse_source),
     Field(min_length=1),
     WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, {"type": "boolean"}]}),
     is_path("auto", "no"),
@@ -127,15 +127,15 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
     @property
     def num_generations(self) -> int:
         """Number of checkpoints for which the plan reserves disk space, or 0 if the run never saves."""
-        return self._most_kept + self.load_best_model_at_end if self.is_on else 0
+        return self._max_kept + self.load_best_model_at_end if self.is_on else 0
 
     @property
     def num_copies(self) -> int:
         """Maximum number of whole copies in ``output_dir``, or 0 if the run stores none there."""
-        return self._most_kept if self.is_on and self.save_copy is not False and self.copy_url is None else 0
+        return self._max_kept if self.is_on and self.save_copy is not False and self.copy_url is None else 0
 
     @property
-    def _most_kept(self) -> int:
+    def _max_kept(self) -> int:
         return max(self.save_total_limit, MIN_GENERATIONS)  # a save removes its predecessor only after it is complete
 
     def without_saves(self) -> CheckpointConfig:

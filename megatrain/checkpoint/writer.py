@@ -109,13 +109,13 @@ class CheckpointFolder:
             try:
                 found = find(), None
             except (TieredError, CheckpointError, OSError) as error:
-                found = None, self.with_rank(str(error))
+                found = None, self.add_rank(str(error))
         result, problem = self.gather(found)[0]
         if problem is not None:
             raise CheckpointError(problem)
         return result
 
-    def with_rank(self, problem: str) -> str:
+    def add_rank(self, problem: str) -> str:
         """Add this rank's number to an error message, if there are several ranks."""
         return f"rank {self.rank}: {problem}" if self.is_listed else problem
 
@@ -130,8 +130,8 @@ class CheckpointWriter:
         is_past: Function that returns whether a checkpoint is not newer than the checkpoint that this run loaded. Newer
             checkpoints could not be loaded, so the first save drops them and keeps the loaded checkpoint.
         save_number: Largest save number among the copies at a URL.
-        starts_over: Whether the run starts from scratch. Generations without a checkpoint are then kept until the run has
-            saved its first checkpoint.
+        starts_over: Whether the run starts from scratch. Generations without a checkpoint are then kept until the run
+            has saved its first checkpoint.
     """
 
     def __init__(
@@ -147,13 +147,13 @@ class CheckpointWriter:
     ) -> None:
         self.folder, self._lanes, self._elements, self._is_past = folder, lanes, dict(elements), is_past
         self._save_number = max(save_number, *(each.save_number for each in folder.known), 0)
-        self._unnamed: dict[str, list[int]] = {}
+        self._orphans: dict[str, list[int]] = {}
         if folder.is_listed and starts_over:
-            self._unnamed = folder.run_on_first_rank(
+            self._orphans = folder.run_on_first_rank(
                 lambda: {path: list_generations(folder.path / path) for path in folder.paths}
             )
         if folder.is_listed:
-            store.keep_only(lambda: [*folder.generations(folder.known), *self._unnamed.get(folder.own, ())])
+            store.keep_only(lambda: [*folder.generations(folder.known), *self._orphans.get(folder.own, ())])
         else:  # each generation is a checkpoint, and the store itself limits their number
             store.keep_also(lambda: folder.generations([folder.best]))
 
@@ -190,7 +190,7 @@ class CheckpointWriter:
         if self.folder.rank == 0:
             left = self.folder.newest(self._past_checkpoints, self._num_left)
             named = {(rank.path, rank.generation) for each in left for rank in each.ranks}
-            named |= {(path, number) for path, numbers in self._unnamed.items() for number in numbers}
+            named |= {(path, number) for path, numbers in self._orphans.items() for number in numbers}
             for path in self.folder.paths:
                 directory = self.folder.path / path
                 for number in list_generations(directory):
@@ -218,7 +218,7 @@ class CheckpointWriter:
             number = 1 + max((each.number for each in folder.known), default=0)
         made = Checkpoint(folder.path, number, ranks, dict(meta), self._lanes, self._elements)
         folder.change(folder.keep, made=made)
-        self._unnamed = {}
+        self._orphans = {}
         return made
 
     def _wait_for_all_ranks(self, commit: Commit) -> tuple[RankGeneration, ...]:
@@ -232,7 +232,7 @@ class CheckpointWriter:
         except (TieredError, OSError) as error:
             if not folder.is_listed:
                 raise
-            own = None, folder.with_rank(str(error))
+            own = None, folder.add_rank(str(error))
         everyone = folder.gather(own)
         failed = [problem for generation, problem in everyone if generation is None]
         if failed:
@@ -274,7 +274,7 @@ def finish_copy(
             own = rank_generation(folder, figures.generation)
         except GenerationError as failure:
             problem = str(failure)
-    everyone = folder.gather((own, figures, folder.with_rank(problem)))
+    everyone = folder.gather((own, figures, folder.add_rank(problem)))
     failed = [text for generation, _, text in everyone if generation is None]
     if failed:
         raise CheckpointError("; ".join(failed))

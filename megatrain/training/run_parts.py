@@ -212,7 +212,7 @@ def _make_writer(
         store,
         lanes=run.num_lanes,
         elements={key: place.num_elements for key, place in saved_places(plan).items()},
-        is_past=lambda each: loaded is None or not loaded.belongs_to(run.output_dir) or each.is_not_after(loaded),
+        is_past=lambda each: loaded is None or not loaded.belongs_to(run.output_dir) or each.is_not_newer_than(loaded),
         save_number=max(remote_save_number, *(each.save_number for each in copies), 0),
         starts_over=loaded is None,
     )

@@ -13,14 +13,14 @@ import torch
 from megatrain.base.observer import RunSummary
 from megatrain.checkpoint.copier import open_copier
 from megatrain.checkpoint.document import Checkpoint
-from megatrain.checkpoint.remote_folder import rules_at_url
+from megatrain.checkpoint.remote_folder import settings_at_url
 from megatrain.checkpoint.resume import (
     ConfigChangedError,
     LostCheckpointsError,
     check_changes,
     download_newest,
     find_candidates,
-    rules_of_newest,
+    settings_of_newest,
 )
 from megatrain.checkpoint.state import ARITHMETIC, CheckpointError, RunState, installed_versions
 from megatrain.config.resolved import changes_from, config_from_toml, to_toml
@@ -279,9 +279,9 @@ def with_checkpoint_settings(run: RunSpec) -> RunSpec:
     The settings are the number of lanes, the tokens of a micro-batch, Muon's treatment of fused parameters, and the
     kernels of liger and flash attention. They affect the plan, so call this function before planning.
     """
-    kept = rules_of_newest(run.output_dir, run.checkpoint.table.resume_from_checkpoint)
+    kept = settings_of_newest(run.output_dir, run.checkpoint.table.resume_from_checkpoint)
     if kept is None and run.checkpoint.table.copy_url is not None:  # there is no local checkpoint
-        kept = rules_at_url(run.checkpoint.table.copy_url)
+        kept = settings_at_url(run.checkpoint.table.copy_url)
     if run.optimizer.optim == "muon" and run.optimizer.muon_fused == "auto":
         rule = "parts" if kept is None else kept.muon_fused
         run = replace(run, optimizer=run.optimizer.model_copy(update={"muon_fused": rule}))

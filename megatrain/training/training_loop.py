@@ -202,7 +202,7 @@ class TrainingLoop:
         if (is_due and self._has_steps_left) or self._consensus.saves_immediately:
             self._signals.save_requested = False
             self._activity.begin("saving")
-            self._saver.save(self.state.saved_now(), self._checkpoint)
+            self._saver.save(self.state.with_save_time(), self._checkpoint)
             # If a stop was requested while the ranks waited for space, no further step runs, as in a single process.
             self._consensus.agree_to_stop()
 
@@ -211,7 +211,7 @@ class TrainingLoop:
         table = self._run.checkpoint.table
         if table.save_strategy != "no" or (self._consensus.stops and table.save_on_signal):
             self._activity.begin("saving")
-            self._saver.save(self.state.saved_now(), self._checkpoint, wait=True)
+            self._saver.save(self.state.with_save_time(), self._checkpoint, wait=True)
         self._saver.finish()
         self._saver.copy_last()
 

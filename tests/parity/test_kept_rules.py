@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.checkpoint.resume import rules_of_newest
+from megatrain.checkpoint.resume import settings_of_newest
 from megatrain.checkpoint.state import DecidedSettings
 from megatrain.config import load_config
 from megatrain.plan.plan import Plan
@@ -31,7 +31,7 @@ def trainer(folder: Path, model: Path, steps: int, batch: str = SIX_ROWS, **tabl
 
 
 def tokens_kept(folder: Path) -> int | None:
-    kept = rules_of_newest(folder / "out", "auto")
+    kept = settings_of_newest(folder / "out", "auto")
     assert kept is not None
     return kept.micro_batch_tokens
 

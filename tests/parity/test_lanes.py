@@ -15,7 +15,7 @@ from torch import Tensor
 from megatrain.base import layout as layouts
 from megatrain.base.errors import ConfigError
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS, UnitLayout, views
-from megatrain.checkpoint.resume import rules_of_newest
+from megatrain.checkpoint.resume import settings_of_newest
 from megatrain.config import load_config
 from megatrain.engine.head import head_plan
 from megatrain.engine.micro_batches import count_labels, shifted_labels
@@ -247,9 +247,9 @@ def test_a_run_keeps_the_lanes_that_it_began_with(tiny_model: Path, tmp_path: Pa
         (tmp_path / "run.toml").write_text(text)
         return Trainer(load_config(tmp_path / "run.toml").config)
 
-    assert rules_of_newest(tmp_path / "out", "auto") is None
+    assert settings_of_newest(tmp_path / "out", "auto") is None
     trainer(4, 1).train()
-    kept = rules_of_newest(tmp_path / "out", "auto")
+    kept = settings_of_newest(tmp_path / "out", "auto")
     assert kept is not None and (kept.num_lanes, kept.micro_batch_tokens) == (4, 2048)
     going_on = trainer("auto", 2)
     assert going_on.plan.program.sharding.own_lanes.num_lanes == 4

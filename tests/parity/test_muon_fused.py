@@ -98,7 +98,7 @@ def test_a_resumed_run_keeps_its_rule(fused_model: Path, tmp_path: Path, monkeyp
         str(each.key) for each in changes_from(before, with_values(config, {"optimizer.muon_fused": "parts"})).altering
     ] == ["optimizer.muon_fused"]
     older = DecidedSettings.of_meta({"config_toml": '[optimizer]\noptim = "muon"'})
-    monkeypatch.setattr("megatrain.training.start.rules_of_newest", lambda *_: older)
+    monkeypatch.setattr("megatrain.training.start.settings_of_newest", lambda *_: older)
     assert with_checkpoint_settings(resolve(config)).optimizer.muon_fused == "whole"
-    monkeypatch.setattr("megatrain.training.start.rules_of_newest", lambda *_: None)
+    monkeypatch.setattr("megatrain.training.start.settings_of_newest", lambda *_: None)
     assert with_checkpoint_settings(resolve(config)).optimizer.muon_fused == "parts"

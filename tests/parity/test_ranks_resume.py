@@ -9,7 +9,7 @@ import pytest
 
 from megatrain.checkpoint.inventory import RunInventory, find_checkpoint, next_start
 from megatrain.checkpoint.removal import remove_checkpoint
-from megatrain.checkpoint.resume import rules_of_newest
+from megatrain.checkpoint.resume import settings_of_newest
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.training.export import export_checkpoint
 from oracles.tiered_run import ALL_NVME, config_text
@@ -49,7 +49,7 @@ def test_another_world_size_resumes_bitwise_equal(worlds: tuple[int, ...], tiny_
         entries = RunInventory(out).entries
         assert next_start(entries) is entries[-1] and entries[-1].problem is None
         assert (entries[-1].checkpoint.step, entries[-1].checkpoint.world) == (step + 1, world)
-        kept = rules_of_newest(out, "auto")
+        kept = settings_of_newest(out, "auto")
         assert kept is not None and kept.num_lanes == 4
         if world > 1:
             verified = RunInventory(out).verify(step + 1)

@@ -397,7 +397,7 @@ def test_a_stop_while_the_url_is_away_saves_the_last_steps(
     def refuse(*arguments: Any) -> None:
         raise object_folder.RemoteError("the bucket went away")
 
-    waits = remote_copier.RemoteCopier.wait_for_pruned
+    waits = remote_copier.RemoteCopier.wait_until_prunable
 
     def wait_and_be_stopped(self: Any, outgoing: Any, should_stop: Any) -> None:
         if outgoing and not stops:
@@ -407,7 +407,7 @@ def test_a_stop_while_the_url_is_away_saves_the_last_steps(
 
     stops: list[bool] = []
     monkeypatch.setattr(Upload, "send", refuse)
-    monkeypatch.setattr(remote_copier.RemoteCopier, "wait_for_pruned", wait_and_be_stopped)
+    monkeypatch.setattr(remote_copier.RemoteCopier, "wait_until_prunable", wait_and_be_stopped)
     monkeypatch.setattr(remote_copier, "LAST_TRY", 2)
     path = run.write_config(**to(url))
     path.write_text(path.read_text().replace("save_total_limit = 3", "save_total_limit = 1"))

@@ -44,7 +44,7 @@ def test_unreadable_checkpoints_rank_behind_newer_ones() -> None:
 def test_later_of_two_saves_in_one_second_resumes() -> None:
     """A run of one process saves, and right after it a run of two, whose generations have other numbers."""
     state = make_state()
-    first, second = (of_one(number, state.saved_now().saved_at) for number in (2, 1))
+    first, second = (of_one(number, state.with_save_time().saved_at) for number in (2, 1))
     of_before = of_one(3, first.saved_at[:19] + "+00:00")  # by a version that wrote whole seconds
     for own, others in (([first], [second]), ([second], [first])):
         assert merge_by_save(own, others) == [second, first]
@@ -63,7 +63,7 @@ def test_save_number_takes_precedence_over_clocks() -> None:
     # One process after two: the document of the ranks has the larger number and the later time, and is older.
     of_ranks = replace(counted(9, 2, "2027-01-01"), ranks=(RankGeneration("rank00000", 7, "0" * 16),))
     assert merge_by_save(own, [of_ranks]) == [*own, of_ranks] == merge_by_save([of_ranks], own)
-    assert of_ranks.is_not_after(own[2]) and not own[2].is_not_after(of_ranks)
+    assert of_ranks.is_not_newer_than(own[2]) and not own[2].is_not_newer_than(of_ranks)
     assert own[0].order_key > own[2].order_key > of_ranks.order_key
 
 
