@@ -26,15 +26,15 @@ class AbsentWeightError(RuntimeError):
     """A module's values were read while they were only in the store.
 
     Args:
-        what: Name of the parameter or module.
+        name: Name of the parameter or module.
     """
 
-    def __init__(self, what: str, operation: str, *, is_gradient: bool = False) -> None:
+    def __init__(self, name: str, operation: str, *, is_gradient: bool = False) -> None:
         if is_gradient:
-            super().__init__(f"{operation}: {_GRADIENT_REMEDY.format(what)}")
+            super().__init__(f"{operation}: {_GRADIENT_REMEDY.format(name)}")
             return
         super().__init__(
-            f"{operation}: the values of {what} are in the tiered store. They are in memory during the forward and "
+            f"{operation}: the values of {name} are in the tiered store. They are in memory during the forward and "
             "backward of the module. Elsewhere, use `with megatrain.gathered(module):` to read or change them, or "
             "megatrain.named_tensors(model) to send them to another program"
         )
@@ -45,17 +45,17 @@ _DATA: Any = Tensor.data
 _GRADIENT: Any = Tensor.grad
 _BLOCK = "_megatrain_block"
 _CLASS = "_megatrain_class"
-_ANSWERED = METADATA_QUERIES | {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
+_ALLOWED_CALLS = METADATA_QUERIES | {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
 #: Properties that return values. For an absent parameter they return a placeholder, like ``detach``.
-_CONTENTS = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
+_VALUE_PROPERTIES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 
 
 class ParameterGradients(Protocol):
     """Interface of ``GradientBlock``: gradients in the store, by parameter."""
 
-    def has(self, parameter: nn.Parameter) -> bool: ...
+    def has_gradient(self, parameter: nn.Parameter) -> bool: ...
 
-    def forget(self, parameter: nn.Parameter) -> None: ...
+    def drop_gradient(self, parameter: nn.Parameter) -> None: ...
 
     def move_hook_last(self, parameter: Tensor) -> None: ...
 
@@ -68,31 +68,31 @@ class ParameterHolder(Protocol):
 
     def name_of(self, parameter: Tensor) -> str: ...
 
-    def note_data_taken(self, parameter: nn.Parameter) -> None: ...
+    def watch_data(self, parameter: nn.Parameter) -> None: ...
 
-    def provide(self) -> bool: ...
+    def provide_weights(self) -> bool: ...
 
 
-def _answer(
+def _dispatch(
     cls: type, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Call a torch function with absent tensors if it needs only their metadata or their values can be fetched."""
+    """Call a torch function with absent tensors. Raise an error if it needs values that cannot be fetched."""
     kwargs = kwargs or {}
     name = getattr(func, "__name__", str(func))
     property_name = getattr(getattr(func, "__self__", None), "__name__", "")
-    is_property = name == "__get__" and property_name not in _CONTENTS
-    if not is_property and (name, property_name) != ("__set__", "requires_grad") and name not in _ANSWERED:
-        absent = _absent([*args, *kwargs.values()])
+    is_property = name == "__get__" and property_name not in _VALUE_PROPERTIES
+    if not is_property and (name, property_name) != ("__set__", "requires_grad") and name not in _ALLOWED_CALLS:
+        absent = _find_absent([*args, *kwargs.values()])
         if absent and all(map(_provide, absent)):
             return func(*args, **kwargs)
         if func is torch.autograd.grad:
-            return func(*_by_node(args), **dict(zip(kwargs, _by_node(kwargs.values()), strict=True)))
+            return func(*_replace_by_nodes(args), **dict(zip(kwargs, _replace_by_nodes(kwargs.values()), strict=True)))
         asked = absent[0] if absent else None
         if asked is not None and (name == "detach" or name == "__get__"):
-            return make_placeholder(asked, _what(asked), is_gradient=_is_gradient(asked))
-        what = "an offloaded module" if asked is None else _what(asked)
+            return make_placeholder(asked, _name_of(asked), is_gradient=_is_gradient(asked))
+        owner = "an offloaded module" if asked is None else _name_of(asked)
         operation = property_name if name in ("__get__", "__set__") else name
-        raise AbsentWeightError(what, operation, is_gradient=_is_gradient(asked))
+        raise AbsentWeightError(owner, operation, is_gradient=_is_gradient(asked))
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
@@ -121,7 +121,7 @@ class PresentParameter(_OffloadedParameter):
         """Values of the parameter."""
         block = holder_of(self)
         if block is not None:
-            block.note_data_taken(self)
+            block.watch_data(self)
         values: Tensor = _DATA.__get__(self)
         return values
 
@@ -131,14 +131,14 @@ class PresentParameter(_OffloadedParameter):
 
 
 class StoredParameter(_OffloadedParameter):
-    """Class of a parameter while its values are in the store. The parameter changes to this class and back.
+    """Class of a parameter while its values are in the store, otherwise ``PresentParameter``.
 
     The parameter has the correct shape, dtype and device, but uses the memory of only one element. Reading its values
     raises ``AbsentWeightError``, so wrong values are never returned. ``grad`` is None, or a placeholder if the store
     contains a gradient. Setting ``grad`` to None discards the gradient.
     """
 
-    __torch_function__: Any = classmethod(_answer)
+    __torch_function__: Any = classmethod(_dispatch)
 
     @property
     def grad(self) -> Tensor | None:
@@ -148,7 +148,7 @@ class StoredParameter(_OffloadedParameter):
         arrived = gradient_of(self)
         if arrived is not None:
             return arrived
-        if block.gradients is None or not block.gradients.has(self):
+        if block.gradients is None or not block.gradients.has_gradient(self):
             return None
         return make_placeholder(self, block.name_of(self), is_gradient=True)
 
@@ -160,7 +160,7 @@ class StoredParameter(_OffloadedParameter):
             raise AbsentWeightError(block.name_of(self), "setting a gradient", is_gradient=True)
         set_gradient(self, value)
         if value is None and block.gradients is not None:
-            block.gradients.forget(self)
+            block.gradients.drop_gradient(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         block = holder_of(self)
@@ -171,14 +171,14 @@ class StoredParameter(_OffloadedParameter):
 class Placeholder(Tensor):
     """Tensor with the metadata of a tensor in the store. Operations that need values raise an error."""
 
-    what: str
+    source_name: str
     is_gradient: bool
 
-    __torch_function__: Any = classmethod(_answer)
+    __torch_function__: Any = classmethod(_dispatch)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         kind = "gradient of " if self.is_gradient else ""
-        return f"<{kind}{self.what}: {tuple(self.shape)}, {self.dtype}, in the store>"
+        return f"<{kind}{self.source_name}: {tuple(self.shape)}, {self.dtype}, in the store>"
 
 
 def holder_of(parameter: Tensor) -> ParameterHolder | None:
@@ -227,29 +227,29 @@ def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
         _GRADIENT.__set__(parameter, gradient)
 
 
-def make_placeholder(parameter: Tensor, what: str, *, is_gradient: bool = False) -> Placeholder:
+def make_placeholder(parameter: Tensor, name: str, *, is_gradient: bool = False) -> Placeholder:
     """Return a ``Placeholder`` with the metadata of ``parameter``."""
     with torch._C.DisableTorchFunctionSubclass():
         empty = placeholder(parameter.shape, parameter.dtype, parameter.device)
         made = Tensor._make_subclass(Placeholder, empty)
     assert isinstance(made, Placeholder)
-    made.what, made.is_gradient = what, is_gradient
+    made.source_name, made.is_gradient = name, is_gradient
     return made
 
 
-def _by_node(values: Iterable[Any]) -> list[Any]:
-    """Replace absent parameters with their graph nodes, because nodes need no values."""
+def _replace_by_nodes(values: Iterable[Any]) -> list[Any]:
+    """Replace absent parameters with their graph nodes, which ``torch.autograd.grad`` accepts without values."""
 
-    def named(value: Any) -> Any:
+    def to_node(value: Any) -> Any:
         if isinstance(value, StoredParameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return get_gradient_edge(value)
-        return tuple(map(named, value)) if isinstance(value, list | tuple) else value
+        return tuple(map(to_node, value)) if isinstance(value, list | tuple) else value
 
-    return list(map(named, values))
+    return list(map(to_node, values))
 
 
-def _absent(values: list[Any]) -> list[Tensor]:
+def _find_absent(values: list[Any]) -> list[Tensor]:
     """Return the absent tensors among arguments, including those inside lists."""
     flat = [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
     return [one for one in flat if isinstance(one, StoredParameter | Placeholder)]
@@ -260,15 +260,15 @@ def _provide(parameter: Tensor) -> bool:
     if not isinstance(parameter, StoredParameter):
         return not isinstance(parameter, Placeholder)
     block = holder_of(parameter)
-    return block is not None and block.provide()
+    return block is not None and block.provide_weights()
 
 
-def _is_gradient(asked: Tensor | None) -> bool:
-    return isinstance(asked, Placeholder) and asked.is_gradient
+def _is_gradient(tensor: Tensor | None) -> bool:
+    return isinstance(tensor, Placeholder) and tensor.is_gradient
 
 
-def _what(asked: Tensor) -> str:
-    if isinstance(asked, Placeholder):
-        return asked.what
-    block = holder_of(asked)
-    return "a parameter" if block is None else block.name_of(asked)
+def _name_of(tensor: Tensor) -> str:
+    if isinstance(tensor, Placeholder):
+        return tensor.source_name
+    block = holder_of(tensor)
+    return "a parameter" if block is None else block.name_of(tensor)

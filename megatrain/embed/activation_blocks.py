@@ -35,7 +35,7 @@ class ActivationBlocks:
     """The blocks of saved tensors in one store. Thread-safe.
 
     Each stored tensor gets a new block. After a block is unregistered, its tiers keep the buffers and files for blocks
-    of the same size until they need the space.
+    of the same size until the tiers need the space.
 
     Attributes:
         has_warned: Whether a lack of space was already logged.
@@ -45,9 +45,9 @@ class ActivationBlocks:
         self.has_warned = False
         self._lock = threading.Lock()
         # Finalizers only append to this deque. They can run in any thread, even one that holds this lock or the
-        # store's.
-        self._dead: deque[ActivationBlock] = deque()
-        self._registered_bytes = self._num_names = 0
+        # store's lock.
+        self._released: deque[ActivationBlock] = deque()
+        self._registered_bytes = self._num_registered = 0
 
     def register(
         self, store: TieredStore, nbytes: int, homes: Sequence[str], max_bytes: int | None
@@ -63,18 +63,18 @@ class ActivationBlocks:
         """
         if not homes:
             return None
-        size = rounded_bytes(nbytes)
+        size = round_block_bytes(nbytes)
         with self._lock:
             for waits in (False, True):
                 self._collect_locked(store, waits=waits)
                 if max_bytes is not None and self._registered_bytes + size > max_bytes:
                     continue
-                key = f"activations/{self._num_names}"
+                key = f"activations/{self._num_registered}"
                 try:
                     home = shared_state(store).register(key, size, torch.uint8, homes, durable=False)
                 except CapacityError:
                     continue
-                self._num_names += 1
+                self._num_registered += 1
                 self._registered_bytes += size
                 return ActivationBlock(key, home, size)
         return None
@@ -83,15 +83,15 @@ class ActivationBlocks:
     def in_use_bytes(self) -> int:
         """Bytes of the blocks that a backward may still read."""
         with self._lock:
-            return self._registered_bytes - sum(block.nbytes for block in list(self._dead))
+            return self._registered_bytes - sum(block.nbytes for block in list(self._released))
 
     def release(self, block: ActivationBlock) -> None:
         """Release a block whose contents are no longer needed."""
-        self._dead.append(block)
+        self._released.append(block)
 
     def release_with(self, owner: object, block: ActivationBlock) -> None:
         """Release a block when ``owner`` is freed, which can happen in any thread."""
-        weakref.finalize(owner, self._dead.append, block).atexit = False
+        weakref.finalize(owner, self._released.append, block).atexit = False
 
     def collect(self, store: TieredStore, *, waits: bool = False) -> None:
         """Unregister released blocks. Do nothing if another thread is already doing so.
@@ -99,7 +99,7 @@ class ActivationBlocks:
         Args:
             waits: Whether to wait for the other thread, and for blocks in transfer.
         """
-        if self._dead and self._lock.acquire(blocking=waits):
+        if self._released and self._lock.acquire(blocking=waits):
             try:
                 self._collect_locked(store, waits=waits)
             finally:
@@ -107,21 +107,21 @@ class ActivationBlocks:
 
     def _collect_locked(self, store: TieredStore, *, waits: bool) -> None:
         if store.is_closed:  # closing the store removed the blocks
-            self._dead.clear()
+            self._released.clear()
             self._registered_bytes = 0
             return
         ended = []
-        for _ in range(len(self._dead)):
-            block = self._dead.popleft()
+        for _ in range(len(self._released)):
+            block = self._released.popleft()
             if waits or block.transfer is None or block.transfer.done():
                 ended.append(block)
             else:
-                self._dead.append(block)  # unregistering the block now would wait for its transfer
+                self._released.append(block)  # unregistering the block now would wait for its transfer
         store.unregister(*(block.key for block in ended))  # unregistered blocks are not written back
         self._registered_bytes -= sum(block.nbytes for block in ended)
 
 
-def rounded_bytes(nbytes: int) -> int:
+def round_block_bytes(nbytes: int) -> int:
     """Round ``nbytes`` up to one of eight sizes per power of two, so that blocks of similar size can share buffers."""
     step = max(PAGE_BYTES, 1 << max(0, (max(nbytes, 1) - 1).bit_length() - 4))
     return round_up(max(nbytes, 1), step)

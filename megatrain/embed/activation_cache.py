@@ -17,7 +17,7 @@ from tiered import Lease, Mode, TieredStore
 from tiered.errors import CapacityError
 from tiered.units import GiB
 
-#: A tensor stays in memory if the staging tier has no space for it within this time.
+#: A tensor stays in memory if the staging tier does not free enough space within this time.
 _MAX_WAIT_S = 60.0
 #: Limits of one look-ahead: number of stored tensors to search, and number of transfers to request.
 _MAX_STEPS_BACK = 64
@@ -114,14 +114,14 @@ class ActivationCache:
             stored = StoredElements(source, elements, block, self._num_stored, device, lease.tier, is_staged)
             self._num_stored += 1
             self._live[stored.number] = stored
-            leaving = self._note_staged(stored, route.lookahead_bytes) if is_staged else []
+            leaving = self._add_staged(stored, route.lookahead_bytes) if is_staged else []
         self.blocks.release_with(stored, block)
         source.stored[elements] = stored
         for old in leaving:
             old.block.transfer = self._store.evict(old.block.key, old.staging)
         return stored
 
-    def _note_staged(self, stored: StoredElements, lookahead_bytes: int) -> list[StoredElements]:
+    def _add_staged(self, stored: StoredElements, lookahead_bytes: int) -> list[StoredElements]:
         """Add the newest elements, and return the oldest elements that no longer fit in the look-ahead."""
         self._staged.append((stored.block.nbytes, ref(stored)))
         self._staged_bytes += stored.block.nbytes
@@ -131,7 +131,7 @@ class ActivationCache:
             self._staged_bytes -= nbytes
             old = reference()
             if old is not None:
-                old.is_near = False
+                old.is_staged = False
                 leaving.append(old)
         return leaving
 
@@ -174,11 +174,11 @@ class ActivationCache:
                 ahead_bytes += other.block.nbytes
                 if ahead_bytes > route.lookahead_bytes:
                     return
-            if other.is_near or (other is not stored and other.source.memory() is not None):
+            if other.is_staged or (other is not stored and other.source.memory() is not None):
                 continue
             transfer = self._store.prefetch(other.block.key, route.staging[0])
             if not transfer.skipped:  # skipped if there is no space, or if the block is already in transfer
-                other.is_near, other.block.transfer = True, transfer
+                other.is_staged, other.block.transfer = True, transfer
             num_fetches += 1
             if num_fetches >= _MAX_FETCHES:
                 return
@@ -201,8 +201,8 @@ class ActivationCache:
 
     def _new_route(self, device: torch.device) -> _Route:
         places = [(name, self._store.tier(name).device) for name in self._names]
-        own = [name for name, place in places if place is not None and _is_same(place, device)]
-        addressable = [name for name, place in places if place is not None]
+        own = [name for name, tier_device in places if tier_device is not None and _is_same_device(tier_device, device)]
+        addressable = [name for name, tier_device in places if tier_device is not None]
         first = self._names.index((own or addressable)[0])
         # A copy in the tensor's own tier frees no memory, so it is made only if the user chose this tier (``tier``).
         slower = self._names[first + 1 :] if own else self._names[first:]
@@ -214,8 +214,8 @@ class ActivationCache:
         return _Route(homes, staging, lookahead_bytes)
 
 
-def _is_same(place: torch.device, device: torch.device) -> bool:
-    return place.type == device.type and (place.index is None or place.index == device.index)
+def _is_same_device(tier_device: torch.device, device: torch.device) -> bool:
+    return tier_device.type == device.type and (tier_device.index is None or tier_device.index == device.index)
 
 
 def _current_stream(device: torch.device) -> Any:

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 
 from megatrain.embed.activation_cache import ActivationCache, ActivationStats
 from megatrain.embed.saved_tensors import (
-    KeptInMemory,
+    KeptTensor,
     OuterHooks,
     OuterSavedTensor,
     SavedTensor,
-    Versioned,
+    VersionedTensor,
+    make_saving_hooks,
     outer_hooks,
-    saving,
 )
-from megatrain.embed.source_storages import SourceStorage, StorageView, StoredElements, WeakStorage, can_be_placed
+from megatrain.embed.source_storages import SourceStorage, StorageView, StoredElements, WeakStorage, is_plain_strided
 from megatrain.engine.unit.graph_keeping import version_probe
 from tiered import TieredStore
 from tiered.units import MiB, format_size
@@ -52,9 +52,9 @@ class offload_activations:
 
     Results are bit-identical to plain PyTorch. Enter the context around the forward. The context can be entered
     repeatedly, nested, and by several threads, or created again for each step. Device tensors move to RAM or a drive,
-    and tensors in RAM move to a drive. Tensors for which no tier has space stay in memory and are counted. No tier
-    exceeds its capacity, but the backward needs additional memory. On a CPU, set ``MALLOC_MMAP_THRESHOLD_=1048576`` for
-    the process, because glibc otherwise keeps much of the freed memory in its heap.
+    and tensors in RAM move to a drive. Tensors for which no tier has space stay in memory, and ``stats`` counts their
+    bytes. No tier exceeds its capacity, but the backward needs additional memory. On a CPU, set
+    ``MALLOC_MMAP_THRESHOLD_=1048576`` for the process, because glibc otherwise keeps much freed memory in its heap.
 
     Saved views of one storage share a block until the storage is modified in place. After they are restored, they share
     memory. As in plain PyTorch, the backward raises ``RuntimeError`` for a tensor that was modified in place after it
@@ -99,23 +99,23 @@ class offload_activations:
         self._min_bytes = min_bytes
         self._keep = keep
         self._module_storages: dict[int, WeakStorage] = {}
-        self._entered = threading.local()
+        self._per_thread = threading.local()
         # One thread packs at a time. Unpacking never takes this lock, because an unpacking thread can hold the space
         # that packing waits for.
-        self._packing = threading.RLock()
+        self._pack_lock = threading.RLock()
         self._sources: WeakValueDictionary[int, SourceStorage] = WeakValueDictionary()
 
     def __enter__(self) -> offload_activations:
         self._module_storages = _storages_of(self._modules or [])
-        hooks = saving(partial(self._pack, outer_hooks()))
+        hooks = make_saving_hooks(partial(self._pack, outer_hooks()))
         hooks.__enter__()
-        self._stack().append(hooks)
+        self._entered_hooks().append(hooks)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack().pop().__exit__()
+        self._entered_hooks().pop().__exit__()
         self._cache.blocks.collect(self._store)
 
     def stats(self) -> ActivationStats:
@@ -127,22 +127,22 @@ class offload_activations:
         """Wait for transfers of blocks that no graph needs, and unregister the blocks. The context stays usable."""
         self._cache.blocks.collect(self._store, waits=True)
 
-    def _stack(self) -> list[torch.autograd.graph.saved_tensors_hooks]:
-        if not hasattr(self._entered, "stack"):
-            self._entered.stack = []
-        stack: list[torch.autograd.graph.saved_tensors_hooks] = self._entered.stack
+    def _entered_hooks(self) -> list[torch.autograd.graph.saved_tensors_hooks]:
+        if not hasattr(self._per_thread, "stack"):
+            self._per_thread.stack = []
+        stack: list[torch.autograd.graph.saved_tensors_hooks] = self._per_thread.stack
         return stack
 
     def _pack(self, outer: OuterHooks | None, tensor: Tensor) -> SavedTensor:
         packed: SavedTensor | None = None
-        if can_be_placed(tensor) and tensor.numel() and not self._stays(tensor):
-            with self._packing:
+        if is_plain_strided(tensor) and tensor.numel() and not self._must_stay(tensor):
+            with self._pack_lock:
                 packed = self._move(tensor, may_keep=outer is None)
         if packed is not None:
             return packed
         return _TensorWithSource(tensor) if outer is None else OuterSavedTensor(outer, tensor)
 
-    def _stays(self, tensor: Tensor) -> bool:
+    def _must_stay(self, tensor: Tensor) -> bool:
         base = tensor._base
         if isinstance(tensor, nn.Parameter) or isinstance(base, nn.Parameter):
             return True
@@ -156,34 +156,34 @@ class offload_activations:
 
     def _move(self, tensor: Tensor, *, may_keep: bool) -> SavedTensor | None:
         """Move a tensor into the store and return a placeholder, or return None if the tensor must stay in memory."""
-        place, storage = StorageView.of(tensor), tensor.untyped_storage()
-        nbytes = place.elements.nbytes
+        view, storage = StorageView.of(tensor), tensor.untyped_storage()
+        nbytes = view.elements.nbytes
         is_small = nbytes < self._min_bytes
         if is_small:
             self._cache.stats.small_bytes += nbytes
             if storage.nbytes() < self._min_bytes:
                 return None
         source = self._sources.get(storage._cdata)
-        if source is None or not source.is_still(tensor._version):
+        if source is None or not source.is_current(tensor._version):
             source = self._sources[storage._cdata] = SourceStorage(tensor, storage)
-        if source.kept is not None and source.kept() is not None:
+        if source.keeper is not None and source.keeper() is not None:
             return None  # another saved tensor keeps the storage in memory
         if is_small:
-            return _CopiedTensor(tensor, place, storage)  # a view would keep the whole storage in memory
-        stored = source.find(place)
+            return _CopiedTensor(tensor, view, storage)  # a view would keep the whole storage in memory
+        stored = source.find(view)
         if stored is not None:
             self._cache.stats.deduplicated_bytes += nbytes
         else:
-            stored = self._cache.write(source, source.to_store(place), storage)
+            stored = self._cache.write(source, source.elements_to_store(view), storage)
             if stored is None and nbytes < storage.nbytes():  # the whole storage does not fit, so try only the tensor
-                stored = self._cache.write(source, place.elements, storage)
+                stored = self._cache.write(source, view.elements, storage)
         if stored is not None:
-            return _StoredTensor(tensor, place, stored, self._cache)
+            return _StoredTensor(tensor, view, stored, self._cache)
         self._note_no_room(storage.nbytes())
         if not may_keep:
             return None
         kept = _TensorWithSource(tensor, source)
-        source.kept = ref(kept)
+        source.keeper = ref(kept)
         return kept
 
     def _note_no_room(self, nbytes: int) -> None:
@@ -197,25 +197,25 @@ class offload_activations:
         self._cache.stats.no_room_bytes += nbytes
 
 
-class _OffloadedTensor(Versioned):
-    """A saved tensor whose memory was freed. The version probe does not have the tensor's shape."""
+class _OffloadedTensor(VersionedTensor):
+    """A saved tensor whose memory was freed. Its version probe lacks the shape of the tensor."""
 
-    __slots__ = ("_place",)
-    saved_inside = "offload_activations"
+    __slots__ = ("_view",)
+    context_name = "offload_activations"
 
-    def __init__(self, tensor: Tensor, place: StorageView) -> None:
+    def __init__(self, tensor: Tensor, view: StorageView) -> None:
         super().__init__(tensor, version_probe(tensor))
-        self._place = place
+        self._view = view
 
     def _describe(self) -> str:
-        return f"[{self._probe.type()} {list(self._place.shape)}]"
+        return f"[{self._probe.type()} {list(self._view.shape)}]"
 
 
-class _TensorWithSource(KeptInMemory):
+class _TensorWithSource(KeptTensor):
     """A tensor that stays in memory, with a reference to its ``SourceStorage``."""
 
     __slots__ = ("__weakref__", "_source")
-    saved_inside = "offload_activations"
+    context_name = "offload_activations"
 
     def __init__(self, tensor: Tensor, source: SourceStorage | None = None) -> None:
         super().__init__(tensor)
@@ -227,15 +227,15 @@ class _CopiedTensor(_OffloadedTensor):
 
     __slots__ = ("_memory",)
 
-    def __init__(self, tensor: Tensor, place: StorageView, storage: torch.UntypedStorage) -> None:
-        super().__init__(tensor, place)
-        contents = torch.empty(place.elements.nbytes, dtype=torch.uint8, device=storage.device)
-        place.elements.read(storage, contents)
-        self._memory = place.elements.restore(contents, storage.device)
+    def __init__(self, tensor: Tensor, view: StorageView, storage: torch.UntypedStorage) -> None:
+        super().__init__(tensor, view)
+        contents = torch.empty(view.elements.nbytes, dtype=torch.uint8, device=storage.device)
+        view.elements.read(storage, contents)
+        self._memory = view.elements.restore(contents, storage.device)
 
     def unpack(self) -> Tensor:
         self.check_version()
-        return self._place.view(self._memory, self._place.elements.first_byte)
+        return self._view.view(self._memory, self._view.elements.first_byte)
 
 
 class _StoredTensor(_OffloadedTensor):
@@ -243,24 +243,24 @@ class _StoredTensor(_OffloadedTensor):
 
     __slots__ = ("_cache", "_stored")
 
-    def __init__(self, tensor: Tensor, place: StorageView, stored: StoredElements, cache: ActivationCache) -> None:
-        super().__init__(tensor, place)
+    def __init__(self, tensor: Tensor, view: StorageView, stored: StoredElements, cache: ActivationCache) -> None:
+        super().__init__(tensor, view)
         self._stored, self._cache = stored, cache
 
     def unpack(self) -> Tensor:
         self.check_version()
         memory = self._stored.source.memory()
         if memory is not None:
-            return self._place.view(memory)
-        return self._place.view(self._cache.read(self._stored), self._stored.elements.first_byte)
+            return self._view.view(memory)
+        return self._view.view(self._cache.read(self._stored), self._stored.elements.first_byte)
 
 
 def _storages_of(modules: Iterable[nn.Module]) -> dict[int, WeakStorage]:
-    """Return references to the storages of parameters and buffers, by address. They prevent reuse of addresses."""
+    """Return weak references to the storages of parameters and buffers, by address. They prevent address reuse."""
     found = {}
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):
-            if can_be_placed(tensor):
+            if is_plain_strided(tensor):
                 storage = tensor.untyped_storage()
                 found[storage._cdata] = WeakStorage(storage)
     return found

@@ -47,7 +47,7 @@ def mapped_copy(tensor: Tensor, store: TieredStore) -> Tensor:
     folder = store.path if store.path is not None and os.path.isdir(store.path) else None
     descriptor, path = tempfile.mkstemp(prefix=".state-", dir=folder)
     try:
-        os.posix_fallocate(descriptor, 0, tensor.numel() * tensor.element_size())  # a full drive would be a bus error
+        os.posix_fallocate(descriptor, 0, tensor.numel() * tensor.element_size())  # else a full drive raises SIGBUS
         copy = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
     finally:
         os.close(descriptor)
@@ -69,26 +69,26 @@ class SharedState:
     """State shared by the offloaded modules, optimizers and activations of one store.
 
     Attributes:
-        working_bytes: RAM in bytes that is reserved for fetching blocks from other tiers. It contains no homes.
+        working_bytes: Bytes of RAM reserved for copies of blocks from other tiers. Homes do not use them.
         num_changes: Number of updates and other writes of weights and state so far.
-        committed: (num_changes, generation) of the last commit or load.
+        last_commit: (num_changes, generation) of the last commit or load.
         mark: Random text that distinguishes the committed generation from other generations with the same number.
     """
 
     def __init__(self, store: TieredStore) -> None:
-        self._of = ref(store)  # weak, because this object is a value in a dictionary whose weak keys are stores
+        self._store_ref = ref(store)  # weak, because this object is a value in a dictionary whose weak keys are stores
         self._last_tier = tuple(store.stats().tiers)[-1]
-        self._undo: list[str] | None = None
+        self._registered: list[str] | None = None
         self.working_bytes = 0
         self.num_changes = 0
-        self.committed: tuple[int, int | None] = (0, None)
+        self.last_commit: tuple[int, int | None] = (0, None)
         self.mark = ""
         self.optimizers: WeakSet[Any] = WeakSet()
         self.modules: WeakSet[Any] = WeakSet()
 
     @property
     def _store(self) -> TieredStore:
-        store = self._of()
+        store = self._store_ref()
         assert store is not None
         return store
 
@@ -108,17 +108,17 @@ class SharedState:
         """
         store = self._store
         wanted = HomeRequest(key, num_elements * dtype.itemsize, tuple(homes), durable)
-        (name,) = self.placed([wanted])
+        (name,) = self.choose_homes([wanted])
         store.register(key, (num_elements,), dtype, home=name, durable=durable)
-        kept = _kept_bytes(store, name, wanted)
+        kept = _generation_bytes(store, name, wanted)
         if kept:
             store.reserve(name, kept)
-        if self._undo is not None:
-            self._undo.append(key)
+        if self._registered is not None:
+            self._registered.append(key)
         return name
 
-    def placed(self, blocks: Sequence[HomeRequest]) -> list[str]:
-        """Return the homes of blocks, in order of registration. Raise ``CapacityError`` if one fits in no tier."""
+    def choose_homes(self, blocks: Sequence[HomeRequest]) -> list[str]:
+        """Return the home tier of each block, in order. Raise ``CapacityError`` if a block fits in no tier."""
         store = self._store
         taken: dict[str, int] = {}
         names = []
@@ -128,11 +128,11 @@ class SharedState:
                 tier = store.tier(name)
                 is_last = name == self._last_tier
                 open_bytes = 0 if is_last or tier.device is None else self.working_bytes
-                need = tier.slot_bytes(block.nbytes) + _kept_bytes(store, name, block)
+                need = tier.slot_bytes(block.nbytes) + _generation_bytes(store, name, block)
                 other_bytes = open_bytes + taken.get(name, 0)
                 free = tier.usage().free_bytes
                 if need + other_bytes > free:  # count copies as free space, because they can be evicted
-                    free = room_for_homes(store, name)
+                    free = free_home_bytes(store, name)
                 if need + other_bytes <= free:
                     taken[name] = taken.get(name, 0) + need
                     names.append(name)
@@ -149,18 +149,18 @@ class SharedState:
         return names
 
     @contextmanager
-    def all_or_nothing(self) -> Iterator[None]:
-        """If the context ends with an error, unregister all blocks that were registered inside it."""
-        assert self._undo is None, self._undo
+    def rollback_on_error(self) -> Iterator[None]:
+        """Unregister all blocks that were registered inside the context if it ends with an error."""
+        assert self._registered is None, self._registered
         registered: list[str] = []
-        self._undo = registered
+        self._registered = registered
         try:
             yield
         except BaseException:
             self.unregister(*registered)
             raise
         finally:
-            self._undo = None
+            self._registered = None
 
     def unregister(self, *keys: str) -> None:
         """Unregister blocks and release the space that was reserved for their generations."""
@@ -184,7 +184,7 @@ def shared_state(store: TieredStore) -> SharedState:
     return _SHARED[store]
 
 
-def room_for_homes(store: TieredStore, name: str) -> int:
+def free_home_bytes(store: TieredStore, name: str) -> int:
     """Return a tier's free space for homes, in bytes. Space of copies counts as free, because copies can be evicted."""
     tier = store.tier(name)
     if tier.device is None:
@@ -192,7 +192,7 @@ def room_for_homes(store: TieredStore, name: str) -> int:
     return tier.capacity_bytes - store.stats().tiers[name].home_bytes
 
 
-def _kept_bytes(store: TieredStore, name: str, block: HomeRequest) -> int:
+def _generation_bytes(store: TieredStore, name: str, block: HomeRequest) -> int:
     """Return the bytes that generations of a block use on a drive in addition to its home."""
     tier = store.tier(name)
     return tier.slot_bytes(block.nbytes) * store.keep_generations if block.durable and tier.durable else 0

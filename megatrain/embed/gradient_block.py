@@ -25,8 +25,8 @@ class BlockUpdater(Protocol):
     def finish_update(self) -> None:
         """Apply the deferred update, if any. This is called before weights are read or new gradients are added."""
 
-    def weights_changed(self, names: frozenset[str]) -> None:
-        """React to a change of these parameters by code other than the optimizer."""
+    def handle_changed_weights(self, names: frozenset[str]) -> None:
+        """Adapt the state to parameters that code other than the optimizer has changed."""
 
 
 class GradientBlock:
@@ -61,7 +61,7 @@ class GradientBlock:
         self._hooks: list[Any] = []
         self._nodes: list[Any] = []  # keep the nodes alive, because their hooks would be removed with them
         for parameter in parameters.values():
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take))  # type: ignore[no-untyped-call]
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._move_gradient))  # type: ignore[no-untyped-call]
         for parameter in self._ordinary.values():
             node: Any = get_gradient_edge(parameter).node
             self._hooks.append(node.register_prehook(partial(self._drop_placeholder, parameter)))
@@ -74,21 +74,21 @@ class GradientBlock:
         shared_state(self._store).unregister(self.key)
 
     def move_hook_last(self, parameter: Tensor) -> None:
-        """Move this block's hook behind all other hooks of a parameter. Called after another hook was added."""
+        """Move this block's hook behind all other hooks of a parameter. Call this after adding a hook."""
         hooks = parameter._post_accumulate_grad_hooks
-        for key in [key for key, hook in hooks.items() if hook == self._take]:
+        for key in [key for key, hook in hooks.items() if hook == self._move_gradient]:
             hooks[key] = hooks.pop(key)  # autograd runs hooks in insertion order
 
     @property
-    def filled(self) -> frozenset[str]:
+    def filled_names(self) -> frozenset[str]:
         """Names of the parameters that have a gradient."""
         return frozenset(self._filled)
 
-    def has(self, parameter: nn.Parameter) -> bool:
+    def has_gradient(self, parameter: nn.Parameter) -> bool:
         """Return whether the parameter has a gradient."""
         return self._names.get(id(parameter)) in self._filled
 
-    def forget(self, parameter: nn.Parameter) -> None:
+    def drop_gradient(self, parameter: nn.Parameter) -> None:
         """Drop a parameter's gradient. The next gradient starts a new sum."""
         self._filled.discard(self._names[id(parameter)])
         self.num_changes += 1
@@ -141,7 +141,7 @@ class GradientBlock:
                 if entry.name in self._filled
             }
 
-    def _take(self, parameter: Tensor) -> None:
+    def _move_gradient(self, parameter: Tensor) -> None:
         """Move a gradient from its parameter to the block. Autograd calls this hook after adding to ``.grad``."""
         gradient = gradient_of(parameter)
         if gradient is None or isinstance(gradient, Placeholder):
@@ -162,7 +162,7 @@ class GradientBlock:
             sums = {entry.name: self.view(lease.tensor, entry).view(entry.shape)}
             GradientAccumulator(sums, self._filled).add(entry.name, gradient)
 
-    def _drop_placeholder(self, parameter: Tensor, arriving: Any) -> None:
+    def _drop_placeholder(self, parameter: Tensor, gradients: Any) -> None:
         """Remove the placeholder of an earlier gradient, before autograd adds the next gradient to it."""
         if isinstance(gradient_of(parameter), Placeholder):
             set_gradient(parameter, None)

@@ -1,8 +1,8 @@
 """Parameter groups of embedded optimizers. They are updated in ``step``, or before the next use of their weights.
 
 The engine's ``Updater`` applies the same settings to all groups of a step. In torch, settings can change in every step
-and each parameter counts its own steps, so an update has settings per parameter. Both call the update rules of
-``megatrain.optim``.
+and each parameter counts its own steps, so an update has settings per parameter. Embedded optimizers and the engine
+share the update rules of ``megatrain.optim``.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class Settings:
     """Settings for one update of one parameter.
 
     Attributes:
-        arithmetic: Update rule with the settings of the parameter's group.
+        rule: Update rule with the settings of the parameter's group.
         step: Number of this update of the parameter, from 1.
         lr: Learning rate of the parameter's group.
     """
 
-    arithmetic: Optimizer
+    rule: Optimizer
     step: int
     lr: float
     weight_decay: float
 
 
 @dataclass(frozen=True, slots=True)
-class DueUpdate:
+class GroupUpdate:
     """Update of a group that is not applied yet.
 
     Attributes:
@@ -69,7 +69,7 @@ class StateGroup(ABC):
 
     Attributes:
         gradients: Block that receives gradients from autograd; None if gradients stay with the parameters.
-        names: Names in segments, by name in the layout. They must not depend on the location of the state.
+        names: Segment names, by name in the layout. They must not depend on the location of the state.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class StateGroup(ABC):
         self.kinds = {kind.name: kind for kind in kinds}
         self.keys = {kind.name: state_key(root, kind.name) for kind in kinds}
         self.starts = {kind.name: kind.starts(layout) for kind in kinds}
-        self._elsewhere: list[str] = []  # keys of state blocks whose home is outside of RAM
+        self._keys_outside_ram: list[str] = []  # keys of state blocks whose home is outside of RAM
         for kind in kinds:
             key = self.keys[kind.name]
             home = shared_state(store).register(key, self._num_elements(kind), kind.dtype, homes, durable=True)
             with store.acquire(key, "ram", "w") as lease:
                 lease.tensor.zero_()
             if home != "ram":
-                self._elsewhere.append(key)
+                self._keys_outside_ram.append(key)
         self._evict_state()
 
     def _num_elements(self, kind: StateKind) -> int:
@@ -110,29 +110,29 @@ class StateGroup(ABC):
         assert self.gradients is not None, self.layout.name
         return self.gradients.squared_norms(threads)
 
-    def gradients_now(self) -> object:
+    def gradients_version(self) -> object:
         """Return a value that changes whenever a gradient is added, changed or removed."""
         assert self.gradients is not None, self.layout.name
         return self.gradients.num_changes
 
-    def keys_at_once(self) -> list[str]:
+    def leased_keys(self) -> list[str]:
         """Return the keys of all blocks that an update leases in RAM together."""
         return [*self.keys.values(), *([] if self.gradients is None else [self.gradients.key])]
 
-    def update(self, work: DueUpdate) -> None:
-        """Apply an update. Return when it is finished."""
+    def update(self, pending: GroupUpdate) -> None:
+        """Apply an update synchronously."""
         gradient = None if self.gradients is None else self.gradients.key
         requests: list[tuple[str, str, Mode]] = [
-            (key, "ram", "r" if key == gradient else "rw") for key in self.keys_at_once()
+            (key, "ram", "r" if key == gradient else "rw") for key in self.leased_keys()
         ]
         with torch.no_grad(), self.store.acquire_many(requests) as group:
-            self._apply(work, {lease.key: lease.tensor for lease in group})
+            self._apply(pending, {lease.key: lease.tensor for lease in group})
         if gradient is not None:
             self.store.discard(gradient)
         self._evict_state()
 
     @abstractmethod
-    def _apply(self, work: DueUpdate, tensors: Mapping[str, Tensor]) -> None:
+    def _apply(self, pending: GroupUpdate, tensors: Mapping[str, Tensor]) -> None:
         """Call the update rules. ``tensors`` contains the contents of all blocks by key."""
 
     def close(self) -> None:
@@ -141,12 +141,12 @@ class StateGroup(ABC):
 
     def prefetch(self) -> None:
         """Prefetch as much of the state for the next update as fits in RAM."""
-        for key in self._elsewhere:
+        for key in self._keys_outside_ram:
             self.store.prefetch(key, "ram")
 
     def _evict_state(self) -> None:
         """Start to evict the state right after its update, so that its write-back overlaps with other updates."""
-        for key in self._elsewhere:
+        for key in self._keys_outside_ram:
             self.store.evict(key, "ram")
 
     def segment(self, entry: TensorEntry, settings: Settings, start: int, *, first: int = 0) -> Segment:
@@ -166,7 +166,7 @@ class StateGroup(ABC):
             first=first,
         )
 
-    def part(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
+    def state_view(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
         """Return a flat view of a parameter's state of one kind."""
         return flat.narrow(0, self.starts[kind][entry.name], self.kinds[kind].length_of(entry))
 
@@ -179,17 +179,17 @@ class StateGroup(ABC):
         """Swap masters and their averages in place. A second call restores both.
 
         Args:
-            names: Parameters that have been updated.
+            names: Names of the parameters that have been updated, as keys.
 
         Raises:
             WeightInUseError: The weights are in use.
         """
-        requests: list[tuple[str, str, Mode]] = [(key, "ram", "rw") for key in self._keys_of_masters()]
+        requests: list[tuple[str, str, Mode]] = [(key, "ram", "rw") for key in self._master_keys()]
         with torch.no_grad(), self.store.acquire_many(requests) as group:
             self._swap(names, {lease.key: lease.tensor for lease in group})
         self._evict_state()
 
-    def _keys_of_masters(self) -> list[str]:
+    def _master_keys(self) -> list[str]:
         """Return the keys of the blocks that contain masters, halves of masters, or averages."""
         return [self.keys[kind] for kind in ("weight", "low", EMA.name) if kind in self.keys]
 
@@ -234,46 +234,46 @@ class OffloadedGroup(StateGroup):
         self.weights.updater = self.gradients.updater = None
         super().close()
 
-    def defer(self, work: DueUpdate) -> None:
+    def defer(self, pending: GroupUpdate) -> None:
         """Defer an update until the next use of the weights. This makes the graphs of earlier forwards stale."""
-        self._deferred.add(self, work)
+        self._deferred.add(self, pending)
         self.weights.version += 1
 
     def finish_update(self) -> None:
         """Apply the deferred update, if any."""
         self._deferred.finish(self)
 
-    def keys_at_once(self) -> list[str]:
+    def leased_keys(self) -> list[str]:
         """Return the keys of all blocks that an update leases in RAM together, including the weights."""
-        return [self.weights.key, *super().keys_at_once()]
+        return [self.weights.key, *super().leased_keys()]
 
-    def update(self, work: DueUpdate) -> None:
+    def update(self, pending: GroupUpdate) -> None:
         self.weights.prepare_update()
-        super().update(work)
+        super().update(pending)
 
-    def _apply(self, work: DueUpdate, tensors: Mapping[str, Tensor]) -> None:
+    def _apply(self, pending: GroupUpdate, tensors: Mapping[str, Tensor]) -> None:
         blocks = {kind: tensors[key] for kind, key in {"weight": self.weights.key, **self.keys}.items()}
         alike: dict[tuple[int, int, float], list[tuple[Segment, Settings]]] = {}
-        for entry in self.entries(work.settings):
-            settings = work.settings[entry.name]
-            segment = self._segment_here(entry, settings)
+        for entry in self.entries(pending.settings):
+            settings = pending.settings[entry.name]
+            segment = self._local_segment(entry, settings)
             if segment is not None:
                 if self.has_averages and settings.step == 1:
                     begin_average(*self._master_and_average(entry, tensors))
-                like = (id(settings.arithmetic), settings.step, settings.lr)
+                like = (id(settings.rule), settings.step, settings.lr)
                 alike.setdefault(like, []).append((segment, settings))
         for parts in alike.values():
             settings = parts[0][1]
-            now = Update(settings.step, settings.lr, work.grad_scale)
-            settings.arithmetic.update(blocks, tensors[self.gradients.key], [segment for segment, _ in parts], now)
+            now = Update(settings.step, settings.lr, pending.grad_scale)
+            settings.rule.update(blocks, tensors[self.gradients.key], [segment for segment, _ in parts], now)
 
     def swap_averages(self, names: Mapping[str, object]) -> None:
         self.weights.prepare_update()
         super().swap_averages(names)
         self.weights.version += 1  # graphs of earlier forwards become stale
 
-    def _keys_of_masters(self) -> list[str]:
-        return [self.weights.key, *super()._keys_of_masters()]
+    def _master_keys(self) -> list[str]:
+        return [self.weights.key, *super()._master_keys()]
 
     def _swap(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
         for entry in self.entries(names):
@@ -283,22 +283,22 @@ class OffloadedGroup(StateGroup):
         self, entry: TensorEntry, tensors: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return a parameter's weight, low half and average. Weight and average start at the same offset."""
-        low = self.part("low", tensors[self.keys["low"]], entry) if "low" in self.keys else None
+        low = self.state_view("low", tensors[self.keys["low"]], entry) if "low" in self.keys else None
         weight, average = (tensors[key] for key in (self.weights.key, self.keys[EMA.name]))
-        return self.part(EMA.name, weight, entry), low, self.part(EMA.name, average, entry)
+        return self.state_view(EMA.name, weight, entry), low, self.state_view(EMA.name, average, entry)
 
-    def _segment_here(self, entry: TensorEntry, settings: Settings) -> Segment | None:
+    def _local_segment(self, entry: TensorEntry, settings: Settings) -> Segment | None:
         """Return a parameter's segment in the blocks of this process, or None if the blocks contain none of it."""
         return self.segment(entry, settings, entry.offset)
 
-    def weights_changed(self, names: frozenset[str]) -> None:
+    def handle_changed_weights(self, names: frozenset[str]) -> None:
         """Zero the low halves of masters, because code other than the optimizer replaced their weights."""
         if "low" not in self.keys:
             return
         with self.store.acquire(self.keys["low"], "ram", "rw") as lease:
             for entry in self.layout.entries:
                 if entry.name in names:
-                    self.part("low", lease.tensor, entry).zero_()
+                    self.state_view("low", lease.tensor, entry).zero_()
 
 
 def take_gradients(groups: Sequence[StateGroup]) -> list[tuple[StateGroup, Mapping[str, Tensor | None]]]:
@@ -308,7 +308,7 @@ def take_gradients(groups: Sequence[StateGroup]) -> list[tuple[StateGroup, Mappi
         WeightInUseError: ``gathered`` or a running forward uses weights that the step would change.
     """
     for group in groups:
-        if isinstance(group, OffloadedGroup) and group.weights.held is not None and group.gradients.filled:
+        if isinstance(group, OffloadedGroup) and group.weights.held is not None and group.gradients.filled_names:
             raise WeightInUseError(
                 f"optimizer.step() while {group.layout.name} is in use. Call it outside of "
                 "`with megatrain.gathered(...)` and after the forward has ended"
@@ -316,12 +316,12 @@ def take_gradients(groups: Sequence[StateGroup]) -> list[tuple[StateGroup, Mappi
     return [(group, group.take_gradients()) for group in groups]
 
 
-def update_in_order(works: Mapping[StateGroup, DueUpdate]) -> None:
+def update_in_order(updates: Mapping[StateGroup, GroupUpdate]) -> None:
     """Apply the updates in order, and prefetch the state for the next update during each of them."""
-    for group, following in zip_longest(works, list(works)[1:]):
+    for group, following in zip_longest(updates, list(updates)[1:]):
         if following is not None:
             following.prefetch()
-        group.update(works[group])
+        group.update(updates[group])
 
 
 class InterruptedUpdateError(RuntimeError):
@@ -329,15 +329,15 @@ class InterruptedUpdateError(RuntimeError):
 
 
 class DeferredUpdates:
-    """Updates of offloaded groups. Each waits for the next use of its weights. For one thread at a time."""
+    """Updates of offloaded groups. Each waits for the next use of its weights. Used by one thread at a time."""
 
     def __init__(self) -> None:
-        self._due: dict[OffloadedGroup, DueUpdate] = {}
+        self._pending: dict[OffloadedGroup, GroupUpdate] = {}
         self._is_partial = False
 
-    def add(self, group: OffloadedGroup, work: DueUpdate) -> None:
+    def add(self, group: OffloadedGroup, pending: GroupUpdate) -> None:
         """Defer an update of a group that has no deferred update yet."""
-        self._due[group] = work
+        self._pending[group] = pending
 
     def finish(self, group: OffloadedGroup | None = None) -> None:
         """Apply the deferred update of one group, or all deferred updates if ``group`` is None.
@@ -352,15 +352,15 @@ class DeferredUpdates:
                 "an error or an interrupt ended an update of this optimizer halfway, so only some weights have made "
                 "the step. Load a saved state, or repeat this call to continue anyway"
             )
-        for one in list(self._due) if group is None else [group]:
-            if (work := self._due.get(one)) is not None:
-                with self.applying():
-                    one.update(work)
-                del self._due[one]  # after the update, because the update is still due if the store raised an error
+        for one in list(self._pending) if group is None else [group]:
+            if (pending := self._pending.get(one)) is not None:
+                with self.recording_interrupts():
+                    one.update(pending)
+                del self._pending[one]  # after the update, because the update is still due if the store raised an error
 
     @contextmanager
-    def applying(self, *, is_atomic: bool = True) -> Iterator[None]:
-        """Detect updates inside the context that end halfway.
+    def recording_interrupts(self, *, is_atomic: bool = True) -> Iterator[None]:
+        """Record whether an error or an interrupt ends an update inside the context halfway.
 
         Args:
             is_atomic: Whether all updates belong to one group, so that errors of the store occur before any change.
@@ -372,5 +372,5 @@ class DeferredUpdates:
             raise
         except BaseException:
             self._is_partial = True
-            self._due.clear()
+            self._pending.clear()
             raise

@@ -18,22 +18,22 @@ class HeldWeights:
     """A lease of a part's weights, and the parameters as views of it. The constructor makes the parameters present.
 
     Args:
-        missing: Names of parameters that have no values yet.
+        missing_names: Names of parameters that have no values yet.
         is_watched: Whether to detect changes that autograd does not see.
 
     Attributes:
         num_holders: Number of users that have not released the weights yet.
     """
 
-    def __init__(self, part: Part, lease: WeightLease, missing: AbstractSet[str], *, is_watched: bool) -> None:
+    def __init__(self, part: Part, lease: WeightLease, missing_names: AbstractSet[str], *, is_watched: bool) -> None:
         self._part, self.lease, self.num_holders = part, lease, 0
-        self._num_references = references(lease.tensor)
+        self._num_references = count_references(lease.tensor)
         self._versions: dict[str, int] = {}
         self._addresses: dict[str, int] = {}
-        self._checksums: dict[str, str] = {}  # checksums of weights that can change without autograd seeing it
+        self._checksums: dict[str, str] = {}  # checksums of weights that can change without autograd noticing
         for name, values in views(lease.tensor, part.layout).items():
             parameter = part.parameters[name]
-            if is_watched and name not in missing:
+            if is_watched and name not in missing_names:
                 self._checksums[name] = _checksum(values)
             make_present(parameter, values)
             self._versions[name], self._addresses[name] = parameter._version, parameter.data_ptr()
@@ -41,18 +41,18 @@ class HeldWeights:
     @property
     def has_views(self) -> bool:
         """Whether code outside of the parameters still uses the leased memory."""
-        return references(self.lease.tensor) > self._num_references
+        return count_references(self.lease.tensor) > self._num_references
 
     def watch(self, name: str) -> None:
         """Detect all later changes of a parameter, because its ``data`` was accessed."""
         if name not in self._checksums:
             self._checksums[name] = _checksum(views(self.lease.tensor, self._part.layout)[name])
 
-    def note_unchanged(self, name: str) -> None:
+    def mark_unchanged(self, name: str) -> None:
         """Record that a parameter was overwritten with the values that it already had."""
         self._versions[name] = self._part.parameters[name]._version
 
-    def changes(self, missing: AbstractSet[str]) -> frozenset[str]:
+    def changed_names(self, missing_names: AbstractSet[str]) -> frozenset[str]:
         """Return the names of the changed parameters. Values that replaced ``data`` are copied to a writable lease."""
         changed = set()
         with torch.no_grad():
@@ -63,13 +63,13 @@ class HeldWeights:
                     if self.lease.mode != "r":
                         place.copy_(parameter)
                 elif parameter._version != self._versions[name] or (
-                    name in self._checksums and (name in missing or _checksum(place) != self._checksums[name])
+                    name in self._checksums and (name in missing_names or _checksum(place) != self._checksums[name])
                 ):
                     changed.add(name)
         return frozenset(changed)
 
 
-def references(tensor: Tensor) -> int:
+def count_references(tensor: Tensor) -> int:
     """Return the number of tensors that share the memory of ``tensor``."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from megatrain.embed.offloaded_module import gathered
 from megatrain.embed.partition import OffloadError
 
-#: Name components that peft adds to a wrapped model.
+#: Components that peft adds to the parameter names of a model.
 _WRAPPED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)|modules_to_save\.[^.]+\.")
 
 
 def named_tensors(
     model: nn.Module, *, merge: bool = True, device: torch.device | str | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, values) of a module's parameters in the order of ``named_parameters``. Tied parameters come once.
+    """Yield (name, values) of each parameter in the order of ``named_parameters``. Tied parameters are yielded once.
 
     Each tensor is a copy that the caller can keep. The store holds no weights between two tensors, so at most one
     tensor is in memory in addition to the store and the caller's tensors. Deferred updates are applied first. Ordinary

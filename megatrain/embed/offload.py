@@ -15,7 +15,7 @@ from megatrain.embed.partition import OffloadError, partition
 from megatrain.embed.patches.adapter_methods import install_adapter_methods
 from megatrain.embed.patches.foreign_optimizers import refuse_foreign_optimizers
 from megatrain.embed.patches.module_methods import install_methods
-from megatrain.embed.room import WholeBlocks, find_homes
+from megatrain.embed.room import LocalBlocks, find_homes
 from megatrain.embed.shared import ModuleRanks
 from megatrain.embed.stores import check_store
 from tiered import TieredStore
@@ -53,14 +53,14 @@ def offload(
     same order. Otherwise, all ranks raise ``RanksDifferError``.
 
     Args:
-        name: prefix of the keys of the module's blocks. Modules in the same store need different prefixes.
-        weights: allowed home tiers, preferred first. "auto" uses RAM while it has space, then drives.
-        gradients: allowed home tiers, as for ``weights``.
-        leave: globs of parameter names. Matching parameters are not moved.
-        group: process group of ranks that share the module, for example ``dist.group.WORLD``. It needs a gloo backend,
+        name: Prefix of the keys of the module's blocks. Modules in the same store need different prefixes.
+        weights: Allowed home tiers, preferred first. "auto" uses RAM while it has space, then drives.
+        gradients: Allowed home tiers, as for ``weights``.
+        leave: Globs of parameter names. Matching parameters are not moved.
+        group: Process group of ranks that share the module, for example ``dist.group.WORLD``. It needs a gloo backend,
             because weights and gradients move between host memories even if modules compute on GPUs.
-        gradient_lanes: number of lanes with ``group``. Default: one per rank. Results are bit-identical with a half or
-            a third of that number of ranks, if each rank then computes several lanes (``megatrain.gradient_lanes``).
+        gradient_lanes: Number of lanes with ``group``. Default: one per rank. Half or a third of the ranks give
+            bit-identical results if each rank computes several lanes (``megatrain.gradient_lanes``).
 
     Raises:
         OffloadError: A dtype has no master weights, the module has nothing to offload, or it is already offloaded.
@@ -74,7 +74,7 @@ def offload(
         raise TypeError(f"offload takes a torch.nn.Module, not {model!r:.60}")
     if group is None and gradient_lanes is not None:
         raise ValueError("gradient_lanes without group: a single process adds gradients in order of arrival")
-    access = WholeBlocks(store) if group is None else ModuleRanks(group, store, gradient_lanes)
+    access = LocalBlocks(store) if group is None else ModuleRanks(group, store, gradient_lanes)
     units = partition(model, name, leave)
     allowed = home_order(store, weights), home_order(store, gradients)
     homes = access.check_module(model, units, partial(find_homes, access, name, units, *allowed))

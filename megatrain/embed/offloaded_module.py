@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatrain.embed.backward_window import BackwardWindow, weight_hooks
+from megatrain.embed.backward_window import BackwardLeases, weight_hooks
 from megatrain.embed.block_homes import shared_state
 from megatrain.embed.partition import UnitPart, parts_of
-from megatrain.embed.room import Homes, WholeBlocks
+from megatrain.embed.room import Homes, LocalBlocks
 from megatrain.embed.running_calls import Call, Calls
 from megatrain.embed.use_order import UseOrder
 from megatrain.embed.weights import WeightBlock, block_of, release_all
@@ -55,16 +55,16 @@ class OffloadedModule:
     """Blocks and running forwards of an offloaded module. ``offloaded_module(model)`` returns it.
 
     Attributes:
-        blocks: blocks that contain the module's parameters, in definition order.
-        window: leases of the backward.
+        blocks: Blocks that contain the module's parameters, in definition order.
+        window: Leases of the backward.
     """
 
-    def __init__(self, units: Sequence[UnitPart], homes: Homes, access: WholeBlocks) -> None:
+    def __init__(self, units: Sequence[UnitPart], homes: Homes, access: LocalBlocks) -> None:
         self.store, self.access = access.store, access
         self.order = UseOrder(self.store)
-        self.window = BackwardWindow(self.order)
+        self.window = BackwardLeases(self.order)
         self.calls = Calls()
-        self._for_backward: list[WeightBlock] = []
+        self._held_for_backward: list[WeightBlock] = []
         blocks = {part: WeightBlock(part, homes, access, self) for part in parts_of(units)}
         self.blocks = list(blocks.values())
         for unit in units:
@@ -75,56 +75,56 @@ class OffloadedModule:
         """Let ``offloaded_module`` find this object, and provide weights to code outside of their module's forward.
 
         Examples: a fused loss, a head that multiplies by the embedding, attention that reads its projections' weights.
-        Such a use fetches the weights and holds them until the current forward or backward ends.
+        Such an access fetches the weights and holds them until the current forward or backward ends.
         """
-        _register(model, self._before, self._after)
+        _register(model, self._before_forward, self._after_forward)
         model.__dict__[_ATTRIBUTE] = self
 
-    def _before(self, module: nn.Module, inputs: Any) -> None:
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         self.recover()
         call = self.calls.begin(self)
         if torch.is_grad_enabled():
             call.install_hooks(self.saving_hooks())
 
-    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self.calls.end(self)
 
     def recover(self) -> None:
         """Release the leases of forwards and backwards that ended with an error and did not run their hooks."""
-        self.calls.drop_dead()
+        self.calls.end_aborted()
         if not self.calls and torch._C._current_graph_task_id() == -1:
             self.end_backward(is_failing=True)
 
-    def provide(self, block: WeightBlock) -> bool:
+    def provide_weights(self, block: WeightBlock) -> bool:
         """Hold a block until the running forward or backward ends. Return False if neither is running.
 
         If the forward of another module uses the block, the block is held until the end of that forward. For example, a
         student can use the head of its teacher.
         """
-        call = self.calls.innermost_of(self) or self._forward_around()
+        call = self.calls.find_innermost(self) or self._enclosing_forward()
         if call is not None:
             self.order.note(("use", block.key), [(block.key, block.tier)])
             call.hold(block)
             return True
         if torch._C._current_graph_task_id() == -1:
             return False
-        if not self._for_backward:
+        if not self._held_for_backward:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         block.hold()
-        self._for_backward.append(block)
+        self._held_for_backward.append(block)
         return True
 
-    def _forward_around(self) -> Call | None:
+    def _enclosing_forward(self) -> Call | None:
         """Return the running forward of another module in the same store, or None."""
         others = (other for other in shared_state(self.store).modules if other is not self)
-        return next((call for other in others if (call := other.calls.innermost_of(other)) is not None), None)
+        return next((call for other in others if (call := other.calls.find_innermost(other)) is not None), None)
 
     def end_backward(self, *, is_failing: bool = False) -> None:
         """Release the blocks that the backward held for code outside of their modules."""
-        blocks, self._for_backward = self._for_backward, []
+        blocks, self._held_for_backward = self._held_for_backward, []
         release_all(blocks, is_failing=is_failing)
 
-    def close_backward(self, block: WeightBlock) -> None:
+    def release_backward(self, block: WeightBlock) -> None:
         self.window.close(block)
 
     def saving_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
@@ -143,20 +143,20 @@ class _UnitHooks:
     def __init__(self, unit: UnitPart, blocks: Sequence[WeightBlock], offloaded: OffloadedModule) -> None:
         self._unit, self._blocks, self._offloaded = unit, tuple(blocks), offloaded
         self._requests = [(block.key, block.tier) for block in blocks]
-        _register(unit.module, self._before, self._after)
+        _register(unit.module, self._before_forward, self._after_forward)
 
-    def _before(self, module: nn.Module, inputs: Any) -> None:
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         call = self._offloaded.calls.begin(self)
         for block in self._blocks:
             block.check_frozen()
-        self._offloaded.window.close_unused()
+        self._offloaded.window.release_unused()
         for block in self._blocks:
             call.hold(block)
         self._offloaded.order.note(("forward", self._unit.name), self._requests)
         if torch.is_grad_enabled():
             call.install_hooks(self._offloaded.saving_hooks())
 
-    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._offloaded.calls.end(self)
 
 

@@ -14,14 +14,14 @@ from torch import nn
 
 from megatrain.embed import optimizer_checks
 from megatrain.embed.block_homes import shared_state
-from megatrain.embed.groups import DueUpdate, OffloadedGroup, StateGroup, take_gradients, update_in_order
+from megatrain.embed.groups import GroupUpdate, OffloadedGroup, StateGroup, take_gradients, update_in_order
 from megatrain.embed.optimizer_groups import OptimizerGroups
 from megatrain.embed.ordinary_groups import OrdinaryGroup
-from megatrain.embed.partition import mark_optimized
+from megatrain.embed.partition import record_optimizer
 from megatrain.embed.saved_state import SavedState, StoredState
 from megatrain.embed.shared import SharedGroup, exchange_gradients
 from megatrain.embed.step_settings import StepCounter
-from megatrain.embed.updates_in_ram import UpdatesInRam, norms_in_ram
+from megatrain.embed.updates_in_ram import UpdatesInRam, squares_in_ram
 from megatrain.embed.weights import block_of
 from megatrain.optim.average import EMA, WeightAverage
 from megatrain.optim.base import Optimizer as Arithmetic
@@ -55,7 +55,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         defaults: Default settings of parameter groups.
         store: Store of the state. Default: the store of the parameters, if they are offloaded.
         max_grad_norm: Maximum global norm; 0 disables clipping. With clipping, ``grad_norm`` is the last step's norm.
-        nonfinite: Treatment of a NaN or infinite norm by clipping. "stop" raises an error and changes nothing, "skip"
+        nonfinite: Reaction to a NaN or infinite norm when clipping. "stop" raises an error and changes nothing, "skip"
             skips the update, and "ignore" uses the gradients, as torch does.
         offload_gradients: Whether gradients of ordinary parameters move to the store as soon as autograd computes them.
             The store sums them in fp32 over backward passes.
@@ -72,13 +72,13 @@ class TieredOptimizer(torch.optim.Optimizer):
             "auto": tensors if a parameter is sharded, otherwise a generation.
 
     Raises:
-        TypeError: ``params`` contains a module, ``store`` is not a store, or an option exists only in torch.
+        TypeError: ``params`` contains a module, ``store`` is not a store, or an option is supported only by torch.
         ValueError: A setting is out of range or incompatible with sharded parameters, no store is known, or a dtype has
             no master weights.
         CapacityError: The state does not fit in the store.
     """
 
-    #: Names of the group settings that ``make_arithmetic`` reads.
+    #: Names of the group settings that ``make_update_rule`` reads.
     setting_names: tuple[str, ...]
     #: Names of state in the ``state_dict`` of torch's equivalent optimizer, by kind of state.
     torch_names: Mapping[str, str] = {}
@@ -114,9 +114,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.groups: Sequence[StateGroup] = self._state_groups.groups
         self._counter = StepCounter(self.setting_names, self._make_rule)
         self.steps = self._counter.steps
-        self._in_ram = UpdatesInRam(self.threads)
+        self._ram_updates = UpdatesInRam(self.threads)
         self._saved = SavedState(self)
-        self._measured: object = None  # state of the gradients whose norm is grad_norm
+        self._measured_gradients: object = None  # state of the gradients whose norm is grad_norm
         self._has_consumed = False  # whether step() consumed gradients since the last zero_grad()
         self._is_averaged = False  # whether masters and averages are swapped
         super().__init__(params, defaults)
@@ -131,27 +131,27 @@ class TieredOptimizer(torch.optim.Optimizer):
         return self._store
 
     @abstractmethod
-    def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
+    def make_update_rule(self, settings: Mapping[str, Any]) -> Arithmetic:
         """Return the update rule that applies a group's settings."""
 
     def _make_rule(self, settings: Mapping[str, Any]) -> Arithmetic:
         """Return the update rule that applies a group's settings and, with averages, also updates the averages."""
-        made = self.make_arithmetic(settings)
+        made = self.make_update_rule(settings)
         return WeightAverage(made, self.ema_decay, self.threads) if self.ema_decay else made
 
     def _kernel_options(self) -> dict[str, Any]:
         """Return the arguments that all elementwise update rules receive."""
         return {"threads": self.threads, "state_dtype": self.state_dtype, "seed": self.seed}
 
-    def widest(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    def widest_settings(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return settings whose state is sufficient for every group."""
         return settings
 
     def kinds_of(
         self, settings: Mapping[str, Any], split_master: bool, parameters: Mapping[str, nn.Parameter]
     ) -> Sequence[StateKind]:
-        """Return the kinds of state of parameters that share blocks. ``parameters`` maps names in their layout."""
-        return self.make_arithmetic(self.widest(settings)).state_kinds(split_master)
+        """Return the kinds of state of a block's parameters. ``parameters`` has their names in the layout as keys."""
+        return self.make_update_rule(self.widest_settings(settings)).state_kinds(split_master)
 
     def torch_names_of(self, parameter: nn.Parameter) -> Mapping[str, str]:
         """Return the ``torch_names`` that apply to a parameter."""
@@ -185,7 +185,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _make_state(self, param_group: Mapping[str, Any]) -> None:
         """Create state for a group's trained parameters that have none. After an error, no state is created."""
-        new = [p for p in param_group["params"] if id(p) not in self._state_groups.with_state and p.requires_grad]
+        new = [p for p in param_group["params"] if id(p) not in self._state_groups.ids_with_state and p.requires_grad]
         if not new:
             return
         blocks = dict.fromkeys(block for p in new if (block := block_of(p)) is not None)
@@ -196,7 +196,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             new,
             kinds(False, {str(number): p for number, p in enumerate(new)}),
             type(self).__name__,
-            is_lost=not self._state_groups.with_state <= set(map(id, self.parameters())),
+            has_lost_parameters=not self._state_groups.ids_with_state <= set(map(id, self.parameters())),
             offloads_gradients=self._state_groups.offload_gradients,
         )
         if self.saves_tensors and (blocks or any(isinstance(group, OffloadedGroup) for group in self.groups)):
@@ -208,7 +208,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         for group in self._state_groups.add(self.store, new, blocks, kinds, self.scratch_bytes(new)):
             group.names = {name: numbers.get(id(p), name) for name, p in group.parameters.items()}
             if isinstance(group, OrdinaryGroup):
-                mark_optimized(group.parameters.values(), self)
+                record_optimizer(group.parameters.values(), self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -244,18 +244,18 @@ class TieredOptimizer(torch.optim.Optimizer):
         if self._has_consumed and not has_any:
             warnings.warn(_CONSUMED, stacklevel=2)
         self._has_consumed = has_any
-        all_settings = self._counter.count(self.param_groups, taken)
+        all_settings = self._counter.count_steps(self.param_groups, taken)
         shared_state(self.store).num_changes += 1
-        works: dict[StateGroup, DueUpdate] = {}
+        updates: dict[StateGroup, GroupUpdate] = {}
         for group, found in taken:
             mine = {name: settings for name in found if (settings := all_settings.get(id(group.parameters[name])))}
             gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
             if mine and isinstance(group, OffloadedGroup):
-                group.defer(DueUpdate(mine, scale * group.gradient_factor, gradients))
+                group.defer(GroupUpdate(mine, scale * group.gradient_factor, gradients))
             elif mine:
-                works[group] = DueUpdate(mine, scale, gradients)
-        with self._state_groups.deferred.applying(is_atomic=False):
-            update_in_order(self._in_ram.update(works))
+                updates[group] = GroupUpdate(mine, scale, gradients)
+        with self._state_groups.deferred.recording_interrupts(is_atomic=False):
+            update_in_order(self._ram_updates.update(updates))
         return loss
 
     def finish_updates(self) -> None:
@@ -284,28 +284,28 @@ class TieredOptimizer(torch.optim.Optimizer):
         The norm is summed over parameters in the optimizer's order, so it does not depend on which parameters are
         offloaded (the engine sums over blocks). With sharded parameters, this is a collective.
         """
-        squares = norms_in_ram([group for group in self.groups if isinstance(group, OrdinaryGroup)], self.threads)
+        squares = squares_in_ram([group for group in self.groups if isinstance(group, OrdinaryGroup)], self.threads)
         squares.update(exchange_gradients(self.groups, self.threads))
         for group in self.groups:
             if not isinstance(group, SharedGroup) and squares.keys().isdisjoint(group.parameters.values()):
                 found = group.squared_norms(self.threads)
                 squares.update((group.parameters[name], square) for name, square in found.items())
         # Include parameters without a gradient, because all ranks must sum over the same parameters.
-        owners = [parameter for parameter in self.parameters() if id(parameter) in self._state_groups.with_state]
+        owners = [parameter for parameter in self.parameters() if id(parameter) in self._state_groups.ids_with_state]
         if any(map(is_dtensor, owners)):
             totals = add_over_shards(owners, [squares.get(parameter, 0.0) for parameter in owners])
             squares.update(zip(owners, totals, strict=True))
         self.grad_norm = global_norm(squares[parameter] for parameter in self.parameters() if parameter in squares)
-        self._measured = [group.gradients_now() for group in self.groups]  # detects changes of gradients
+        self._measured_gradients = [group.gradients_version() for group in self.groups]  # detects changes of gradients
         return self.grad_norm
 
     def _grad_scale(self) -> float | None:
         """Return the factor by which all gradients are multiplied, or None to skip the update because of the norm."""
         if self.max_grad_norm == 0:
             return 1.0
-        is_current = self._measured == [group.gradients_now() for group in self.groups]
+        is_current = self._measured_gradients == [group.gradients_version() for group in self.groups]
         norm = self.grad_norm if is_current and self.grad_norm is not None else self.measure_grad_norm()
-        self._measured = None
+        self._measured_gradients = None
         return gradient_scale(norm, self.max_grad_norm, self.nonfinite)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -336,20 +336,20 @@ class TieredOptimizer(torch.optim.Optimizer):
             for group in self.groups:
                 updated = {name: None for name, p in group.parameters.items() if self.steps.get(p, 0)}
                 if updated:
-                    with self._state_groups.deferred.applying():
+                    with self._state_groups.deferred.recording_interrupts():
                         group.swap_averages(updated)
                     swapped.append((group, updated))
             yield
         finally:
             for group, names in swapped:
-                with self._state_groups.deferred.applying():
+                with self._state_groups.deferred.recording_interrupts():
                     group.swap_averages(names)
             self._is_averaged = False
 
-    def check_not_averaged(self, what: str) -> None:
+    def check_not_averaged(self, call: str) -> None:
         """Raise ``RuntimeError`` if averages are swapped in, because the caller would use them as weights."""
         if self._is_averaged:
-            raise RuntimeError(f"{what} inside of averaged_parameters(), where weights are averages. Leave it first")
+            raise RuntimeError(f"{call} inside of averaged_parameters(), where weights are averages. Leave it first")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the parameter groups and the number of a committed generation that contains the weights and the state.
@@ -373,7 +373,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             saved["state"] = {
                 number: self._saved.tensors_of(parameter, with_master=True)
                 for number, parameter in enumerate(self.parameters())
-                if id(parameter) in self._state_groups.with_state
+                if id(parameter) in self._state_groups.ids_with_state
             }
             return saved
         saved["tiered"] = self._saved.record()
@@ -400,7 +400,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a ``state_dict``: of this class, with offloaded modules' weights, or of torch's equivalent optimizer.
+        """Load a ``state_dict`` of this class (including offloaded weights) or of torch's equivalent optimizer.
 
         Raises:
             ValueError: The groups do not match, or the saved state does not fit this optimizer.

@@ -33,17 +33,17 @@ _REJECTED_OPTIONS = {
 }
 
 
-def check_arguments(kind: str, params: object, store: object, unknown: Mapping[str, Any]) -> None:
+def check_arguments(caller: str, params: object, store: object, unknown: Mapping[str, Any]) -> None:
     """Raise ``TypeError`` if ``params`` is a module, or if an option exists only in torch's optimizers."""
     if isinstance(params, nn.Module):
-        raise TypeError(f"{kind} takes parameters, not the module {type(params).__name__}. Pass model.parameters()")
+        raise TypeError(f"{caller} takes parameters, not the module {type(params).__name__}. Pass model.parameters()")
     if store is not None:
-        check_store(store, kind)
+        check_store(store, caller)
     for name, value in unknown.items():
         if name not in _REJECTED_OPTIONS:
-            raise TypeError(f"{kind} has no option {name!r}")
+            raise TypeError(f"{caller} has no option {name!r}")
         if value:
-            raise TypeError(f"{kind} has no option {name!r}: {_REJECTED_OPTIONS[name]}")
+            raise TypeError(f"{caller} has no option {name!r}: {_REJECTED_OPTIONS[name]}")
 
 
 def check_options(checkpoint: str, max_grad_norm: float, state_dtype: str) -> None:
@@ -56,13 +56,13 @@ def check_options(checkpoint: str, max_grad_norm: float, state_dtype: str) -> No
         raise ValueError(f'state_dtype="{state_dtype}": pass one of {", ".join(STATE_DTYPES)}')
 
 
-def check_groups(own: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+def check_groups(param_groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ``ValueError`` if saved groups do not match, or if they use an unsupported variant."""
-    now = [len(group["params"]) for group in own]
-    saved = [len(group["params"]) for group in groups]
+    now = [len(group["params"]) for group in param_groups]
+    saved = [len(group["params"]) for group in saved_groups]
     if now != saved:
         raise ValueError(f"the saved state has groups of {saved} parameters, but this optimizer has groups of {now}")
-    for name in (name for group in groups for name in UNSUPPORTED if group.get(name)):
+    for name in (name for group in saved_groups for name in UNSUPPORTED if group.get(name)):
         raise ValueError(f"the saved optimizer used {name}, which the tiered optimizers do not support")
 
 
@@ -107,7 +107,7 @@ def check_sharded(
     kinds: Sequence[StateKind],
     optimizer: str,
     *,
-    is_lost: bool,
+    has_lost_parameters: bool,
     offloads_gradients: bool,
 ) -> None:
     """Raise ``ValueError`` if settings or parameters do not support sharding.
@@ -115,13 +115,13 @@ def check_sharded(
     Args:
         parameters: Parameters that get state. Unsharded parameters are skipped.
         optimizer: Name of the optimizer's class.
-        is_lost: Whether state exists for parameters that are no longer in a group.
+        has_lost_parameters: Whether state exists for parameters that are no longer in a group.
         offloads_gradients: Whether gradients move to the store as soon as autograd computes them.
     """
     for parameter in parameters:
         if not is_dtensor(parameter):
             continue
-        if is_lost:
+        if has_lost_parameters:
             raise ValueError(
                 "the parameters of this optimizer were replaced by sharded parameters (fully_shard, accelerate's "
                 "prepare). Create the optimizer afterwards, from the model's new parameters"
@@ -141,10 +141,10 @@ def check_sharded(
 
 
 def check_state(
-    needed: set[str], parameters: Iterable[nn.Parameter], taken: Iterable[tuple[StateGroup, Mapping[str, object]]]
+    needed_kinds: set[str], parameters: Iterable[nn.Parameter], taken: Iterable[tuple[StateGroup, Mapping[str, object]]]
 ) -> None:
     for group, _ in taken:
-        missing = needed - group.kinds.keys()
+        missing = needed_kinds - group.kinds.keys()
         if missing and not {id(p) for p in group.parameters.values()}.isdisjoint(map(id, parameters)):
             raise ValueError(
                 f"a parameter of this group has no {', '.join(sorted(missing))}, because its settings were different "

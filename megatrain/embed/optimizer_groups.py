@@ -1,4 +1,4 @@
-"""Groups of an optimizer's parameters. They are created with zero state, and released together with it."""
+"""Creation and release of an optimizer's parameter groups, which initially have zero state."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
-from megatrain.embed.block_homes import home_order, room_for_homes, shared_state
+from megatrain.embed.block_homes import free_home_bytes, home_order, shared_state
 from megatrain.embed.groups import DeferredUpdates, OffloadedGroup, StateGroup
-from megatrain.embed.ordinary_groups import DeviceCopies, OrdinaryGroup, grouped
+from megatrain.embed.ordinary_groups import DeviceCopies, OrdinaryGroup, group_parameters
 from megatrain.embed.shared import SharedGradients, SharedGroup
 from megatrain.embed.weights import WeightBlock, block_of
 from megatrain.optim.base import StateKind
 from tiered import TieredStore
 from tiered.errors import CapacityError
 
-#: Returns the kinds of state, given whether masters are split and the parameters by their names in the layout.
-Kinds = Callable[[bool, Mapping[str, nn.Parameter]], Sequence[StateKind]]
+#: Function (has split masters, parameters by name in their layout) -> kinds of state.
+MakeKinds = Callable[[bool, Mapping[str, nn.Parameter]], Sequence[StateKind]]
 #: Bytes per parameter for the states and gradients of two groups: the updated group and the group being fetched.
 _BYTES_AT_ONCE = 2 * (12 + 4)
 
@@ -32,7 +32,7 @@ class OptimizerGroups:
     Attributes:
         groups: Groups of parameters that share state blocks.
         deferred: Updates of offloaded groups that wait for the next use of their weights.
-        with_state: ``id()`` of each parameter in a group.
+        ids_with_state: ``id()`` of each parameter in a group.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class OptimizerGroups:
         self.deferred = DeferredUpdates()
         self.offload_gradients, self._extra_kinds = offload_gradients, extra_kinds
         self._name, self._homes = name, homes
-        self.with_state: set[int] = set()
+        self.ids_with_state: set[int] = set()
         self._copies = DeviceCopies()
         self._scratch_bytes = 0  # bytes of RAM that are reserved for updates
 
@@ -51,7 +51,7 @@ class OptimizerGroups:
         store: TieredStore,
         parameters: Sequence[nn.Parameter],
         blocks: Iterable[WeightBlock],
-        kinds: Kinds,
+        kinds: MakeKinds,
         scratch_bytes: int,
     ) -> list[StateGroup]:
         """Create and return groups with zero state. After an error, no group is created.
@@ -64,34 +64,34 @@ class OptimizerGroups:
         homes, scratch = home_order(store, self._homes), max(0, scratch_bytes - self._scratch_bytes)
         store.reserve("ram", scratch)
         try:
-            with shared_state(store).all_or_nothing():
+            with shared_state(store).rollback_on_error():
                 added: list[StateGroup] = []
                 for block in blocks:
                     own = [*kinds(block.dtype.itemsize == 2, block.parameters), *self._extra_kinds]
                     kind_of_group = SharedGroup if isinstance(block.gradients, SharedGradients) else OffloadedGroup
                     added.append(kind_of_group(block, own, homes, deferred=self.deferred))
-                added += self._ordinary(store, [p for p in parameters if block_of(p) is None], kinds, homes)
-                _check_update_room(store, [*self.groups, *added])
+                added += self._make_ordinary(store, [p for p in parameters if block_of(p) is None], kinds, homes)
+                _check_update_memory(store, [*self.groups, *added])
         except BaseException:
             store.reserve("ram", -scratch)
             raise
         self._scratch_bytes += scratch
         self.groups += added
         for group in added:
-            self.with_state.update(map(id, group.parameters.values()))
+            self.ids_with_state.update(map(id, group.parameters.values()))
             if isinstance(group, OffloadedGroup):
                 group.attach()
         return added
 
-    def _ordinary(
-        self, store: TieredStore, parameters: Sequence[nn.Parameter], kinds: Kinds, homes: Sequence[str]
+    def _make_ordinary(
+        self, store: TieredStore, parameters: Sequence[nn.Parameter], kinds: MakeKinds, homes: Sequence[str]
     ) -> Iterator[OrdinaryGroup]:
-        """Yield new groups of ordinary parameters, which are given in the order of the optimizer's groups."""
+        """Yield new groups of ordinary parameters. ``parameters`` follows the order of the optimizer's groups."""
         first = sum(isinstance(group, OrdinaryGroup) for group in self.groups)
         if parameters and not first and any(s.key.startswith(f"{self._name}/") for s in store.blocks()):
             raise ValueError(f'this store already has blocks named "{self._name}". Pass name="..." to the optimizer')
         shared = shared_state(store)
-        parts = list(grouped(parameters))
+        parts = list(group_parameters(parameters))
         largest = max((num_elements for num_elements, _ in parts), default=0)
         bytes_at_once = _BYTES_AT_ONCE + sum(2 * kind.dtype.itemsize for kind in self._extra_kinds)
         shared.working_bytes = max(shared.working_bytes, bytes_at_once * largest)
@@ -112,12 +112,12 @@ class OptimizerGroups:
         self._scratch_bytes = 0
 
 
-def _check_update_room(store: TieredStore, groups: Iterable[StateGroup]) -> None:
+def _check_update_memory(store: TieredStore, groups: Iterable[StateGroup]) -> None:
     """Raise an error if RAM cannot hold the blocks of an update in addition to homes."""
-    ram, room = store.tier("ram"), room_for_homes(store, "ram")
+    ram, room = store.tier("ram"), free_home_bytes(store, "ram")
     known = {spec.key: spec for spec in store.blocks()}
     for group in groups:
-        specs = [known[key] for key in group.keys_at_once()]
+        specs = [known[key] for key in group.leased_keys()]
         need = sum(ram.slot_bytes(spec.nbytes) for spec in specs if spec.home != "ram")
         if need > room:
             detail = f"to update {group.layout.name} with its state and gradient. Increase the size of ram"

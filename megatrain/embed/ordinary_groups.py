@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from megatrain.base.layout import TensorEntry, build_layout
 from megatrain.embed.block_homes import shared_state
 from megatrain.embed.gradient_block import GradientBlock
-from megatrain.embed.groups import DueUpdate, StateGroup
+from megatrain.embed.groups import GroupUpdate, StateGroup
 from megatrain.embed.stores import num_ranks
 from megatrain.engine.program.block_keys import gradient_key
 from megatrain.optim.average import EMA, begin_average, swap_average
@@ -33,22 +33,22 @@ _GROUP_ELEMENTS = (1 << 19, 1 << 24)
 class DeviceCopies:
     """Copies between RAM and parameters on CUDA devices. Used by one thread at a time.
 
-    Copies run on one stream per device, after all work that was queued before the last ``mark``: backwards that compute
-    gradients, and kernels that still read parameters. Gradients are copied through one pinned buffer with the size of
-    the largest gradient. No device is used before the first call.
+    Copies run on one stream per device, after all work queued before the last ``wait_for_queued``: backwards that
+    compute gradients, and kernels that still read parameters. Gradients are copied through one pinned buffer with the
+    size of the largest gradient. No device is used before the first call.
     """
 
     def __init__(self) -> None:
         self._slab: HostSlab | None = None
         self._streams: dict[torch.device, Any] = {}
 
-    def mark(self, device: torch.device) -> None:
+    def wait_for_queued(self, device: torch.device) -> None:
         """Make later copies to or from a device wait for the work queued so far on the caller's current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         self._stream(device).wait_event(event)
 
-    def to_ram(self, tensor: Tensor) -> Tensor:
+    def copy_to_ram(self, tensor: Tensor) -> Tensor:
         """Return the dense, flat contents of a device tensor in RAM. They are valid until the next call."""
         nbytes = tensor.numel() * tensor.element_size()
         if self._slab is None or self._slab.nbytes < nbytes:
@@ -59,14 +59,14 @@ class DeviceCopies:
         self._copy(here, tensor, tensor.device)
         return here
 
-    def to_device(self, parameter: Tensor, contents: Tensor) -> None:
+    def copy_to_device(self, parameter: Tensor, contents: Tensor) -> None:
         """Fill a parameter from RAM. Kernels that are queued afterwards read the new values."""
         self._copy(parameter, contents.view(parameter.shape), parameter.device)
 
     def _copy(self, target: Tensor, source: Tensor, device: torch.device) -> None:
         """Convert the source to a dense tensor with the target's shape, copy it, and wait for the copy.
 
-        Everything runs on the copy stream. On the caller's stream, a conversion would be queued after the mark, so the
+        Everything runs on the copy stream. On the caller's stream, a conversion would be queued too late, so the
         copy could read unwritten memory. The temporary tensors live until the copy has ended.
         """
         stream = self._stream(device)
@@ -94,10 +94,10 @@ class OrdinaryGroup(StateGroup):
 
     Args:
         offload_gradients: Whether gradients move to the store when autograd computes them.
-        copies: Copies between devices and RAM.
+        copies: Copier shared by all groups of the optimizer.
 
     Attributes:
-        dtensors: Names of the sharded parameters.
+        sharded_names: Names of the sharded parameters.
     """
 
     def __init__(
@@ -115,12 +115,12 @@ class OrdinaryGroup(StateGroup):
             raise ValueError(
                 "offload_gradients=True needs a single rank, because gradients would move before they are averaged"
             )
-        self.dtensors = frozenset(name for name, parameter in parameters.items() if is_dtensor(parameter))
-        self._firsts = {name: first_element(p) for name, p in parameters.items() if is_dtensor(p)}
+        self.sharded_names = frozenset(name for name, parameter in parameters.items() if is_dtensor(parameter))
+        self._first_elements = {name: first_element(p) for name, p in parameters.items() if is_dtensor(p)}
         values = {name: local_of(parameter) for name, parameter in parameters.items()}
         self._on_device = any(value.is_cuda for value in values.values())
         self._copies = copies
-        self._places = {name: (value.dtype, value.device) for name, value in values.items()}
+        self._dtypes_and_devices = {name: (value.dtype, value.device) for name, value in values.items()}
         self._versions: dict[str, object] = {}  # device parameters' versions when they last equaled their masters
         own = [kind for kind in kinds if self._on_device or kind.name != "weight"]
         layout = build_layout(root, ((name, value.shape) for name, value in values.items()), True)
@@ -130,33 +130,33 @@ class OrdinaryGroup(StateGroup):
             shared_state(store).register(key, layout.num_elements, torch.float32, homes, durable=False)
             self.gradients = GradientBlock(store, key, layout, parameters)
         if self._on_device:
-            self.copy_masters()
+            self.copy_to_masters()
 
     def close(self) -> None:
         if self.gradients is not None:
             self.gradients.close()
         super().close()
 
-    def gradients_now(self) -> object:
+    def gradients_version(self) -> object:
         if self.gradients is not None:
-            return super().gradients_now()
+            return super().gradients_version()
         found = (parameter.grad for parameter in self.parameters.values())
         return [None if gradient is None else (id(gradient), version_of(gradient)) for gradient in found]
 
-    def values(self, name: str) -> Tensor:
+    def local_values(self, name: str) -> Tensor:
         """Return this process's shard of a parameter, or the whole parameter if it is not sharded."""
         parameter = self.parameters[name]
-        return local_of(parameter) if name in self.dtensors else parameter
+        return local_of(parameter) if name in self.sharded_names else parameter
 
-    def copy_masters(self) -> None:
+    def copy_to_masters(self) -> None:
         """Copy parameters on a device to their masters."""
         with torch.no_grad(), self.store.acquire(self.keys["weight"], "ram", "w") as lease:
             lease.tensor.zero_()
             for entry in self.layout.entries:
-                self.part("weight", lease.tensor, entry).copy_(self.values(entry.name).reshape(-1))
-                self._note_equal(entry.name)
+                self.state_view("weight", lease.tensor, entry).copy_(self.local_values(entry.name).reshape(-1))
+                self._record_synced(entry.name)
 
-    def _note_equal(self, name: str) -> None:
+    def _record_synced(self, name: str) -> None:
         """Record that a parameter on a device equals its master."""
         self._versions[name] = version_of(self.parameters[name])
 
@@ -165,12 +165,12 @@ class OrdinaryGroup(StateGroup):
         self._versions.clear()
 
     def take_gradients(self) -> Mapping[str, Tensor | None]:
-        for device in {device for _, device in self._places.values() if device.type == "cuda"}:
-            self._copies.mark(device)
+        for device in {device for _, device in self._dtypes_and_devices.values() if device.type == "cuda"}:
+            self._copies.wait_for_queued(device)
         if self.gradients is not None:
             return super().take_gradients()
         found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        for name in found.keys() & self.dtensors:
+        for name in found.keys() & self.sharded_names:
             parameter = self.parameters[name]
             assert is_dtensor(parameter), name
             check_gradient(found[name], parameter)
@@ -181,38 +181,38 @@ class OrdinaryGroup(StateGroup):
         if self.gradients is not None:
             return super().squared_norms(threads)
         return {
-            name: squared_norm(self._flat(gradient), threads)
+            name: squared_norm(self._flatten(gradient), threads)
             for name, gradient in self.take_gradients().items()
             if gradient is not None
         }
 
-    def _apply(self, work: DueUpdate, tensors: Mapping[str, Tensor]) -> None:
-        for entry in self.entries(work.settings):
+    def _apply(self, pending: GroupUpdate, tensors: Mapping[str, Tensor]) -> None:
+        for entry in self.entries(pending.settings):
             if self.gradients is not None:
                 gradient = self.gradients.view(tensors[self.gradients.key], entry)
             else:
-                gradient = self._flat(work.gradients[entry.name])
-            settings = work.settings[entry.name]
-            now = Update(settings.step, settings.lr, work.grad_scale)
-            segment = self.segment(entry, settings, 0, first=self._firsts.get(entry.name, 0))
+                gradient = self._flatten(pending.gradients[entry.name])
+            settings = pending.settings[entry.name]
+            now = Update(settings.step, settings.lr, pending.grad_scale)
+            segment = self.segment(entry, settings, 0, first=self._first_elements.get(entry.name, 0))
             with self._master(entry, tensors) as blocks:
                 if self.has_averages and settings.step == 1:
                     begin_average(blocks["weight"], blocks.get("low"), blocks[EMA.name])
-                settings.arithmetic.update(blocks, gradient, [segment], now)
+                settings.rule.update(blocks, gradient, [segment], now)
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype that the parameters had when their state was created."""
-        return next(iter(self._places.values()))[0]
+        return next(iter(self._dtypes_and_devices.values()))[0]
 
     @property
     def is_in_ram(self) -> bool:
         """Whether parameters, gradients and state are all in RAM, so that an update fetches nothing."""
-        return not self._on_device and self.gradients is None and not self._elsewhere
+        return not self._on_device and self.gradients is None and not self._keys_outside_ram
 
-    def check_place(self, name: str) -> None:
+    def check_dtype_and_device(self, name: str) -> None:
         """Raise ``RuntimeError`` if a parameter was moved or converted after its state was created."""
-        values, place = self.values(name), self._places[name]
+        values, place = self.local_values(name), self._dtypes_and_devices[name]
         if (values.dtype, values.device) != place:
             raise RuntimeError(
                 f"a parameter of shape {tuple(values.shape)} was {place[0]} on {place[1]} when its optimizer was "
@@ -229,15 +229,15 @@ class OrdinaryGroup(StateGroup):
             return
         for entry in self.entries(names):
             low, average = (
-                self.part(kind, tensors[self.keys[kind]], entry) if kind in self.keys else None
+                self.state_view(kind, tensors[self.keys[kind]], entry) if kind in self.keys else None
                 for kind in ("low", EMA.name)
             )
             assert average is not None, entry
-            begin_average(self.values(entry.name).detach().reshape(-1), low, average)
+            begin_average(self.local_values(entry.name).detach().reshape(-1), low, average)
 
     def _swap(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        for device in {device for _, device in self._places.values() if device.type == "cuda"}:
-            self._copies.mark(device)  # copies must wait for kernels that still read the parameters
+        for device in {device for _, device in self._dtypes_and_devices.values() if device.type == "cuda"}:
+            self._copies.wait_for_queued(device)  # copies must wait for kernels that still read the parameters
         for entry in self.entries(names):
             with self._master(entry, tensors) as blocks:
                 swap_average(blocks["weight"], blocks.get("low"), blocks[EMA.name])
@@ -250,50 +250,50 @@ class OrdinaryGroup(StateGroup):
             entry: Layout entry of the parameter.
             tensors: Contents of the blocks, by key.
         """
-        parameter, values = self.parameters[entry.name], self.values(entry.name)
+        parameter, values = self.parameters[entry.name], self.local_values(entry.name)
         own_length = {name for name, kind in self.kinds.items() if kind.elements_of is not None}
         blocks = {
-            kind: tensors[key] if kind in own_length else self.part(kind, tensors[key], entry)
+            kind: tensors[key] if kind in own_length else self.state_view(kind, tensors[key], entry)
             for kind, key in self.keys.items()
             if key in tensors
         }
-        self.check_place(entry.name)
+        self.check_dtype_and_device(entry.name)
         if not self._on_device:
             blocks["weight"] = values.detach().reshape(-1)
         elif self._versions.get(entry.name) != version_of(parameter):
-            _follow(blocks, values.detach().reshape(-1).cpu())
+            _update_master(blocks, values.detach().reshape(-1).cpu())
         yield blocks
         if values.is_cuda:
-            self._copies.to_device(values, blocks["weight"])
-            self._note_equal(entry.name)
+            self._copies.copy_to_device(values, blocks["weight"])
+            self._record_synced(entry.name)
         elif blocks["weight"].data_ptr() != values.data_ptr():
             values.copy_(blocks["weight"].view(entry.shape))
-            self._note_equal(entry.name)
+            self._record_synced(entry.name)
         else:
-            increment_version(values)  # graphs that saved the tensor are stale, but autograd did not see the kernel
+            increment_version(values)  # mark graphs that saved the tensor as stale: autograd did not see the kernel
         if values is not parameter:
             increment_version(parameter)  # a DTensor has a separate version counter
-            self._note_equal(entry.name)
+            self._record_synced(entry.name)
 
-    def _flat(self, gradient: Tensor) -> Tensor:
+    def _flatten(self, gradient: Tensor) -> Tensor:
         """Return a gradient as a flat fp32 or bf16 tensor in RAM. A copy from a device is valid until the next call."""
         gradient = gradient.detach()
         if gradient.is_cuda:
-            flat = self._copies.to_ram(gradient)
+            flat = self._copies.copy_to_ram(gradient)
         else:
             flat = (gradient if gradient.layout is torch.strided else gradient.to_dense()).reshape(-1)
         return flat if flat.dtype in GRADIENT_DTYPES else flat.float()
 
 
-def _follow(blocks: Mapping[str, Tensor], values: Tensor) -> None:
+def _update_master(blocks: Mapping[str, Tensor], values: Tensor) -> None:
     """Copy a changed parameter's values to its master. Unchanged elements keep their low half."""
     if "low" in blocks:
         blocks["low"].masked_fill_(blocks["weight"] != values, 0)
     blocks["weight"].copy_(values)
 
 
-def grouped(parameters: Sequence[nn.Parameter]) -> Iterator[tuple[int, list[nn.Parameter]]]:
-    """Yield groups of consecutive parameters with the same dtype and device, and this process's number of elements."""
+def group_parameters(parameters: Sequence[nn.Parameter]) -> Iterator[tuple[int, list[nn.Parameter]]]:
+    """Yield (this process's number of elements, consecutive parameters with the same dtype and device) per group."""
     together: list[nn.Parameter] = []
     fewest, most = _GROUP_ELEMENTS
     values = [local_of(parameter) for parameter in parameters]

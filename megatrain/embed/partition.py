@@ -1,8 +1,8 @@
 """Partition of a module into units: repeated layers, and all other modules that own parameters.
 
 In the engine, Hugging Face's classes define the layers. The engine runs a unit's forward, so a unit of
-``megatrain.models.graph`` owns everything inside. An offloaded module can be of any class. Hooks hold the weights that
-each module's forward reads. Outside of layers, the unit is the set of parameters that one module owns directly.
+``megatrain.models.graph`` owns all parameters inside. An offloaded module can be of any class. Hooks hold the weights
+that each module's forward reads. Outside of layers, the unit is the set of parameters that one module owns directly.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megatrain.ranks.dtensors import is_dtensor
 ROOT = "(root)"
 #: Weak references to the optimizers of ordinary parameters.
 _OPTIMIZERS: Any = WeakIdKeyDictionary()
-_DTYPES = (torch.float32, torch.bfloat16)
+_TRAINED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class OffloadError(ValueError):
-    """A module or setting is incompatible with offloading. The message names the remedy."""
+    """A module or setting is incompatible with offloading. The message contains the remedy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +94,7 @@ def parts_of(units: Iterable[UnitPart]) -> list[Part]:
     return list(dict.fromkeys(part for unit in units for part in unit.parts))
 
 
-def parts_around(unit: UnitPart, units: Iterable[UnitPart]) -> list[Part]:
+def enclosing_parts(unit: UnitPart, units: Iterable[UnitPart]) -> list[Part]:
     """Return the parts of a unit and of its enclosing modules. All of them are needed at the same time."""
     return parts_of(other for other in units if other.name == "" or f"{unit.name}.".startswith(f"{other.name}."))
 
@@ -119,8 +119,8 @@ def partition(model: nn.Module, name: str, leave: Sequence[str] = ()) -> list[Un
         if not any(fnmatchcase(path, glob) for glob in leave)
     }
     for path, parameter in chosen.items():
-        _check(path, parameter)
-    _check_memory(chosen)
+        _check_parameter(path, parameter)
+    _check_no_aliases(chosen)
     names = {id(parameter): path for path, parameter in chosen.items()}
     if not names:
         raise OffloadError(
@@ -140,7 +140,7 @@ def partition(model: nn.Module, name: str, leave: Sequence[str] = ()) -> list[Un
     return units
 
 
-def _check(name: str, parameter: nn.Parameter) -> None:
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if holder_of(parameter) is not None:
         raise OffloadError(f"{name} is already in a store, because megatrain.offload was called before")
     if is_dtensor(parameter):
@@ -150,7 +150,7 @@ def _check(name: str, parameter: nn.Parameter) -> None:
         )
     if not parameter.is_floating_point():
         raise OffloadError(f'{name} has the dtype {parameter.dtype}. Leave it out: leave=["{name}"]')
-    if parameter.requires_grad and parameter.dtype not in _DTYPES:
+    if parameter.requires_grad and parameter.dtype not in _TRAINED_DTYPES:
         raise OffloadError(
             f"{name} is trained in {parameter.dtype}, but master weights exist only for float32 and bfloat16. First "
             "convert the model: model.to(torch.bfloat16)"
@@ -164,14 +164,14 @@ def _check(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def mark_optimized(parameters: Iterable[nn.Parameter], optimizer: Any) -> None:
+def record_optimizer(parameters: Iterable[nn.Parameter], optimizer: Any) -> None:
     """Record the optimizer of ordinary parameters. A parameter with state in a store can no longer be offloaded."""
     reference = weakref.ref(optimizer)
     for parameter in parameters:
         _OPTIMIZERS[parameter] = reference
 
 
-def _check_memory(parameters: dict[str, nn.Parameter]) -> None:
+def _check_no_aliases(parameters: dict[str, nn.Parameter]) -> None:
     """Raise an error if two parameters share memory. In the store they would silently become independent."""
     spans = []
     for name, parameter in parameters.items():
@@ -207,30 +207,30 @@ def _layers_of(items: nn.Module) -> frozenset[str]:
     If one item of a list is recognized as a stage, similar items are also treated as stages. In a UNet, for example,
     only stages with attention are recognized directly, but stages without attention must also be split.
     """
-    inside = {leaf: item for leaf, item in items.named_children() if _has_inside(item)}
-    stages = {leaf for leaf, item in inside.items() if _has_list_of(_is_deep, item)}
+    inside = {leaf: item for leaf, item in items.named_children() if _has_children(item)}
+    stages = {leaf for leaf, item in inside.items() if _has_list_with(_has_grandchildren, item)}
     if stages:
-        stages |= {leaf for leaf, item in inside.items() if _has_list_of(_has_inside, item)}
+        stages |= {leaf for leaf, item in inside.items() if _has_list_with(_has_children, item)}
     return frozenset(inside.keys() - stages)
 
 
-def _has_list_of(kind: Callable[[nn.Module], bool], module: nn.Module) -> bool:
-    """Return whether a module contains a list with an item for which ``kind`` returns True."""
+def _has_list_with(is_match: Callable[[nn.Module], bool], module: nn.Module) -> bool:
+    """Return whether a module contains a list with an item for which ``is_match`` returns True."""
     return any(
-        isinstance(child, nn.ModuleList | nn.Sequential) and any(map(kind, child.children()))
+        isinstance(child, nn.ModuleList | nn.Sequential) and any(map(is_match, child.children()))
         for child in module.modules()
         if child is not module
     )
 
 
-def _has_inside(module: nn.Module) -> bool:
+def _has_children(module: nn.Module) -> bool:
     """Return whether a module has submodules."""
     return next(_children(module), None) is not None
 
 
-def _is_deep(module: nn.Module) -> bool:
+def _has_grandchildren(module: nn.Module) -> bool:
     """Return whether a module has nested submodules. This is true for layers, but not for experts and heads."""
-    return any(map(_has_inside, _children(module)))
+    return any(map(_has_children, _children(module)))
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:

@@ -57,7 +57,7 @@ def load_pretrained(
         fetch_weights(hub, shows_bar=True)
         folder = hub.folder
     config = resolve_config(Path(folder), trust_remote_code=trust_remote_code)
-    wanted = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else _dtype(dtype)
+    wanted = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else _parse_dtype(dtype)
     model = build_skeleton(
         config,
         attn_implementation=attn_implementation,
@@ -79,21 +79,21 @@ def load_pretrained(
     for block in offloaded.blocks:
         with block.filling() as flat:
             weights.fill(block.layout, views(flat, block.layout))
-        block.filled()
-    _load_left(model, weights, compute_device(store))
+        block.mark_filled()
+    _load_ordinary(model, weights, compute_device(store))
     weights.load_buffers()
     move_buffers(model, compute_device(store))
     return model
 
 
-def _dtype(name: torch.dtype | str) -> torch.dtype:
+def _parse_dtype(name: torch.dtype | str) -> torch.dtype:
     found = getattr(torch, name, None) if isinstance(name, str) else name
     if not isinstance(found, torch.dtype):
         raise ValueError(f'dtype="{name}" does not exist. Pass "bfloat16", "float32" or "auto"')
     return found
 
 
-def _load_left(model: PreTrainedModel, weights: WeightLoader, device: torch.device) -> None:
+def _load_ordinary(model: PreTrainedModel, weights: WeightLoader, device: torch.device) -> None:
     """Load the parameters that stay outside of the store."""
     left = {name: p for name, p in model.named_parameters() if block_of(p) is None}
     if not left:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.base.layout import UnitLayout
-from megatrain.embed.block_homes import HomeRequest, compute_tier, room_for_homes, shared_state
+from megatrain.embed.block_homes import HomeRequest, compute_tier, free_home_bytes, shared_state
 from megatrain.embed.gradient_block import GradientBlock
-from megatrain.embed.partition import OffloadError, Part, UnitPart, parts_around, parts_of
+from megatrain.embed.partition import OffloadError, Part, UnitPart, enclosing_parts, parts_of
 from tiered import Mode, TieredStore
 from tiered.errors import CapacityError
 
@@ -44,8 +44,8 @@ class WeightLease(Protocol):
         """End a lease of mode "w" and drop changes."""
 
 
-class WholeBlocks:
-    """Access to a module's blocks, which this process stores alone. In the subclass ``ModuleRanks``, it stores shards.
+class LocalBlocks:
+    """Access to blocks that this process stores completely. With the subclass ``ModuleRanks``, it stores shards.
 
     Attributes:
         tier: Tier in which blocks are leased.
@@ -73,7 +73,7 @@ class WholeBlocks:
         """Return whether a lease copies the block, because the block's home is a different tier."""
         return self.tier != home
 
-    def drop(self, part: Part) -> None:
+    def evict_copy(self, part: Part) -> None:
         """Evict a copy of a weight block that was changed during a read-only lease."""
         self.store.evict(part.weight_key, self.tier)
 
@@ -86,10 +86,10 @@ class WholeBlocks:
         return GradientBlock(self.store, part.gradient_key, part.layout, part.parameters)
 
     def check_module(self, model: nn.Module, units: Sequence[UnitPart], find_homes: Callable[[], Homes]) -> Homes:
-        """Check whether a module can be offloaded, and return its blocks' homes. Nothing is changed before this check.
+        """Return the homes of a module's blocks, or raise an error if it cannot be offloaded. The module is unchanged.
 
         Args:
-            find_homes: Reserves the module's working set and returns its homes. It raises an error if they do not fit.
+            find_homes: Function that reserves the working set and returns the homes, or raises if they do not fit.
         """
         return find_homes()
 
@@ -103,21 +103,21 @@ class WholeBlocks:
             for unit in units
         )
 
-    def reserve_room(self, units: Sequence[UnitPart]) -> None:
-        """Reserve memory outside of blocks. A single process needs none."""
+    def reserve_memory(self, units: Sequence[UnitPart]) -> None:
+        """Do nothing, because a single process needs no memory outside of blocks."""
 
-    def check_working_set(self, units: Sequence[UnitPart], homes: Homes, taken: Callable[[str], int]) -> None:
+    def check_working_set(self, units: Sequence[UnitPart], homes: Homes, home_bytes_in: Callable[[str], int]) -> None:
         """Raise ``CapacityError`` if a layer and its enclosing modules do not fit in the compute tier next to homes.
 
         Args:
             homes: Home tiers of the module's blocks, by key.
-            taken: Returns the bytes of these homes in a tier.
+            home_bytes_in: Function that returns the bytes of these homes in a tier.
         """
         where = self.tier
         tier = self.store.tier(where)
-        room = room_for_homes(self.store, where) - taken(where)
+        room = free_home_bytes(self.store, where) - home_bytes_in(where)
         for unit in units:
-            needed = {part.weight_key: part.weight_bytes for part in parts_around(unit, units)}
+            needed = {part.weight_key: part.weight_bytes for part in enclosing_parts(unit, units)}
             needed.update((part.gradient_key, part.gradient_bytes) for part in unit.parts if part.layout.trainable)
             need = sum(tier.slot_bytes(nbytes) for key, nbytes in needed.items() if homes[key] != where)
             if need > room:
@@ -126,7 +126,7 @@ class WholeBlocks:
 
 
 def find_homes(
-    access: WholeBlocks, name: str, units: Sequence[UnitPart], weights: Sequence[str], gradients: Sequence[str]
+    access: LocalBlocks, name: str, units: Sequence[UnitPart], weights: Sequence[str], gradients: Sequence[str]
 ) -> Homes:
     """Reserve the working set of a module, and return the home tiers of its blocks by key.
 
@@ -156,13 +156,13 @@ def find_homes(
     before = shared.working_bytes
     shared.working_bytes = max(before, access.working_bytes(units))
 
-    def taken(where: str) -> int:
+    def home_bytes_in(where: str) -> int:
         return sum(store.tier(where).slot_bytes(block.nbytes) for block in wanted if homes[block.key] == where)
 
     try:
-        access.reserve_room(units)
-        homes = dict(zip([block.key for block in wanted], shared.placed(wanted), strict=True))
-        access.check_working_set(units, homes, taken)
+        access.reserve_memory(units)
+        homes = dict(zip([block.key for block in wanted], shared.choose_homes(wanted), strict=True))
+        access.check_working_set(units, homes, home_bytes_in)
     except BaseException:
         shared.working_bytes = before
         raise

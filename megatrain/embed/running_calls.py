@@ -14,17 +14,17 @@ from megatrain.embed.partition import OffloadError
 from megatrain.embed.weights import WeightBlock, release_all
 
 #: Name of torch's function that runs a forward and its hooks.
-_CALLER = "_call_impl"
+_FORWARD_FUNCTION = "_call_impl"
 
 
 @dataclass(slots=True)
 class Call:
-    """A running forward of a unit or module, or a running ``gathered``. Its blocks and hooks end when it ends.
+    """A running forward of a unit or module, or a running ``gathered``. ``end`` releases its blocks and hooks.
 
     Attributes:
-        owner: hooks of the unit, or the module.
-        frame: frame in which torch's function runs the hooks.
-        outer_error: exception that was being handled when the call began. Any other exception was raised by the call.
+        owner: Unit hooks or module to which the forward belongs.
+        frame: Frame in which torch's function runs the hooks.
+        outer_error: Exception that was being handled when the call began. Any other exception was raised by the call.
     """
 
     owner: object = None
@@ -44,9 +44,9 @@ class Call:
         self.hooks = hooks
         hooks.__enter__()
 
-    def has_ended(self, alive: Container[FrameType | None]) -> bool:
-        """Return whether this thread's stack, ``alive``, no longer contains the frame of the call."""
-        return self.thread_id == threading.get_ident() and self.frame not in alive
+    def has_ended(self, live_frames: Container[FrameType | None]) -> bool:
+        """Return whether this thread's stack, ``live_frames``, no longer contains the frame of the call."""
+        return self.thread_id == threading.get_ident() and self.frame not in live_frames
 
     def end(self, *, is_failing: bool = False) -> None:
         """Uninstall the hooks and release all blocks."""
@@ -66,7 +66,7 @@ class Calls:
         return bool(self._running)
 
     def begin(self, owner: object) -> Call:
-        """Record a forward. This happens before anything in it can fail, because torch always runs the hooks after it.
+        """Record a forward before its code can fail, because torch runs the hooks after the forward in any case.
 
         Raises:
             OffloadError: torch.jit is tracing the forward. A trace would record the addresses of slots that are reused
@@ -77,7 +77,7 @@ class Calls:
                 "torch.jit.trace does not support modules whose weights are in a tiered store. Save the weights with "
                 "save_pretrained(folder) or state_dict(), and trace an ordinary module that loads them"
             )
-        call = Call(owner, _caller())
+        call = Call(owner, _find_forward_frame())
         self._running.append(call)
         return call
 
@@ -86,11 +86,11 @@ class Calls:
         if self._running and self._running[-1].owner is owner:
             self._running.pop().end()
 
-    def innermost_of(self, owner: object) -> Call | None:
+    def find_innermost(self, owner: object) -> Call | None:
         """Return the innermost running forward of an owner."""
         return next((call for call in reversed(self._running) if call.owner is owner), None)
 
-    def drop_dead(self) -> None:
+    def end_aborted(self) -> None:
         """End forwards that an interrupt has aborted, because torch runs no hooks after an interrupt.
 
         This covers only the calling thread, because interrupts reach only the main thread. Other threads' frames cannot
@@ -98,13 +98,13 @@ class Calls:
         tensors.
         """
         if self._running:
-            alive = set(_frames())
-            while self._running and self._running[-1].has_ended(alive):
+            live_frames = set(_frames())
+            while self._running and self._running[-1].has_ended(live_frames):
                 self._running.pop().end(is_failing=True)
 
 
-def _caller() -> FrameType | None:
-    return next((frame for frame in _frames() if frame.f_code.co_name == _CALLER), None)
+def _find_forward_frame() -> FrameType | None:
+    return next((frame for frame in _frames() if frame.f_code.co_name == _FORWARD_FUNCTION), None)
 
 
 def _frames() -> Iterator[FrameType]:

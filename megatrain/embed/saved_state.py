@@ -116,7 +116,7 @@ class SavedState:
             if shared.num_changes:
                 raise ValueError("this state is from before the first step and contains no values. Start again")
             return
-        if shared.committed == (shared.num_changes, generation) and record["mark"] == shared.mark:
+        if shared.last_commit == (shared.num_changes, generation) and record["mark"] == shared.mark:
             return
         if record["blocks"] != _fingerprint(store):
             raise ValueError(
@@ -130,10 +130,10 @@ class SavedState:
             _read_foreign(store, path, generation)
         for group in self._optimizer.groups:
             if isinstance(group, OffloadedGroup):
-                group.weights.missing.clear()
+                group.weights.missing_names.clear()
                 group.weights.version += 1
         shared.num_changes += 1
-        shared.committed, shared.mark = (shared.num_changes, generation), record["mark"]
+        shared.last_commit, shared.mark = (shared.num_changes, generation), record["mark"]
 
     @property
     def _shards(self) -> list[int] | None:
@@ -216,8 +216,8 @@ class SavedState:
     def _master(self, group: OrdinaryGroup, entry: TensorEntry) -> Tensor:
         """Return a bf16 parameter's fp32 master as a flat copy."""
         with self._store.acquire(group.keys["low"], "ram") as lease:
-            upper = group.values(entry.name).detach().reshape(-1).cpu().view(torch.int16).to(torch.int32)
-            joined = (upper << 16) + group.part("low", lease.tensor, entry)  # low is signed, as in the kernels
+            upper = group.local_values(entry.name).detach().reshape(-1).cpu().view(torch.int16).to(torch.int32)
+            joined = (upper << 16) + group.state_view("low", lease.tensor, entry)  # low is signed, as in the kernels
             return mapped_copy(joined.view(torch.float32), self._store)
 
     def master_of(self, parameter: nn.Parameter, group: StateGroup, entry: TensorEntry) -> Tensor:
@@ -226,7 +226,7 @@ class SavedState:
             master = torch.empty(entry.numel)
             keys = [group.weights.key, *([group.keys["low"]] if "low" in group.keys else [])]
             with self._store.acquire_many([(key, "ram", "r") for key in keys]) as leases:
-                weight, *low = (group.part(EMA.name, lease.tensor, entry) for lease in leases)
+                weight, *low = (group.state_view(EMA.name, lease.tensor, entry) for lease in leases)
                 begin_average(weight, low[0] if low else None, master)
             return master
         assert isinstance(group, OrdinaryGroup), group
@@ -236,33 +236,33 @@ class SavedState:
         """Replace a master's low half, and its high half if the store contains it. ``values`` is flat."""
         bits = values.view(torch.int32)
         with self._store.acquire(group.keys["low"], "ram", "rw") as lease:
-            group.part("low", lease.tensor, entry).copy_(bits.to(torch.int16))  # to() keeps the lower 16 bits
+            group.state_view("low", lease.tensor, entry).copy_(bits.to(torch.int16))  # to() keeps the lower 16 bits
         if "weight" in group.keys:
             upper = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
             with self._store.acquire(group.keys["weight"], "ram", "rw") as lease:
-                group.part("weight", lease.tensor, entry).copy_(upper)
+                group.state_view("weight", lease.tensor, entry).copy_(upper)
 
     def _moment(self, group: StateGroup, kind: str, entry: TensorEntry) -> Tensor:
         """Return a flat fp32 copy of a parameter's state of one kind."""
         with self._store.acquire(group.keys[kind], "ram") as lease:
-            part = group.part(kind, lease.tensor, entry)
+            part = group.state_view(kind, lease.tensor, entry)
             if part.dtype != torch.uint8:
                 return mapped_copy(part.float(), self._store)
             with self._store.acquire(group.keys[f"{kind}_scale"], "ram") as scales:
-                own = group.part(f"{kind}_scale", scales.tensor, entry)
+                own = group.state_view(f"{kind}_scale", scales.tensor, entry)
                 return mapped_copy(decode_moments(part, own, is_signed(kind)), self._store)
 
     def _set_moment(self, group: StateGroup, kind: str, entry: TensorEntry, values: Tensor | None) -> None:
         """Set a parameter's state of one kind, rounded to nearest. ``values`` is flat, or None for zeros."""
         with self._store.acquire(group.keys[kind], "ram", "rw") as lease:
-            part = group.part(kind, lease.tensor, entry)
+            part = group.state_view(kind, lease.tensor, entry)
             if part.dtype != torch.uint8:
                 part.zero_() if values is None else part.copy_(values)
                 return
             codes, scales = encode_moments(torch.zeros(entry.numel) if values is None else values, is_signed(kind))
             part.copy_(codes)
             with self._store.acquire(group.keys[f"{kind}_scale"], "ram", "rw") as other:
-                group.part(f"{kind}_scale", other.tensor, entry).copy_(scales)
+                group.state_view(f"{kind}_scale", other.tensor, entry).copy_(scales)
 
 
 def _check_not_shared(group: StateGroup) -> None:
@@ -314,7 +314,7 @@ def _commit_changes(store: TieredStore) -> int | None:
     for optimizer in shared.optimizers:
         optimizer.check_not_averaged("state_dict() of an optimizer in this store")
     shared.finish_updates()
-    when, generation = shared.committed
+    when, generation = shared.last_commit
     if when == shared.num_changes:
         return generation
     if store.path is None:
@@ -332,12 +332,12 @@ def _commit_changes(store: TieredStore) -> int | None:
     commit = store.commit({"embedded": True, "changes": changes, _MARK: mark})
     commit.wait()
     shared.mark = mark
-    shared.committed = (changes, commit.generation)
+    shared.last_commit = (changes, commit.generation)
     return commit.generation
 
 
 def _find_generation(store: TieredStore, record: Mapping[str, Any]) -> Path:
-    """Return the folder that contains the recorded generation: of this store, or of the store that saved it.
+    """Return the folder with the recorded generation: of this store, or of the store that saved it.
 
     Raises:
         GenerationError: Neither folder contains the generation.
@@ -380,9 +380,8 @@ def _fingerprint(store: TieredStore) -> str:
 class StoredState(MutableMapping[nn.Parameter, dict[str, Any]]):
     """The ``state`` of an optimizer. It looks empty, so that trainers do not move it. Reading an item returns copies.
 
-    Items cannot be set; load a ``state_dict`` instead. ``torch.distributed.checkpoint`` tests the truth value of
-    ``state`` and creates missing state by a step with zero gradients. This step would change moments, although they
-    already exist.
+    Items cannot be set; load a ``state_dict`` instead. If ``state`` is false, ``torch.distributed.checkpoint`` creates
+    state by a step with zero gradients, which would change existing moments. The truth value is therefore True.
     """
 
     def __init__(self, optimizer: _SavedOptimizer) -> None:

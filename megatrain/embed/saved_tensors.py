@@ -21,7 +21,7 @@ class SavedTensor(ABC):
         """Return the tensor with its saved values."""
 
 
-def saving(pack: Callable[[Tensor], SavedTensor]) -> torch.autograd.graph.saved_tensors_hooks:
+def make_saving_hooks(pack: Callable[[Tensor], SavedTensor]) -> torch.autograd.graph.saved_tensors_hooks:
     """Return saved-tensor hooks that replace each tensor with the placeholder that ``pack`` returns."""
     return torch.autograd.graph.saved_tensors_hooks(pack, methodcaller("unpack"))
 
@@ -47,7 +47,7 @@ class OuterSavedTensor(SavedTensor):
         return self._unpack(self._packed)
 
 
-class Versioned(SavedTensor):
+class VersionedTensor(SavedTensor):
     """A saved tensor with a version check. Autograd does not check tensors that a hook has packed.
 
     Args:
@@ -55,7 +55,7 @@ class Versioned(SavedTensor):
     """
 
     __slots__ = ("_probe", "_version")
-    saved_inside = "the forward of an offloaded module"
+    context_name = "the forward of an offloaded module"
 
     def __init__(self, tensor: Tensor, probe: Tensor) -> None:
         self._probe = probe
@@ -67,14 +67,14 @@ class Versioned(SavedTensor):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{self._describe()} is at version {self._probe._version}; expected version {self._version} instead. "
-                f"It was saved inside {self.saved_inside}; torch.autograd.set_detect_anomaly(True) shows where"
+                f"It was saved inside {self.context_name}; torch.autograd.set_detect_anomaly(True) shows where"
             )
 
     def _describe(self) -> str:
         return f"[{self._probe.type()} {list(self._probe.shape)}]"
 
 
-class KeptInMemory(Versioned):
+class KeptTensor(VersionedTensor):
     """A tensor that stays in memory, detached, because a saved output must not refer to the node that saves it."""
 
     __slots__ = ()

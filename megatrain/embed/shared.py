@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from xxhash import xxh3_128_digest
 
 from megatrain.base.layout import TensorEntry, UnitLayout
-from megatrain.embed.block_homes import compute_device, room_for_homes, shared_state
+from megatrain.embed.block_homes import compute_device, free_home_bytes, shared_state
 from megatrain.embed.gradient_block import GradientBlock
 from megatrain.embed.groups import DeferredUpdates, OffloadedGroup, Settings, StateGroup
-from megatrain.embed.partition import OffloadError, Part, UnitPart, parts_around, parts_of
-from megatrain.embed.room import UPDATE_BYTES, Homes, WeightLease, WholeBlocks
+from megatrain.embed.partition import OffloadError, Part, UnitPart, enclosing_parts, parts_of
+from megatrain.embed.room import UPDATE_BYTES, Homes, LocalBlocks, WeightLease
 from megatrain.embed.weights import WeightBlock, WeightInUseError
 from megatrain.engine.unit.weight_gradients import GradientAccumulator
 from megatrain.optim.base import Segment, StateKind
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class ModuleRanks(WholeBlocks):
+class ModuleRanks(LocalBlocks):
     """One rank's access to an offloaded module that several ranks share. Used by one thread at a time.
 
     Each rank stores a shard of every block. Shards are gathered in RAM, even if modules compute on a GPU.
@@ -51,7 +51,7 @@ class ModuleRanks(WholeBlocks):
 
     Attributes:
         collectives: Collectives of the group. Call ``announce`` before each of them.
-        shards: Computes which elements of a block this rank owns.
+        shards: Mapping of block elements to ranks.
         lane: Lane of this rank that currently receives gradients.
 
     Raises:
@@ -78,20 +78,21 @@ class ModuleRanks(WholeBlocks):
         self._in_use_bytes, self._reserved_bytes = Counter[str](), Counter[str]()  # by tier
         self._num_announced = 0
 
-    def announce(self, what: str) -> None:
+    def announce(self, operation: str) -> None:
         """Announce this rank's next collective. All ranks raise ``RanksDifferError`` if their announcements differ."""
         self._num_announced += 1
-        own = torch.frombuffer(bytearray(xxh3_128_digest(f"{self._num_announced} {what}".encode())), dtype=torch.uint8)
+        digest = xxh3_128_digest(f"{self._num_announced} {operation}".encode())
+        own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         found = torch.empty(self.size * len(own), dtype=torch.uint8)
         self.collectives.gather(found, own)
         rows = found.view(self.size, -1)
         if bool((rows == rows[0]).all()):
             return
-        texts = self.collectives.gather_objects((self._num_announced, what))
+        texts = self.collectives.gather_objects((self._num_announced, operation))
         other = next(rank for rank, each in enumerate(texts) if each != texts[0])
         raise RanksDifferError(
-            f"the ranks of an offloaded module do different things: rank 0 comes to {_name(texts[0])}, rank {other} to "
-            f"{_name(texts[other])}. All ranks must use the same modules in the same order, in forward and backward, "
+            f"the ranks of an offloaded module do different things: rank 0 comes to {_text(texts[0])}, rank {other} to "
+            f"{_text(texts[other])}. All ranks must use the same modules in the same order, in forward and backward, "
             "and must all call step(), state_dict() and gathered(). Give a rank without data a batch without labels "
             "(loss * 0), and skip modules either on all ranks or on none"
         )
@@ -100,23 +101,23 @@ class ModuleRanks(WholeBlocks):
         """Return the number of elements in each rank's shard of a layout, which includes padding."""
         return self.shards.num_elements(range(layout.num_elements))
 
-    def num_gathered(self, layout: UnitLayout) -> int:
+    def num_gathered_elements(self, layout: UnitLayout) -> int:
         """Return the total number of elements of all shards of a layout."""
         return self.size * self.num_elements(layout)
 
-    def owned(self, layout: UnitLayout) -> range:
+    def owned_range(self, layout: UnitLayout) -> range:
         """Return the range of a layout's elements that this rank owns."""
         return self.shards.owned(range(layout.num_elements))
 
-    def put_shard(self, shard: Tensor, layout: UnitLayout, full: Tensor) -> None:
+    def write_shard(self, shard: Tensor, layout: UnitLayout, full: Tensor) -> None:
         """Copy this rank's elements from a full copy to the shard. Fill the rest of the shard with zeros."""
-        owned = self.owned(layout)
+        owned = self.owned_range(layout)
         shard[: len(owned)].copy_(full[owned.start : owned.stop])
         shard[len(owned) :].zero_()
 
     def gathered_bytes(self, layout: UnitLayout, dtype: torch.dtype) -> int:
         """Return the size in bytes of a full copy with this dtype. Sums of gradients have the same size."""
-        return self.num_gathered(layout) * dtype.itemsize
+        return self.num_gathered_elements(layout) * dtype.itemsize
 
     def reserve(self, tier: str, nbytes: int) -> None:
         """Reserve at least ``nbytes`` in a tier outside of blocks. Raise ``CapacityError`` if the tier is full."""
@@ -125,14 +126,14 @@ class ModuleRanks(WholeBlocks):
             self.store.reserve(tier, more)
             self._reserved_bytes[tier] += more
 
-    def unreserve(self) -> None:
+    def release_reserved(self) -> None:
         """Release all reserved memory."""
         for tier, nbytes in self._reserved_bytes.items():
             self.store.reserve(tier, -nbytes)
         self._reserved_bytes.clear()
 
     @contextmanager
-    def room(self, tier: str, nbytes: int) -> Iterator[None]:
+    def use_memory(self, tier: str, nbytes: int) -> Iterator[None]:
         """Count memory as used inside the context. Raise ``CapacityError`` if the tier has no space for it."""
         self.reserve(tier, self._in_use_bytes[tier] + nbytes)
         self._in_use_bytes[tier] += nbytes
@@ -145,11 +146,11 @@ class ModuleRanks(WholeBlocks):
         """Return the bytes that a gradient exchange needs to receive shards of a layout."""
         return self.lanes.num_sums * self.num_elements(layout) * torch.float32.itemsize
 
-    def add_up(self, sums: Mapping[int, Tensor]) -> Tensor:
+    def sum_lanes(self, sums: Mapping[int, Tensor]) -> Tensor:
         """Return this rank's shard of the sum over all lanes. The sum is bit-identical for any number of ranks.
 
         Args:
-            sums: This rank's lane sums, by lane. Each contains the shards of all ranks, concatenated. Overwritten.
+            sums: This rank's sums, by lane. Each contains the concatenated shards of all ranks, and is overwritten.
         """
         own = {(lane, lane + 1): tensor for lane, tensor in sums.items()}
         of_ranks = [self.lanes.sums_of_rank(rank) for rank in range(self.size)]
@@ -179,22 +180,22 @@ class ModuleRanks(WholeBlocks):
         with (
             torch.no_grad(),
             self.store.acquire(part.weight_key, "ram", "w") as lease,
-            self.room("ram", part.weight_bytes),
+            self.use_memory("ram", part.weight_bytes),
         ):
             full = torch.zeros(part.layout.num_elements, dtype=part.dtype)
             yield full
-            self.put_shard(lease.tensor, part.layout, full)
+            self.write_shard(lease.tensor, part.layout, full)
 
     def is_copy(self, home: str) -> bool:
         """Return True, because a full copy is never stored in the home."""
         return True
 
-    def drop(self, part: Part) -> None:
+    def evict_copy(self, part: Part) -> None:
         """Do nothing, because releasing the lease has already dropped the full copy."""
 
     def gradient_elements(self, part: Part) -> Mapping[str, int]:
         """Return the elements of the gradient blocks by key: this rank's shard of the total, and each lane's sum."""
-        lanes = {lane_key(part.gradient_key, lane): self.num_gathered(part.layout) for lane in self.own_lanes}
+        lanes = {lane_key(part.gradient_key, lane): self.num_gathered_elements(part.layout) for lane in self.own_lanes}
         return {part.gradient_key: self.num_elements(part.layout), **lanes}
 
     def gradient_block(self, part: Part) -> GradientBlock:
@@ -209,14 +210,14 @@ class ModuleRanks(WholeBlocks):
             RanksDifferError: The module differs between ranks. The message contains the first difference.
         """
         parts = parts_of(units)
-        _refuse_left(model, parts)
+        _check_trained_parameters(model, parts)
         shared = shared_state(self.store)
         before = shared.working_bytes
         try:
             homes = self.collectives.run_on_all(find_homes)
             check_same_module(self, model, [part.layout for part in parts])
         except BaseException:  # another rank may have failed, although the module fits on this rank
-            self.unreserve()
+            self.release_reserved()
             shared.working_bytes = before
             raise
         return homes
@@ -229,7 +230,7 @@ class ModuleRanks(WholeBlocks):
             most = max(most, UPDATE_BYTES * self.num_elements(part.layout), sums)
         return most
 
-    def reserve_room(self, units: Sequence[UnitPart]) -> None:
+    def reserve_memory(self, units: Sequence[UnitPart]) -> None:
         """Reserve memory outside of blocks. Raise ``CapacityError`` if a tier is too small.
 
         The compute tier needs space for the full copies of a unit and its enclosing modules. RAM needs space for the
@@ -238,7 +239,7 @@ class ModuleRanks(WholeBlocks):
         computes_in_ram = self.compute_tier == "ram"
         copies = scratch_bytes = 0
         for unit in units:
-            parts = parts_around(unit, units)
+            parts = enclosing_parts(unit, units)
             copies = max(copies, sum(self.gathered_bytes(part.layout, part.dtype) for part in parts))
             for part in parts:
                 staged = 0 if computes_in_ram else self.gathered_bytes(part.layout, part.dtype)
@@ -247,13 +248,13 @@ class ModuleRanks(WholeBlocks):
         if not computes_in_ram:
             self.reserve(self.compute_tier, copies)
 
-    def check_working_set(self, units: Sequence[UnitPart], homes: Homes, taken: Callable[[str], int]) -> None:
+    def check_working_set(self, units: Sequence[UnitPart], homes: Homes, home_bytes_in: Callable[[str], int]) -> None:
         """Raise ``CapacityError`` if a GPU tier cannot hold the largest gradient sum next to homes and copies."""
         where = self.compute_tier
         if where == "ram":
             return
         tier = self.store.tier(where)
-        room = room_for_homes(self.store, where) - taken(where) - self._reserved_bytes[where]
+        room = free_home_bytes(self.store, where) - home_bytes_in(where) - self._reserved_bytes[where]
         for part in parts_of(units):
             need = tier.slot_bytes(self.gathered_bytes(part.layout, torch.float32))
             lane = lane_key(part.gradient_key, self.own_lanes[0])
@@ -282,15 +283,15 @@ class UnshardedBlock:
         self._ranks, self._part, self.mode = ranks, part, mode
         nbytes = ranks.gathered_bytes(part.layout, part.dtype)
         with ExitStack() as stack:
-            stack.enter_context(ranks.room(ranks.compute_tier, nbytes))
+            stack.enter_context(ranks.use_memory(ranks.compute_tier, nbytes))
             self.tensor = self._gathered(nbytes)[: part.layout.num_elements]
-            self._room = stack.pop_all()
+            self._memory = stack.pop_all()
 
     def _gathered(self, nbytes: int) -> Tensor:
-        ranks, count, dtype = self._ranks, self._ranks.num_gathered(self._part.layout), self._part.dtype
+        ranks, count, dtype = self._ranks, self._ranks.num_gathered_elements(self._part.layout), self._part.dtype
         if self.mode == "w":
             return torch.zeros(count, dtype=dtype, device=ranks.device)
-        with ranks.room("ram", 0 if ranks.compute_tier == "ram" else nbytes):
+        with ranks.use_memory("ram", 0 if ranks.compute_tier == "ram" else nbytes):
             full = torch.empty(count, dtype=dtype)
             with self._ranks.store.acquire(self._part.weight_key, "ram", "r") as lease:
                 ranks.collectives.gather(full, lease.tensor)
@@ -300,12 +301,12 @@ class UnshardedBlock:
         """Write this rank's shard to the store if the copy is writable, then drop the copy."""
         if self.mode != "r":
             with torch.no_grad(), self._ranks.store.acquire(self._part.weight_key, "ram", "w") as lease:
-                self._ranks.put_shard(lease.tensor, self._part.layout, self.tensor)
+                self._ranks.write_shard(lease.tensor, self._part.layout, self.tensor)
         self.abandon()
 
     def abandon(self) -> None:
         """Drop the copy without writing changes."""
-        self._room.close()
+        self._memory.close()
 
 
 class SharedGradients(GradientBlock):
@@ -318,7 +319,7 @@ class SharedGradients(GradientBlock):
         super().__init__(ranks.store, part.gradient_key, part.layout, part.parameters)
         self.ranks = ranks
         self._lane_keys = {lane: lane_key(self.key, lane) for lane in ranks.own_lanes}
-        self._filled_of: dict[int, set[str]] = {lane: set() for lane in ranks.own_lanes}
+        self._filled_by_lane: dict[int, set[str]] = {lane: set() for lane in ranks.own_lanes}
         self.is_exchanged = False
 
     def exchange(self) -> None:
@@ -326,19 +327,19 @@ class SharedGradients(GradientBlock):
         self.ranks.announce(f"the gradients of {self.key}")
         if self.updater is not None:
             self.updater.finish_update()  # the previous step's update reads the block
-        with self.ranks.room("ram", self.ranks.exchange_bytes(self.layout)):
-            modes = {lane: "rw" if filled else "w" for lane, filled in self._filled_of.items()}
+        with self.ranks.use_memory("ram", self.ranks.exchange_bytes(self.layout)):
+            modes = {lane: "rw" if filled else "w" for lane, filled in self._filled_by_lane.items()}
             requests: list[Any] = [(key, "ram", modes[lane]) for lane, key in self._lane_keys.items()]
             with torch.no_grad(), self._store.acquire_many([*requests, (self.key, "ram", "w")]) as leases:
                 sums = {lane: leases.of(key).tensor for lane, key in self._lane_keys.items()}
                 for lane, tensor in sums.items():
-                    self._clear_others(tensor, self._filled_of[lane])
-                leases.of(self.key).tensor.copy_(self.ranks.add_up(sums))
+                    self._zero_unfilled(tensor, self._filled_by_lane[lane])
+                leases.of(self.key).tensor.copy_(self.ranks.sum_lanes(sums))
         for key in self._lane_keys.values():
             self._store.discard(key)
         self.is_exchanged = True
 
-    def _clear_others(self, sums: Tensor, filled: set[str]) -> None:
+    def _zero_unfilled(self, sums: Tensor, filled: set[str]) -> None:
         """Zero a lane's sums of parameters that have no gradient in this lane."""
         if not filled:
             sums.zero_()
@@ -346,13 +347,13 @@ class SharedGradients(GradientBlock):
             if entry.name not in filled:
                 self.view(sums, entry).zero_()
 
-    def agreed(self, names: frozenset[str]) -> None:
+    def set_filled_names(self, names: frozenset[str]) -> None:
         """Set the names of the parameters that have a gradient on at least one rank."""
         self._filled = set(names)
 
     def partial_squares(self, threads: KernelThreads) -> list[float]:
         """Return the sum of squares of each 65,536 elements of this rank's shard, in order."""
-        owned = len(self.ranks.owned(self.layout))
+        owned = len(self.ranks.owned_range(self.layout))
         with self._store.acquire(self.key, "ram") as lease:
             found: list[float] = partial_squares(lease.tensor[:owned], threads).tolist()
         return found
@@ -360,12 +361,12 @@ class SharedGradients(GradientBlock):
     def clear(self) -> None:
         super().clear()
         self.is_exchanged = False
-        for filled in self._filled_of.values():
+        for filled in self._filled_by_lane.values():
             filled.clear()
 
-    def forget(self, parameter: nn.Parameter) -> None:
-        super().forget(parameter)
-        for filled in self._filled_of.values():
+    def drop_gradient(self, parameter: nn.Parameter) -> None:
+        super().drop_gradient(parameter)
+        for filled in self._filled_by_lane.values():
             filled.discard(self._names[id(parameter)])
 
     def _add(self, entry: TensorEntry, gradient: Tensor) -> None:
@@ -374,7 +375,7 @@ class SharedGradients(GradientBlock):
                 f"a gradient of {entry.name} arrived after gradients were exchanged for the norm. Run all "
                 "backward passes of a step before measure_grad_norm(), or clear the gradients"
             )
-        filled = self._filled_of[self.ranks.lane]
+        filled = self._filled_by_lane[self.ranks.lane]
         key = self._lane_keys[self.ranks.lane]
         with torch.no_grad(), self._store.acquire(key, self._tier, "rw" if filled else "w") as lease:
             if not filled:
@@ -398,7 +399,7 @@ class SharedGroup(OffloadedGroup):
                 "ranks. Use TieredAdamW, TieredLion or TieredSGD"
             )
         self.ranks = gradients.ranks
-        self._owned = self.ranks.owned(weights.layout)
+        self._owned = self.ranks.owned_range(weights.layout)
         super().__init__(weights, kinds, homes, deferred=deferred)
 
     @property
@@ -406,7 +407,7 @@ class SharedGroup(OffloadedGroup):
         """Factor that turns the sum over all lanes into their mean."""
         return 1.0 / self.ranks.lanes.count
 
-    def part(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
+    def state_view(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
         """Return a flat view of a parameter's state of one kind. It is empty if other ranks own the whole parameter."""
         shard, granularity = self._owned, self.kinds[kind].granularity
         start = min(max(entry.offset, shard.start), shard.stop) - shard.start
@@ -416,7 +417,7 @@ class SharedGroup(OffloadedGroup):
     def _num_elements(self, kind: StateKind) -> int:
         return kind.elements_for(self.ranks.num_elements(self.layout))
 
-    def _segment_here(self, entry: TensorEntry, settings: Settings) -> Segment | None:
+    def _local_segment(self, entry: TensorEntry, settings: Settings) -> Segment | None:
         inside = self.segment(entry, settings, entry.offset).within(self._owned)
         return inside if inside.start < inside.stop else None
 
@@ -440,21 +441,21 @@ def exchange_gradients(
         mine = [group for group in shared if group.ranks is ranks]
         gradients = [group.gradients for group in mine if isinstance(group.gradients, SharedGradients)]
         if not all(one.is_exchanged for one in gradients):
-            filled = ranks.collectives.gather_objects([one.filled for one in gradients])
+            filled = ranks.collectives.gather_objects([one.filled_names for one in gradients])
             for one, *names in zip(gradients, *filled, strict=True):
-                one.agreed(frozenset().union(*names))
+                one.set_filled_names(frozenset().union(*names))
                 one.exchange()
         if not with_norm:
             continue
         partials = ranks.collectives.gather_objects([one.partial_squares(threads) for one in gradients])
         for group, *of_ranks in zip(mine, *partials, strict=True):
             squares = add_in_order(torch.tensor([one for each in of_ranks for one in each], dtype=torch.float64))
-            if group.gradients.filled:
+            if group.gradients.filled_names:
                 found[next(iter(group.parameters.values()))] = squares * group.gradient_factor**2
     return found
 
 
-def _refuse_left(model: nn.Module, parts: Sequence[Part]) -> None:
+def _check_trained_parameters(model: nn.Module, parts: Sequence[Part]) -> None:
     """Raise an error if a trained parameter is outside of the store, because each rank would train it separately."""
     shared = {id(parameter) for part in parts for parameter in part.parameters.values()}
     for name, parameter in model.named_parameters():
@@ -476,5 +477,5 @@ def check_same_module(ranks: ModuleRanks, model: nn.Module, layouts: Sequence[Un
     check_same(ranks.collectives.gather_objects, "offloaded module", parts)
 
 
-def _name(announced: tuple[int, str]) -> str:
+def _text(announced: tuple[int, str]) -> str:
     return f"{announced[1]} as number {announced[0]}"

@@ -17,14 +17,14 @@ from megatrain.engine.unit.graph_keeping import version_probe
 #: Restored memory is aligned like the source storage up to this many bytes, because alignment affects kernel results.
 _ALIGNMENT_BYTES = 512
 #: Store the whole storage if it is at most this many times as large as the tensor.
-_WHOLE_SHARE = 2
+_MAX_WHOLE_RATIO = 2
 #: Use a stored whole storage for a tensor if it is at most this many times as large as the tensor.
-_SHARED_SHARE = 4
-#: Integer dtypes for copies, by element size. With them, copies never interpret the elements.
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_MAX_SHARED_RATIO = 4
+#: Dtypes for bitwise copies, by element size in bytes.
+_COPY_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-def can_be_placed(tensor: Tensor) -> bool:
+def is_plain_strided(tensor: Tensor) -> bool:
     """Return whether a tensor is a plain strided view of its storage, not a subclass or a different layout."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
@@ -32,7 +32,7 @@ def can_be_placed(tensor: Tensor) -> bool:
         and tensor.device.type != "meta"
         and not tensor.is_quantized
         and not tensor.is_inference()
-        and tensor.dtype.itemsize in _WORDS
+        and tensor.dtype.itemsize in _COPY_DTYPES
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
 
@@ -60,24 +60,24 @@ class Elements:
         """Position in the source storage of the first byte that is restored."""
         return self.start // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
 
-    def read(self, storage: torch.UntypedStorage, into: Tensor) -> None:
-        """Copy the elements from a storage to ``into``, a contiguous 1-D uint8 tensor of ``nbytes`` on any device."""
-        self._shaped(into).copy_(self._inside(storage, 0))
+    def read(self, storage: torch.UntypedStorage, out: Tensor) -> None:
+        """Copy the elements from a storage to ``out``, a contiguous 1-D uint8 tensor of ``nbytes`` on any device."""
+        self._reshape(out).copy_(self._view_in(storage, 0))
 
     def restore(self, contents: Tensor, device: torch.device) -> torch.UntypedStorage:
         """Return new memory on ``device`` with the elements at their original positions. Other bytes are undefined."""
         last = sum((count - 1) * step for count, step in zip(self.counts, self.strides, strict=True))
         nbytes = self.start + (last + 1) * self.itemsize - self.first_byte
         memory = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
-        self._inside(memory, self.first_byte).copy_(self._shaped(contents))
+        self._view_in(memory, self.first_byte).copy_(self._reshape(contents))
         return memory
 
-    def _inside(self, storage: torch.UntypedStorage, first_byte: int) -> Tensor:
-        empty = torch.empty(0, dtype=_WORDS[self.itemsize], device=storage.device)
+    def _view_in(self, storage: torch.UntypedStorage, first_byte: int) -> Tensor:
+        empty = torch.empty(0, dtype=_COPY_DTYPES[self.itemsize], device=storage.device)
         return empty.set_(storage, (self.start - first_byte) // self.itemsize, self.counts, self.strides)
 
-    def _shaped(self, contents: Tensor) -> Tensor:
-        return contents.view(_WORDS[self.itemsize]).view(self.counts)
+    def _reshape(self, contents: Tensor) -> Tensor:
+        return contents.view(_COPY_DTYPES[self.itemsize]).view(self.counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class StorageView:
 
     @classmethod
     def of(cls, tensor: Tensor) -> StorageView:
-        """Return the place of a tensor. ``can_be_placed`` must be true for the tensor."""
+        """Describe a tensor for which ``is_plain_strided`` is true."""
         itemsize = tensor.dtype.itemsize
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         start = int(tensor.storage_offset()) * itemsize
@@ -141,19 +141,19 @@ class SourceStorage:
 
     Attributes:
         stored: Stored parts, by their elements.
-        kept: Weak reference to a saved tensor that keeps the storage in memory, or None.
+        keeper: Weak reference to a saved tensor that keeps the storage in memory, or None.
     """
 
-    __slots__ = ("__weakref__", "_nbytes", "_probe", "_reference", "_version", "kept", "stored")
+    __slots__ = ("__weakref__", "_nbytes", "_probe", "_reference", "_version", "keeper", "stored")
 
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         self._reference = WeakStorage(storage)
         self._nbytes = storage.nbytes()
         self._probe, self._version = version_probe(tensor), tensor._version
         self.stored: WeakValueDictionary[Elements, StoredElements] = WeakValueDictionary()
-        self.kept: ref[Any] | None = None
+        self.keeper: ref[Any] | None = None
 
-    def is_still(self, version: int) -> bool:
+    def is_current(self, version: int) -> bool:
         """Return whether the storage is unchanged, and a tensor with this version has the recorded contents."""
         return self._probe._version == self._version == version
 
@@ -164,18 +164,19 @@ class SourceStorage:
         storage = self._reference()
         return storage if storage is not None and storage.nbytes() == self._nbytes else None
 
-    def to_store(self, place: StorageView) -> Elements:
+    def elements_to_store(self, view: StorageView) -> Elements:
         """Return the elements to store for a tensor: its whole storage, or only its own elements."""
-        is_large = place.elements.nbytes * _WHOLE_SHARE >= self._nbytes
-        return self._whole if is_large else place.elements
+        is_large = view.elements.nbytes * _MAX_WHOLE_RATIO >= self._nbytes
+        return self._all_elements if is_large else view.elements
 
-    def find(self, place: StorageView) -> StoredElements | None:
+    def find(self, view: StorageView) -> StoredElements | None:
         """Return a stored part that contains the elements of a tensor, or None."""
-        whole = self.stored.get(self._whole) if place.elements.nbytes * _SHARED_SHARE >= self._nbytes else None
-        return self.stored.get(place.elements) if whole is None else whole
+        is_large = view.elements.nbytes * _MAX_SHARED_RATIO >= self._nbytes
+        whole = self.stored.get(self._all_elements) if is_large else None
+        return self.stored.get(view.elements) if whole is None else whole
 
     @property
-    def _whole(self) -> Elements:
+    def _all_elements(self) -> Elements:
         return Elements(1, 0, (self._nbytes,), (1,))
 
 
@@ -186,7 +187,7 @@ class StoredElements:
     Attributes:
         number: Position in the order in which elements were stored.
         staging: Tier through which the elements were written.
-        is_near: Whether the staging tier has a copy of the block, or a prefetch was requested.
+        is_staged: Whether the staging tier has a copy of the block, or a prefetch was requested.
         restored: Weak reference to memory restored from the block, and the stream that restored it.
     """
 
@@ -196,5 +197,5 @@ class StoredElements:
     number: int
     device: torch.device
     staging: str
-    is_near: bool
+    is_staged: bool
     restored: tuple[WeakStorage, Any] | None = None

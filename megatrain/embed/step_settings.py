@@ -12,7 +12,7 @@ from megatrain.embed.optimizer_checks import check_state
 from megatrain.optim.base import Optimizer as Arithmetic
 
 #: Maximum number of cached update rules.
-_MAX_ARITHMETICS = 64
+_MAX_RULES = 64
 
 
 class StepCounter:
@@ -20,18 +20,18 @@ class StepCounter:
 
     Args:
         names: Names of the group settings on which an update rule depends.
-        make: Returns the update rule for a group's settings.
+        make_rule: Function that returns the update rule for a group's settings.
 
     Attributes:
         steps: Number of updates of each parameter. Parameters that were never updated are missing.
     """
 
-    def __init__(self, names: Sequence[str], make: Callable[[Mapping[str, Any]], Arithmetic]) -> None:
+    def __init__(self, names: Sequence[str], make_rule: Callable[[Mapping[str, Any]], Arithmetic]) -> None:
         self.steps: dict[nn.Parameter, int] = {}
-        self._names, self._make = names, make
+        self._names, self._make_rule = names, make_rule
         self._rules: dict[tuple[Any, ...], Arithmetic] = {}
 
-    def count(
+    def count_steps(
         self, param_groups: Iterable[Mapping[str, Any]], taken: Sequence[tuple[StateGroup, Mapping[str, object]]]
     ) -> dict[int, Settings]:
         """Count a step for each parameter with a gradient, and return these parameters' settings by ``id()``.
@@ -49,11 +49,11 @@ class StepCounter:
         counted: dict[nn.Parameter, int] = {}
         for param_group in param_groups:
             own = [parameter for parameter in param_group["params"] if id(parameter) in with_gradient]
-            arithmetic, lr = self._rule(param_group), float(param_group["lr"])
+            rule, lr = self._rule(param_group), float(param_group["lr"])
             decay = float(param_group.get("weight_decay", 0.0))
-            check_state({kind.name for kind in arithmetic.state_kinds(False)} - {"weight"}, own, taken)
+            check_state({kind.name for kind in rule.state_kinds(False)} - {"weight"}, own, taken)
             counts = [self.steps.get(parameter, 0) + 1 for parameter in own]
-            at_step = {step: Settings(arithmetic, step, lr, decay) for step in set(counts)}
+            at_step = {step: Settings(rule, step, lr, decay) for step in set(counts)}
             counted.update(zip(own, counts, strict=True))
             found.update(zip(map(id, own), map(at_step.__getitem__, counts), strict=True))
         self.steps.update(counted)
@@ -62,9 +62,9 @@ class StepCounter:
     def _rule(self, settings: Mapping[str, Any]) -> Arithmetic:
         key = tuple(_comparable(settings[name]) for name in self._names)
         if key not in self._rules:
-            if len(self._rules) >= _MAX_ARITHMETICS:  # for example, if a scheduler changes betas in every step
+            if len(self._rules) >= _MAX_RULES:  # for example, if a scheduler changes betas in every step
                 self._rules.clear()
-            self._rules[key] = self._make(settings)
+            self._rules[key] = self._make_rule(settings)
         return self._rules[key]
 
 

@@ -1,4 +1,4 @@
-"""Stores for other trainers, which one call opens."""
+"""``open_store`` and ``release``: stores for other trainers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Size = int | str
 _log = logging.getLogger(__name__)
 _RAM_MARGIN = 0.05
 #: Smaller numbers raise an error, because they probably lack a unit. Smaller sizes are possible as text with a unit.
-_LEAST_NUMBER = 64 * KiB
+_MIN_BYTES = 64 * KiB
 _FREE_DISK_SHARE = 0.9
 
 
@@ -77,25 +77,25 @@ def open_store(
             device = torch.device("cuda", torch.cuda.current_device())
             total = torch.cuda.get_device_properties(device).total_memory
             tiers.append(
-                GpuTier(_bytes("gpu", gpu, total, int(torch.cuda.mem_get_info(device)[0])), device=str(device))
+                GpuTier(_resolve_size("gpu", gpu, total, int(torch.cuda.mem_get_info(device)[0])), device=str(device))
             )
         here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if rank else 1  # torchrun sets the variable
         available = int(available_ram_bytes() * (1 - _RAM_MARGIN))
-        ram_bytes, total = _bytes("ram", ram, total_ram_bytes() // here, available // here), total_ram_bytes()
+        ram_bytes, total = _resolve_size("ram", ram, total_ram_bytes() // here, available // here), total_ram_bytes()
         if ram_bytes > total:
             text = f"ram={ram!r} exceeds the {format_size(total)} of this machine. Pass less, or add a drive with nvme="
             raise ValueError(text)
         tiers.append(RamTier(ram_bytes))
         if drives:
             free = _free_bytes(drives)
-            size = _bytes("nvme_size", nvme_size or "auto", free // here, int(free * _FREE_DISK_SHARE) // here)
+            size = _resolve_size("nvme_size", nvme_size or "auto", free // here, int(free * _FREE_DISK_SHARE) // here)
             if nvme_size is None:
                 _log.warning(
                     "nvme_size is not set, so the store may use up to %s of %s, nine tenths of the free space. "
                     'For less: nvme_size="%s"',
                     format_size(size),
                     ", ".join(map(str, drives)),
-                    _example_of(size),
+                    _example_size(size),
                 )
             tiers.append(NvmeTier([str(drive) for drive in drives], size, on_full=on_full))
         store = TieredStore(
@@ -156,31 +156,31 @@ def check_store(store: object, call: str) -> None:
         raise TypeError(f"{call} takes the store that megatrain.open_store({given}) returns, not {store!r:.60}")
 
 
-def _bytes(what: str, size: Size, total: int, auto: int) -> int:
+def _resolve_size(option: str, size: Size, total: int, auto: int) -> int:
     if not isinstance(size, str):
-        return _counted_bytes(what, size)
+        return _check_byte_count(option, size)
     try:
         return ConfigSize.parse(size).resolve(total, auto_bytes=max(MiB, auto))
     except ValueError as error:
-        raise ValueError(f'{what}: {error}. A share such as "90%" and "auto" are also possible') from None
+        raise ValueError(f'{option}: {error}. A share such as "90%" and "auto" are also possible') from None
 
 
-def _counted_bytes(what: str, size: object) -> int:
-    """Return a size that is a number of bytes. Raise an error if it is small, because it probably lacks a unit."""
-    forms = f'{what}="4GiB", "90%" or "auto"'
+def _check_byte_count(option: str, size: object) -> int:
+    """Return a size in bytes. Raise an error if the number is small, because it probably lacks a unit."""
+    forms = f'{option}="4GiB", "90%" or "auto"'
     if isinstance(size, bool) or not hasattr(size, "__index__"):
         raise ValueError(
-            f"{what}={size!r} is not a size, which is text or a whole number of bytes. Write for example {forms}"
+            f"{option}={size!r} is not a size, which is text or a whole number of bytes. Write for example {forms}"
         )
     nbytes = operator.index(size)
     if nbytes <= 0:
-        raise ValueError(f"{what}={nbytes} is not a size. Write for example {forms}")
-    if nbytes < _LEAST_NUMBER:
-        raise ValueError(f'{what}={nbytes} means {nbytes} bytes. Write the unit: {what}="{nbytes}GiB"')
+        raise ValueError(f"{option}={nbytes} is not a size. Write for example {forms}")
+    if nbytes < _MIN_BYTES:
+        raise ValueError(f'{option}={nbytes} means {nbytes} bytes. Write the unit: {option}="{nbytes}GiB"')
     return nbytes
 
 
-def _example_of(nbytes: int) -> str:
+def _example_size(nbytes: int) -> str:
     """Return a round size of at most ``nbytes`` as text, to show it as an example."""
     unit, name = (GiB, "GiB") if nbytes >= 2 * GiB else (MiB, "MiB")
     return f"{max(1, nbytes // 2 // unit)}{name}"

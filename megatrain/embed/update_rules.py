@@ -40,7 +40,7 @@ class TieredAdamW(TieredOptimizer):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, store=store, **options
         )
 
-    def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
+    def make_update_rule(self, settings: Mapping[str, Any]) -> Arithmetic:
         beta1, beta2 = settings["betas"]
         return AdamW(float(beta1), float(beta2), float(settings["eps"]), **self._kernel_options())
 
@@ -63,7 +63,7 @@ class TieredLion(TieredOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, store=store, **options)
 
-    def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
+    def make_update_rule(self, settings: Mapping[str, Any]) -> Arithmetic:
         beta1, beta2 = settings["betas"]
         return Lion(float(beta1), float(beta2), **self._kernel_options())
 
@@ -88,10 +88,10 @@ class TieredSGD(TieredOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(params, defaults, store=store, **options)
 
-    def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
+    def make_update_rule(self, settings: Mapping[str, Any]) -> Arithmetic:
         return SGD(float(settings["momentum"]), bool(settings["nesterov"]), **self._kernel_options())
 
-    def widest(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    def widest_settings(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return settings with momentum if any group uses it, because groups can share a block."""
         return {**settings, "momentum": max(float(settings["momentum"]), float(self.defaults["momentum"]))}
 
@@ -124,7 +124,7 @@ class TieredAdafactor(TieredOptimizer):
             raise ValueError("TieredAdafactor has no state_dtype, because it keeps row and column means in fp32")
         super().__init__(params, defaults, store=store, **options)
 
-    def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
+    def make_update_rule(self, settings: Mapping[str, Any]) -> Arithmetic:
         decay_rate, eps, clip_threshold = (float(settings[name]) for name in self.setting_names)
         return Adafactor(decay_rate, eps, clip_threshold, threads=self.threads)
 
@@ -194,7 +194,7 @@ class TieredMuon(TieredOptimizer):
         # Include all groups, because an offloaded layer's block can contain parameters of several groups.
         self._matrices = {id(parameter) for group in groups if _uses_muon(group) for parameter in _parameters_of(group)}
         self._shapes: set[Shape] = set()
-        self._on_gpu: DeviceOrthogonalizer | None = None
+        self._orthogonalizer: DeviceOrthogonalizer | None = None
         super().__init__(groups, defaults, store=store, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -209,15 +209,16 @@ class TieredMuon(TieredOptimizer):
         super().add_param_group(param_group)
         matrices = [each for each in _parameters_of(param_group) if id(each) in self._matrices]
         self._shapes |= {(len(matrix), matrix.shape[1]) for matrix in matrices}
-        if self._on_gpu is None and matrices and matrices[0].is_cuda:
-            self._on_gpu = DeviceOrthogonalizer(matrices[0].device)
-        if self._on_gpu is not None:
-            self._on_gpu.allocate_buffers(self._muon(self.defaults, lambda name, shape: True), self._shapes)
+        if self._orthogonalizer is None and matrices and matrices[0].is_cuda:
+            self._orthogonalizer = DeviceOrthogonalizer(matrices[0].device)
+        if self._orthogonalizer is not None:
+            muon = self._make_muon(self.defaults, lambda name, shape: True)
+            self._orthogonalizer.allocate_buffers(muon, self._shapes)
 
     def release(self) -> None:
-        """Remove parameters and state from the store; see ``TieredOptimizer``."""
+        """Unregister the state and drop the workspace on the GPU; see ``TieredOptimizer``."""
         super().release()
-        self._on_gpu = None
+        self._orthogonalizer = None
 
     def check_group(self, param_group: Mapping[str, Any]) -> None:
         super().check_group(param_group)
@@ -240,11 +241,11 @@ class TieredMuon(TieredOptimizer):
                     f"{tuple(parameter.shape)}. Put it into a group with use_muon=False, which AdamW updates"
                 )
 
-    def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
+    def make_update_rule(self, settings: Mapping[str, Any]) -> Arithmetic:
         uses_muon = bool(settings["use_muon"])
-        return self._muon(settings, lambda name, shape: uses_muon)
+        return self._make_muon(settings, lambda name, shape: uses_muon)
 
-    def _muon(self, settings: Mapping[str, Any], is_matrix: Callable[[str, Sequence[int]], bool]) -> Muon:
+    def _make_muon(self, settings: Mapping[str, Any], is_matrix: Callable[[str, Sequence[int]], bool]) -> Muon:
         beta1, beta2 = settings["betas"]
         a, b, c = settings["ns_coefficients"]
         return Muon(
@@ -256,21 +257,21 @@ class TieredMuon(TieredOptimizer):
             adjust_lr=settings["adjust_lr_fn"] or "original",
             coefficients=(float(a), float(b), float(c)),
             eps=float(settings["eps"]),
-            matrices=self._on_gpu,
+            matrices=self._orthogonalizer,
         )
 
     def kinds_of(
         self, settings: Mapping[str, Any], split_master: bool, parameters: Mapping[str, nn.Parameter]
     ) -> Sequence[StateKind]:
         matrices = frozenset(name for name, parameter in parameters.items() if id(parameter) in self._matrices)
-        kinds = self._muon(settings, lambda name, shape: name in matrices).state_kinds(split_master)
+        kinds = self._make_muon(settings, lambda name, shape: name in matrices).state_kinds(split_master)
         # Updates do not gather shards, so each process must have whole matrices.
         return [replace(kind, needs_whole=kind.name == "m" and bool(matrices)) for kind in kinds]
 
     def scratch_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
-        muon = self._muon(self.defaults, lambda name, shape: True)
+        muon = self._make_muon(self.defaults, lambda name, shape: True)
         matrices = [parameter for parameter in parameters if id(parameter) in self._matrices]
-        if self._on_gpu is not None or (matrices and matrices[0].is_cuda):
+        if self._orthogonalizer is not None or (matrices and matrices[0].is_cuda):
             return host_bytes([(len(matrix), matrix.shape[1]) for matrix in matrices])
         layout = build_layout("", ((str(number), matrix.shape) for number, matrix in enumerate(matrices)), True)
         return max((muon.workspace_bytes(entry) for entry in layout.entries), default=0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from megatrain.embed.groups import DueUpdate, Settings, StateGroup
+from megatrain.embed.groups import GroupUpdate, Settings, StateGroup
 from megatrain.embed.ordinary_groups import OrdinaryGroup
 from megatrain.optim.average import WeightAverage
 from megatrain.optim.base import GRADIENT_DTYPES, Segment, Update
@@ -43,14 +43,14 @@ class _KernelTable:
     """Kernel arguments of a batch, one row of addresses per range. They are valid while no tensor moves.
 
     Attributes:
-        places: All values on which the rows depend.
-        rows: Kernel arguments. Each step fills in the addresses of gradients.
+        cache_key: All values on which the rows depend, to detect changes.
+        rows: Kernel arguments, one column per address and the size. Each step fills in the addresses of gradients.
         parameter_index: Index of each row's parameter.
         offsets: Index of each row's first element in its parameter.
         calls: Rows (first, stop) of each kernel call.
     """
 
-    places: tuple[object, ...]
+    cache_key: tuple[object, ...]
     rows: npt.NDArray[np.int64]
     parameter_index: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
@@ -68,38 +68,39 @@ class UpdatesInRam:
         self._threads = threads
         self._tables: dict[int, _KernelTable] = {}
 
-    def update(self, works: Mapping[StateGroup, DueUpdate]) -> dict[StateGroup, DueUpdate]:
+    def update(self, updates: Mapping[StateGroup, GroupUpdate]) -> dict[StateGroup, GroupUpdate]:
         """Apply the updates of groups that are in RAM, and return the remaining updates."""
-        mine, alike = _sorted_by_kind(works)
+        mine, alike = _batch_updates(updates)
         if mine:
-            store, grad_scale = mine[0].store, works[mine[0]].grad_scale
+            store, grad_scale = mine[0].store, updates[mine[0]].grad_scale
             requests: list[Any] = [(key, "ram", "rw") for group in mine for key in group.keys.values()]
             with torch.no_grad(), store.acquire_many(requests) as leases:
                 tensors = {lease.key: lease.tensor for lease in leases}
                 addresses = {key: tensor.data_ptr() for key, tensor in tensors.items()}
-                calls = list(self._calls(alike, grad_scale, addresses))
+                calls = list(self._make_calls(alike, grad_scale, addresses))
                 for group in mine:
-                    settings = works[group].settings
+                    settings = updates[group].settings
                     group.begin_averages({name: one for name, one in settings.items() if one.step == 1}, tensors)
                 self._threads.run(calls)
             increment_version([parameter for each in alike for parameter in each.parameters])
-            increment_version([g.parameters[name] for g in mine for name in g.dtensors & works[g].settings.keys()])
-        return {group: work for group, work in works.items() if group not in mine}
+            sharded = [(g, name) for g in mine for name in g.sharded_names & updates[g].settings.keys()]
+            increment_version([group.parameters[name] for group, name in sharded])
+        return {group: work for group, work in updates.items() if group not in mine}
 
-    def _calls(
+    def _make_calls(
         self, alike: Sequence[_Batch], grad_scale: float, addresses: Mapping[str, int]
     ) -> Iterator[Callable[[], None]]:
         blocks = tuple(addresses.values())
         for number, each in enumerate(alike):
             settings, num_threads = each.settings, self._threads.num_threads
-            arithmetic = cast("ElementwiseOptimizer | WeightAverage", settings.arithmetic)
+            arithmetic = cast("ElementwiseOptimizer | WeightAverage", settings.rule)
             sizes = [parameter.numel() for parameter in each.parameters]
             assert [gradient.numel() for gradient in each.gradients] == sizes
             own = (each.names, [parameter.data_ptr() for parameter in each.parameters], sizes)
-            places = (each.split_master, arithmetic.row_kinds, num_threads, *own, blocks)
+            cache_key = (each.split_master, arithmetic.row_kinds, num_threads, *own, blocks)
             table = self._tables.get(number)
-            if table is None or table.places != places:
-                table = self._tables[number] = _make_table(places, each, arithmetic, addresses, num_threads)
+            if table is None or table.cache_key != cache_key:
+                table = self._tables[number] = _make_table(cache_key, each, arithmetic, addresses, num_threads)
             starts = np.array([gradient.data_ptr() for gradient in each.gradients], np.int64)
             table.rows[:, -2] = starts[table.parameter_index] + table.offsets * each.gradient_dtype.itemsize
             update = Update(settings.step, settings.lr, grad_scale)
@@ -109,7 +110,7 @@ class UpdatesInRam:
                 yield partial(call, table.rows[first:last])
 
 
-def norms_in_ram(groups: list[OrdinaryGroup], threads: KernelThreads) -> dict[nn.Parameter, float]:
+def squares_in_ram(groups: list[OrdinaryGroup], threads: KernelThreads) -> dict[nn.Parameter, float]:
     """Return sums of squares by parameter, for gradients that kernels can read in place. This takes few kernel calls.
 
     Groups are skipped if they contain a gradient that kernels cannot read in place.
@@ -120,25 +121,25 @@ def norms_in_ram(groups: list[OrdinaryGroup], threads: KernelThreads) -> dict[nn
             continue
         own = {group.parameters[name]: gradient for name, gradient in group.take_gradients().items()}
         flat = {parameter: gradient for parameter, gradient in own.items() if gradient is not None}
-        if all(map(_is_flat, flat.values())):
+        if all(map(_is_readable, flat.values())):
             found.update(flat)
     return dict(zip(found, squared_norms(list(found.values()), threads), strict=True))
 
 
-def _sorted_by_kind(works: Mapping[StateGroup, DueUpdate]) -> tuple[list[OrdinaryGroup], list[_Batch]]:
+def _batch_updates(updates: Mapping[StateGroup, GroupUpdate]) -> tuple[list[OrdinaryGroup], list[_Batch]]:
     """Return the groups that kernels can update in place, and batches of their parameters, one batch per kind."""
     groups: list[OrdinaryGroup] = []
     alike: dict[tuple[object, ...], _Batch] = {}
-    for group, work in works.items():
+    for group, work in updates.items():
         if not isinstance(group, OrdinaryGroup) or not group.is_in_ram:
             continue
         dtype, split_master = group.dtype, "low" in group.kinds
         entries: list[tuple[tuple[object, ...], str, Settings, Tensor, Tensor]] = []
         for name, settings in work.settings.items():
-            parameter, gradient = group.values(name), work.gradients[name]
-            arithmetic = settings.arithmetic
+            parameter, gradient = group.local_values(name), work.gradients[name]
+            arithmetic = settings.rule
             has_kernel = isinstance(arithmetic, ElementwiseOptimizer | WeightAverage) and arithmetic.supports_rows
-            if not (has_kernel and parameter.dtype == dtype and parameter.is_contiguous() and _is_flat(gradient)):
+            if not (has_kernel and parameter.dtype == dtype and parameter.is_contiguous() and _is_readable(gradient)):
                 break
             entries.append(((id(settings), dtype, gradient.dtype), name, settings, parameter, gradient))
         else:
@@ -154,20 +155,20 @@ def _sorted_by_kind(works: Mapping[StateGroup, DueUpdate]) -> tuple[list[Ordinar
 
 
 def _make_table(
-    places: tuple[object, ...],
-    each: _Batch,
+    cache_key: tuple[object, ...],
+    batch: _Batch,
     arithmetic: ElementwiseOptimizer | WeightAverage,
     addresses: Mapping[str, int],
     num_threads: int,
 ) -> _KernelTable:
-    at_once = elements_per_call(sum(parameter.numel() for parameter in each.parameters), num_threads)
+    at_once = elements_per_call(sum(parameter.numel() for parameter in batch.parameters), num_threads)
     kinds = arithmetic.row_kinds
     rows: list[list[int]] = []
     of: list[int] = []
     offsets: list[int] = []
-    for number, ((group, name), parameter) in enumerate(zip(each.names, each.parameters, strict=True)):
-        group.check_place(name)
-        begins = [_place(group, kind, name, parameter, addresses) for kind in kinds]
+    for number, ((group, name), parameter) in enumerate(zip(batch.names, batch.parameters, strict=True)):
+        group.check_dtype_and_device(name)
+        begins = [_find_address(group, kind, name, parameter, addresses) for kind in kinds]
         for start in range(0, parameter.numel(), at_once):
             size = min(at_once, parameter.numel() - start)
             rows.append([*(address + start * itemsize for address, itemsize in begins), 0, size])
@@ -175,10 +176,10 @@ def _make_table(
             offsets.append(start)
     shaped = np.array(rows, np.int64).reshape(len(rows), len(kinds) + 2)
     calls = group_calls([row[-1] for row in rows], at_once)
-    return _KernelTable(places, shaped, np.array(of, np.int64), np.array(offsets, np.int64), calls)
+    return _KernelTable(cache_key, shaped, np.array(of, np.int64), np.array(offsets, np.int64), calls)
 
 
-def _place(
+def _find_address(
     group: OrdinaryGroup, kind: str, name: str, parameter: Tensor, addresses: Mapping[str, int]
 ) -> tuple[int, int]:
     """Return (address, element size) of a parameter's state of one kind, or zeros if this kind is not stored."""
@@ -190,6 +191,6 @@ def _place(
     return addresses[group.keys[kind]] + group.starts[kind][name] * itemsize, itemsize
 
 
-def _is_flat(gradient: Tensor) -> bool:
+def _is_readable(gradient: Tensor) -> bool:
     is_strided = gradient.layout is torch.strided and gradient.is_contiguous()
     return is_strided and not gradient.is_cuda and gradient.dtype in GRADIENT_DTYPES

@@ -22,8 +22,8 @@ from megatrain.embed.block_homes import compute_device, shared_state
 from megatrain.embed.gradient_block import BlockUpdater, GradientBlock
 from megatrain.embed.held_weights import HeldWeights
 from megatrain.embed.partition import Part
-from megatrain.embed.patches.modes import past_modes
-from megatrain.embed.room import Homes, WeightLease, WholeBlocks
+from megatrain.embed.patches.modes import bypass_modes
+from megatrain.embed.room import Homes, LocalBlocks, WeightLease
 from tiered import Mode
 
 
@@ -34,13 +34,13 @@ class WeightInUseError(RuntimeError):
 class WeightOwner(Protocol):
     """Owner of a weight block: an offloaded module."""
 
-    def provide(self, block: WeightBlock) -> bool:
+    def provide_weights(self, block: WeightBlock) -> bool:
         """Hold a block for code that reads weights outside of their module. Return False if that is impossible."""
 
     def recover(self) -> None:
         """Release the leases of forwards that ended without running their hooks."""
 
-    def close_backward(self, block: WeightBlock) -> None:
+    def release_backward(self, block: WeightBlock) -> None:
         """Release the backward's lease of a block. Raise ``WeightInUseError`` if a graph still uses the weights."""
 
     def saving_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
@@ -59,17 +59,17 @@ class WeightBlock:
 
     Args:
         homes: Home tiers of the part's blocks, by key.
-        access: Leases and fills the blocks of the module.
+        access: Access to the whole or sharded blocks of the module.
         owner: Offloaded module that contains the part.
 
     Attributes:
         gradients: Gradients of the parameters; None if the parameters are frozen.
-        missing: Names of parameters that were created on the meta device and are not loaded yet.
+        missing_names: Names of parameters that were created on the meta device and are not loaded yet.
         updater: Group of the optimizer; None without an optimizer.
         version: Number of changes of the weights, including deferred updates.
     """
 
-    def __init__(self, part: Part, homes: Homes, access: WholeBlocks, owner: WeightOwner) -> None:
+    def __init__(self, part: Part, homes: Homes, access: LocalBlocks, owner: WeightOwner) -> None:
         self.part, self.access, self.owner = part, access, owner
         self.store, self.tier = access.store, access.tier
         self.key, self.layout, self.dtype, self.parameters = part.weight_key, part.layout, part.dtype, part.parameters
@@ -81,9 +81,9 @@ class WeightBlock:
         self._held: HeldWeights | None = None
         shared = shared_state(self.store)
         shared.register(self.key, access.num_elements(self.layout), self.dtype, (self.home,), durable=True)
-        self.missing = {name for name, parameter in self.parameters.items() if parameter.device.type == "meta"}
+        self.missing_names = {name for name, parameter in self.parameters.items() if parameter.device.type == "meta"}
         self.gradients: GradientBlock | None = None  # gradient hooks are only possible after the parameters are absent
-        self._take_over()
+        self._store_values()
         if self.layout.trainable:
             for key, num_elements in access.gradient_elements(part).items():
                 shared.register(key, num_elements, torch.float32, (homes[key],), durable=False)
@@ -93,18 +93,18 @@ class WeightBlock:
         """Return the full name of a parameter of the block."""
         return self._names[id(parameter)]
 
-    def _take_over(self) -> None:
+    def _store_values(self) -> None:
         """Copy the parameters' values to the block, and free each parameter's memory after its copy.
 
         Parameters on the meta device have no values, so they stay missing until the block is filled.
         """
-        for name in self.missing:
+        for name in self.missing_names:
             attach(self.parameters[name], self, self._device)
-        if len(self.missing) == len(self.parameters):
+        if len(self.missing_names) == len(self.parameters):
             return
         with self.filling() as flat:
             for name, place in views(flat, self.layout).items():
-                if name not in self.missing:
+                if name not in self.missing_names:
                     place.copy_(self.parameters[name])
                     attach(self.parameters[name], self, self._device)
         _trim_heap()
@@ -114,18 +114,18 @@ class WeightBlock:
         """Return a context that yields a flat tensor of zeros. On exit, its values become the block's contents."""
         return self.access.filling(self.part)
 
-    def filled(self) -> None:
+    def mark_filled(self) -> None:
         """Record that all parameters now have values. Evict the block from RAM unless RAM is its home."""
-        self.missing.clear()
+        self.missing_names.clear()
         self._evict()
 
     def _evict(self) -> None:
         if self.home != "ram":
             self.store.evict(self.key, "ram")
 
-    @past_modes
+    @bypass_modes
     def hold(self, mode: Literal["r", "rw"] = "r", *, is_watched: bool = False) -> None:
-        """Load the parameters into memory. They stay until ``release`` was called as often as ``hold``.
+        """Load the parameters into memory. They stay until ``release`` has been called as often as ``hold``.
 
         Args:
             is_watched: Whether to detect changes that autograd does not see, such as changes through ``data`` or numpy.
@@ -138,7 +138,7 @@ class WeightBlock:
             if self.updater is not None:
                 self.updater.finish_update()
             lease = self.lease(mode)
-            self._held = HeldWeights(self.part, lease, self.missing, is_watched=is_watched)
+            self._held = HeldWeights(self.part, lease, self.missing_names, is_watched=is_watched)
             _HELD[_address(lease.tensor)] = self
         elif mode == "rw" and self._held.lease.mode == "r":
             raise WeightInUseError(
@@ -146,7 +146,7 @@ class WeightBlock:
             )
         self._held.num_holders += 1
 
-    @past_modes
+    @bypass_modes
     def release(self, *, is_failing: bool = False) -> None:
         """Undo one ``hold`` call. The last ``release`` removes the parameters from memory again.
 
@@ -163,7 +163,7 @@ class WeightBlock:
             return
         self._held, lease = None, held.lease
         _HELD.pop(_address(lease.tensor), None)
-        changed = held.changes(self.missing)
+        changed = held.changed_names(self.missing_names)
         for parameter in self.parameters.values():
             make_absent(parameter, self._device)
         is_copy = self.access.is_copy(self.home)
@@ -174,9 +174,9 @@ class WeightBlock:
         else:
             lease.release()
         if changed and mode == "r" and is_copy:
-            self.access.drop(self.part)  # a read-only lease does not write changes back
+            self.access.evict_copy(self.part)  # a read-only lease does not write changes back
         elif changed:
-            self.changed(changed)
+            self.record_changes(changed)
         if changed and mode == "r" and not is_failing:
             raise WeightInUseError(
                 f"{sorted(changed)[0]} was changed while it was held for reading, so the change would be lost. "
@@ -198,7 +198,7 @@ class WeightBlock:
                         "requires_grad before megatrain.offload, and freeze parameters afterwards"
                     )
 
-    def note_data_taken(self, parameter: nn.Parameter) -> None:
+    def watch_data(self, parameter: nn.Parameter) -> None:
         """Watch a held parameter for changes, because its ``data`` was accessed."""
         if self._held is not None:
             self._held.watch(self.name_of(parameter))
@@ -216,24 +216,24 @@ class WeightBlock:
                 f"the weights of {self.layout.name} are in use and cannot be updated. Step outside of "
                 "megatrain.gathered and of the module's forward"
             )
-        self.owner.close_backward(self)
+        self.owner.release_backward(self)
 
-    def is_unchanged(self, parameter: nn.Parameter) -> None:
+    def mark_unchanged(self, parameter: nn.Parameter) -> None:
         """Record that a held parameter was overwritten with the values that it already had."""
         assert self._held is not None, self.key
-        self._held.note_unchanged(self.name_of(parameter))
+        self._held.mark_unchanged(self.name_of(parameter))
 
-    def changed(self, names: frozenset[str]) -> None:
+    def record_changes(self, names: frozenset[str]) -> None:
         """Record that code other than the optimizer changed these parameters."""
         self.version += 1
-        self.missing -= set(names)
+        self.missing_names -= set(names)
         shared_state(self.store).num_changes += 1
         if self.updater is not None:
-            self.updater.weights_changed(names)
+            self.updater.handle_changed_weights(names)
 
-    def provide(self) -> bool:
+    def provide_weights(self) -> bool:
         """Hold the block for code that reads weights outside of their module. Return False if that is impossible."""
-        return self.owner.provide(self)
+        return self.owner.provide_weights(self)
 
     @property
     def held(self) -> Tensor | None:
@@ -242,12 +242,12 @@ class WeightBlock:
 
     def lease(self, mode: Literal["r", "rw"] = "r") -> WeightLease:
         """Return a lease, which the caller must release. The parameters are not loaded."""
-        if self.missing and mode == "r":
+        if self.missing_names and mode == "r":
             raise WeightInUseError(
-                f"{sorted(self.missing)[0]} has no values yet, because the model was created on the meta device. "
+                f"{sorted(self.missing_names)[0]} has no values yet, because the model was created on the meta device. "
                 "Use megatrain.load_pretrained(folder, store), or model.load_state_dict(...)"
             )
-        how: Mode = "w" if len(self.missing) == len(self.parameters) else mode
+        how: Mode = "w" if len(self.missing_names) == len(self.parameters) else mode
         return self.access.lease(self.part, how)
 
 
@@ -263,7 +263,7 @@ def release_all(blocks: Iterable[WeightBlock], *, is_failing: bool) -> None:
             stack.callback(block.release, is_failing=is_failing)
 
 
-def block_under(tensor: Tensor) -> WeightBlock | None:
+def find_held_block(tensor: Tensor) -> WeightBlock | None:
     """Return the held block whose memory ``tensor`` views, or None."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return None

@@ -129,9 +129,9 @@ def _probe(tensor: Tensor) -> Tensor:
 @contextmanager
 def offloading(device: VirtualCuda) -> Iterator[None]:
     """Support tensors of the device in ``offload_activations``."""
-    can_be_placed = activations.can_be_placed
+    is_plain_strided = activations.is_plain_strided
     stand_ins: dict[str, Any] = {
-        "can_be_placed": lambda tensor: isinstance(tensor, VirtualTensor) or can_be_placed(tensor),
+        "is_plain_strided": lambda tensor: isinstance(tensor, VirtualTensor) or is_plain_strided(tensor),
         "WeakStorage": _WeakStorage,
         "version_probe": _probe,
         "_current_stream": device.current_stream,

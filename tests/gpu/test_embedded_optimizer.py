@@ -101,8 +101,8 @@ def test_muon_products_run_on_the_parameter_device(virtual: VirtualCuda | None, 
         optimizer.add_param_group({"params": matrices[1:]})
         losses = train(model, optimizer)
         if isinstance(optimizer, megatrain.TieredMuon):
-            assert optimizer._on_gpu is not None
-            assert optimizer._on_gpu.moved_bytes == STEPS * 2 * sum(matrix.numel() for matrix in matrices)
+            assert optimizer._orthogonalizer is not None
+            assert optimizer._orthogonalizer.moved_bytes == STEPS * 2 * sum(matrix.numel() for matrix in matrices)
         return losses, torch.cat([matrix.detach().cpu().reshape(-1) for matrix in matrices])
 
     found = {}

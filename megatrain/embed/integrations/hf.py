@@ -152,7 +152,7 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Record the generation that ``optimizer.state_dict()`` committed for the new checkpoint."""
         folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        _, generation = shared_state(self._store).committed
+        _, generation = shared_state(self._store).last_commit
         if folder.is_dir() and generation is not None:
             record = {"store": self._store.path, "generation": generation}
             (folder / RECORD_NAME).write_text(json.dumps(record) + "\n", encoding="utf-8")

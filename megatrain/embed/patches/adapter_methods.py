@@ -11,24 +11,24 @@ from torch import nn
 
 from megatrain.embed.offloaded_module import OffloadedModule, gathered, offloaded_module
 from megatrain.embed.partition import OffloadError
-from megatrain.embed.patches.module_methods import install_on_whole
+from megatrain.embed.patches.module_methods import install_on_outermost
 
 
 def install_adapter_methods(model: nn.Module, offloaded: OffloadedModule) -> None:
     """Make peft's layers merge into weights in the store, and make its tuners return offloaded modules."""
     for module in model.modules():
         if hasattr(type(module), "get_base_layer"):
-            _replace(module, ("merge", "unmerge"), _merging)
-        _replace(module, ("merge_and_unload", "unload"), partial(_unloading, offloaded=offloaded))
+            _wrap_methods(module, ("merge", "unmerge"), _wrap_merge)
+        _wrap_methods(module, ("merge_and_unload", "unload"), partial(_wrap_unload, offloaded=offloaded))
 
 
-def _replace(module: nn.Module, names: Iterable[str], wrapped: Callable[..., Callable[..., Any]]) -> None:
+def _wrap_methods(module: nn.Module, names: Iterable[str], wrap: Callable[..., Callable[..., Any]]) -> None:
     for name in names:
         if hasattr(type(module), name):  # only on the class: peft forwards unknown attributes
-            module.__dict__[name] = wrapped(getattr(module, name), module)
+            module.__dict__[name] = wrap(getattr(module, name), module)
 
 
-def _merging(merge: Callable[..., Any], layer: nn.Module) -> Callable[..., Any]:
+def _wrap_merge(merge: Callable[..., Any], layer: nn.Module) -> Callable[..., Any]:
     def merge_in_store(*args: Any, **options: Any) -> Any:
         if isinstance(getattr(layer, "base_layer", None), nn.MultiheadAttention):
             raise OffloadError(
@@ -41,7 +41,7 @@ def _merging(merge: Callable[..., Any], layer: nn.Module) -> Callable[..., Any]:
     return merge_in_store
 
 
-def _unloading(unload: Callable[..., nn.Module], tuner: nn.Module, *, offloaded: OffloadedModule) -> Callable[..., Any]:
+def _wrap_unload(unload: Callable[..., Any], tuner: nn.Module, *, offloaded: OffloadedModule) -> Callable[..., Any]:
     """Return peft's ``merge_and_unload`` or ``unload``, wrapped so that its result is an offloaded module."""
 
     def unload_in_store(*args: Any, **options: Any) -> Any:
@@ -58,7 +58,7 @@ def _unloading(unload: Callable[..., nn.Module], tuner: nn.Module, *, offloaded:
                 config.tie_word_embeddings = getattr(head, "weight", None) is getattr(embedding, "weight", None)
         if offloaded_module(found) is None:
             offloaded.install(found)
-            install_on_whole(found, offloaded)
+            install_on_outermost(found, offloaded)
         return found
 
     return unload_in_store

@@ -15,7 +15,7 @@ from megatrain.embed.weights import block_of
 
 @functools.cache
 def refuse_foreign_optimizers() -> None:
-    """Make ordinary optimizers raise for offloaded parameters, because they cannot see these gradients."""
+    """Make ordinary optimizers raise an error for offloaded parameters, whose gradients they cannot see."""
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if isinstance(optimizer, TieredOptimizer):

@@ -13,10 +13,10 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def past_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
+def bypass_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Make a function bypass the active dispatch modes, except modes that emulate a device.
 
-    In a layer's second run, copies can still exist, so fetching weights can run different operations than in the first.
+    When a layer is recomputed, copies can still exist, so fetching its weights can run different operations.
     PyTorch's selective checkpointing (``create_selective_checkpoint_contexts``) compares the operations of both runs
     and would raise an error. Modes that count operations would include the fetches.
     """
@@ -27,16 +27,16 @@ def past_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
             return function(*args, **kwargs)
         modes = dispatch._get_current_dispatch_mode_stack()
         kept = [mode for mode in modes if mode.is_infra_mode()]
-        _exchange(modes, kept)
+        _replace_modes(modes, kept)
         try:
             return function(*args, **kwargs)
         finally:
-            _exchange(kept, modes)
+            _replace_modes(kept, modes)
 
     return wrapped
 
 
-def _exchange(modes: Sequence[dispatch.TorchDispatchMode], others: Sequence[dispatch.TorchDispatchMode]) -> None:
+def _replace_modes(modes: Sequence[dispatch.TorchDispatchMode], others: Sequence[dispatch.TorchDispatchMode]) -> None:
     """Replace the active dispatch modes with ``others``. The last mode handles operations first."""
     for _ in modes:
         dispatch._pop_mode()

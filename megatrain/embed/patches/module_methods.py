@@ -33,23 +33,23 @@ def install_methods(model: nn.Module, offloaded: OffloadedModule) -> None:
         if any(p is not None and block_of(p) is not None for p in module._parameters.values()):
             # partial() allows torch to set an attribute on the hook, which a bound method does not allow.
             module.register_state_dict_post_hook(partial(mapped.fill))  # type: ignore[no-untyped-call]
-            module.__dict__["_load_from_state_dict"] = _loading(module)
-            module.__dict__["_apply"] = _applying(module)
+            module.__dict__["_load_from_state_dict"] = _wrap_load(module)
+            module.__dict__["_apply"] = _wrap_apply(module)
         if any(block_of(parameter) is not None for parameter in module.parameters()):
-            module.__dict__["__deepcopy__"] = _refuse("copy.deepcopy", "create a second one from its config or folder")
-            module.__dict__["__reduce_ex__"] = _refuse("pickling", "save it: save_pretrained(folder) or state_dict()")
+            module.__dict__["__deepcopy__"] = _refusal("copy.deepcopy", "create a second one from its config or folder")
+            module.__dict__["__reduce_ex__"] = _refusal("pickling", "save it: save_pretrained(folder) or state_dict()")
         if hasattr(type(module), "resize_token_embeddings"):
-            module.__dict__["resize_token_embeddings"] = _resizing(module)
-    install_on_whole(model, offloaded)
+            module.__dict__["resize_token_embeddings"] = _wrap_resize(module)
+    install_on_outermost(model, offloaded)
 
 
-def install_on_whole(model: nn.Module, offloaded: OffloadedModule) -> None:
+def install_on_outermost(model: nn.Module, offloaded: OffloadedModule) -> None:
     """Replace methods that users call only on the outermost module."""
-    model.__dict__["_apply"] = _applying_whole(model, offloaded)
-    model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NoParallel()
+    model.__dict__["_apply"] = _wrap_outermost_apply(model, offloaded)
+    model.__dict__["_ddp_params_and_buffers_to_ignore"] = _DdpRefusal()
     save_pretrained = getattr(model, "save_pretrained", None)
     if save_pretrained is not None:
-        model.__dict__["save_pretrained"] = _with_shard_limit(save_pretrained)
+        model.__dict__["save_pretrained"] = _limit_shard_size(save_pretrained)
 
 
 class _MappedWeights:
@@ -87,7 +87,7 @@ class _MappedWeights:
             state_dict[key] = values
 
 
-def _loading(module: nn.Module) -> Callable[..., None]:
+def _wrap_load(module: nn.Module) -> Callable[..., None]:
     """Return ``_load_from_state_dict``, wrapped to hold the module's weights for writing."""
     load = module._load_from_state_dict
 
@@ -104,7 +104,7 @@ def _loading(module: nn.Module) -> Callable[..., None]:
             same = [pair for leaf, pair in own.items() if _is_same(*pair, state_dict.get(prefix + leaf))]
             load(state_dict, prefix, local_metadata, *rest)
             for parameter, block in same:  # so that the store keeps the low halves of their masters
-                block.is_unchanged(parameter)
+                block.mark_unchanged(parameter)
             is_failing = False
         finally:
             release_all(held, is_failing=is_failing)
@@ -113,12 +113,13 @@ def _loading(module: nn.Module) -> Callable[..., None]:
 
 
 def _is_same(parameter: nn.Parameter, block: WeightBlock, values: object) -> bool:
-    if not isinstance(values, Tensor) or values.shape != parameter.shape or block.name_of(parameter) in block.missing:
+    is_missing = block.name_of(parameter) in block.missing_names
+    if is_missing or not isinstance(values, Tensor) or values.shape != parameter.shape:
         return False
     return torch.equal(parameter.detach(), values.detach().to(parameter.device, parameter.dtype))
 
 
-def _resizing(module: nn.Module) -> Callable[..., Any]:
+def _wrap_resize(module: nn.Module) -> Callable[..., Any]:
     """Return a ``resize_token_embeddings`` that raises if the size changes, because the size of a block is fixed."""
 
     def resize(new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *_: Any, **__: Any) -> Any:
@@ -136,7 +137,7 @@ def _resizing(module: nn.Module) -> Callable[..., Any]:
     return resize
 
 
-def _applying(module: nn.Module) -> Callable[..., nn.Module]:
+def _wrap_apply(module: nn.Module) -> Callable[..., nn.Module]:
     """Return an ``_apply`` that skips offloaded parameters. ``to``, ``cuda``, ``half`` etc. call ``_apply``."""
     apply: Callable[..., nn.Module] = module._apply
 
@@ -158,7 +159,7 @@ def _applying(module: nn.Module) -> Callable[..., nn.Module]:
     return apply_to_others
 
 
-def _applying_whole(model: nn.Module, offloaded: OffloadedModule) -> Callable[..., nn.Module]:
+def _wrap_outermost_apply(model: nn.Module, offloaded: OffloadedModule) -> Callable[..., nn.Module]:
     """Return ``_apply`` for the outermost module. It refuses conversions and keeps buffers on the compute device."""
     apply: Callable[..., nn.Module] = model._apply
 
@@ -190,7 +191,7 @@ def _refuse_conversion(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> No
         )
 
 
-class _NoParallel:
+class _DdpRefusal:
     """List of parameters that ``DistributedDataParallel`` should ignore. Iterating over it raises an error."""
 
     def __iter__(self) -> Iterator[str]:
@@ -201,7 +202,7 @@ class _NoParallel:
         )
 
 
-def _with_shard_limit(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
+def _limit_shard_size(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``save_pretrained``, wrapped to write files small enough to fit in memory."""
 
     def save(*args: Any, **options: Any) -> Any:
@@ -211,30 +212,30 @@ def _with_shard_limit(save_pretrained: Callable[..., Any]) -> Callable[..., Any]
     return save
 
 
-def _refuse(what: str, instead: str) -> Callable[..., Any]:
+def _refusal(what: str, alternative: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise AbsentWeightError("this module", f"{what} is not supported ({instead})")
+        raise AbsentWeightError("this module", f"{what} is not supported ({alternative})")
 
     return refuse
 
 
-def _log_if_moved(fn: Callable[[Tensor], Tensor], computes_on: torch.device) -> None:
+def _log_if_moved(fn: Callable[[Tensor], Tensor], store_device: torch.device) -> None:
     """Log, once per device, that a move is ignored and that inputs must be on the store's compute device."""
-    wanted = fn(torch.empty(0, device=computes_on)).device
-    if wanted.type != computes_on.type:
+    wanted = fn(torch.empty(0, device=store_device)).device
+    if wanted.type != store_device.type:
         # Trainers move models to the CPU and back routinely, but a move to another device is probably intentional.
-        log_ignored_move(str(wanted), str(computes_on), logging.INFO if wanted.type == "cpu" else logging.WARNING)
+        log_ignored_move(str(wanted), str(store_device), logging.INFO if wanted.type == "cpu" else logging.WARNING)
 
 
 @functools.cache
-def log_ignored_move(wanted: str, computes_on: str, level: int) -> None:
+def log_ignored_move(wanted: str, store_device: str, level: int) -> None:
     """Log that a move is ignored, and what to do instead."""
-    remedy = 'open the store with gpu="auto" to compute on a CUDA device' if computes_on == "cpu" else "leave it there"
+    remedy = 'open the store with gpu="auto" to compute on a CUDA device' if store_device == "cpu" else "leave it there"
     _log.log(
         level,
         'moving an offloaded module to "%s" is ignored, because its store computes on "%s". Its inputs must be on the '
         "same device. Move the inputs, or %s",
         wanted,
-        computes_on,
+        store_device,
         remedy,
     )

@@ -202,7 +202,7 @@ def test_changed_weights_are_kept_despite_another_error(store: TieredStore) -> N
     assert optimizer.state_dict()["tiered"]["generation"] == first + 1
     group = optimizer.groups[0]
     with store.acquire(group.keys["low"], "ram") as lease:
-        low = {entry.name: group.part("low", lease.tensor, entry).clone() for entry in group.layout.entries}
+        low = {entry.name: group.state_view("low", lease.tensor, entry).clone() for entry in group.layout.entries}
     assert not low["0.weight"].any() and low["0.bias"].any()
 
 

@@ -114,7 +114,7 @@ def test_failed_calls_leave_no_blocks(tmp_path: Path) -> None:
         free = store.stats().tiers["nvme"].used_bytes
 
         def register() -> None:
-            with shared.all_or_nothing():
+            with shared.rollback_on_error():
                 shared.register("a", MiB // 4, torch.float32, ["nvme"], durable=True)
                 shared.register("b", 100 * MiB, torch.float32, ["ram", "nvme"], durable=True)
 

@@ -132,7 +132,7 @@ def test_saving_twice_without_a_change_commits_once(tmp_path: Path) -> None:
         first, second = optimizer.state_dict(), optimizer.state_dict()
         assert first == second and first["tiered"]["generation"] == 1
         optimizer.load_state_dict(first)
-        assert shared_state(store).committed[1] == 1
+        assert shared_state(store).last_commit[1] == 1
         steps(module, optimizer, 1, 2)
         assert optimizer.state_dict()["tiered"]["generation"] == 2
 
