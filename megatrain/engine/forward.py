@@ -250,7 +250,7 @@ class LayerRunner:
         counts = {number: count for number, count in counts.items() if count} or {0: 0}
         with (
             self._evaluating(micro_batches, {number: shifted[number] for number in counts}) as (batches, rows),
-            self._forwarded(batches, rows) as items,
+            self._trunk_outputs(batches, rows) as items,
             self.head.started() as head,
         ):
             losses = head.evaluate(items)
@@ -310,7 +310,7 @@ class LayerRunner:
         on_hidden: Callable[[int, Tensor], None] | None = None,
     ) -> Iterator[TokenScores]:
         """Yield the scores of each micro-batch. The inputs are on the compute device; see `score`."""
-        with self._forwarded(batches, rows) as items:
+        with self._trunk_outputs(batches, rows) as items:
             if on_hidden is not None:
                 for item in items:
                     on_hidden(item.micro_batch, self.head.last_hidden(item.output))
@@ -318,7 +318,7 @@ class LayerRunner:
                 yield from head.score(items, k, temperature)
 
     @contextmanager
-    def _forwarded(
+    def _trunk_outputs(
         self, batches: Mapping[int, dict[str, Any]], rows: Mapping[int, LabelledRows]
     ) -> Iterator[list[TrunkOutput]]:
         """Run the forwards of an evaluation up to the head, and yield their outputs."""
@@ -354,7 +354,7 @@ class LayerRunner:
         """
         assert isinstance(self.head, OwnLoss), "a model with a chunked head has no whole logits"
         shifted = {number: shifted_labels(batch["labels"]).reshape(-1) for number, batch in enumerate(micro_batches)}
-        with self._evaluating(micro_batches, shifted) as (batches, rows), self._forwarded(batches, rows) as items:
+        with self._evaluating(micro_batches, shifted) as (batches, rows), self._trunk_outputs(batches, rows) as items:
             return [item.output["logits"].float().cpu() for item in items]
 
     def log_probs(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> list[list[float]]:
@@ -371,7 +371,7 @@ class LayerRunner:
         assert isinstance(self.head, CutHead), "a model with its own loss has no log-probabilities"
         with (
             self._evaluating(micro_batches, labels_of_chosen) as (batches, rows),
-            self._forwarded(batches, rows) as items,
+            self._trunk_outputs(batches, rows) as items,
             self.head.started() as head,
         ):
             found = head.log_probs(items)

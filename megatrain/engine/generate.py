@@ -103,7 +103,7 @@ class GenerationRunner:
         try:
             with torch.no_grad(), self._prepared():
                 for number, (function, seed) in enumerate(zip(functions, seeds, strict=True)):
-                    started = _without_argument(function)
+                    started = _ignoring_argument(function)
                     forwards.append(SuspendedForward(number, started, self._random, self._device, seed))
                 on_pass(0)
                 run_in_lockstep(forwards, passes, lambda stop: self._visit(stop, forwards, kept))
@@ -135,15 +135,15 @@ class GenerationRunner:
             call_index = 0
             for forward, cache in zip(forwards, kept, strict=True):
                 # Also lease blocks of forwards that have ended, because a pass's traffic must not depend on tokens.
-                with self._access.cache_block(visit, forward.micro_batch) as room:
+                with self._access.cache_block(visit, forward.micro_batch) as block:
                     if forward.call is None:
                         continue
                     bound.rows.call_index, call_index = call_index, call_index + 1
-                    with cache.loaded(visit, room), forward.modes.applied():
+                    with cache.loaded(visit, block), forward.modes.applied():
                         self._random.set(forward.random_state)
                         value = bound.call(forward.call)
                         forward.random_state = self._random.get()
-                    results.append(_returning(value))
+                    results.append(_constant_function(value))
             for absent in range(len(forwards), self._num_micro_batches):
                 with self._access.cache_block(visit, absent):
                     pass
@@ -185,11 +185,11 @@ class GenerationRunner:
             yield
 
 
-def _without_argument(function: Callable[[], Any]) -> Callable[[SuspendedForward], Any]:
+def _ignoring_argument(function: Callable[[], Any]) -> Callable[[SuspendedForward], Any]:
     return lambda forward: function()
 
 
-def _returning(value: Any) -> Callable[[], Any]:
+def _constant_function(value: Any) -> Callable[[], Any]:
     return lambda: value
 
 
@@ -223,29 +223,29 @@ class _KeptCache:
         return {visit: last.start + aligned(last.shape.numel() * last.dtype.itemsize) for visit, last in found.items()}
 
     @contextmanager
-    def loaded(self, visit: int, room: Tensor | None) -> Iterator[None]:
-        """Load a visit's tensors from ``room`` into the cache. On exit, move the cache's tensors back to ``room``."""
+    def loaded(self, visit: int, block: Tensor | None) -> Iterator[None]:
+        """Load a visit's tensors from ``block`` into the cache. On exit, move the cache's tensors back to ``block``."""
         for each in self._of_visit.get(visit, ()):
-            assert room is not None, visit
+            assert block is not None, visit
             nbytes = each.shape.numel() * each.dtype.itemsize
             self._absent.discard(id(each.holder[each.key]))
-            each.holder[each.key] = room[each.start : each.start + nbytes].view(each.dtype).view(each.shape)
+            each.holder[each.key] = block[each.start : each.start + nbytes].view(each.dtype).view(each.shape)
         yield
-        found = [place for place in _places(self._cache) if id(place[0][place[1]]) not in self._absent]
-        if room is None and any(holder[key].numel() for holder, key in found):
+        found = [place for place in _cache_tensors(self._cache) if id(place[0][place[1]]) not in self._absent]
+        if block is None and any(holder[key].numel() for holder, key in found):
             raise UnsupportedModelError(
                 "the model", f"visit {visit} stores a tensor in the cache, which it did not do in other forwards"
             )
-        if room is None:
+        if block is None:
             return
         taken = [holder[key] for holder, key in found]
-        # An unchanged tensor is still a view of the room. Clone it first, because its place in the room may change.
-        taken = [each.clone() if _shares_memory(each, room) else each for each in taken]
+        # An unchanged tensor is still a view of the block. Clone it first, because its place in the block may change.
+        taken = [each.clone() if _shares_memory(each, block) else each for each in taken]
         kept, start = [], 0
         for (holder, key), tensor in zip(found, taken, strict=True):
             nbytes = tensor.numel() * tensor.element_size()
-            assert start + nbytes <= len(room), f"visit {visit}: the cache is larger than planned"
-            room[start : start + nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
+            assert start + nbytes <= len(block), f"visit {visit}: the cache is larger than planned"
+            block[start : start + nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
             kept.append(_CacheTensor(holder, key, tensor.shape, tensor.dtype, start))
             holder[key] = placeholder(tensor.shape, tensor.dtype, tensor.device)
             self._absent.add(id(holder[key]))
@@ -258,20 +258,20 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _shares_memory(tensor: Tensor, room: Tensor) -> bool:
-    return bool(tensor.untyped_storage()._cdata == room.untyped_storage()._cdata)
+def _shares_memory(tensor: Tensor, block: Tensor) -> bool:
+    return bool(tensor.untyped_storage()._cdata == block.untyped_storage()._cdata)
 
 
-def _places(cache: Any) -> Iterator[tuple[Any, Any]]:
+def _cache_tensors(cache: Any) -> Iterator[tuple[Any, Any]]:
     """Yield (holder, key) for every floating-point tensor in a cache. Other tensors are small and stay in the cache."""
     for layer in cache.layers:
-        yield from _places_in(vars(layer))
+        yield from _cache_tensors_in(vars(layer))
 
 
-def _places_in(holder: Any) -> Iterator[tuple[Any, Any]]:
+def _cache_tensors_in(holder: Any) -> Iterator[tuple[Any, Any]]:
     for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
         if isinstance(value, Tensor):
             if value.is_floating_point():
                 yield holder, key
         elif isinstance(value, dict | list):
-            yield from _places_in(value)
+            yield from _cache_tensors_in(value)

@@ -75,18 +75,18 @@ class Itinerary:
         self._number += 1
         return Stop(self._number - 1, unit, waiting)
 
-    def _common_unit(self, wanted: set[int | None], subject: str, advice: str = "") -> int:
+    def _common_unit(self, next_units: set[int | None], subject: str, advice: str = "") -> int:
         """Return the unit that all forwards call next. Raise `VisitOrderError` if they differ or if the plan differs.
 
         Args:
-            wanted: Units that forwards call next; None for a forward that has ended.
+            next_units: Units that forwards call next; None for a forward that has ended.
             subject: Name of the forwards in the error message.
         """
         units, number = self._graph.units, self._number
-        if len(wanted) > 1:
-            names = sorted("the end" if index is None else units[index].name for index in wanted)
+        if len(next_units) > 1:
+            names = sorted("the end" if index is None else units[index].name for index in next_units)
             raise VisitOrderError(f"{subject} reach different units at visit {number}: {', '.join(names)}{advice}")
-        (unit,) = wanted
+        (unit,) = next_units
         assert unit is not None
         if self._trace is not None:
             expected = self._trace.visits[number].unit if number < len(self._trace.visits) else None
@@ -107,9 +107,9 @@ class SinglePass(Itinerary):
         unit = self._optional_unit(forwards)
         if unit is not None:
             return self._stop_at(unit, [each for each in forwards if each.call and each.call.unit_index == unit])
-        wanted = {forward.call.unit_index if forward.call else None for forward in forwards}
+        next_units = {forward.call.unit_index if forward.call else None for forward in forwards}
         unit = self._common_unit(
-            wanted,
+            next_units,
             "micro-batches",
             '. Which layers this model runs depends on the data; train it with order = "micro_batch" and no plan',
         )

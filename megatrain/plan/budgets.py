@@ -68,7 +68,7 @@ def with_residents(
     if not program.updates.in_compute_tier:
         kinds.discard("optimizer")  # updates outside of GPU memory read the state
     gpu = profile.gpu if profile is not None else None
-    rate = profile.adamw_params_per_s.get(_master(program)) if profile is not None else None
+    rate = profile.adamw_params_per_s.get(_weight_dtype_name(program)) if profile is not None else None
     residency = Residency(frozenset(kinds))
     if gpu is not None:
         residency = replace(
@@ -79,7 +79,7 @@ def with_residents(
     return {**budgets, program.compute_tier: replace(budgets[program.compute_tier], residency=residency)}
 
 
-def _master(program: StepProgram) -> str:
+def _weight_dtype_name(program: StepProgram) -> str:
     """Return the name of the weights' dtype, which is the key of the update rates."""
     dtype = next(block.dtype for block in program.blocks.values() if block.kind == "weights" and not block.num_packed)
     return str(dtype).removeprefix("torch.")

@@ -82,7 +82,7 @@ class DeviceCosts:
             seconds_per_launch=per_launch,
             seconds_per_lease=_LAUNCHES_PER_LEASE * per_launch,
             seconds_per_transfer=_LAUNCHES_PER_TRANSFER * per_launch,
-            assumed=tuple(_assumed(machine, device, key)),
+            assumed=tuple(_describe_assumed_rates(machine, device, key)),
         )
 
     def computing_s(self, work: Work) -> float:
@@ -94,7 +94,7 @@ class DeviceCosts:
         )
 
 
-def _assumed(machine: MachineProfile, device: str, key: str) -> Iterator[str]:
+def _describe_assumed_rates(machine: MachineProfile, device: str, key: str) -> Iterator[str]:
     """Yield a description of each rate that is assumed because the machine's profile does not contain it."""
     if key not in machine.attention_flops_per_s:
         yield f"attention at {_ATTENTION_SHARE:.0%} of the rate of products"
@@ -253,7 +253,7 @@ def _host_updates_s(plan: Plan, machine: MachineProfile) -> float | None:
     on_gpu = plan.device.type == "cuda"
     there = plan.updates.in_gpu_memory if on_gpu else ()
     touched = _touched_bytes(plan, (tick for tick in plan.updates.ticks if tick not in there))
-    products = 0.0 if on_gpu else _products_s(plan, machine)
+    products = 0.0 if on_gpu else _orthogonalization_s(plan, machine)
     return None if products is None else num_processes * touched / (rate * _ADAMW_TOUCHED) + products
 
 
@@ -262,7 +262,7 @@ def gpu_updates_s(plan: Plan, machine: MachineProfile) -> float | None:
 
     The result includes the GPU's orthogonalization for updates that otherwise run on the host.
     """
-    products = _products_s(plan, machine) if plan.device.type == "cuda" else 0.0
+    products = _orthogonalization_s(plan, machine) if plan.device.type == "cuda" else 0.0
     if not plan.updates.num_weights(on_gpu=True):
         return products
     rate = machine.gpu.update_bytes_per_s if machine.gpu else None
@@ -271,7 +271,7 @@ def gpu_updates_s(plan: Plan, machine: MachineProfile) -> float | None:
     return _touched_bytes(plan, plan.updates.in_gpu_memory) / rate + products
 
 
-def _products_s(plan: Plan, machine: MachineProfile) -> float | None:
+def _orthogonalization_s(plan: Plan, machine: MachineProfile) -> float | None:
     """Return the seconds of the orthogonalization, or None if its matmul rate is unknown."""
     flops = sum(matrix_flops(plan).values())
     rate = machine.matmul_flops_per_s.get(f"{plan.device.type}/bfloat16")

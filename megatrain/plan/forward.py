@@ -97,7 +97,7 @@ def _traced_forward(
     )
 
 
-def _fit(model: TracedModel, program: StepProgram, budgets: Mapping[str, TierBudget], stay_share: float = 0) -> Plan:
+def _plan(model: TracedModel, program: StepProgram, budgets: Mapping[str, TierBudget], stay_share: float = 0) -> Plan:
     """Return the plan of a program in these budgets, without an estimate."""
     run = model.run
     profile = run.tiers.machine.rates().machine if run.device.type == "cuda" else None
@@ -139,7 +139,7 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
     workspace = step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches, run.traced_on)
     known = with_workspace(tier_budgets(run, workspace), score_bytes(run, top_k, width), "ram")
     profile = run.tiers.machine.rates()
-    plan = _fit(model, program, known, STAY_SHARE)
+    plan = _plan(model, program, known, STAY_SHARE)
     capacity = plan.budgets[model.compute_tier]
     plan = replace(plan, library_memory=describe_library_memory(run.tiers.machine, capacity, run.device))
 
@@ -192,7 +192,7 @@ def plan_generation(run: RunSpec) -> GenerationPlan:
     frozen = FrozenWeights(not run.model.table.train_from_scratch, model.in_place, model.encodings)
     weights = frozen_program(graph, compute_tier=model.compute_tier, frozen=frozen)
     first, program = _generation_programs(weights, graph, trace, cache_nbytes, batch.num_micro_batches)
-    plan = _fit(model, program, tier_budgets(run, _generation_workspace_bytes(run, graph, trace, program)))
+    plan = _plan(model, program, tier_budgets(run, _generation_workspace_bytes(run, graph, trace, program)))
     shape = replace(plan.shape, tokens_per_step=batch.num_rows)
     plan = replace(plan, estimate=replace(estimate_step(plan, shape, run.tiers.machine.rates()), occasions=()))
     return GenerationPlan(replace(plan, objections=objections_to(plan)), first)

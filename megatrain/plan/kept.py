@@ -68,13 +68,13 @@ class GraphKeeper:
         self._in_visits = list(visit_transients(graph, trace, program, num_together, device))
         self._without_graphs = peak_bytes(self._in_visits)
 
-    def solve(self, wanted: Literal["auto"] | int, results: Literal["auto"] | int = 0) -> KeptGraphs | Shortfall:
+    def solve(self, graphs: Literal["auto"] | int, results: Literal["auto"] | int = 0) -> KeptGraphs | Shortfall:
         """Return the placement with its kept graphs and results, or a shortfall if a tier is too small.
 
         The tier can be too small for the requested numbers, or for any choice.
 
         Args:
-            wanted: ``auto`` keeps graphs of all last layers that fit, if the compute tier fetches nothing. A number
+            graphs: ``auto`` keeps graphs of all last layers that fit, if the compute tier fetches nothing. A number
                 reserves memory for the graphs of this many last layers before other blocks. If this displaces a layer's
                 weights from the compute tier, the layer keeps no graph.
             results: ``auto`` saves results of all last layers that fit and keep no graph, if no block moves. A number
@@ -82,16 +82,16 @@ class GraphKeeper:
         """
         last = () if results == "auto" else self._last_visits(results, self._recomputed_visits())
         saved = visits_with_results(self.trace).intersection(last)
-        visits = frozenset[int]() if wanted == "auto" else frozenset(self._last_visits(wanted, self.candidates()))
+        visits = frozenset[int]() if graphs == "auto" else frozenset(self._last_visits(graphs, self.candidates()))
         found = self._solve_for(visits, saved)
         while not isinstance(found, Shortfall):
             at_home = partial(_are_at_home, self._graph, self._program, found.placement.homes)
             away = {visit for visit in visits if not at_home(self.trace.visits[visit].unit)}
             if not away:
-                return self._fill_free_memory(found, graphs=wanted == "auto", results=results == "auto")
+                return self._fill_free_memory(found, graphs=graphs == "auto", results=results == "auto")
             visits -= away
             found = self._solve_for(visits, saved)
-        is_asked_for = wanted != "auto" and (visits or saved)
+        is_asked_for = graphs != "auto" and (visits or saved)
         return self._with_advice(found, visits, saved) if is_asked_for else found
 
     def _solve_for(self, visits: frozenset[int], saved: frozenset[int]) -> KeptGraphs | Shortfall:
@@ -188,10 +188,10 @@ class _FreeMemory:
             visits -= self._kept["results"]
         for visit in sorted(visits - self._kept[what], reverse=True):
             others = {kind: kept - {visit} for kind, kept in self._kept.items()}
-            if not self._keep_if_it_fits({**others, what: self._kept[what] | {visit}}):
+            if not self._try_keeping({**others, what: self._kept[what] | {visit}}):
                 return
 
-    def _keep_if_it_fits(self, kept: Mapping[What, frozenset[int]]) -> bool:
+    def _try_keeping(self, kept: Mapping[What, frozenset[int]]) -> bool:
         budget = self._found.budgets[self._tier]
         grown = self._keeper.nbytes(kept["graphs"]) - self._found.nbytes
         used = self._found.placement.peak_bytes(self._tier) + grown + self._added_bytes(kept)

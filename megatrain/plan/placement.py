@@ -299,9 +299,9 @@ class PlacementSolver:
         else:
             drive = "" if "nvme" in self.order else " add a [[tiers.nvme]] path,"
             advice = f"Give tiers.{tier}.size that much{in_all},{drive} or lower data.max_length or the batch."
-        return Shortfall(tier, need, have, advice + self._less_for_checkpoints(tier, state))
+        return Shortfall(tier, need, have, advice + self._checkpoint_advice(tier, state))
 
-    def _less_for_checkpoints(self, tier: str, state: _Fill) -> str:
+    def _checkpoint_advice(self, tier: str, state: _Fill) -> str:
         """Return sentences that state the smaller need with fewer checkpoints on a tier, or without any."""
         generations = self.tiers[tier].generations
         if not state.generation_bytes[tier]:

@@ -91,7 +91,7 @@ def _plan_first_fit(attempts: Attempts) -> Plan | Shortfall:
     placed, profile = attempts.first_fit(), attempts.profile
     if isinstance(placed, Shortfall):
         return placed
-    plan = _with_streams_of_config(_plan_of(attempts, placed), profile)
+    plan = _with_configured_streaming(_plan_of(attempts, placed), profile)
     return _with_shortest_step(plan, profile)
 
 
@@ -116,7 +116,7 @@ def estimated(plan: Plan, profile: LoadedProfile) -> Plan:
     return replace(plan, estimate=estimate_step(plan, plan.shape, profile))
 
 
-def _with_streams_of_config(plan: Plan, profile: LoadedProfile) -> Plan:
+def _with_configured_streaming(plan: Plan, profile: LoadedProfile) -> Plan:
     """Return the plan in which the GPU updates the configured number of groups from RAM, if any."""
     count = plan.run.advanced.stream_updates
     if count == "auto":

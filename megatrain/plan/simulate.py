@@ -247,7 +247,7 @@ class _Replay:
 
     def _run(self, op: Op) -> None:
         self._wait_for_peers(self._gathered_s.pop((op.phase, op.visit), 0.0))
-        seconds = (self._visible_seconds(op, self._seconds(op)) + self._products_s(op)) / (1 + len(op.passing))
+        seconds = (self._visible_seconds(op, self._seconds(op)) + self._orthogonalization_s(op)) / (1 + len(op.passing))
         with self.store.acquire_many([(use.key, op.tier, use.mode) for use in op.held]):
             self._copies.leased(op.held)
             self._compute(seconds)
@@ -288,7 +288,7 @@ class _Replay:
         hidden, self._queued_s = min(seconds, self._queued_s), 0.0
         return seconds - hidden
 
-    def _products_s(self, op: Op) -> float:
+    def _orthogonalization_s(self, op: Op) -> float:
         """Return the seconds in which a GPU orthogonalizes for an update on the host instead of computing layers."""
         rate = self._rates.products_flops_per_s
         return self._products.get(op.visit, 0) / rate if rate and op.phase == "update" else 0.0

@@ -11,14 +11,14 @@ from megatrain.base.table import PlainSize, Table, all_alter, as_tuple, key, pla
 from megatrain.machine.table import TierName
 
 
-def _as_placement(value: object) -> object:
+def _parse_placement(value: object) -> object:
     """Accept "auto", one tier, or several tiers in order of preference."""
     if isinstance(value, str) and value != "auto":
         return (value,)
     return as_tuple(value)
 
 
-def _prefetch(value: object) -> object:
+def _parse_prefetch(value: object) -> object:
     """Parse "auto", "unlimited", 0 or a size in bytes."""
     if value in ("auto", "unlimited") or (isinstance(value, int) and value == 0 and not isinstance(value, bool)):
         return value
@@ -30,13 +30,13 @@ def _prefetch(value: object) -> object:
 _TIER = {"type": "string", "enum": list(get_args(TierName))}
 Preference = Annotated[
     Literal["auto"] | Annotated[tuple[TierName, ...], Field(min_length=1)],
-    BeforeValidator(_as_placement),
+    BeforeValidator(_parse_placement),
     WithJsonSchema({"anyOf": [{"const": "auto"}, _TIER, {"type": "array", "items": _TIER, "minItems": 1}]}),
     refusal("is not a placement", 'Write "auto" or tiers in order of preference: ["ram", "nvme"]'),
 ]
 PrefetchSize = Annotated[
     Literal["auto", "unlimited"] | Annotated[int, Field(ge=0)],
-    BeforeValidator(_prefetch),
+    BeforeValidator(_parse_prefetch),
     PlainSerializer(lambda value: value if isinstance(value, str) else exact_size(value) if value else "0"),
     WithJsonSchema({"anyOf": [{"enum": ["auto", "unlimited", "0", 0]}, SIZE_SCHEMA]}),
 ]

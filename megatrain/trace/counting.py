@@ -135,7 +135,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _DEVICE_OF and not self._values:  # autograd calls it hundreds of times per layer
             return func(*args)
         kwargs = kwargs or {}
-        result = self._result_of_known(func, args, kwargs) if self._values else self._result(func, args, kwargs)
+        result = self._result_with_values(func, args, kwargs) if self._values else self._result(func, args, kwargs)
         try:
             self._count_call(func, args, kwargs, result)
         except UnsupportedModelError:
@@ -146,7 +146,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.recorder(func, args, kwargs, result)
         return result
 
-    def _result_of_known(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _result_with_values(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of an operator. If the values of all inputs are known, also compute the result's values."""
         inputs = tensors_in((args, dict(kwargs)))
         unknown = [tensor for tensor in inputs if tensor not in self._values and not _is_real(tensor)]
@@ -158,7 +158,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._result(func, args, kwargs)
         device = kwargs.get("device") or next((t.device for t in inputs if not _is_real(t)), None)
         with _disable_current_modes():
-            real_args, real_kwargs = tree_map((args, dict(kwargs)), self._real)
+            real_args, real_kwargs = tree_map((args, dict(kwargs)), self._real_value)
             value = func(*real_args, **real_kwargs)
         if not tensors_in(value):
             return value
@@ -177,7 +177,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._values[fake] = real
         return result
 
-    def _real(self, item: Any) -> Any:
+    def _real_value(self, item: Any) -> Any:
         if isinstance(item, Tensor):
             return self._values.get(item, item)  # type: ignore[no-untyped-call]
         return torch.device("cpu") if isinstance(item, torch.device) else item

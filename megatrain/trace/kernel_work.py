@@ -26,10 +26,10 @@ _ACCESSES = {"load": 1, "store": 1, "atomic_add": 2, "atomic_max": 2, "atomic_mi
 
 
 @contextmanager
-def kernels_counted(book: Callable[[Work, str, Sequence[Tensor]], None]) -> Iterator[None]:
-    """Within the context, call `book` instead of launching Triton kernels on fake tensors.
+def kernels_counted(record: Callable[[Work, str, Sequence[Tensor]], None]) -> Iterator[None]:
+    """Within the context, call `record` instead of launching Triton kernels on fake tensors.
 
-    `book` gets the work, a note about uncounted work or "", and the tensors among the arguments. Any of these tensors
+    `record` gets the work, a note about uncounted work or "", and the tensors among the arguments. Any of these tensors
     can depend on the others after the launch. Matmuls in a kernel are not counted, because their size is unknown.
 
     The setting is process-wide. Launches on real tensors are unaffected.
@@ -51,7 +51,7 @@ def kernels_counted(book: Callable[[Work, str, Sequence[Tensor]], None]) -> Iter
             function = _function_of(kernel)
             name = f"kernel {function.__name__}: its products are not counted"
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-            book(_work_of(function, args, kwargs), name if has_products(function) else "", tensors)
+            record(_work_of(function, args, kwargs), name if has_products(function) else "", tensors)
             return None
 
         return count
@@ -110,23 +110,23 @@ def accesses(function: Callable[..., Any]) -> Mapping[str, int]:
     sources: dict[str, set[str]] = {name: {name} for name in inspect.signature(function).parameters}
     found: dict[str, set[str]] = {}
 
-    def behind(node: ast.AST) -> set[str]:
+    def base_arguments(node: ast.AST) -> set[str]:
         """Return the arguments from which an address is computed, not counting addresses that are loaded."""
         if isinstance(node, ast.Call):
             return set()
         own = sources.get(node.id, set()) if isinstance(node, ast.Name) else set()
-        return own.union(*(behind(child) for child in ast.iter_child_nodes(node)))
+        return own.union(*(base_arguments(child) for child in ast.iter_child_nodes(node)))
 
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AugAssign | ast.Call)]
     for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-            for argument in behind(node.args[0]) if name in _ACCESSES and node.args else ():
+            for argument in base_arguments(node.args[0]) if name in _ACCESSES and node.args else ():
                 found.setdefault(argument, set()).add(name)
             continue
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             if isinstance(target, ast.Name):
-                sources[target.id] = behind(node.value) | (
+                sources[target.id] = base_arguments(node.value) | (
                     sources.get(target.id, set()) if isinstance(node, ast.AugAssign) else set()
                 )
     return {name: min(2, sum(_ACCESSES[one] for one in names)) for name, names in found.items()}

@@ -190,27 +190,27 @@ class _CallRecord:
         # Hide these operations from modes that observe how a model uses weights or masks.
         with torch._C.DisableTorchFunction():
             try:
-                self.entries.append((what, self._described(args), self._described(kwargs), self._described(result)))
+                self.entries.append((what, self._describe(args), self._describe(kwargs), self._describe(result)))
             except _NotComparableError:
                 self.is_complete = False
 
-    def _described(self, value: Any) -> Hashable:
+    def _describe(self, value: Any) -> Hashable:
         if isinstance(value, Tensor):
             key = value.untyped_storage()._cdata
             # Use relative offsets, because layers can use different rows of the same tensor.
             start = value.storage_offset() - self._starts.get(key, 0)
-            return (self._place_of(value, key), start, value.shape, value.stride(), value.dtype, value.requires_grad)
+            return (self._origin_of(value, key), start, value.shape, value.stride(), value.dtype, value.requires_grad)
         if isinstance(value, _PLAIN):
             return (type(value), value)
         if isinstance(value, list | tuple):
-            return (type(value), *(self._described(item) for item in value))
+            return (type(value), *(self._describe(item) for item in value))
         if isinstance(value, Mapping):
-            return (type(value), *((key, self._described(item)) for key, item in value.items()))
+            return (type(value), *((key, self._describe(item)) for key, item in value.items()))
         if isinstance(value, Work):
             return value
         raise _NotComparableError
 
-    def _place_of(self, tensor: Tensor, key: int) -> Hashable:
+    def _origin_of(self, tensor: Tensor, key: int) -> Hashable:
         if (names := self._names.get(key)) is not None:
             return names
         number = self.counts.number_of(tensor)

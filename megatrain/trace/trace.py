@@ -172,7 +172,7 @@ def _counted_run(
 ) -> Iterator[None]:
     """Count the work of kernels and explain the model's errors within the context. Close the tracer on exit."""
     with (
-        _lists_are_read(),
+        _scalar_lists_supported(),
         kernels_counted(tracer.counts.add_launch),
         nullcontext() if padded else single_document_rows(),
         _failures_explained(model, inputs),
@@ -182,7 +182,7 @@ def _counted_run(
 
 
 @contextmanager
-def _lists_are_read() -> Iterator[None]:
+def _scalar_lists_supported() -> Iterator[None]:
     """Support ``torch.tensor([scalars])`` for fake scalars. torch reads the scalars' values without a dispatch.
 
     A torch function mode would not work, because modes are off within torch functions, where a forward can be

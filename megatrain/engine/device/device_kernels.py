@@ -148,7 +148,7 @@ def copy_rows(found: Tensor, held: range, rows: Tensor, indexes: Tensor) -> None
                 held.start,
                 held.stop,
                 block_columns=_BLOCK_COLUMNS,
-                unit=_unit_of(found, rows) if _has_vectors(found) and _has_vectors(rows) else 1,
+                unit=_unit_of(found, rows) if _is_aligned(found) and _is_aligned(rows) else 1,
                 **_kernels().LAUNCH_OPTIONS,
             )
 
@@ -174,7 +174,7 @@ def add_logits(
         of_label: Logit of each row's label, [rows] fp32.
         totals: Sum of the logits per row, [rows] fp32, initially 0; None to skip this sum.
     """
-    logits = _with_vectors(logits)
+    logits = _with_aligned_rows(logits)
     num_rows, num_columns = logits.shape
     if num_rows and not isinstance(logits, FakeTensor):
         with torch.accelerator.device_index(logits.device.index):
@@ -217,7 +217,7 @@ def gradient_of_logits(
         z_loss: Factor of ``log_sums ** 2`` in the loss.
         share: Target probability of each column, from label smoothing.
     """
-    logits = _with_vectors(logits)
+    logits = _with_aligned_rows(logits)
     num_rows, num_columns = logits.shape
     gradient = torch.empty(num_rows, num_columns, dtype=logits.dtype, device=logits.device)
     if num_rows and not isinstance(logits, FakeTensor):
@@ -248,18 +248,18 @@ def _unit_of(*matrices: Tensor) -> int:
     return 1 if matrices[0].shape[1] % unit else unit
 
 
-def _has_vectors(matrix: Tensor) -> bool:
+def _is_aligned(matrix: Tensor) -> bool:
     """Return whether all rows are aligned to 16 bytes."""
     begin = matrix.storage_offset() * matrix.dtype.itemsize if isinstance(matrix, FakeTensor) else matrix.data_ptr()
     return begin % _VECTOR_BYTES == 0 and matrix.stride(0) * matrix.dtype.itemsize % _VECTOR_BYTES == 0
 
 
-def _with_vectors(logits: Tensor) -> Tensor:
+def _with_aligned_rows(logits: Tensor) -> Tensor:
     """Return the logits with contiguous, aligned rows. Copy them if necessary.
 
     The order of additions then depends on the number of columns, not on an address.
     """
-    if logits.stride(1) == 1 and (_unit_of(logits) == 1 or _has_vectors(logits)):
+    if logits.stride(1) == 1 and (_unit_of(logits) == 1 or _is_aligned(logits)):
         return logits
     return logits.clone(memory_format=torch.contiguous_format)
 

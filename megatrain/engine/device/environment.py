@@ -52,7 +52,7 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
         yield
     except RuntimeError as error:
         if _CUBLAS in str(error):  # the variable was set after torch had read it
-            raise DeterminismError(_too_late("was set after the first matrix product on the GPU")) from error
+            raise DeterminismError(_late_setting_text("was set after the first matrix product on the GPU")) from error
         if "does not have a deterministic implementation" not in str(error):
             raise
         operation = str(error).partition(" does not have")[0]
@@ -111,7 +111,7 @@ def _check_cublas() -> None:
         return
     if setting is None:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            raise DeterminismError(_too_late("was not set before the process began to use the GPU"))
+            raise DeterminismError(_late_setting_text("was not set before the process began to use the GPU"))
         os.environ[_CUBLAS] = _REPEATABLE[0]
     elif setting not in _REPEATABLE:
         raise DeterminismError(
@@ -120,7 +120,7 @@ def _check_cublas() -> None:
         )
 
 
-def _too_late(what: str) -> str:
+def _late_setting_text(what: str) -> str:
     return (
         f"{_CUBLAS} {what}, and torch reads it once: without it cuBLAS may add in a different order in every run. "
         f"Start again with {_CUBLAS}={_REPEATABLE[0]} in the environment, or import megatrain before anything uses the "
@@ -154,7 +154,7 @@ def _explain(error: BaseException) -> str | None:
             f"out of GPU memory: {said} Another program may have taken memory that was free at the start (nvidia-smi "
             "shows it). If none has, set a smaller tiers.gpu.size, or a shorter data.max_length"
         )
-    if (failure := _failure_of_device(error)) is not None:
+    if (failure := _find_device_error(error)) is not None:
         return (
             f"the GPU failed: {str(failure).partition(chr(10))[0]}. This process cannot compute any more. `dmesg` "
             "reports faults of the hardware and of the driver (Xid). If it does not, a kernel is at fault: please "
@@ -166,7 +166,7 @@ def _explain(error: BaseException) -> str | None:
     return None
 
 
-def _failure_of_device(error: BaseException | None) -> BaseException | None:
+def _find_device_error(error: BaseException | None) -> BaseException | None:
     """Return the device error in an error's chain of causes, or None. A failed transfer wraps the device error."""
     while error is not None and not isinstance(error, torch.AcceleratorError):
         error = error.__cause__

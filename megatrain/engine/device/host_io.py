@@ -47,7 +47,7 @@ class Staging:
         if not self._is_staged:
             return {name: tensor.to(self._device) for name, tensor in tensors.items()}
         starts, need_bytes = _offsets(tensors)
-        slab = self._room(need_bytes)
+        slab = self._reserve_slab(need_bytes)
         placed: dict[Name, Tensor] = {}
         for name, tensor in tensors.items():
             nbytes = tensor.numel() * tensor.element_size()
@@ -59,7 +59,7 @@ class Staging:
         self._copied.record()
         return placed
 
-    def _room(self, need_bytes: int) -> HostSlab:
+    def _reserve_slab(self, need_bytes: int) -> HostSlab:
         if self._copied is not None:
             # Wait, because an interrupted step has no sync at its end, so the device may still be reading the slab.
             self._copied.synchronize()
@@ -176,13 +176,13 @@ class HostMirror(TorchFunctionMode):
         if not self._max_elements or name not in _HANDLED:
             return func(*args, **kwargs)
         if name in _READS:
-            host = self._host_of(args[0])
+            host = self._host_version(args[0])
             if not isinstance(host, Tensor) or any(isinstance(arg, Tensor) for arg in args[1:]):
                 return func(*args, **kwargs)
             self.num_answers += 1
             return _read(name, host, func, args[1:])
         if name == "__getitem__" and isinstance(args[0], Tensor) and args[0] in self._known:
-            args = (args[0], self._with_lists_on(args[0].device, args[1]))
+            args = (args[0], self._with_device_lists(args[0].device, args[1]))
         result = func(*args, **kwargs)
         self._mirror(func, name, args, kwargs, result)
         return result
@@ -196,8 +196,8 @@ class HostMirror(TorchFunctionMode):
             return  # some operations, such as `to`, can return their argument
         if name in _CREATED and ("out" in kwargs or "device" not in kwargs):
             return
-        host_args = [self._host_of(arg) for arg in args]
-        host_kwargs = {key: self._host_of(value) for key, value in kwargs.items()}
+        host_args = [self._host_version(arg) for arg in args]
+        host_kwargs = {key: self._host_version(value) for key, value in kwargs.items()}
         if any(value is _NOT_MIRRORED for value in (*host_args, *host_kwargs.values())):
             return
         if name not in _CREATED and not any(isinstance(value, Tensor) for value in host_args):
@@ -205,20 +205,20 @@ class HostMirror(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             self._known[result] = (func(*host_args, **host_kwargs), result._version)
 
-    def _with_lists_on(self, device: torch.device, index: Any) -> Any:
+    def _with_device_lists(self, device: torch.device, index: Any) -> Any:
         """Replace lists in an index by cached device tensors, because torch would copy each list with a host sync."""
         if not isinstance(index, tuple):
             return index
-        return tuple(self._list_on(device, part) if _is_list_of_int(part) else part for part in index)
+        return tuple(self._device_list(device, part) if _is_list_of_int(part) else part for part in index)
 
-    def _list_on(self, device: torch.device, numbers: list[int]) -> Tensor:
+    def _device_list(self, device: torch.device, numbers: list[int]) -> Tensor:
         key = device, tuple(numbers)
         if key not in self._lists:
             self._lists[key] = torch.tensor(numbers, device=device)
         self.register(self._lists[key], torch.tensor(numbers))
         return self._lists[key]
 
-    def _host_of(self, value: Any) -> Any:
+    def _host_version(self, value: Any) -> Any:
         """Return the host version of an operation's argument, or `_NOT_MIRRORED`."""
         if isinstance(value, Tensor):
             if value not in self._known:
@@ -228,15 +228,15 @@ class HostMirror(TorchFunctionMode):
         if isinstance(value, torch.device):
             return torch.device("cpu")
         if isinstance(value, tuple | list):
-            return self._host_of_items(value)
+            return self._host_versions(value)
         if isinstance(value, str):
             return "cpu"  # strings in these operations are device names
         if isinstance(value, slice) and any(isinstance(part, Tensor) for part in (value.start, value.stop, value.step)):
             return _NOT_MIRRORED
         return value
 
-    def _host_of_items(self, values: Iterable[Any]) -> Any:
-        items = [self._host_of(value) for value in values]
+    def _host_versions(self, values: Iterable[Any]) -> Any:
+        items = [self._host_version(value) for value in values]
         if any(item is _NOT_MIRRORED for item in items):
             return _NOT_MIRRORED
         return tuple(items) if isinstance(values, tuple) else items

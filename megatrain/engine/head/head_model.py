@@ -111,10 +111,10 @@ class HeadModel:
         loss: Tensor = self._call(item, trunk_output, shift_labels.unsqueeze(0), num_items)["loss"]
         return loss
 
-    def auxiliary(self, item: TrunkOutput, num_items: int, crossing: list[Tensor], grads: list[Tensor]) -> Tensor:
+    def auxiliary(self, item: TrunkOutput, num_items: int, roots: list[Tensor], grads: list[Tensor]) -> Tensor:
         """Return a micro-batch's auxiliary router loss, multiplied by the micro-batch's share of the step's labels.
 
-        Append the differentiable tensors to ``crossing`` and their gradients to ``grads``. The head runs once, on a
+        Append the differentiable tensors to ``roots`` and their gradients to ``grads``. The head runs once, on a
         single row without a label. Rows of the micro-batch that have no labels at all are masked out.
         """
         outer: list[Tensor] = []
@@ -146,7 +146,7 @@ class HeadModel:
             found = optional_gradients([loss], [torch.full_like(loss, share)], inner)
             for tensor, gradient in zip(outer, found, strict=True):
                 if gradient is not None:
-                    crossing.append(tensor)
+                    roots.append(tensor)
                     grads.append(gradient)
         return loss.detach() * share
 

@@ -134,7 +134,7 @@ class HeadWeights:
         rows = weight.parts.rows if weight is not None else sinks[0].rows_of_parts(self._cut) if sinks else ()
         for number in reversed(range(len(rows))):
             gradient = sinks[0].part(self._cut, number) if sinks else nullcontext()
-            yield self._place(gradient, number, rows[number])
+            yield self._block_with_gradient(gradient, number, rows[number])
         if not rows:
             yield nullcontext(self.parts)
 
@@ -170,7 +170,7 @@ class HeadWeights:
             parts.clear()
 
     @contextmanager
-    def _place(
+    def _block_with_gradient(
         self, gradient: AbstractContextManager[None], number: int, rows: range
     ) -> Iterator[list[VocabularyPart]]:
         inside = [part for part in self.parts if part.start in rows]

@@ -38,14 +38,14 @@ class Objective:
             if not self.neftune_noise_alpha:
                 yield
                 return
-            handle = model.get_input_embeddings().register_forward_hook(_noise(self.neftune_noise_alpha))
+            handle = model.get_input_embeddings().register_forward_hook(_noise_hook(self.neftune_noise_alpha))
             try:
                 yield
             finally:
                 handle.remove()
 
 
-def _noise(alpha: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+def _noise_hook(alpha: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
     """Return a forward hook that adds noise. A recompute restores the random state, so it draws the same noise."""
 
     def add_noise(module: nn.Module, args: Any, output: Tensor) -> Tensor:

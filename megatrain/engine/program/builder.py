@@ -188,7 +188,7 @@ class ProgramBuilder:
         groups = [everything] if self._order == "layer" else [[micro_batch] for micro_batch in everything]
         for number, group in enumerate(groups):
             is_first, is_last = number == 0, number == len(groups) - 1
-            ticks: Iterable[Tick] = self._pass(group, is_first=is_first, is_last=is_last)
+            ticks: Iterable[Tick] = self._pass_ticks(group, is_first=is_first, is_last=is_last)
             if not self._shards.are_whole:
                 ticks = self._with_collectives(list(ticks))
             if is_first and self._updates.are_deferred:
@@ -206,12 +206,12 @@ class ProgramBuilder:
         for gathers, tick in zip(gathers_before(ticks, weights, self._sharding.gathers_ahead), ticks, strict=True):
             yield from gathers
             passing = tuple(group for group in tick.passing if not _is_added_to_held(group))
-            yield replace(tick, held=(), passing=passing, spent=self._spent(passing) & tick.spent)
+            yield replace(tick, held=(), passing=passing, spent=self._spent_keys(passing) & tick.spent)
             if gradients := _blocks_of_kind("grad", tick.held):
-                summed = tuple(self._exchanged(gradients))
-                yield Tick("exchange", tick.visit, (), summed, self._spent(summed), _model_phase(tick))
+                summed = tuple(self._exchange_groups(gradients))
+                yield Tick("exchange", tick.visit, (), summed, self._spent_keys(summed), _model_phase(tick))
 
-    def _exchanged(self, gradients: Group) -> Iterator[Group]:
+    def _exchange_groups(self, gradients: Group) -> Iterator[Group]:
         """Yield one group per accumulator. The first use site's groups include the other sites' accumulators to add."""
         others: dict[str, Group] = {}
         for name, uses in self._uses.items():
@@ -228,7 +228,7 @@ class ProgramBuilder:
             filled = {key for key, mode in tick.uses if mode != "r"}
             # The backward reaches the first use site of a shared layout last, and adds the other gradients there.
             updates = [
-                self._update(index, layout)
+                self._update_tick(index, layout)
                 for index, layout in enumerate(self._graph.layouts.values())
                 if self._is_trained(layout) and self._part_keys(gradient_key(layout.name, 0), layout.name)[0] in filled
             ]
@@ -244,26 +244,26 @@ class ProgramBuilder:
             if self._is_trained(layout):
                 weight = self._weight_keys(layout.name)[0]
                 first = next(n for n, tick in enumerate(ticks) if weight in dict(tick.uses))
-                updates.setdefault(max(0, first - self._lead), []).append(self._update(index, layout))
+                updates.setdefault(max(0, first - self._lead), []).append(self._update_tick(index, layout))
         for number, tick in enumerate(ticks):
             yield from updates.get(number, ())
             yield tick
 
-    def _pass(self, group: Sequence[int], *, is_first: bool, is_last: bool) -> Iterator[Tick]:
+    def _pass_ticks(self, group: Sequence[int], *, is_first: bool, is_last: bool) -> Iterator[Tick]:
         """Yield the ticks of forward, head and backward over one group of micro-batches."""
         trunk = [visit for visit in range(len(self._trace.visits)) if not self._trace.visits[visit].is_head]
         head = [visit for visit in range(len(self._trace.visits)) if self._trace.visits[visit].is_head]
         for visit in trunk:
             passing = (*self._passing_weights(visit), *self._activations(visit, group, "w"))
-            yield Tick("forward", visit, self._weights(visit), passing)
+            yield Tick("forward", visit, self._held_weights(visit), passing)
         if head:
-            held = [item for visit in head for item in self._weights(visit)]
+            held = [item for visit in head for item in self._held_weights(visit)]
             weights = [item for visit in head for item in self._passing_weights(visit)]
             if weights:  # two passes over the parts, for the loss and for the gradients
                 yield Tick("head", head[0], tuple(dict(held).items()), tuple(weights))
-            held += [item for visit in head for item in self._gradients(visit, is_first=is_first)]
+            held += [item for visit in head for item in self._held_gradients(visit, is_first=is_first)]
             summed = self._passing_gradients(head, is_first=is_first, is_last=is_last)
-            spent = self._spent(summed)
+            spent = self._spent_keys(summed)
             if weights:
                 summed = tuple((*weight, *group) for weight, group in zip(reversed(weights), summed, strict=True))
             yield Tick("head", head[0], tuple(dict(held).items()), summed, spent)
@@ -275,17 +275,17 @@ class ProgramBuilder:
             yield Tick(
                 "backward",
                 visit,
-                (self._weights(visit) if has_backward else ()) + self._gradients(visit, is_first=is_first),
+                (self._held_weights(visit) if has_backward else ()) + self._held_gradients(visit, is_first=is_first),
                 (*weights, *activations, *summed),
-                self._spent((*activations, *summed)) - self._reused(visit, group),
+                self._spent_keys((*activations, *summed)) - self._reused(visit, group),
             )
 
     @staticmethod
-    def _spent(passing: Iterable[Group]) -> frozenset[str]:
+    def _spent_keys(passing: Iterable[Group]) -> frozenset[str]:
         """Return the keys of activations and added gradients, which are not needed after they are read."""
         return frozenset(key for group in passing for key, mode in group if mode == "r")
 
-    def _update(self, index: int, layout: UnitLayout) -> Tick:
+    def _update_tick(self, index: int, layout: UnitLayout) -> Tick:
         weights: Group = tuple((key, "rw") for key in self._weight_keys(layout.name))
         gradients = self._part_keys(gradient_key(layout.name, 0), layout.name)
         states = [self._part_keys(state_key(layout.name, kind.name), layout.name) for kind in self._state_kinds]
@@ -301,7 +301,7 @@ class ProgramBuilder:
             return Tick("update", index, (), tuple(groups), spent)
         return Tick("update", index, weights, tuple(groups), spent)
 
-    def _weights(self, visit: int) -> Group:
+    def _held_weights(self, visit: int) -> Group:
         """Return the weights that a visit holds."""
         return tuple(
             (key, "r")
@@ -322,7 +322,7 @@ class ProgramBuilder:
         key = weight_key(layout)
         return self._part_keys(key, layout) if layout in self._cut_weights else [key]
 
-    def _gradients(self, visit: int, *, is_first: bool) -> Group:
+    def _held_gradients(self, visit: int, *, is_first: bool) -> Group:
         """Return the accumulators that a visit holds."""
         return tuple(
             (key, "w" if is_first else "rw")

@@ -89,7 +89,7 @@ def visit_transients(
         if nbytes:
             yield Transient.for_tick("computing", nbytes, number)
         if program.sharding.shards.are_whole and tick.phase in ("head", "backward"):
-            yield from _sums(program, number)
+            yield from _sum_transients(program, number)
     yield from waiting_rows(graph, trace, program, num_micro_batches)
 
 
@@ -126,7 +126,7 @@ def computing_bytes(trace: VisitTrace, program: StepProgram) -> list[int]:
             found.append(None)
             continue
         has_sums = program.sharding.shards.are_whole and tick.phase in ("head", "backward")
-        sums = sum(each.nbytes for each in _sums(program, number)) if has_sums else 0
+        sums = sum(each.nbytes for each in _sum_transients(program, number)) if has_sums else 0
         found.append(_computing_bytes(trace, program, tick) + sums)
     most = max((_computing_bytes(trace, program, tick) for tick in program.ticks), default=0)
     most = max([most, *(nbytes for nbytes in found if nbytes is not None)])
@@ -141,7 +141,7 @@ def _computing_bytes(trace: VisitTrace, program: StepProgram, tick: Tick) -> int
     return trace.visits[tick.visit].memory.backward_nbytes if tick.phase == "backward" else 0
 
 
-def _sums(program: StepProgram, number: int) -> Iterator[Transient]:
+def _sum_transients(program: StepProgram, number: int) -> Iterator[Transient]:
     """Yield the fp32 gradient sums of a visit, one per open sum. The first sum of an fp32 block is the block itself."""
 
     def nbytes(group: Group) -> int:

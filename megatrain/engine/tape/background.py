@@ -33,13 +33,13 @@ class BackgroundUpdates:
     def wait_for(self, keys: Collection[str]) -> None:
         """Wait until no update uses any of these blocks. Raise the first error of an update."""
         uses = [number for number, (used, _) in enumerate(self._running, 1) if not used.isdisjoint(keys)]
-        self._end(uses[-1] if uses else 0)
+        self._wait_for_first(uses[-1] if uses else 0)
 
     def wait(self) -> None:
         """Wait for all updates. Raise the first error of an update."""
-        self._end(len(self._running))
+        self._wait_for_first(len(self._running))
 
-    def _end(self, count: int) -> None:
+    def _wait_for_first(self, count: int) -> None:
         for _, update in islice(self._running, count):
             update.result()
         for _ in range(count):

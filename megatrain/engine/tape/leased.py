@@ -278,12 +278,12 @@ class LeasedGradients:
             added = set[str]().union(*(self._gradients.filled_at(name, visit) for name in names))
             first = GradientAccumulator(self._targets(sums), added)
 
-            def room() -> GradientAccumulator:
+            def make_accumulator() -> GradientAccumulator:
                 return GradientAccumulator(
                     self._targets({name: [fp32_like(tensors[key]) for key in own[name]] for name in names}), set()
                 )
 
-            accumulator = LaneAccumulator(self._gradients.lanes, first, room)
+            accumulator = LaneAccumulator(self._gradients.lanes, first, make_accumulator)
             yield accumulator
             accumulator.close()
             del accumulator, first  # frees the sums that are not blocks

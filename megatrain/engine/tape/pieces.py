@@ -168,12 +168,12 @@ class PassingGradient:
 
         with self._place.open_sums() as make:
 
-            def room() -> GradientAccumulator:
+            def make_accumulator() -> GradientAccumulator:
                 # The first open sums are also the final sums, so they use the memory of the leased part.
                 place = next(left, None)
                 return sums(make(places[0]) if place is None else place, set())
 
-            self._open = LaneAccumulator(self._gradients.lanes, sums(places[0], {name}), room)
+            self._open = LaneAccumulator(self._gradients.lanes, sums(places[0], {name}), make_accumulator)
             try:
                 yield self._open
                 found = self._open.close()

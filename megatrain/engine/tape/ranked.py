@@ -122,7 +122,7 @@ class Ranks(ShardingHooks):
         known, shards = self._step_gradients.squared_norms, self._program.sharding.shards
         layouts = [layout for layout in layouts if layout.name not in known]
         partials = [each for layout in layouts for each in self.gradients.take_partials(layout)]
-        numbers = _on_host([*terms, *(torch.as_tensor(figure.total) for figure in figures), *partials])
+        numbers = _concatenate_on_host([*terms, *(torch.as_tensor(figure.total) for figure in figures), *partials])
         filled = {layout.name: self._step_gradients.filled(layout.name) for layout in layouts}
         counts = [(figure.name, figure.count) for figure in figures]
         records = self._collectives.gather_objects((len(terms), counts, numbers.numpy(), filled))
@@ -472,7 +472,7 @@ class ExchangedGradients:
         """Yield fp32 sums over this rank's micro-batches. A later op exchanges the sums; see ``GradientPlace``."""
         made: list[dict[str, Tensor]] = []  # memory by layout, for each open sum of lanes
 
-        def room() -> GradientAccumulator:
+        def make_accumulator() -> GradientAccumulator:
             memory = {
                 layout.name: torch.empty(
                     self._program.full_elements(layout), dtype=torch.float32, device=self._window.device
@@ -488,11 +488,11 @@ class ExchangedGradients:
                 targets.update(views_of_parts([_slice(memory[layout.name], part) for part in parts], parts, layout))
             return GradientAccumulator(targets, set())
 
-        accumulator = LaneAccumulator(self._gradients.lanes, room(), room)
+        accumulator = LaneAccumulator(self._gradients.lanes, make_accumulator(), make_accumulator)
         yield accumulator
         left = [None if each is None else each.added for _, each in accumulator.close()]
         while len(made) < len(left):  # lanes without a micro-batch
-            room()
+            make_accumulator()
         for memory in made[len(left) :]:
             self._window.count(-sum(each.nbytes for each in memory.values()))
         for layout in layouts:
@@ -614,7 +614,7 @@ class ExchangedGradients:
         self._window.count(-made)
 
 
-def _on_host(tensors: Sequence[Tensor]) -> Tensor:
+def _concatenate_on_host(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors in double precision on the host. Tensors on a device need one copy and one host sync."""
     if not tensors:
         return torch.empty(0, dtype=torch.float64)

@@ -76,7 +76,7 @@ class AbsentWeight(Tensor):
     ) -> Any:
         if getattr(func, "__name__", "") in METADATA_QUERIES | {"__get__", "__repr__"}:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        return _with_values(func, args, kwargs or {})
+        return _call_with_values(func, args, kwargs or {})
 
     def read_values(self, func: Callable[..., Any], rows: Tensor | None = None) -> Tensor:
         """Return all rows of the weight, or the given rows, because model code has called the torch function ``func``.
@@ -98,11 +98,11 @@ class AbsentWeight(Tensor):
         return result
 
 
-def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Read the values of absent weights among the arguments, and call a torch function with these values."""
     first = args[0] if args else None
     if isinstance(first, AbsentWeight):
-        found = _rows_of(func, first, args[1:], kwargs)
+        found = _requested_rows(func, first, args[1:], kwargs)
         if found is not None:
             rows, rest = found
             values = first.read_values(func, rows)
@@ -113,7 +113,7 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     )
 
 
-def _rows_of(
+def _requested_rows(
     func: Callable[..., Any], weight: AbsentWeight, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, tuple[Any, ...]] | None:
     """Return which rows of a weight an indexing function reads, and the rest of the index. None for other functions."""

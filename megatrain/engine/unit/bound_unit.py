@@ -46,7 +46,7 @@ class BoundUnit:
 
     def __init__(self, unit: Unit, device: torch.device, compiler: LayerCompiler | None = None) -> None:
         self.unit = unit
-        self.forward: Callable[..., Any] = self._own_parameters if unit.is_container else unit.module.forward
+        self.forward: Callable[..., Any] = self._copy_parameters if unit.is_container else unit.module.forward
         self._is_compiled = compiler is not None and unit.is_layer
         if compiler is not None and unit.is_layer:
             self.forward = compiler.forward_of(unit)
@@ -77,7 +77,7 @@ class BoundUnit:
         matrix = weight if weight.dim() == 2 else weight.reshape(len(weight), -1)
         return functional.embedding(rows, matrix).reshape(*rows.shape, *weight.shape[1:])
 
-    def _own_parameters(self) -> dict[str, Tensor]:
+    def _copy_parameters(self) -> dict[str, Tensor]:
         """Return copies of a container's parameters, which outlive the visit. Used as the forward of containers."""
         return {leaf: parameters[leaf].clone() for parameters, leaf, _ in self._slots}
 

@@ -52,25 +52,25 @@ class RowLookUps:
         Returns:
             Row indexes, by weight and call.
         """
-        wanted: list[list[Tensor]] = []
+        row_indexes: list[list[Tensor]] = []
         for weight in self._weights:
-            wanted.append([])
+            row_indexes.append([])
             for call in calls:
                 try:
                     begin(call)
                 except _RowsNeeded as asked:
-                    wanted[-1].append(asked.indexes)
-            assert len(wanted[-1]) == len(calls), "a unit does not look up rows of a weight whose parts pass"
-            weight.look_up(wanted[-1])
-        return wanted
+                    row_indexes[-1].append(asked.indexes)
+            assert len(row_indexes[-1]) == len(calls), "a unit does not look up rows of a weight whose parts pass"
+            weight.look_up(row_indexes[-1])
+        return row_indexes
 
-    def look_up_again(self, wanted: Sequence[Sequence[Tensor]]) -> None:
+    def look_up_again(self, row_indexes: Sequence[Sequence[Tensor]]) -> None:
         """Look up rows for the recompute.
 
         Args:
-            wanted: Row indexes that ``look_up`` returned.
+            row_indexes: Row indexes that ``look_up`` returned.
         """
-        for weight, indexes in zip(self._weights, wanted, strict=True):
+        for weight, indexes in zip(self._weights, row_indexes, strict=True):
             weight.look_up(indexes)
 
 
@@ -108,9 +108,9 @@ class SplitWeight(AbsentWeight):
         assert isinstance(weight, SplitWeight)
         return weight
 
-    def look_up(self, wanted: Sequence[Tensor]) -> None:
+    def look_up(self, row_indexes: Sequence[Tensor]) -> None:
         """Look up and keep the rows of each micro-batch."""
-        self._found = list(_rows_in_parts(self, wanted))
+        self._found = list(_rows_in_parts(self, row_indexes))
 
     @classmethod
     def __torch_function__(
@@ -150,14 +150,14 @@ def _embedding_of_parts(indexes: Tensor, weight: SplitWeight, padding_idx: int |
 _LOOK_UP_NBYTES = 16 << 20
 
 
-def _rows_in_parts(weight: SplitWeight, wanted: Sequence[Tensor]) -> list[Tensor]:
+def _rows_in_parts(weight: SplitWeight, row_indexes: Sequence[Tensor]) -> list[Tensor]:
     """Return the rows of a matrix for several index tensors, leasing each part once."""
     width, parts = weight.parts.shape[1], weight.parts
-    made = [torch.full((*each.shape, width), torch.nan, dtype=weight.dtype, device=each.device) for each in wanted]
+    made = [torch.full((*each.shape, width), torch.nan, dtype=weight.dtype, device=each.device) for each in row_indexes]
     num_found = 0
     for number, held in enumerate(parts.rows):
         with parts.part(number) as rows:
-            for indexes, out in zip(wanted, made, strict=True):
+            for indexes, out in zip(row_indexes, made, strict=True):
                 flat = indexes.reshape(-1)
                 if device_kernels.are_for(out):
                     device_kernels.copy_rows(out.view(-1, width), held, rows, flat)
@@ -176,6 +176,6 @@ def _rows_in_parts(weight: SplitWeight, wanted: Sequence[Tensor]) -> list[Tensor
                     found = rows.index_select(0, at).to(out.dtype)
                     torch.where(is_here[start : start + step].unsqueeze(1), found, place, out=place)
     # On a device, rows with an invalid index stay NaN, which makes the step fail.
-    if made and not made[0].is_cuda and num_found != sum(indexes.numel() for indexes in wanted):
+    if made and not made[0].is_cuda and num_found != sum(indexes.numel() for indexes in row_indexes):
         raise IndexError(f"an index is not in the range of {parts.shape[0]} rows")
     return made

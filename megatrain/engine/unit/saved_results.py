@@ -45,8 +45,8 @@ class _ResultView:
     strides: tuple[int, ...]
     dtype: torch.dtype
 
-    def in_room(self, room: Tensor) -> Tensor:
-        flat = room[self.start : self.start + self.nbytes].view(self.dtype)
+    def view(self, block: Tensor) -> Tensor:
+        flat = block[self.start : self.start + self.nbytes].view(self.dtype)
         return flat.as_strided(self.shape, self.strides)
 
 
@@ -73,17 +73,17 @@ class SavedResults:
         self._attention_nbytes, self._with_products = attention_nbytes, with_products
         self._calls: list[_SavedCall | None] = []
 
-    def saving(self, room: Tensor, owners: Mapping[int, str]) -> AbstractContextManager[Any]:
+    def saving(self, block: Tensor, owners: Mapping[int, str]) -> AbstractContextManager[Any]:
         """Return a context that saves results. The forward runs in this context.
 
         Args:
-            room: Block on the compute device, uint8 [N].
+            block: Block on the compute device, uint8 [N].
             owners: Names of the bound weights whose matmul results can be saved, by id of the weight.
         """
         self._calls = []
-        stop = room.numel() if self._attention_nbytes is None else self._attention_nbytes
-        of_attention = _BlockRange(room, 0, stop)
-        of_products = of_attention if self._attention_nbytes is None else _BlockRange(room, stop, room.numel())
+        stop = block.numel() if self._attention_nbytes is None else self._attention_nbytes
+        of_attention = _BlockRange(block, 0, stop)
+        of_products = of_attention if self._attention_nbytes is None else _BlockRange(block, stop, block.numel())
 
         def call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             results = func(*args, **kwargs)
@@ -91,10 +91,10 @@ class SavedResults:
             self._calls.append(own.save(_signature((func, args, dict(kwargs))), results))
             return results
 
-        return _calls(call, owners if self._with_products else {})
+        return _routing_calls(call, owners if self._with_products else {})
 
-    def replaying(self, room: Tensor, owners: Mapping[int, str]) -> AbstractContextManager[Any]:
-        """Return a context that replays results for the recompute. ``room`` must outlive the recompute's graph."""
+    def replaying(self, block: Tensor, owners: Mapping[int, str]) -> AbstractContextManager[Any]:
+        """Return a context that replays results for the recompute. ``block`` must outlive the recompute's graph."""
         calls: Iterator[_SavedCall | None] = iter(self._calls)
 
         def call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -102,24 +102,24 @@ class SavedResults:
             if saved is None or saved.signature != _signature((func, args, dict(kwargs))):
                 return func(*args, **kwargs)
             # Use `.data`, which aliases the block without being a view. Autograd treats it like the operator's result.
-            found = tuple(item.in_room(room).data if isinstance(item, _ResultView) else item for item in saved.results)
+            found = tuple(item.view(block).data if isinstance(item, _ResultView) else item for item in saved.results)
             return found if saved.are_several else found[0]
 
-        return _calls(call, owners if self._with_products else {})
+        return _routing_calls(call, owners if self._with_products else {})
 
 
 class _BlockRange:
     """Byte range of a block, which is filled with results from ``start`` to ``stop``."""
 
-    def __init__(self, room: Tensor, start: int, stop: int) -> None:
-        self._room, self._used_bytes, self._stop = room, start, stop
+    def __init__(self, block: Tensor, start: int, stop: int) -> None:
+        self._block, self._used_bytes, self._stop = block, start, stop
 
     def save(self, signature: Any, result: Any) -> _SavedCall | None:
         """Save the results of a call. Return None if the results do not fit, or if their memory has gaps."""
         results = (result,) if isinstance(result, Tensor) else result
-        room, at, found = self._room, self._used_bytes, list[Any]()
+        block, at, found = self._block, self._used_bytes, list[Any]()
         for item in results:
-            if not _is_stored(item, room.device):
+            if not _is_stored(item, block.device):
                 found.append(item.detach() if isinstance(item, Tensor) else item)
                 continue
             place = _ResultView(at, item.numel() * item.element_size(), tuple(item.shape), item.stride(), item.dtype)
@@ -129,7 +129,7 @@ class _BlockRange:
             found.append(place)
         for place, item in zip(found, results, strict=True):
             if isinstance(place, _ResultView):
-                place.in_room(room).copy_(item)
+                place.view(block).copy_(item)
         self._used_bytes = at
         return _SavedCall(signature, tuple(found), not isinstance(result, Tensor))
 
@@ -162,7 +162,7 @@ class ResultSizes:
             if all(_is_dense(item) for item in held):
                 nbytes = sum(_stored_nbytes(item) for item in held)
                 nbytes += _RANDOM_STATE_BYTES * (device.type == "cuda")
-                self.attention = _sum(self.attention, SavableResults(nbytes, attention.work))
+                self.attention = _add_savable(self.attention, SavableResults(nbytes, attention.work))
             return results
 
         def product(owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -170,21 +170,21 @@ class ResultSizes:
             if _is_stored(result, result.device) and _is_dense(result):
                 work = Work(product_flops=self._flops_of(func, args, kwargs, result), launches=1)
                 found = SavableResults(_stored_nbytes(result), work)
-                self._products[owner] = _sum(self._products.get(owner, NOT_SAVABLE), found)
+                self._products[owner] = _add_savable(self._products.get(owner, NOT_SAVABLE), found)
             return result
 
-        return _calls(call, self._owners, product)
+        return _routing_calls(call, self._owners, product)
 
     def results(self, unneeded: Container[str]) -> SavableResults:
         """Return the total of attention results and matmul results, except matmuls with weights in ``unneeded``."""
         found = self.attention
         for owner, product in self._products.items():
             if owner not in unneeded:
-                found = _sum(found, product)
+                found = _add_savable(found, product)
         return found
 
 
-def _sum(one: SavableResults, other: SavableResults) -> SavableResults:
+def _add_savable(one: SavableResults, other: SavableResults) -> SavableResults:
     return SavableResults(one.nbytes + other.nbytes, one.work + other.work)
 
 
@@ -196,7 +196,7 @@ _Call = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 @contextmanager
-def _calls(call: _Call, owners: Mapping[int, str], product: Answer | None = None) -> Iterator[None]:
+def _routing_calls(call: _Call, owners: Mapping[int, str], product: Answer | None = None) -> Iterator[None]:
     """Route attention kernels to ``call``, and matmuls with weights to ``product`` (by default also ``call``)."""
 
     def to_call(owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

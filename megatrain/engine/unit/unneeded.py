@@ -139,7 +139,7 @@ class ProductUses:
         if not owners or getattr(func, "_overloadpacket", None) in _SHAPE_ALONE:
             return result
         changed = changed_arguments(func, args, kwargs)
-        if not results or _draws(func) or any(_storage(tensor) not in self._made for tensor in changed):
+        if not results or _draws_random_numbers(func) or any(_storage(tensor) not in self._made for tensor in changed):
             self._needed |= owners
         for tensor in (*results, *changed):
             self._depends.setdefault(_storage(tensor), set()).update(owners)
@@ -217,7 +217,7 @@ def changed_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
     return [tensor for name, arg in given.items() if name in written for tensor in _tensors(arg)]
 
 
-def _draws(func: Any) -> bool:
+def _draws_random_numbers(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 

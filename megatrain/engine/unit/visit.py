@@ -158,10 +158,10 @@ class UnitVisit:
             grads = iter(of_inputs)
             return [next(grads) if requires else None for requires in kept.requires_grad]
 
-    def replace_backward(self, instead: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
-        """Return the input gradients that `instead()` computes. This visit's backward does not run."""
+    def replace_backward(self, compute: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
+        """Return the input gradients that `compute()` computes. This visit's backward does not run."""
         self.visits.begin_backward(self.number)
-        grad_inputs = instead()  # runs while graphs and inputs still exist
+        grad_inputs = compute()  # runs while graphs and inputs still exist
         self._kept, self._row_indexes = [], []
         return grad_inputs
 

@@ -140,11 +140,11 @@ class LaneAccumulator:
 
     Args:
         first: Accumulators of the first open sum.
-        room: Function that creates accumulators for the same parameters with separate memory.
+        create: Function that creates accumulators for the same parameters with separate memory.
     """
 
-    def __init__(self, lanes: Lanes, first: GradientAccumulator, room: Callable[[], GradientAccumulator]) -> None:
-        self._lanes, self._room = lanes, room
+    def __init__(self, lanes: Lanes, first: GradientAccumulator, create: Callable[[], GradientAccumulator]) -> None:
+        self._lanes, self._create = lanes, create
         self._made = [first]
         self._num_open = 1
         self._lane = lanes.own.start
@@ -184,7 +184,7 @@ class LaneAccumulator:
     @property
     def _current(self) -> GradientAccumulator:
         while len(self._made) < self._num_open:
-            self._made.append(self._room())
+            self._made.append(self._create())
         return self._made[self._num_open - 1]
 
     def add(self, name: str, gradient: Tensor) -> None:
@@ -204,18 +204,18 @@ def _num_rows(target: Tensor | SplitTensor) -> int:
     return len(target) if isinstance(target, Tensor) else target.places[-1][0].rows.stop
 
 
-def _places(target: Tensor | SplitTensor, some: range | None = None) -> Iterator[tuple[Tensor, range, slice]]:
+def _places(target: Tensor | SplitTensor, selection: range | None = None) -> Iterator[tuple[Tensor, range, slice]]:
     """Yield each piece of a matrix as memory [rows, columns], row range and column slice.
 
     Args:
         target: Matrix in one or several blocks.
-        some: Rows of interest. Pieces without any of these rows are skipped. None for all rows.
+        selection: Rows of interest. Pieces without any of these rows are skipped. None for all rows.
     """
     if isinstance(target, Tensor):
         yield target, range(len(target)), slice(None)
         return
     for piece, place in target.places:
-        if some is None or max(piece.rows.start, some.start) < min(piece.rows.stop, some.stop):
+        if selection is None or max(piece.rows.start, selection.start) < min(piece.rows.stop, selection.stop):
             columns = slice(None) if piece.inside is None else slice(piece.inside.start, piece.inside.stop)
             yield place.view(len(piece.rows), -1), piece.rows, columns
 
@@ -333,7 +333,7 @@ class _WeightLeaf(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            return _call(func, args, kwargs or {})
+            return _call_intercepted(func, args, kwargs or {})
 
 
 class _Interception(TorchFunctionMode):
@@ -342,7 +342,7 @@ class _Interception(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _call(func, args, kwargs or {})
+        return _call_intercepted(func, args, kwargs or {})
 
 
 def intercepting(leaves: Iterable[Tensor]) -> AbstractContextManager[Any]:
@@ -351,7 +351,7 @@ def intercepting(leaves: Iterable[Tensor]) -> AbstractContextManager[Any]:
     return _Interception() if needs_mode else nullcontext()
 
 
-def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_intercepted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     substitute = _SUBSTITUTES.get(func)
     # Without a graph, no gradient is needed. Under autocast, substitutes return None, so autograd computes it.
     if substitute is not None and torch.is_grad_enabled():
