@@ -149,6 +149,13 @@ class InMemory:
         return nullcontext(room)
 
 
+def test_the_estimate_of_a_pass_has_one_token_per_prompt_and_no_export(tiny_model: Path) -> None:
+    generator = Generator(config_of_folder(tiny_model, **tables("64MiB")), PROMPTS, GenerationSettings(5))
+    estimate = generator.plan.plan.estimate
+    assert estimate is not None and not estimate.occasions
+    assert estimate.tokens_per_step == generator.plan.plan.run.batch.num_rows
+
+
 def test_wrong_input_is_refused_in_words(tiny_model: Path) -> None:
     with pytest.raises(PromptError, match="prompt 2: this prompt has no tokens"):
         generate(tiny_model, ["a", ""])

@@ -37,7 +37,6 @@ class KvikioProbe:
     installed: bool = False
     version: str = ""
     libcuda: bool = False
-    driver_opened: bool = False
     host_bytes: int = 0
     gpu_bytes: int = 0
     gds_bytes: int = 0
@@ -202,7 +201,7 @@ def _probe(file: str, findings: _Findings) -> None:
         except Exception as error:
             reason = f"the driver of cuFile does not open: {error}"
     kvikio.defaults.set({"compat_mode": kvikio.CompatMode.AUTO if is_open else kvikio.CompatMode.ON})
-    findings.report("host memory", driver_opened=is_open)
+    findings.report("host memory")
     pattern = bytes(range(256)) * (_PROBE_BYTES // 256)
     back = bytearray(_PROBE_BYTES)
     with kvikio.statistics.SummaryMonitor() as monitor, kvikio.CuFile(file, "r+") as handle:

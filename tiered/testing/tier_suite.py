@@ -207,12 +207,11 @@ class TierSuite(TierSubject):
             tier.sync()
 
     def test_close_is_idempotent(self) -> None:
-        tier = self.make_tier(_NUM_UNITS * self.unit_bytes)
-        slot = self.allocate(tier, self.unit_bytes, "block")
-        tier.close()
-        if self.takes_copies:
-            tier.free(slot)  # A lease can outlive the store.
-        tier.close()
+        with self._tier() as tier:  # closes the tier again
+            slot = self.allocate(tier, self.unit_bytes, "block")
+            tier.close()
+            if self.takes_copies:
+                tier.free(slot)  # A lease can outlive the store.
 
     def test_concurrent_threads_keep_the_ledger_exact(self) -> None:
         """Threads do not exceed the capacity or change each other's slots. At the end, the ledger is empty."""

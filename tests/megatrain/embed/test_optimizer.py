@@ -16,9 +16,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import megatrain
 from megatrain.embed import updates_in_ram
+from megatrain.embed.ordinary_groups import DeviceCopies
 from megatrain.optim.average import WeightAverage
 from oracles.embedded import Tied, assert_same_weights, batches, make, pair_of, run_backward, small_store
 from tiered import TieredStore
+from tiered.ext import HostSlab
 
 KINDS = {
     "adamw": lambda params, **options: megatrain.TieredAdamW(params, lr=1e-2, weight_decay=0.1, **options),
@@ -94,6 +96,22 @@ def test_updates_are_bitwise_equal_for_any_placement(
         assert other_norms == norms, name
         assert all(torch.equal(numbers, other[key]) for key, numbers in weights.items()), name
     assert (norms[0] is None) == (max_grad_norm == 0)
+
+
+def test_a_buffer_for_gradients_is_closed_before_a_larger_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    slabs: list[HostSlab] = []
+
+    def make_slab(nbytes: int, *, pin: bool) -> HostSlab:
+        assert pin and all(slab._tensor is None for slab in slabs)
+        slabs.append(HostSlab(nbytes))
+        return slabs[-1]
+
+    monkeypatch.setattr("megatrain.embed.ordinary_groups.HostSlab", make_slab)
+    copies = DeviceCopies()
+    monkeypatch.setattr(copies, "_copy", lambda target, source, device: target.copy_(source))
+    for count in (10, 5000, 20):
+        assert torch.equal(copies.to_ram(torch.arange(count)), torch.arange(count))
+    assert [slab.nbytes for slab in slabs] == [4096, 40960]
 
 
 def test_small_parameters_share_a_kernel_call(tmp_path: Path) -> None:

@@ -64,12 +64,19 @@ def test_the_slab_is_written_again_only_after_the_copies_have_left_it(staging: S
 
 
 def test_the_slab_grows_in_powers_of_two(staging: Staging) -> None:
-    sizes = []
+    """A slab is closed before a larger one is made, so that they never take memory at the same time."""
+    sizes, slabs = [], list[HostSlab]()
+
+    def make_slab(nbytes: int) -> HostSlab:
+        assert all(slab._tensor is None for slab in slabs)
+        slabs.append(HostSlab(nbytes))
+        return slabs[-1]
+
+    staging._make_slab = make_slab
     for num_elements in (10, 100_000, 131_072, 131_073, 5, 200_000, 600_000):
         staging.upload({0: torch.zeros(num_elements, dtype=torch.int64)})
-        assert staging._slab is not None
-        sizes.append(staging._slab.nbytes // MiB)
-    assert sizes == [1, 1, 1, 2, 2, 2, 8]
+        sizes.append(slabs[-1].nbytes // MiB)
+    assert sizes == [1, 1, 1, 2, 2, 2, 8] and len(slabs) == 3
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:

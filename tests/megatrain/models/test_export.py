@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from megatrain.base.layout import UnitLayout
+from megatrain.converters import spec
+from megatrain.converters.adapters import export_adapter
 from megatrain.models import export as export_module
 from megatrain.models import export as shards_module
 from megatrain.models import folder as folder_module
@@ -25,6 +27,7 @@ from megatrain.models.converter import ReadMaster
 from megatrain.models.export import RECORD_FILE, ExportError, ShardWriter, export_model, plan_shards
 from megatrain.models.folder import ModelFolder, read_config
 from megatrain.models.load import WeightLoader
+from megatrain.models.table import LoraConfig
 from oracles.families import shrunk_config
 from tests.megatrain.models.tiny import FAMILIES, Weights, build_graph, build_model, build_model_of
 
@@ -284,6 +287,9 @@ def test_a_flipped_bit_is_found_before_the_folder_gets_its_name(
     monkeypatch.setattr(ShardWriter, "finish", finish_and_flip)
     with pytest.raises(ExportError, match="reads back with checksum"):
         export_model(weights.graph, weights.source, tmp_path / "out")
+    lora: Any = spec.build_graph(tmp_path / "source", lora=LoraConfig(r=4, target_modules=("q_proj",)))
+    with pytest.raises(ExportError, match="reads back with checksum"):
+        export_adapter(lora, Weights(lora).source, tmp_path / "out", base_model="base")
     assert not (tmp_path / "out").exists()
 
 

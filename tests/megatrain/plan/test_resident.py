@@ -173,6 +173,12 @@ def test_plan_lists_resident_blocks_of_the_gpu(gpu: str, lines: list[str], tmp_p
         assert line in result.output, result.output
 
 
+def test_homes_move_until_the_copy_buffers_of_the_moved_blocks_fit(tmp_path: Path) -> None:
+    """With the open room grown once, the moved blocks need buffers of other sizes, so the room grows again."""
+    placement = make_plan(tmp_path, "7MiB").placement
+    assert placement.buffers["gpu"] and not placement.missing_bytes
+
+
 def test_plan_reports_the_bytes_of_copy_buffers(tmp_path: Path) -> None:
     """If the buffers of two ticks fit together, they are made; otherwise the plan reports the missing bytes."""
     in_ram = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivations = ["ram"]'

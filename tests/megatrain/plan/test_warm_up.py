@@ -12,7 +12,10 @@ import torch
 
 from bench.sides import Ours
 from megatrain.config import load_config
+from megatrain.engine.device import device_kernels
+from megatrain.optim import clip
 from megatrain.optim.base import FORMATS, Format
+from megatrain.plan import stepping
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.stepping import warm_up
@@ -54,9 +57,13 @@ def watched_plan(folder: Path, **tables: str) -> tuple[Any, Plan, WatchedOptimiz
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_formats_of_the_run(dtype: str, tmp_path: Path) -> None:
+def test_the_formats_of_the_run(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, plan, host, device = watched_plan(tmp_path, precision=f'grad_dtype = "{dtype}"')
+    others: list[tuple[Any, ...]] = []
+    for owner, name in ((clip, "warm_up"), (stepping, "warm_up_norm"), (device_kernels, "warm_up")):
+        monkeypatch.setattr(owner, name, lambda *given: others.append(given))
     warm_up(plan)
+    assert others == [(), (plan.device,), (plan.device, torch.bfloat16)]
     assert plan.updates.in_gpu_memory
     assert host.formats == device.formats == [((True, getattr(torch, dtype)), 0)]
 

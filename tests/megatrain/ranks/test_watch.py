@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
+import pytest
 from torch.distributed import HashStore
 
-from megatrain.ranks.watch import LauncherConnection, Watcher
+from megatrain.ranks.watch import Failure, LauncherConnection, Watcher
 from megatrain.ranks.world import World
 
 
@@ -26,6 +28,23 @@ def test_a_rank_may_appear_while_another_thread_looks_for_silent_ranks() -> None
     watcher._gone = AddsRank()
     assert watcher._find_failure(time.monotonic()) is None
     assert set(watcher._seen_s) == {1, 2}
+
+
+@pytest.mark.parametrize(("rank", "waits"), [(0, 3), (1, 0)])
+def test_only_rank_0_waits_for_the_others_to_leave(rank: int, waits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 can serve the store. It waits for neither itself nor the failed rank, which may never leave."""
+    store, slept = HashStore(), list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        assert len(slept) <= waits
+        if len(slept) == waits:
+            store.set("gone/1", "1")
+
+    monkeypatch.setattr("megatrain.ranks.watch.time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    watcher = Watcher(World(rank, 3, rank, 3, "here", 1), store, timeout_s=60.0)
+    watcher._announce_exit(Failure(2, "here", 1, "the rows are wrong"))
+    assert len(slept) == waits and store.check([f"gone/{rank}"])
 
 
 def test_a_message_is_whole_although_the_sender_polls_for_messages() -> None:
