@@ -110,7 +110,7 @@ def test_a_buffer_for_gradients_is_closed_before_a_larger_one_is_made(monkeypatc
     copies = DeviceCopies()
     monkeypatch.setattr(copies, "_copy", lambda target, source, device: target.copy_(source))
     for count in (10, 5000, 20):
-        assert torch.equal(copies.to_ram(torch.arange(count)), torch.arange(count))
+        assert torch.equal(copies.copy_to_ram(torch.arange(count)), torch.arange(count))
     assert [slab.nbytes for slab in slabs] == [4096, 40960]
 
 
