@@ -102,7 +102,9 @@ def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estima
 
 
 def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> Iterator[OutsideTraffic]:
-    """Yield the drive traffic of a run at its start, at its first checkpoint and at its end."""
+    """Yield the drive traffic of a training run at its start, at its first checkpoint and at its end."""
+    if not plan.updates.ticks:
+        return
     run, homes = plan.run, plan.placement.homes
     durable = [block for block in plan.program.blocks.values() if block.kind in DURABLE_KINDS]
     on_drives = sum(block.nbytes for block in durable if homes[block.key] == "nvme")

@@ -10,10 +10,11 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 from megatrain.engine.program.keeping import saving_results
+from megatrain.engine.program.step_program import StepProgram
 from megatrain.plan.kept import operations_per_byte, visits_with_results
 from megatrain.plan.plan import Plan
 
@@ -37,7 +38,7 @@ class _Results:
 
 
 def with_results(
-    plan: Plan, placed: Callable[[Plan], Plan | None], seconds: Callable[[Plan], float], *, on_drives_bytes: int
+    plan: Plan, placed: Callable[[StepProgram], Plan | None], seconds: Callable[[Plan], float], *, on_drives_bytes: int
 ) -> Plan:
     """Return the plan that saves the number of results with the shortest step, or ``plan`` if saving does not help.
 
@@ -95,8 +96,8 @@ def _free_bytes(plan: Plan) -> float:
     return sum(budgets[tier].capacity_bytes - nbytes for tier, nbytes in taken.items() if budgets[tier].is_addressable)
 
 
-def _with_saved(plan: Plan, admitted: Sequence[_Results]) -> Plan:
+def _with_saved(plan: Plan, admitted: Sequence[_Results]) -> StepProgram:
     results = frozenset(each.visit for each in admitted if each.with_products)
     attention = frozenset(each.visit for each in admitted) - results
     program = saving_results(plan.program, plan.trace, attention)
-    return replace(plan, program=saving_results(program, plan.trace, results, with_products=True))
+    return saving_results(program, plan.trace, results, with_products=True)

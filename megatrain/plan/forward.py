@@ -26,19 +26,21 @@ from megatrain.engine.program.forward_programs import (
 from megatrain.engine.program.step_program import StepProgram
 from megatrain.engine.program.visit_trace import VisitTrace
 from megatrain.engine.program.workspace import decoded_bytes, step_workspace_bytes
+from megatrain.machine.profiles import LoadedProfile
 from megatrain.machine.resources import describe_library_memory
 from megatrain.models.graph import ModelGraph
 from megatrain.models.in_place import buffer_bytes
 from megatrain.optim.average import EMA
 from megatrain.optim.factory import make_optimizer
 from megatrain.plan.budgets import with_folder, with_residents, with_workspace
-from megatrain.plan.estimate import estimate_step
 from megatrain.plan.placement import PlacementSolver, TierBudget
 from megatrain.plan.plan import Plan, TracedModel
-from megatrain.plan.planner import STAY_SHARE, fastest, objections_to, with_open_room
+from megatrain.plan.planner import objections_to
 from megatrain.plan.run_spec import RunSpec
 from megatrain.plan.run_tiers import tier_budgets
+from megatrain.plan.search import STAY_SHARE, fastest, replaced, with_open_room
 from megatrain.plan.shortfall import DoesNotFitError, Shortfall, require_fit
+from megatrain.plan.times import Estimate
 from megatrain.plan.traced import find_frozen, make_graph, trace_run, with_supported_packing
 from megatrain.plan.traffic import Traffic
 from megatrain.trace.trace import trace_generation
@@ -46,7 +48,8 @@ from tiered.units import PAGE_BYTES, round_up
 
 #: Number of fp32 copies of a micro-batch's logits that sampling a token needs (warped, sorted, softmax and so on).
 _COPIES_OF_LOGITS = 8
-
+#: Rates for passes between the steps of a run: none, because the counts of a traced step include its backward.
+_UNTIMED = LoadedProfile(None)
 #: Number of copies of a pass's scores: the computed scores, the scores by document, and the written rows.
 _COPIES = 3
 
@@ -98,13 +101,13 @@ def _traced_forward(
 
 
 def _plan(model: TracedModel, program: StepProgram, budgets: Mapping[str, TierBudget], stay_share: float = 0) -> Plan:
-    """Return the plan of a program in these budgets, without an estimate."""
-    run = model.run
-    profile = run.tiers.machine.rates().machine if run.device.type == "cuda" else None
+    """Return the plan of a program in these budgets."""
+    run, profile = model.run, model.run.tiers.machine.rates()
     known = with_folder(budgets, program, buffer_bytes(model.in_place.values(), model.graph.dtype))
-    known = with_residents(known, run, program, profile)
+    known = with_residents(known, run, program, profile.machine if run.device.type == "cuda" else None)
     solver = PlacementSolver(program, list(known.values()), run.placement.homes, None, stay_share)
-    return Plan(run, model, program, require_fit(solver.solve()), known)
+    plan = Plan(run, model, program, require_fit(solver.solve()), known, Estimate(run.num_own_tokens, {}))
+    return replaced(plan, profile)
 
 
 def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
@@ -138,18 +141,11 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
     program = evaluation_program(program)
     workspace = step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches, run.traced_on)
     known = with_workspace(tier_budgets(run, workspace), score_bytes(run, top_k, width), "ram")
-    profile = run.tiers.machine.rates()
     plan = _plan(model, program, known, STAY_SHARE)
     capacity = plan.budgets[model.compute_tier]
     plan = replace(plan, library_memory=describe_library_memory(run.tiers.machine, capacity, run.device))
-
-    def estimated(other: Plan) -> Plan:
-        estimate = estimate_step(other, other.shape, profile)
-        return replace(other, estimate=replace(estimate, occasions=()))
-
-    plan = estimated(plan)
     if any(plan.traffic.values()):
-        plan = fastest([estimated(other) for other in with_open_room(plan)] or [plan])
+        plan = fastest(list(with_open_room(plan, run.tiers.machine.rates())) or [plan])
     return replace(plan, objections=objections_to(plan))
 
 
@@ -193,8 +189,7 @@ def plan_generation(run: RunSpec) -> GenerationPlan:
     weights = frozen_program(graph, compute_tier=model.compute_tier, frozen=frozen)
     first, program = _generation_programs(weights, graph, trace, cache_nbytes, batch.num_micro_batches)
     plan = _plan(model, program, tier_budgets(run, _generation_workspace_bytes(run, graph, trace, program)))
-    shape = replace(plan.shape, tokens_per_step=batch.num_rows)
-    plan = replace(plan, estimate=replace(estimate_step(plan, shape, run.tiers.machine.rates()), occasions=()))
+    plan = replaced(plan, run.tiers.machine.rates(), num_tokens=batch.num_rows)
     return GenerationPlan(replace(plan, objections=objections_to(plan)), first)
 
 
@@ -262,7 +257,7 @@ def plan_averages(plan: Plan) -> Plan:
             f'Give tiers.{placement.tier} that size, or write weights = "trained" in [evaluation].'
         )
         raise DoesNotFitError(replace(placement, advice=advice))
-    return replace(plan, program=program, placement=placement, budgets_by_tier=known)
+    return replaced(replace(plan, budgets_by_tier=known), _UNTIMED, program=program, placement=placement)
 
 
 def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) -> GenerationPlan:
@@ -318,8 +313,6 @@ def _placed_samples(
     placement = PlacementSolver(program, list(known.values()), run.placement.homes, given=given).solve()
     if isinstance(placement, Shortfall):
         return placement
-    traced = replace(plan.traced, trace=trace)
-    other = replace(
-        plan, run=run, traced=traced, program=program, placement=placement, budgets_by_tier=known, kept_bytes=0
-    )
-    return GenerationPlan(other, first)
+    other = replace(plan, run=run, traced=replace(plan.traced, trace=trace), budgets_by_tier=known, kept_bytes=0)
+    num_rows = run.batch.num_rows
+    return GenerationPlan(replaced(other, _UNTIMED, program=program, placement=placement, num_tokens=num_rows), first)

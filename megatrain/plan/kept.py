@@ -202,11 +202,8 @@ class _FreeMemory:
 
     def _added_bytes(self, kept: Mapping[What, frozenset[int]]) -> int:
         """Return the bytes that are added to activation blocks."""
-        slot_bytes, blocks, visits = (
-            self._found.budgets[self._tier].slot_bytes,
-            self._found.program.blocks,
-            self._keeper.trace.visits,
-        )
+        slot_bytes, visits = self._found.budgets[self._tier].slot_bytes, self._keeper.trace.visits
+        blocks = self._found.program.blocks
         new_graphs = kept["graphs"] - self._found.program.recompute.kept_graphs
         dropped = [key for visit in new_graphs for key in self._inputs[visit]]
         # Each block of a visit's first input needs one block of results.
@@ -225,14 +222,13 @@ class _FreeMemory:
         program = keeping_graphs(found.program, self._kept["graphs"] - found.program.recompute.kept_graphs)
         program = saving_results(program, trace, self._kept["attention"])
         program = saving_results(program, trace, self._kept["results"], with_products=True)
-        home_bytes = dict(found.placement.home_bytes)
-        grown = self._added_bytes(self._kept)
-        home_bytes[tier] = {**home_bytes[tier], "activations": home_bytes[tier]["activations"] + grown}
+        home_bytes = found.placement.home_bytes
+        activations = home_bytes[tier]["activations"] + self._added_bytes(self._kept)
         budgets = self._keeper.with_graphs(nbytes)
         placement = replace(
             found.placement,
             homes={key: found.placement.homes.get(key, tier) for key in program.blocks},
-            home_bytes=home_bytes,
+            home_bytes={**home_bytes, tier: {**home_bytes[tier], "activations": activations}},
             workspace_bytes={name: budget.workspace_bytes for name, budget in budgets.items()},
         )
         return KeptGraphs(program, budgets, placement, nbytes)

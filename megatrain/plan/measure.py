@@ -25,9 +25,9 @@ from megatrain.machine.cgroups import available_ram_bytes
 from megatrain.machine.profiles import load_profile
 from megatrain.optim import clip
 from megatrain.optim.threads import KernelThreads
-from megatrain.plan.estimate import estimate_step
 from megatrain.plan.plan import Plan
 from megatrain.plan.process import HEAP_BYTES, own_bytes
+from megatrain.plan.search import replaced
 from megatrain.plan.simulate import step_seconds
 from megatrain.plan.stepping import model_for_steps, step_recipe
 from megatrain.plan.times import MeasuredTicks
@@ -399,8 +399,6 @@ def timed(
 
 def with_ticks(plan: Plan, ticks: MeasuredTicks) -> Plan:
     """Return a plan whose estimate replays measured ticks, at the measured rates of drives and buses."""
-    plan = replace(plan, ticks=ticks)
-    estimate = estimate_step(plan, plan.shape, load_profile())
-    plan = replace(plan, estimate=estimate)
+    plan = replaced(replace(plan, ticks=ticks), load_profile())
     step_s = step_seconds(plan)
-    return plan if step_s is None else replace(plan, estimate=replace(estimate, step_s=step_s))
+    return plan if step_s is None else replace(plan, estimate=replace(plan.estimate, step_s=step_s))

@@ -74,7 +74,7 @@ class Plan:
     program: StepProgram
     placement: Placement
     budgets_by_tier: Mapping[str, TierBudget]
-    estimate: Estimate | None = None
+    estimate: Estimate
     ticks: MeasuredTicks | None = None
     kept_bytes: int = 0
     objections: Sequence[Objection] = ()

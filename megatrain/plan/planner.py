@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -11,32 +10,23 @@ from itertools import chain, islice
 from megatrain.converters.experts import has_experts_to_cut
 from megatrain.engine.program.block_plan import DURABLE_KINDS
 from megatrain.engine.program.step_program import StepProgram, Tick
-from megatrain.engine.program.visit_trace import Recompute
-from megatrain.machine.profiles import LoadedProfile, MachineProfile
+from megatrain.machine.profiles import LoadedProfile
 from megatrain.machine.resources import describe_library_memory
 from megatrain.plan.attempts import MOST_GATHERS_AHEAD, Attempts
-from megatrain.plan.estimate import estimate_step, nvme_written_bytes
+from megatrain.plan.estimate import nvme_written_bytes
 from megatrain.plan.fill import with_results
 from megatrain.plan.flops import flops_per_token
-from megatrain.plan.kept import KeptGraphs, weights_stay
 from megatrain.plan.limits import Objection, find_objections
-from megatrain.plan.placement import HomeAssignment, PlacementSolver
 from megatrain.plan.plan import Plan
 from megatrain.plan.rank_checks import check_ranks
 from megatrain.plan.remedies import add_remedies
 from megatrain.plan.run_spec import RunSpec
+from megatrain.plan.search import WORTHWHILE, fastest, replaced, step_s, with_open_room
 from megatrain.plan.shortfall import DoesNotFitError, Shortfall
-from megatrain.plan.simulate import measured_rates, replay
+from megatrain.plan.simulate import measured_rates
+from megatrain.plan.times import Estimate
 from megatrain.plan.traced import trace_model
 
-#: Shares of RAM and GPU memory that the planner tries to leave free for copies if some blocks are streamed
-#: (docs/decisions/0008-open-room.md). The first is the usual share.
-OPEN_SHARES = (0.1, 0.0, 0.2, 0.35)
-#: Share of that free memory that copies may use until their next use (docs/decisions/0009-stays.md).
-STAY_SHARE = 0.9
-_NUM_TRIES = 4
-#: A later plan is preferred only if its step takes less than this fraction of the shortest step so far.
-WORTHWHILE = 0.99
 #: Results that layers save may increase writes to drives by at most this factor, unless the config requests them.
 _MOST_WEAR = 1.1
 
@@ -88,16 +78,10 @@ def plan_run(
 
 def _plan_first_fit(attempts: Attempts) -> Plan | Shortfall:
     """Plan the shortest step for the first program that fits. Return the smallest shortfall if none fits."""
-    placed, profile = attempts.first_fit(), attempts.profile
+    run, model, profile = attempts.run, attempts.model, attempts.profile
+    placed = attempts.first_fit()
     if isinstance(placed, Shortfall):
         return placed
-    plan = _with_configured_streaming(_plan_of(attempts, placed), profile)
-    return _with_shortest_step(plan, profile)
-
-
-def _plan_of(attempts: Attempts, placed: KeptGraphs) -> Plan:
-    """Return the plan of a program that fits."""
-    run, model = attempts.run, attempts.model
     capacity = placed.budgets[model.compute_tier].capacity_bytes
     plan = Plan(
         run=run,
@@ -105,15 +89,12 @@ def _plan_of(attempts: Attempts, placed: KeptGraphs) -> Plan:
         program=placed.program,
         placement=placed.placement,
         budgets_by_tier=placed.budgets,
+        estimate=Estimate(run.num_own_tokens, {}),
         kept_bytes=placed.nbytes,
         library_memory=describe_library_memory(run.tiers.machine, capacity, run.device),
     )
-    return estimated(plan, attempts.profile)
-
-
-def estimated(plan: Plan, profile: LoadedProfile) -> Plan:
-    """Return the plan with an estimate at the rates of a profile."""
-    return replace(plan, estimate=estimate_step(plan, plan.shape, profile))
+    plan = _with_configured_streaming(replaced(plan, profile), profile)
+    return _with_shortest_step(plan, profile)
 
 
 def _with_configured_streaming(plan: Plan, profile: LoadedProfile) -> Plan:
@@ -124,19 +105,18 @@ def _with_configured_streaming(plan: Plan, profile: LoadedProfile) -> Plan:
     program = _with_streamed_updates(plan, count)
     if not program.updates.streamed:
         return plan
-    return estimated(next(_with_new_placement(replace(plan, program=program)), plan), profile)
+    return next(with_open_room(plan, profile, program), plan)
 
 
 def _with_shortest_step(plan: Plan, profile: LoadedProfile) -> Plan:
     """If blocks move, shorten a step with free memory for copies, results that layers save, and streamed updates."""
     if not any(plan.traffic.values()):
         return plan
-    plan = fastest(estimated(other, profile) for other in with_open_room(plan))
-    plan = _with_results(plan, profile)
+    own = (plan,) if plan.program.recompute.kept_graphs else ()  # other homes can displace the weights of these graphs
+    plan = _with_results(fastest(chain(with_open_room(plan, profile), own)), profile)
     if plan.run.advanced.stream_updates != "auto":
         return plan
-    sharing = _plans_with_streamed_updates(plan, profile.machine)
-    return fastest(chain((plan,), (estimated(other, profile) for other in sharing)))
+    return fastest(chain((plan,), _plans_with_streamed_updates(plan, profile)))
 
 
 def _may_run_one_at_a_time(plan: Plan) -> bool:
@@ -174,11 +154,11 @@ def _is_shorter(plan: Plan, other: Plan) -> bool:
 
     The estimates are compared. Without rates, ``plan`` must compute less and must not move more bytes than ``other``.
     """
-    step_s, other_s = _step_s(plan), _step_s(other)
-    if math.inf in (step_s, other_s):
+    seconds, other_s = plan.estimate.step_s, other.estimate.step_s
+    if seconds is None or other_s is None:
         moves_more = sum(plan.traffic.values()) > sum(other.traffic.values())
         return not moves_more and flops_per_token(plan) < WORTHWHILE * flops_per_token(other)
-    return step_s < WORTHWHILE * other_s
+    return seconds < WORTHWHILE * other_s
 
 
 def objections_to(plan: Plan) -> tuple[Objection, ...]:
@@ -216,20 +196,19 @@ def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
     if not is_open or measured_rates(plan) is None:
         return plan
 
-    def placed(other: Plan) -> Plan | None:
-        found = next(_with_new_placement(other), None)
-        return estimated(found, profile) if found is not None and _has_similar_wear(found, plan) else None
+    def placed(program: StepProgram) -> Plan | None:
+        found = next(with_open_room(plan, profile, program), None)
+        return found if found is not None and _has_similar_wear(found, plan) else None
 
-    seconds = _step_s if is_elsewhere else _replayed_s
     more_written = int((_MOST_WEAR - 1) * nvme_written_bytes(plan.traffic))
-    found = with_results(plan, placed, seconds, on_drives_bytes=more_written)
+    found = with_results(plan, placed, step_s, on_drives_bytes=more_written)
     if is_elsewhere:
-        return found if _step_s(found) < WORTHWHILE * _step_s(plan) else plan
+        return found if step_s(found) < WORTHWHILE * step_s(plan) else plan
     if found is plan:
         return plan
     # ``found`` already uses the first of ``OPEN_SHARES``, so try only the other shares.
-    others = (other for other in islice(_with_new_placement(found), 1, None) if _has_similar_wear(other, plan))
-    return fastest(chain((plan, found), (estimated(other, profile) for other in others)))
+    others = islice(with_open_room(found, profile), 1, None)
+    return fastest(chain((plan, found), (other for other in others if _has_similar_wear(other, plan))))
 
 
 def _has_similar_wear(plan: Plan, other: Plan) -> bool:
@@ -238,18 +217,6 @@ def _has_similar_wear(plan: Plan, other: Plan) -> bool:
     The results of layers are many times larger than gradients and state, so only the config can move them to drives.
     """
     return nvme_written_bytes(plan.traffic) <= _MOST_WEAR * nvme_written_bytes(other.traffic)
-
-
-def _step_s(plan: Plan) -> float:
-    """Return the estimated seconds of a step, or infinity if a rate is unknown."""
-    step_s = plan.estimate.step_s if plan.estimate is not None else None
-    return math.inf if step_s is None else step_s
-
-
-def _replayed_s(plan: Plan) -> float:
-    """Return the replayed seconds of a step, or infinity if a rate is unknown."""
-    replayed = replay(plan)
-    return math.inf if replayed is None else replayed.step_s
 
 
 def _with_streamed_updates(plan: Plan, count: int) -> StepProgram:
@@ -272,13 +239,13 @@ def _is_updated_from_ram(program: StepProgram, tick: Tick, homes: Mapping[str, s
     return program.tier_of(tick, homes) == "ram" and all(homes[key] == "ram" for key in own)
 
 
-def _plans_with_streamed_updates(plan: Plan, machine: MachineProfile | None) -> Iterator[Plan]:
+def _plans_with_streamed_updates(plan: Plan, profile: LoadedProfile) -> Iterator[Plan]:
     """Yield plans in which a GPU updates some groups from RAM, so that its bus and the CPU are equally busy.
 
     The second plan has half that number of groups, because the bus also carries other bytes.
     """
-    seconds = plan.estimate.seconds if plan.estimate is not None else {}
-    host_s, gpu = seconds.get("optimizer", 0.0), machine.gpu if machine is not None else None
+    host_s, machine = plan.estimate.seconds.get("optimizer", 0.0), profile.machine
+    gpu = machine.gpu if machine is not None else None
     if gpu is None or not gpu.update_bytes_per_s or not host_s or not plan.run.tiers.machine.is_here:
         return
     program, homes, blocks = plan.program, plan.placement.homes, plan.program.blocks
@@ -288,12 +255,7 @@ def _plans_with_streamed_updates(plan: Plan, machine: MachineProfile | None) -> 
     up_s = sum(nbytes for nbytes, mode in uses if mode != "r") / gpu.d2h_bytes_per_s
     balanced = round(len(ticks) * host_s / (host_s + max(down_s, up_s)))
     for count in sorted({balanced, balanced // 2} - {0}, reverse=True):
-        yield from _with_new_placement(replace(plan, program=_with_streamed_updates(plan, count)))
-
-
-def _with_new_placement(plan: Plan) -> Iterator[Plan]:
-    """Yield the plan with each placement of ``with_open_room``, except the plan's current placement."""
-    return (other for other in with_open_room(plan) if other.placement is not plan.placement)
+        yield from with_open_room(plan, profile, _with_streamed_updates(plan, count))
 
 
 def _add_remedies(found: Shortfall, attempts: Attempts) -> Shortfall:
@@ -318,57 +280,3 @@ def _least_bytes(attempts: Attempts, run: RunSpec, tier: str) -> int | None:
         if placed.tier != tier:
             return None
         capacity = placed.need_bytes
-
-
-def with_open_room(plan: Plan) -> Iterator[Plan]:
-    """Yield the plan with different shares of RAM and GPU memory left free for copies, the usual share first.
-
-    Homes save traffic, while free memory lets the prefetcher work further ahead. Results are the same. On a GPU, copies
-    of each size get separate buffers if these buffers fit in addition to the homes
-    (docs/decisions/0025-buffers-made-before-the-first-step.md).
-    """
-    budgets = list(plan.budgets_by_tier.values())
-    solver = PlacementSolver(plan.program, budgets, plan.run.placement.homes, None, STAY_SHARE)
-    tiers = {"ram", plan.program.compute_tier}
-    for share in OPEN_SHARES:
-        settled = _with_buffers(solver, {tier: int(share * plan.budgets[tier]) for tier in tiers})
-        if isinstance(settled, Shortfall):  # the drive cannot hold the blocks displaced from RAM
-            continue
-        placement = solver.describe(settled)
-        if weights_stay(plan.graph, plan.trace, plan.program, placement.homes):
-            yield replace(plan, placement=placement)
-    if plan.program.recompute.kept_graphs:
-        yield plan
-
-
-def _with_buffers(solver: PlacementSolver, room: Mapping[str, int]) -> HomeAssignment | Shortfall:
-    """Return homes that leave at least ``room`` bytes free, or more if the buffers for each block size need more."""
-    first = settled = solver.settle(room)
-    for _ in range(_NUM_TRIES):  # each try moves blocks, which may then need buffers of other sizes
-        if isinstance(settled, Shortfall) or not settled.missing_bytes:
-            break
-        room = {tier: nbytes + settled.missing_bytes.get(tier, 0) for tier, nbytes in room.items()}
-        settled = solver.settle(room)
-    return first if isinstance(settled, Shortfall) or settled.missing_bytes else settled
-
-
-def fastest(plans: Iterable[Plan]) -> Plan:
-    """Return the plan whose replayed step is shortest, or the first plan if this machine was not measured.
-
-    For a planned machine, also return the first plan, because its rates are imprecise and a large model takes long to
-    replay.
-    """
-    best, best_s = None, math.inf
-    seen: list[tuple[Mapping[str, str], frozenset[int], Recompute]] = []
-    for plan in plans:
-        if measured_rates(plan) is None or not plan.run.tiers.machine.is_here:
-            return plan
-        what = plan.placement.homes, plan.program.updates.streamed, plan.program.recompute
-        if what in seen:
-            continue
-        seen.append(what)
-        step_s = _replayed_s(plan)
-        if step_s < WORTHWHILE * best_s:
-            best, best_s = plan, step_s
-    assert best is not None
-    return best

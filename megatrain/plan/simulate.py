@@ -59,10 +59,9 @@ class SimulatedRates:
 
 def measured_rates(plan: Plan) -> SimulatedRates | None:
     """Return the rates behind the plan's estimate, or None if one of them was not measured on this machine."""
-    estimate = plan.estimate
-    if estimate is None or estimate.step_s is None:
+    estimate, seconds, traffic = plan.estimate, plan.estimate.seconds, plan.traffic
+    if estimate.step_s is None:
         return None
-    seconds, traffic = estimate.seconds, plan.traffic
     on_host, on_gpu = (plan.updates.num_weights(on_gpu=there) for there in (False, True))
     products = sum(matrix_flops(plan).values()) if plan.device.type == "cuda" else 0
     assert not (on_gpu and products), "optimizers that orthogonalize matrices do not run whole updates on a GPU"
@@ -125,18 +124,18 @@ class SimulatedStep:
 
 def simulate_step(plan: Plan, tokens_per_step: int, rates: SimulatedRates) -> SimulatedStep:
     """Replay steps of a plan and return their mean after the warm-up."""
-    replay = _Replay(plan, tokens_per_step, rates)
+    replayed = _Replay(plan, tokens_per_step, rates)
     for number in range(_NUM_WARM_STEPS):
-        replay.step(number)
-    before, start_s, compute_s = replay.store.stats(), replay.clock.now_s, replay.compute_s
-    peer_wait_s = replay.peer_wait_s
+        replayed.step(number)
+    before, start_s, compute_s = replayed.store.stats(), replayed.clock.now_s, replayed.compute_s
+    peer_wait_s = replayed.peer_wait_s
     for number in range(_NUM_WARM_STEPS, _NUM_WARM_STEPS + _NUM_STEPS):
-        replay.step(number)
-    window = replay.store.stats() - before
-    stall_s = {**window.stall_s, PEER: replay.peer_wait_s - peer_wait_s}
+        replayed.step(number)
+    window = replayed.store.stats() - before
+    stall_s = {**window.stall_s, PEER: replayed.peer_wait_s - peer_wait_s}
     return SimulatedStep(
-        step_s=(replay.clock.now_s - start_s) / _NUM_STEPS,
-        compute_s=(replay.compute_s - compute_s) / _NUM_STEPS,
+        step_s=(replayed.clock.now_s - start_s) / _NUM_STEPS,
+        compute_s=(replayed.compute_s - compute_s) / _NUM_STEPS,
         stall_s={cause: seconds / _NUM_STEPS for cause, seconds in stall_s.items() if seconds},
         prefetch_on_time=window.prefetch_on_time / _NUM_STEPS,
         prefetch_late=window.prefetch_late / _NUM_STEPS,
@@ -151,10 +150,10 @@ def replay(plan: Plan, num_tokens: int | None = None) -> SimulatedStep | None:
     Args:
         num_tokens: Tokens of the step. Default: this rank's tokens.
     """
-    rates, estimate = measured_rates(plan), plan.estimate
-    if rates is None or estimate is None:
+    rates = measured_rates(plan)
+    if rates is None:
         return None
-    return simulate_step(plan, estimate.tokens_per_step if num_tokens is None else num_tokens, rates)
+    return simulate_step(plan, plan.estimate.tokens_per_step if num_tokens is None else num_tokens, rates)
 
 
 def step_seconds(plan: Plan) -> float | None:
@@ -163,7 +162,7 @@ def step_seconds(plan: Plan) -> float | None:
     For a planned machine, return the lower bound, because a replay would add less than the uncertainty of the rates.
     """
     if not plan.run.tiers.machine.is_here:
-        return None if plan.estimate is None else plan.estimate.step_s
+        return plan.estimate.step_s
     replayed = replay(plan)
     return None if replayed is None else replayed.step_s
 

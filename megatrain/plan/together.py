@@ -93,7 +93,6 @@ def plan_together(run: RunSpec, gather: Gather) -> Plan:
         # If one rank must process the vocabulary in parts, all ranks must do so, because parts change the collectives.
         plan = plan_run(run, like=plan, capacities=least, passes_parts=True)
     plan = limit_gathers_ahead(plan, min(gather(plan.program.sharding.gathers_ahead)), least)
-    assert plan.estimate is not None
     return replace(plan, estimate=_with_slowest_step(plan.estimate, run, gather))
 
 

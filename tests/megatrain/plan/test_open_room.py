@@ -12,9 +12,9 @@ from megatrain.config import load_config
 from megatrain.machine.file_systems import file_system_of
 from megatrain.machine.profiles import DriveProfile, LoadedProfile, MachineProfile, cpu_name
 from megatrain.machine.this_machine import ThisMachine
-from megatrain.plan import planner
 from megatrain.plan.plan import Plan
-from megatrain.plan.planner import plan_run, with_open_room
+from megatrain.plan.planner import plan_run
+from megatrain.plan.search import WORTHWHILE, with_open_room
 from megatrain.plan.simulate import measured_rates, simulate_step
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
@@ -63,7 +63,7 @@ def test_no_memory_is_reserved_if_everything_fits(tmp_path: Path) -> None:
 def test_a_tenth_stays_open_without_measurements(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, "10MiB")
     assert 0.85 * 10 * MiB < plan.totals["ram"] <= 0.9 * 10 * MiB
-    assert plan.placement.homes == next(with_open_room(plan)).placement.homes
+    assert plan.placement.homes == next(with_open_room(plan, LoadedProfile(None))).placement.homes
 
 
 @pytest.mark.parametrize("drive", [2e7, 5e8, 1e10])
@@ -72,8 +72,10 @@ def test_with_measurements_no_share_is_faster(drive: float, tmp_path: Path, monk
     plan = make_plan(tmp_path, "10MiB")
     rates = measured_rates(plan)
     assert rates is not None
-    steps_s = [simulate_step(other, 2 * 3 * 64, rates).step_s for other in with_open_room(plan)]
-    assert min(steps_s) <= simulate_step(plan, 2 * 3 * 64, rates).step_s <= min(steps_s) / planner.WORTHWHILE
+    steps_s = [
+        simulate_step(other, 2 * 3 * 64, rates).step_s for other in with_open_room(plan, profile(tmp_path, drive=drive))
+    ]
+    assert min(steps_s) <= simulate_step(plan, 2 * 3 * 64, rates).step_s <= min(steps_s) / WORTHWHILE
 
 
 def test_the_smallest_tier_that_works_still_works(tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""Estimated variants of a plan, with other programs or placements, and the choice of the fastest one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from megatrain.engine.program.step_program import StepProgram
+from megatrain.engine.program.visit_trace import Recompute
+from megatrain.machine.profiles import LoadedProfile
+from megatrain.plan.estimate import estimate_step
+from megatrain.plan.kept import weights_stay
+from megatrain.plan.placement import HomeAssignment, Placement, PlacementSolver
+from megatrain.plan.plan import Plan
+from megatrain.plan.shortfall import Shortfall
+from megatrain.plan.simulate import measured_rates, step_seconds
+
+#: Shares of RAM and GPU memory that the planner tries to leave free for copies if some blocks are streamed
+#: (docs/decisions/0008-open-room.md). The first is the usual share.
+OPEN_SHARES = (0.1, 0.0, 0.2, 0.35)
+#: Share of that free memory that copies may use until their next use (docs/decisions/0009-stays.md).
+STAY_SHARE = 0.9
+_NUM_TRIES = 4
+#: A later plan is preferred only if its step takes less than this fraction of the shortest step so far.
+WORTHWHILE = 0.99
+
+
+def replaced(
+    plan: Plan,
+    profile: LoadedProfile,
+    *,
+    program: StepProgram | None = None,
+    placement: Placement | None = None,
+    num_tokens: int | None = None,
+) -> Plan:
+    """Return the plan with another program or placement, and with the estimate of its step.
+
+    ``num_tokens`` is the number of tokens in a step, if this rank does not train on all of its tokens.
+    """
+    plan = replace(plan, program=program or plan.program, placement=placement or plan.placement)
+    shape = plan.shape if num_tokens is None else replace(plan.shape, tokens_per_step=num_tokens)
+    return replace(plan, estimate=estimate_step(plan, shape, profile))
+
+
+def with_open_room(plan: Plan, profile: LoadedProfile, program: StepProgram | None = None) -> Iterator[Plan]:
+    """Yield plans with different shares of RAM and GPU memory left free for copies, the usual share first.
+
+    Homes save traffic, while free memory lets the prefetcher work further ahead. Results are the same. On a GPU, copies
+    of each size get separate buffers if these buffers fit in addition to the homes
+    (docs/decisions/0025-buffers-made-before-the-first-step.md).
+
+    If ``program`` is given, it replaces the plan's program.
+    """
+    program = program or plan.program
+    solver = PlacementSolver(program, list(plan.budgets_by_tier.values()), plan.run.placement.homes, None, STAY_SHARE)
+    tiers = {"ram", program.compute_tier}
+    for share in OPEN_SHARES:
+        settled = _with_buffers(solver, {tier: int(share * plan.budgets[tier]) for tier in tiers})
+        if isinstance(settled, Shortfall):  # the drive cannot hold the blocks displaced from RAM
+            continue
+        placement = solver.describe(settled)
+        if weights_stay(plan.graph, plan.trace, program, placement.homes):
+            yield replaced(plan, profile, program=program, placement=placement)
+
+
+def _with_buffers(solver: PlacementSolver, room: Mapping[str, int]) -> HomeAssignment | Shortfall:
+    """Return homes that leave at least ``room`` bytes free, or more if the buffers for each block size need more."""
+    first = settled = solver.settle(room)
+    for _ in range(_NUM_TRIES):  # each try moves blocks, which may then need buffers of other sizes
+        if isinstance(settled, Shortfall) or not settled.missing_bytes:
+            break
+        room = {tier: nbytes + settled.missing_bytes.get(tier, 0) for tier, nbytes in room.items()}
+        settled = solver.settle(room)
+    return first if isinstance(settled, Shortfall) or settled.missing_bytes else settled
+
+
+def fastest(plans: Iterable[Plan]) -> Plan:
+    """Return the plan whose replayed step is shortest, or the first plan if this machine was not measured.
+
+    For a planned machine, also return the first plan, because its rates are imprecise and a large model takes long to
+    replay.
+    """
+    best, best_s = None, math.inf
+    seen: list[tuple[Mapping[str, str], frozenset[int], Recompute]] = []
+    for plan in plans:
+        if measured_rates(plan) is None or not plan.run.tiers.machine.is_here:
+            return plan
+        what = plan.placement.homes, plan.program.updates.streamed, plan.program.recompute
+        if what in seen:
+            continue
+        seen.append(what)
+        seconds = step_s(plan)
+        if seconds < WORTHWHILE * best_s:
+            best, best_s = plan, seconds
+    assert best is not None
+    return best
+
+
+def step_s(plan: Plan) -> float:
+    """Return the seconds of a step as in ``step_seconds``, or infinity if a rate is unknown."""
+    seconds = step_seconds(plan)
+    return math.inf if seconds is None else seconds
