@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,9 @@ class StateGroup(ABC):
 
     Attributes:
         gradients: Block that receives gradients from autograd; None if gradients stay with the parameters.
+        is_offloaded: Whether the parameters are in an offloaded module.
+        shard: (index, number of shards) if the blocks contain only this process's shard; None if they are whole.
+        gradient_factor: Factor by which all gradients are multiplied, in addition to clipping.
         names: Segment names, by name in the layout. They must not depend on the location of the state.
     """
 
@@ -83,6 +86,9 @@ class StateGroup(ABC):
     ) -> None:
         self.store, self.layout, self.parameters = store, layout, dict(parameters)
         self.gradients: GradientBlock | None = None
+        self.is_offloaded = False
+        self.shard: tuple[int, int] | None = None
+        self.gradient_factor = 1.0
         self.names: dict[str, str] = {name: name for name in parameters}
         self.kinds = {kind.name: kind for kind in kinds}
         self.keys = {kind.name: state_key(root, kind.name) for kind in kinds}
@@ -99,6 +105,10 @@ class StateGroup(ABC):
 
     def _num_elements(self, kind: StateKind) -> int:
         return kind.num_elements(self.layout)
+
+    @abstractmethod
+    def check_free(self) -> None:
+        """Raise ``WeightInUseError`` if ``gathered`` or a running forward uses weights that a step would change."""
 
     def take_gradients(self) -> Mapping[str, Tensor | None]:
         """Return a step's gradients by name and mark them as consumed. The value is None for gradients in a block."""
@@ -118,6 +128,10 @@ class StateGroup(ABC):
     def leased_keys(self) -> list[str]:
         """Return the keys of all blocks that an update leases in RAM together."""
         return [*self.keys.values(), *([] if self.gradients is None else [self.gradients.key])]
+
+    @abstractmethod
+    def submit(self, pending: GroupUpdate, due: dict[Any, GroupUpdate]) -> None:
+        """Defer an update until the next use of the weights, or add it to ``due`` if the step must apply it."""
 
     def update(self, pending: GroupUpdate) -> None:
         """Apply an update synchronously."""
@@ -175,6 +189,14 @@ class StateGroup(ABC):
         """Whether the group stores averages of its weights."""
         return EMA.name in self.keys
 
+    @abstractmethod
+    def read_master(self, entry: TensorEntry) -> Tensor:
+        """Return a parameter's fp32 master as a flat tensor."""
+
+    @abstractmethod
+    def handle_loaded_state(self, *, with_weights: bool) -> None:
+        """Record that the state was loaded, and whether the contents of weight blocks were also loaded."""
+
     def swap_averages(self, names: Mapping[str, object]) -> None:
         """Swap masters and their averages in place. A second call restores both.
 
@@ -219,11 +241,7 @@ class OffloadedGroup(StateGroup):
         super().__init__(weights.store, root, weights.layout, weights.parameters, own, homes)
         self.gradients: GradientBlock = weights.gradients
         self.weights, self._deferred = weights, deferred
-
-    @property
-    def gradient_factor(self) -> float:
-        """Factor by which all gradients are multiplied, in addition to clipping."""
-        return 1.0
+        self.is_offloaded = True
 
     def attach(self) -> None:
         """Become the updater of the weights."""
@@ -234,10 +252,16 @@ class OffloadedGroup(StateGroup):
         self.weights.updater = self.gradients.updater = None
         super().close()
 
-    def defer(self, pending: GroupUpdate) -> None:
-        """Defer an update until the next use of the weights. This makes the graphs of earlier forwards stale."""
+    def check_free(self) -> None:
+        if self.weights.held is not None and self.gradients.filled_names:
+            raise WeightInUseError(
+                f"optimizer.step() while {self.layout.name} is in use. Call it outside of "
+                "`with megatrain.gathered(...)` and after the forward has ended"
+            )
+
+    def submit(self, pending: GroupUpdate, due: dict[Any, GroupUpdate]) -> None:
         self._deferred.add(self, pending)
-        self.weights.version += 1
+        self.weights.version += 1  # graphs of earlier forwards become stale
 
     def finish_update(self) -> None:
         """Apply the deferred update, if any."""
@@ -266,6 +290,19 @@ class OffloadedGroup(StateGroup):
             settings = parts[0][1]
             now = Update(settings.step, settings.lr, pending.grad_scale)
             settings.rule.update(blocks, tensors[self.gradients.key], [segment for segment, _ in parts], now)
+
+    def read_master(self, entry: TensorEntry) -> Tensor:
+        master = torch.empty(entry.numel)
+        keys = [self.weights.key, *([self.keys["low"]] if "low" in self.keys else [])]
+        with self.store.acquire_many([(key, "ram", "r") for key in keys]) as leases:
+            weight, *low = (self.state_view(EMA.name, lease.tensor, entry) for lease in leases)
+            begin_average(weight, low[0] if low else None, master)
+        return master
+
+    def handle_loaded_state(self, *, with_weights: bool) -> None:
+        if with_weights:
+            self.weights.missing_names.clear()
+            self.weights.version += 1
 
     def swap_averages(self, names: Mapping[str, object]) -> None:
         self.weights.prepare_update()
@@ -299,29 +336,6 @@ class OffloadedGroup(StateGroup):
             for entry in self.layout.entries:
                 if entry.name in names:
                     self.state_view("low", lease.tensor, entry).zero_()
-
-
-def take_gradients(groups: Sequence[StateGroup]) -> list[tuple[StateGroup, Mapping[str, Tensor | None]]]:
-    """Consume and return the gradients of all groups for a step. After an error, no gradient is consumed.
-
-    Raises:
-        WeightInUseError: ``gathered`` or a running forward uses weights that the step would change.
-    """
-    for group in groups:
-        if isinstance(group, OffloadedGroup) and group.weights.held is not None and group.gradients.filled_names:
-            raise WeightInUseError(
-                f"optimizer.step() while {group.layout.name} is in use. Call it outside of "
-                "`with megatrain.gathered(...)` and after the forward has ended"
-            )
-    return [(group, group.take_gradients()) for group in groups]
-
-
-def update_in_order(updates: Mapping[StateGroup, GroupUpdate]) -> None:
-    """Apply the updates in order, and prefetch the state for the next update during each of them."""
-    for group, following in zip_longest(updates, list(updates)[1:]):
-        if following is not None:
-            following.prefetch()
-        group.update(updates[group])
 
 
 class InterruptedUpdateError(RuntimeError):

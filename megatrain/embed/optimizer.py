@@ -14,14 +14,14 @@ from torch import nn
 
 from megatrain.embed import optimizer_checks
 from megatrain.embed.block_homes import shared_state
-from megatrain.embed.groups import GroupUpdate, OffloadedGroup, StateGroup, take_gradients, update_in_order
+from megatrain.embed.groups import GroupUpdate, StateGroup
 from megatrain.embed.optimizer_groups import OptimizerGroups
 from megatrain.embed.ordinary_groups import OrdinaryGroup
 from megatrain.embed.partition import record_optimizer
 from megatrain.embed.saved_state import SavedState, StoredState
-from megatrain.embed.shared import SharedGroup, exchange_gradients
+from megatrain.embed.shared import exchange_gradients
 from megatrain.embed.step_settings import StepCounter
-from megatrain.embed.updates_in_ram import UpdatesInRam, squares_in_ram
+from megatrain.embed.updates_in_ram import OrdinaryUpdates, squares_in_ram
 from megatrain.embed.weights import block_of
 from megatrain.optim.average import EMA, WeightAverage
 from megatrain.optim.base import Optimizer as Arithmetic
@@ -114,7 +114,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.groups: Sequence[StateGroup] = self._state_groups.groups
         self._counter = StepCounter(self.setting_names, self._make_rule)
         self.steps = self._counter.steps
-        self._ram_updates = UpdatesInRam(self.threads)
+        self._updates = OrdinaryUpdates(self.threads)
         self._saved = SavedState(self)
         self._measured_gradients: object = None  # state of the gradients whose norm is grad_norm
         self._has_consumed = False  # whether step() consumed gradients since the last zero_grad()
@@ -199,7 +199,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             has_lost_parameters=not self._state_groups.ids_with_state <= set(map(id, self.parameters())),
             offloads_gradients=self._state_groups.offload_gradients,
         )
-        if self.saves_tensors and (blocks or any(isinstance(group, OffloadedGroup) for group in self.groups)):
+        if self.saves_tensors and (blocks or any(group.is_offloaded for group in self.groups)):
             raise ValueError(
                 'checkpoint="tensors" (the default with sharded parameters) saves no weights of offloaded modules. '
                 'Pass checkpoint="generation"'
@@ -207,8 +207,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         numbers = {id(parameter): str(number) for number, parameter in enumerate(self.parameters())}
         for group in self._state_groups.add(self.store, new, blocks, kinds, self.scratch_bytes(new)):
             group.names = {name: numbers.get(id(p), name) for name, p in group.parameters.items()}
-            if isinstance(group, OrdinaryGroup):
-                record_optimizer(group.parameters.values(), self)
+        record_optimizer([parameter for parameter in new if block_of(parameter) is None], self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -239,23 +238,23 @@ class TieredOptimizer(torch.optim.Optimizer):
                 f"the gradient is not finite (norm {self.grad_norm}); nothing was updated. Lower the learning rate, "
                 'check the data of this step, or construct the optimizer with nonfinite="skip"'
             )
-        taken = take_gradients(self.groups)
+        for group in self.groups:  # check all groups before any gradient is consumed
+            group.check_free()
+        taken = [(group, group.take_gradients()) for group in self.groups]
         has_any = any(found for group, found in taken if group.gradients is not None)
         if self._has_consumed and not has_any:
             warnings.warn(_CONSUMED, stacklevel=2)
         self._has_consumed = has_any
         all_settings = self._counter.count_steps(self.param_groups, taken)
         shared_state(self.store).num_changes += 1
-        updates: dict[StateGroup, GroupUpdate] = {}
+        due: dict[OrdinaryGroup, GroupUpdate] = {}
         for group, found in taken:
             mine = {name: settings for name in found if (settings := all_settings.get(id(group.parameters[name])))}
             gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
-            if mine and isinstance(group, OffloadedGroup):
-                group.defer(GroupUpdate(mine, scale * group.gradient_factor, gradients))
-            elif mine:
-                updates[group] = GroupUpdate(mine, scale, gradients)
+            if mine:
+                group.submit(GroupUpdate(mine, scale * group.gradient_factor, gradients), due)
         with self._state_groups.deferred.recording_interrupts(is_atomic=False):
-            update_in_order(self._ram_updates.update(updates))
+            self._updates.apply(due)
         return loss
 
     def finish_updates(self) -> None:
@@ -284,10 +283,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         The norm is summed over parameters in the optimizer's order, so it does not depend on which parameters are
         offloaded (the engine sums over blocks). With sharded parameters, this is a collective.
         """
-        squares = squares_in_ram([group for group in self.groups if isinstance(group, OrdinaryGroup)], self.threads)
+        squares = squares_in_ram(self.groups, self.threads)
         squares.update(exchange_gradients(self.groups, self.threads))
         for group in self.groups:
-            if not isinstance(group, SharedGroup) and squares.keys().isdisjoint(group.parameters.values()):
+            if group.shard is None and squares.keys().isdisjoint(group.parameters.values()):
                 found = group.squared_norms(self.threads)
                 squares.update((group.parameters[name], square) for name, square in found.items())
         # Include parameters without a gradient, because all ranks must sum over the same parameters.
@@ -419,8 +418,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._saved.load_tensors({number: state[key] for number, key in enumerate(keys) if key in state})
         self.zero_grad()
         for state_group in self.groups:
-            if isinstance(state_group, OrdinaryGroup):
-                state_group.invalidate_masters()
+            state_group.handle_loaded_state(with_weights=False)
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update((name, value) for name, value in saved.items() if name != "params")
 

@@ -65,29 +65,29 @@ class OptimizerGroups:
         store.reserve("ram", scratch)
         try:
             with shared_state(store).rollback_on_error():
-                added: list[StateGroup] = []
+                offloaded: list[OffloadedGroup] = []
                 for block in blocks:
                     own = [*kinds(block.dtype.itemsize == 2, block.parameters), *self._extra_kinds]
                     kind_of_group = SharedGroup if isinstance(block.gradients, SharedGradients) else OffloadedGroup
-                    added.append(kind_of_group(block, own, homes, deferred=self.deferred))
-                added += self._make_ordinary(store, [p for p in parameters if block_of(p) is None], kinds, homes)
+                    offloaded.append(kind_of_group(block, own, homes, deferred=self.deferred))
+                ordinary = [p for p in parameters if block_of(p) is None]
+                added = [*offloaded, *self._make_ordinary(store, ordinary, kinds, homes)]
                 _check_update_memory(store, [*self.groups, *added])
         except BaseException:
             store.reserve("ram", -scratch)
             raise
         self._scratch_bytes += scratch
         self.groups += added
-        for group in added:
-            self.ids_with_state.update(map(id, group.parameters.values()))
-            if isinstance(group, OffloadedGroup):
-                group.attach()
+        self.ids_with_state.update(id(parameter) for group in added for parameter in group.parameters.values())
+        for one in offloaded:
+            one.attach()
         return added
 
     def _make_ordinary(
         self, store: TieredStore, parameters: Sequence[nn.Parameter], kinds: MakeKinds, homes: Sequence[str]
     ) -> Iterator[OrdinaryGroup]:
         """Yield new groups of ordinary parameters. ``parameters`` follows the order of the optimizer's groups."""
-        first = sum(isinstance(group, OrdinaryGroup) for group in self.groups)
+        first = sum(not group.is_offloaded for group in self.groups)
         if parameters and not first and any(s.key.startswith(f"{self._name}/") for s in store.blocks()):
             raise ValueError(f'this store already has blocks named "{self._name}". Pass name="..." to the optimizer')
         shared = shared_state(store)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from megatrain.base.layout import TensorEntry, build_layout
-from megatrain.embed.block_homes import shared_state
+from megatrain.embed.block_homes import mapped_copy, shared_state
 from megatrain.embed.gradient_block import GradientBlock
 from megatrain.embed.groups import GroupUpdate, StateGroup
 from megatrain.embed.stores import num_ranks
@@ -160,9 +160,19 @@ class OrdinaryGroup(StateGroup):
         """Record that a parameter on a device equals its master."""
         self._versions[name] = version_of(self.parameters[name])
 
-    def invalidate_masters(self) -> None:
-        """Make the next update compare masters with parameters, because they were loaded separately."""
-        self._versions.clear()
+    def read_master(self, entry: TensorEntry) -> Tensor:
+        if "low" not in self.keys:
+            return local_of(self.parameters[entry.name].detach())
+        with self.store.acquire(self.keys["low"], "ram") as lease:
+            upper = self.local_values(entry.name).detach().reshape(-1).cpu().view(torch.int16).to(torch.int32)
+            joined = (upper << 16) + self.state_view("low", lease.tensor, entry)  # low is signed, as in the kernels
+            return mapped_copy(joined.view(torch.float32), self.store)
+
+    def handle_loaded_state(self, *, with_weights: bool) -> None:
+        self._versions.clear()  # the next update compares masters with parameters, because they are loaded separately
+
+    def check_free(self) -> None:
+        """Do nothing, because ordinary parameters are always in memory."""
 
     def take_gradients(self) -> Mapping[str, Tensor | None]:
         for device in {device for _, device in self._dtypes_and_devices.values() if device.type == "cuda"}:
@@ -185,6 +195,9 @@ class OrdinaryGroup(StateGroup):
             for name, gradient in self.take_gradients().items()
             if gradient is not None
         }
+
+    def submit(self, pending: GroupUpdate, due: dict[OrdinaryGroup, GroupUpdate]) -> None:
+        due[self] = pending
 
     def _apply(self, pending: GroupUpdate, tensors: Mapping[str, Tensor]) -> None:
         for entry in self.entries(pending.settings):
@@ -228,11 +241,8 @@ class OrdinaryGroup(StateGroup):
         if not self.has_averages or not names:
             return
         for entry in self.entries(names):
-            low, average = (
-                self.state_view(kind, tensors[self.keys[kind]], entry) if kind in self.keys else None
-                for kind in ("low", EMA.name)
-            )
-            assert average is not None, entry
+            low = self.state_view("low", tensors[self.keys["low"]], entry) if "low" in self.keys else None
+            average = self.state_view(EMA.name, tensors[self.keys[EMA.name]], entry)
             begin_average(self.local_values(entry.name).detach().reshape(-1), low, average)
 
     def _swap(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from megatrain.base.layout import TensorEntry
 from megatrain.embed.block_homes import mapped_copy, shared_state
-from megatrain.embed.groups import OffloadedGroup, StateGroup
-from megatrain.embed.ordinary_groups import OrdinaryGroup
-from megatrain.embed.shared import SharedGroup
+from megatrain.embed.groups import StateGroup
 from megatrain.embed.stores import num_ranks, this_rank
-from megatrain.optim.average import EMA, begin_average
+from megatrain.optim.average import EMA
 from megatrain.optim.moments import decode_moments, encode_moments, is_signed
 from megatrain.ranks.dtensors import is_dtensor, is_unsharded, like_parameter, local_of
 from tiered import GenerationReader, TieredStore, list_generations, read_manifest
@@ -129,18 +127,16 @@ class SavedState:
         else:
             _read_foreign(store, path, generation)
         for group in self._optimizer.groups:
-            if isinstance(group, OffloadedGroup):
-                group.weights.missing_names.clear()
-                group.weights.version += 1
+            group.handle_loaded_state(with_weights=True)
         shared.num_changes += 1
         shared.last_commit, shared.mark = (shared.num_changes, generation), record["mark"]
 
     @property
     def _shards(self) -> list[int] | None:
         """Return [rank, number of ranks] if the store's blocks contain shards of this rank, otherwise None."""
-        shared = next((group.ranks for group in self._optimizer.groups if isinstance(group, SharedGroup)), None)
-        if shared is not None:
-            return [shared.rank, shared.size]
+        shard = next((group.shard for group in self._optimizer.groups if group.shard is not None), None)
+        if shard is not None:
+            return list(shard)
         is_sharded = any(
             is_dtensor(parameter) and not is_unsharded(parameter) for parameter in self._optimizer.parameters()
         )
@@ -152,9 +148,7 @@ class SavedState:
         Args:
             with_master: Whether to include the fp32 master if the parameter is only its high half.
         """
-        group, name = self.group_of(parameter)
-        _check_not_shared(group)
-        (entry,) = group.entries({name: None})
+        group, entry = self.group_of(parameter)
         found: dict[str, Any] = {"step": torch.tensor(float(self._optimizer.steps.get(parameter, 0)))}
         for kind in group.keys:
             length = group.kinds[kind].length_of(entry)
@@ -164,8 +158,8 @@ class SavedState:
                     moment = moment.view(entry.shape)
                     moment = like_parameter(moment, parameter) if is_dtensor(parameter) else moment
                 found[self._optimizer.torch_names_of(parameter).get(kind, kind)] = moment
-        if with_master and "low" in group.keys and isinstance(group, OrdinaryGroup):
-            master = self._master(group, entry).view(entry.shape)
+        if with_master and "low" in group.keys and not group.is_offloaded:
+            master = group.read_master(entry).view(entry.shape)
             found[_MASTER] = like_parameter(master, parameter) if is_dtensor(parameter) else master
         return found
 
@@ -185,9 +179,7 @@ class SavedState:
             values = state.get(number, {})
             if not values and parameter not in self._optimizer.steps:
                 continue
-            group, name = self.group_of(parameter)
-            _check_not_shared(group)
-            (entry,) = group.entries({name: None})
+            group, entry = self.group_of(parameter)
             for kind, torch_name in self._optimizer.torch_names_of(parameter).items():
                 if kind in group.keys:
                     found = values.get(torch_name)
@@ -198,39 +190,25 @@ class SavedState:
             if group.has_averages:
                 average = values.get(EMA.name)
                 if average is None:  # saved without averages, so the average starts at the master
-                    average = self.master_of(parameter, group, entry)
+                    average = group.read_master(entry)
                 self._set_moment(group, EMA.name, entry, _flat_local(average))
             self._optimizer.steps.pop(parameter, None)
             if values:
                 self._optimizer.steps[parameter] = int(values.get("step", 0))
         shared_state(self._store).num_changes += 1
 
-    def group_of(self, parameter: nn.Parameter) -> tuple[StateGroup, str]:
-        """Return the group that contains a parameter, and the parameter's name in this group."""
+    def group_of(self, parameter: nn.Parameter) -> tuple[StateGroup, TensorEntry]:
+        """Return a parameter's group and layout entry. Raise ``TypeError`` if this rank has only a shard of them."""
         for group in self._optimizer.groups:
             for name, own in group.parameters.items():
+                if own is parameter and group.shard is not None:
+                    raise TypeError(
+                        f"this rank has only a shard of the state of {group.layout.name}. Use state_dict() and "
+                        "load_state_dict() on each rank"
+                    )
                 if own is parameter:
-                    return group, name
+                    return group, next(group.entries({name: None}))
         raise KeyError("this parameter is frozen, or belongs to another optimizer")
-
-    def _master(self, group: OrdinaryGroup, entry: TensorEntry) -> Tensor:
-        """Return a bf16 parameter's fp32 master as a flat copy."""
-        with self._store.acquire(group.keys["low"], "ram") as lease:
-            upper = group.local_values(entry.name).detach().reshape(-1).cpu().view(torch.int16).to(torch.int32)
-            joined = (upper << 16) + group.state_view("low", lease.tensor, entry)  # low is signed, as in the kernels
-            return mapped_copy(joined.view(torch.float32), self._store)
-
-    def master_of(self, parameter: nn.Parameter, group: StateGroup, entry: TensorEntry) -> Tensor:
-        """Return a parameter's fp32 master as a flat tensor."""
-        if isinstance(group, OffloadedGroup):
-            master = torch.empty(entry.numel)
-            keys = [group.weights.key, *([group.keys["low"]] if "low" in group.keys else [])]
-            with self._store.acquire_many([(key, "ram", "r") for key in keys]) as leases:
-                weight, *low = (group.state_view(EMA.name, lease.tensor, entry) for lease in leases)
-                begin_average(weight, low[0] if low else None, master)
-            return master
-        assert isinstance(group, OrdinaryGroup), group
-        return self._master(group, entry) if "low" in group.keys else local_of(parameter.detach())
 
     def _set_master(self, group: StateGroup, entry: TensorEntry, values: Tensor) -> None:
         """Replace a master's low half, and its high half if the store contains it. ``values`` is flat."""
@@ -263,15 +241,6 @@ class SavedState:
             part.copy_(codes)
             with self._store.acquire(group.keys[f"{kind}_scale"], "ram", "rw") as other:
                 group.state_view(f"{kind}_scale", other.tensor, entry).copy_(scales)
-
-
-def _check_not_shared(group: StateGroup) -> None:
-    """Raise ``TypeError`` if this rank stores only a shard of the state."""
-    if isinstance(group, SharedGroup):
-        raise TypeError(
-            f"this rank has only a shard of the state of {group.layout.name}. Use state_dict() and load_state_dict() "
-            "on each rank"
-        )
 
 
 def _check_same_sharding(what: str, values: Tensor, parameter: nn.Parameter) -> None:

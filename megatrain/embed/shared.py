@@ -322,8 +322,9 @@ class SharedGradients(GradientBlock):
         self._filled_by_lane: dict[int, set[str]] = {lane: set() for lane in ranks.own_lanes}
         self.is_exchanged = False
 
-    def exchange(self) -> None:
+    def exchange(self, filled_on_any_rank: set[str]) -> None:
         """Add the lanes of all ranks, and write this rank's shard of the sum to the block. This is a collective."""
+        self._filled = filled_on_any_rank
         self.ranks.announce(f"the gradients of {self.key}")
         if self.updater is not None:
             self.updater.finish_update()  # the previous step's update reads the block
@@ -346,10 +347,6 @@ class SharedGradients(GradientBlock):
         for entry in self.layout.entries if filled else ():
             if entry.name not in filled:
                 self.view(sums, entry).zero_()
-
-    def set_filled_names(self, names: frozenset[str]) -> None:
-        """Set the names of the parameters that have a gradient on at least one rank."""
-        self._filled = set(names)
 
     def partial_squares(self, threads: KernelThreads) -> list[float]:
         """Return the sum of squares of each 65,536 elements of this rank's shard, in order."""
@@ -401,11 +398,9 @@ class SharedGroup(OffloadedGroup):
         self.ranks = gradients.ranks
         self._owned = self.ranks.owned_range(weights.layout)
         super().__init__(weights, kinds, homes, deferred=deferred)
-
-    @property
-    def gradient_factor(self) -> float:
-        """Factor that turns the sum over all lanes into their mean."""
-        return 1.0 / self.ranks.lanes.count
+        self.gradients: SharedGradients = gradients
+        self.shard = (self.ranks.rank, self.ranks.size)
+        self.gradient_factor = 1.0 / self.ranks.lanes.count  # turns the sum over all lanes into their mean
 
     def state_view(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
         """Return a flat view of a parameter's state of one kind. It is empty if other ranks own the whole parameter."""
@@ -439,12 +434,11 @@ def exchange_gradients(
     for ranks in dict.fromkeys(group.ranks for group in shared):
         ranks.announce("the end of a backward: step() or measure_grad_norm()")
         mine = [group for group in shared if group.ranks is ranks]
-        gradients = [group.gradients for group in mine if isinstance(group.gradients, SharedGradients)]
+        gradients = [group.gradients for group in mine]
         if not all(one.is_exchanged for one in gradients):
             filled = ranks.collectives.gather_objects([one.filled_names for one in gradients])
             for one, *names in zip(gradients, *filled, strict=True):
-                one.set_filled_names(frozenset().union(*names))
-                one.exchange()
+                one.exchange(set().union(*names))
         if not with_norm:
             continue
         partials = ranks.collectives.gather_objects([one.partial_squares(threads) for one in gradients])

@@ -1,10 +1,11 @@
-"""Updates and gradient norms of ordinary parameters in RAM. One kernel call processes many small parameters."""
+"""Updates and gradient norms of ordinary parameters. One kernel call processes many small parameters in RAM."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any, cast
 
 import numpy as np
@@ -57,8 +58,8 @@ class _KernelTable:
     calls: list[tuple[int, int]]
 
 
-class UpdatesInRam:
-    """Applies batched updates of groups whose tensors are all in RAM.
+class OrdinaryUpdates:
+    """Applies the updates of ordinary groups, batched if a group's tensors are all in RAM.
 
     One kernel call updates many small parameters, which keeps all threads busy at little cost per parameter. Addresses
     are collected again only after a tensor has moved. Results are bit-identical to ``OrdinaryGroup.update``.
@@ -68,8 +69,8 @@ class UpdatesInRam:
         self._threads = threads
         self._tables: dict[int, _KernelTable] = {}
 
-    def update(self, updates: Mapping[StateGroup, GroupUpdate]) -> dict[StateGroup, GroupUpdate]:
-        """Apply the updates of groups that are in RAM, and return the remaining updates."""
+    def apply(self, updates: Mapping[OrdinaryGroup, GroupUpdate]) -> None:
+        """Apply batched updates, then the others in order. Prefetch the next one's state during each of the others."""
         mine, alike = _batch_updates(updates)
         if mine:
             store, grad_scale = mine[0].store, updates[mine[0]].grad_scale
@@ -85,7 +86,11 @@ class UpdatesInRam:
             increment_version([parameter for each in alike for parameter in each.parameters])
             sharded = [(g, name) for g in mine for name in g.sharded_names & updates[g].settings.keys()]
             increment_version([group.parameters[name] for group, name in sharded])
-        return {group: work for group, work in updates.items() if group not in mine}
+        others = [group for group in updates if group not in mine]
+        for group, following in zip_longest(others, others[1:]):
+            if following is not None:
+                following.prefetch()
+            group.update(updates[group])
 
     def _make_calls(
         self, alike: Sequence[_Batch], grad_scale: float, addresses: Mapping[str, int]
@@ -110,10 +115,10 @@ class UpdatesInRam:
                 yield partial(call, table.rows[first:last])
 
 
-def squares_in_ram(groups: list[OrdinaryGroup], threads: KernelThreads) -> dict[nn.Parameter, float]:
+def squares_in_ram(groups: Sequence[StateGroup], threads: KernelThreads) -> dict[nn.Parameter, float]:
     """Return sums of squares by parameter, for gradients that kernels can read in place. This takes few kernel calls.
 
-    Groups are skipped if they contain a gradient that kernels cannot read in place.
+    Groups are skipped if their gradients are in a block, or if kernels cannot read one of them in place.
     """
     found: dict[nn.Parameter, Tensor] = {}
     for group in groups:
@@ -126,12 +131,12 @@ def squares_in_ram(groups: list[OrdinaryGroup], threads: KernelThreads) -> dict[
     return dict(zip(found, squared_norms(list(found.values()), threads), strict=True))
 
 
-def _batch_updates(updates: Mapping[StateGroup, GroupUpdate]) -> tuple[list[OrdinaryGroup], list[_Batch]]:
+def _batch_updates(updates: Mapping[OrdinaryGroup, GroupUpdate]) -> tuple[list[OrdinaryGroup], list[_Batch]]:
     """Return the groups that kernels can update in place, and batches of their parameters, one batch per kind."""
     groups: list[OrdinaryGroup] = []
     alike: dict[tuple[object, ...], _Batch] = {}
     for group, work in updates.items():
-        if not isinstance(group, OrdinaryGroup) or not group.is_in_ram:
+        if not group.is_in_ram:
             continue
         dtype, split_master = group.dtype, "low" in group.kinds
         entries: list[tuple[tuple[object, ...], str, Settings, Tensor, Tensor]] = []

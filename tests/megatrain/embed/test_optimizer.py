@@ -314,9 +314,8 @@ def masters_of(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     masters = {name: numbers.float() for name, numbers in module.state_dict().items()}
     optimizer.finish_updates()
     for name, parameter in module.named_parameters():
-        group, own = optimizer._saved.group_of(parameter)
-        (entry,) = group.entries({own: None})
-        masters[name] = optimizer._saved.master_of(parameter, group, entry).reshape(parameter.shape).clone()
+        group, entry = optimizer._saved.group_of(parameter)
+        masters[name] = group.read_master(entry).reshape(parameter.shape).clone()
     return masters
 
 
