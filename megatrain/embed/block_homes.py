@@ -148,6 +148,21 @@ class SharedState:
                 )
         return names
 
+    def note_change(self) -> None:
+        """Record that weights or state have changed, so that the next ``state_dict`` commits a generation."""
+        self.num_changes += 1
+
+    @contextmanager
+    def working_room(self, nbytes: int = 0) -> Iterator[None]:
+        """Raise ``working_bytes`` to at least ``nbytes``. Restore it if the context ends with an error."""
+        before = self.working_bytes
+        self.working_bytes = max(before, nbytes)
+        try:
+            yield
+        except BaseException:
+            self.working_bytes = before
+            raise
+
     @contextmanager
     def rollback_on_error(self) -> Iterator[None]:
         """Unregister all blocks that were registered inside the context if it ends with an error."""

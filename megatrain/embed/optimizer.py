@@ -246,7 +246,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             warnings.warn(_CONSUMED, stacklevel=2)
         self._has_consumed = has_any
         all_settings = self._counter.count_steps(self.param_groups, taken)
-        shared_state(self.store).num_changes += 1
+        shared_state(self.store).note_change()
         due: dict[OrdinaryGroup, GroupUpdate] = {}
         for group, found in taken:
             mine = {name: settings for name in found if (settings := all_settings.get(id(group.parameters[name])))}
@@ -445,4 +445,4 @@ class TieredOptimizer(torch.optim.Optimizer):
         shared = shared_state(self.store)
         shared.optimizers.discard(self)
         self.threads.close()
-        shared.num_changes += 1
+        shared.note_change()

@@ -153,17 +153,12 @@ def find_homes(
             f'this store already has a module "{name}". Choose another: megatrain.offload(..., name="...")'
         )
     shared = shared_state(store)
-    before = shared.working_bytes
-    shared.working_bytes = max(before, access.working_bytes(units))
 
     def home_bytes_in(where: str) -> int:
         return sum(store.tier(where).slot_bytes(block.nbytes) for block in wanted if homes[block.key] == where)
 
-    try:
+    with shared.working_room(access.working_bytes(units)):
         access.reserve_memory(units)
         homes = dict(zip([block.key for block in wanted], shared.choose_homes(wanted), strict=True))
         access.check_working_set(units, homes, home_bytes_in)
-    except BaseException:
-        shared.working_bytes = before
-        raise
     return homes

@@ -128,7 +128,7 @@ class SavedState:
             _read_foreign(store, path, generation)
         for group in self._optimizer.groups:
             group.handle_loaded_state(with_weights=True)
-        shared.num_changes += 1
+        shared.note_change()
         shared.last_commit, shared.mark = (shared.num_changes, generation), record["mark"]
 
     @property
@@ -195,7 +195,7 @@ class SavedState:
             self._optimizer.steps.pop(parameter, None)
             if values:
                 self._optimizer.steps[parameter] = int(values.get("step", 0))
-        shared_state(self._store).num_changes += 1
+        shared_state(self._store).note_change()
 
     def group_of(self, parameter: nn.Parameter) -> tuple[StateGroup, TensorEntry]:
         """Return a parameter's group and layout entry. Raise ``TypeError`` if this rank has only a shard of them."""

@@ -211,15 +211,13 @@ class ModuleRanks(LocalBlocks):
         """
         parts = parts_of(units)
         _check_trained_parameters(model, parts)
-        shared = shared_state(self.store)
-        before = shared.working_bytes
-        try:
-            homes = self.collectives.run_on_all(find_homes)
-            check_same_module(self, model, [part.layout for part in parts])
-        except BaseException:  # another rank may have failed, although the module fits on this rank
-            self.release_reserved()
-            shared.working_bytes = before
-            raise
+        with shared_state(self.store).working_room():
+            try:
+                homes = self.collectives.run_on_all(find_homes)
+                check_same_module(self, model, [part.layout for part in parts])
+            except BaseException:  # another rank may have failed, although the module fits on this rank
+                self.release_reserved()
+                raise
         return homes
 
     def working_bytes(self, units: Sequence[UnitPart]) -> int:

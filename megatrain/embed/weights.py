@@ -227,7 +227,7 @@ class WeightBlock:
         """Record that code other than the optimizer changed these parameters."""
         self.version += 1
         self.missing_names -= set(names)
-        shared_state(self.store).num_changes += 1
+        shared_state(self.store).note_change()
         if self.updater is not None:
             self.updater.handle_changed_weights(names)
 

@@ -224,7 +224,8 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if isinstance(optimizer, TieredOptimizer):
             shared = shared_state(optimizer.store)
             # The file may be loaded after more steps, so even the state before the first step needs a generation.
-            shared.num_changes = max(1, shared.num_changes)
+            if not shared.num_changes:
+                shared.note_change()
             self._named_generations()
         return cast("dict[str, Tensor]", super().optimizer_state(optimizer))
 

@@ -221,7 +221,7 @@ def test_mismatched_state_is_refused_without_loss(tmp_path: Path) -> None:
         def without(group: str, **values: Any) -> dict[str, Any]:
             return {**good, group: {**good[group], **values}}
 
-        shared_state(store).num_changes += 1
+        shared_state(store).note_change()
         steps_after = dict(optimizer.steps)
         for state, kind, message in (
             ({**good, "param_groups": []}, ValueError, "groups of"),
