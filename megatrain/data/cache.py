@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megatrain.data.table import DatasetConfig
 
 _VERSION = 6
-#: Name of the file that stores each array in an entry.
+#: File name of each array in a cache entry.
 _FILE_NAMES = {name: f"{name}.{np.dtype(dtype).name}" for name, dtype in ARRAYS.items()} | {"images": "images.bytes"}
 _MANIFEST = "manifest.json"
 _PARTIAL, _REMOVED, _LOCK = ".partial", ".removed", ".lock"
@@ -43,10 +43,10 @@ Encode = Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]]
 
 
 def cache_folder(cache_dir: str, on_message: Callable[[str], None]) -> Path | None:
-    """Create the folder that ``data.cache_dir`` sets, and return it; return None if tokens must be kept in RAM.
+    """Create and return the folder that ``data.cache_dir`` sets. Return None if tokens must be kept in RAM.
 
     Raises:
-        DataError: The configured folder is not writable. If the default folder is not writable, only send a message.
+        DataError: The configured folder is not writable. For the default folder, this only causes a message.
     """
     if cache_dir == "none":
         return None
@@ -190,7 +190,7 @@ class TokenCache:
             raise
 
     def _open_entry(self, key: str) -> TokenDataset | None:
-        """Return an entry and update its time of last use; return None if no complete entry exists."""
+        """Open an entry and mark it as just used. Return None if no complete entry exists."""
         folder = self._folder / key
         try:
             manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
@@ -323,7 +323,7 @@ def cache_key(
 
 
 def _tokenizer_parts(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
-    """Return a checksum of a tokenizer's vocabulary and rules, its special tokens and its chat template."""
+    """Return a cache key's tokenizer parts: checksum of vocabulary and rules, special tokens, and chat template."""
     rules = tokenizer.backend_tokenizer.to_str().encode()
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return [hashlib.sha256(rules).hexdigest(), special, tokenizer.chat_template]

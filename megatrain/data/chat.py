@@ -1,4 +1,4 @@
-"""Tokens and loss masks of rows. Checks that the tokens in the loss decode to exactly the assistant's text."""
+"""Tokenization of rows, with loss masks. Checks that the tokens in the loss decode to exactly the assistant's text."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class RowEncoder:
         return _RenderedRow(row, plain, text, inserted, images, left_out)
 
     def _find_special_tokens(self, text: str) -> tuple[str, ...]:
-        """Return the special tokens that occur in a text, each one once."""
+        """Return the distinct special tokens that occur in a text."""
         return tuple(dict.fromkeys(self._special.findall(text)))
 
     def _insert_images(self, row: Conversation, text: str) -> tuple[str, Sequence[ImageSpan], tuple[ImageRef, ...]]:
@@ -245,7 +245,7 @@ class RowEncoder:
         return TokenizedRow(tokens, trained, True, is_start=row.is_start, is_end=row.is_end)
 
     def _finish_completion(self, row: PromptCompletion, tokens: list[int], offsets: Offsets) -> TokenizedRow:
-        """Return the tokens of prompt and completion. Each token that contains completion text is in the loss."""
+        """Return the tokens of a prompt and its completion. Every token with completion text is in the loss."""
         if not tokens:
             return _make_encoded([], [])
         tokens = self._strip_end_tokens(tokens)
@@ -255,7 +255,7 @@ class RowEncoder:
         if boundary:
             first = next((i for i in range(begin, len(tokens)) if offsets[i][1] > boundary), len(tokens))
         if self._is_same_text(self._decode(tokens[begin:]), text):
-            # Offsets can omit trailing white space, so an earlier token can contain the start of the completion.
+            # Offsets can omit a token's trailing white space, so the previous token may already have completion text.
             while first > begin and text.startswith(before := self._decode(tokens[begin:first])):
                 if len(before) <= boundary:
                     break
@@ -418,7 +418,7 @@ class RowEncoder:
         return around.sub(r"\1", found) == around.sub(r"\1", written)
 
     def _is_same_fragment(self, found: str, written: str) -> bool:
-        """Return whether parts of a text are equal. Ignore white space at both ends, which adjacent tokens can have."""
+        """Return whether two fragments are equal up to white space at their ends, which adjacent tokens can contain."""
         return self._is_same_text(found.strip(), written.strip())
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -430,7 +430,7 @@ class RowEncoder:
 
     @cached_property
     def _turn_end(self) -> tuple[int | None, str]:
-        """Special token that ends an assistant turn, or None; and the end-of-turn text if the end is plain text."""
+        """Id of the token that ends an assistant turn, or None; and the end-of-turn text if the end is plain text."""
         turn = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
         try:
             text = self._renderer.render(turn * 2, "")
@@ -478,7 +478,7 @@ def _shift_span(span: MessageSpan | str, inserted: Sequence[ImageSpan]) -> Messa
 
 
 def _find_touching_tokens(characters: range, offsets: Offsets) -> range:
-    """Return the index range of the tokens that overlap a range of characters. ``offsets`` must be sorted by start."""
+    """Return the index range of the tokens that overlap a character range. ``offsets`` must be sorted by start."""
     first = bisect_left(offsets, characters.start, key=itemgetter(0))
     while first and offsets[first - 1][1] > characters.start:
         first -= 1

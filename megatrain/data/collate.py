@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatrain.data.scores import TeacherScores
     from megatrain.data.token_dataset import TokenDataset
 
-# Functions import torch only when they need it, because a preview of rows works without torch.
+# Functions import torch only when they need it, because row previews must work without torch.
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class Collator:
         return batch | self.image_processor.make_inputs(tokens, images, shape[1])
 
     def _pack_rows(self, dataset: TokenDataset, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        """Return rows of exactly ``max_length`` tokens. A row's padding forms a further document without labels."""
+        """Return rows of exactly ``max_length`` tokens. Each row's padding forms an extra document without labels."""
         import torch
 
         shape = (len(rows), self.shape.max_length)
@@ -94,7 +94,7 @@ class Collator:
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
     def _pad_examples(self, dataset: TokenDataset, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        """Return rows of one document each. All examples' first documents come first, then all second documents."""
+        """Return one document per row: every example's first document, then every example's second document."""
         together = range(dataset.kind.num_documents)
         documents = [[first + number for first in row] for number in together for row in rows]
         facts = [self._document_facts(dataset, row[0]) if row else None for row in documents]

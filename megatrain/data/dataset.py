@@ -64,13 +64,13 @@ class DataSpec:
         return ImageProcessor(self.images_folder, tokenizer, self.table.max_length)
 
     def batch_shape(self, micro_batch_size: int, num_micro_batches: int) -> BatchShape:
-        """Return the shape of steps with this number of rows per micro-batch."""
+        """Return the shape of a step with these numbers of micro-batches and rows per micro-batch."""
         return BatchShape(micro_batch_size, num_micro_batches, self.table.max_length, bool(self.table.packing))
 
     def collator(
         self, shape: BatchShape, tokenizer: PreTrainedTokenizerFast, teacher: TeacherScores | None = None
     ) -> Collator:
-        """Return the collator of these rows. Raises the errors of :meth:`image_processor`."""
+        """Return a collator for this data. Raises the errors of :meth:`image_processor`."""
         return Collator(shape, pad_token_id(tokenizer), self.image_processor(tokenizer), teacher)
 
     @property
@@ -174,7 +174,7 @@ class InMemoryWriter:
 
 
 def _progress_callback(on_message: OnMessage) -> Callable[[int], None]:
-    """Return a callback that reports the number of tokenized rows, at most once in ten seconds."""
+    """Return a callback that reports the number of tokenized rows, at most once every ten seconds."""
     reported = time.monotonic()
 
     def on_rows(count: int) -> None:

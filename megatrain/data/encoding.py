@@ -108,7 +108,7 @@ class EncodingOptions:
     joins_texts: bool = False
 
     def __repr__(self) -> str:
-        """Return a text that must never change, because stored fingerprints of streams contain this text."""
+        """Return the options as text. Its format must never change, because stored stream fingerprints include it."""
         return (
             f"EncodingOptions(max_length={self.max_length!r}, overlong={self.overlong!r}, bad_rows={self.bad_rows!r}, "
             f"only_text={self.kind.is_text!r}, joins_texts={self.joins_texts!r}, preferences={self.kind.key_name!r})"
@@ -230,9 +230,9 @@ class Encoder:
         self._options = options
         self._on_rows = on_rows
         self._cutter = TextCutter(options.max_length, encoder.start_tokens, joins_texts=options.joins_texts)
-        self._text_has_document = False  # whether the current text already has a written document
+        self._text_has_document = False  # whether a document of the current text has been written
         self._examples: list[Example] = []
-        self._kind_state: Any = None  # state that the previous call of `documents_of` returned
+        self._kind_state: Any = None  # state that the last call to `documents_of` returned
 
     def add_rows(self, rows: Iterable[DataRow | RowError]) -> None:
         """Encode rows and write all documents that have tokens in the loss.
@@ -383,14 +383,14 @@ class Encoder:
 
 
 def _truncate(encoded: TokenizedRow, max_length: int) -> TokenizedRow:
-    """Return a row's first ``max_length`` tokens, and the images that lie completely within these tokens."""
+    """Return a row's first ``max_length`` tokens, and the images that are completely within these tokens."""
     kept = [ref for ref, place in zip(encoded.images, encoded.image_tokens, strict=True) if place.stop <= max_length]
     tokens, trained = encoded.tokens[:max_length], encoded.trained[:max_length]
     return replace(encoded, tokens=tokens, trained=trained, images=tuple(kept))
 
 
 def _batches(rows: Iterable[DataRow | RowError]) -> Iterator[list[DataRow | RowError]]:
-    """Yield rows in batches. A batch is limited in both rows and characters."""
+    """Yield rows in batches. The number of rows and of characters in a batch is limited."""
     batch: list[DataRow | RowError] = []
     size = 0
     for row in rows:

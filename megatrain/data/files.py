@@ -1,4 +1,4 @@
-"""Search for data files and iteration over their rows."""
+"""Discovery of data files, and iteration over their rows."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _LISTS_WITHIN_ROWS = (
 _PIECE_CHARACTERS = 1 << 22  # text files are read in pieces of about this size, because they can exceed the RAM
 _MIN_ROWS_OF_BATCH = 256
 _TEXT_TYPES = ("STRING", "JSON", "ENUM", "NONE")  # logical types of parquet columns that contain texts or bytes
-#: RAM for each value in a list, including the value's share of the list's offsets.
+#: Bytes of RAM per value in a list, including the value's share of the list's offsets.
 _BYTES_PER_NESTED_VALUE = 16
 #: Maximum decompressed size of a row. Without this limit, a small untrusted file could fill the RAM.
 MAX_ROW_BYTES = 256 * MiB
-#: RAM for each byte of a JSON list. The text and the parsed objects are in RAM at the same time.
+#: Bytes of RAM per byte of a JSON list, because RAM holds both the text and the parsed objects.
 _BYTES_PER_CHARACTER_OF_LIST = 8
 
 
@@ -91,7 +91,7 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
 
 
 def reject_mds(names: Iterable[str]) -> None:
-    """Raise DataError if one of the files is a shard of MosaicML streaming."""
+    """Raise DataError if one of the files is a MosaicML streaming shard."""
     for name in names:
         if _MDS.search(name):
             raise DataError(
@@ -138,7 +138,7 @@ def _select_split(folder: Path, files: list[Path], split: str | None) -> list[Pa
 
 
 def read_file(file: Path, json_key: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield (where, value) for each row of a file, except for .txt files. The values are not validated.
+    """Yield (where, value) for each row of a file that is not a .txt file. The values are not validated.
 
     Args:
         json_key: Dotted key of the list of rows in a .json file that contains one object. None to search for the list,
@@ -194,7 +194,7 @@ def _decode_file(file: Path) -> Iterator[str]:
 
 
 def _find_cut(text: str) -> int:
-    """Return the position after the last line end, else before the last space, else the length of the text."""
+    """Return where to split a text: after the last line end, else before the last space, else at the text's end."""
     return text.rfind("\n") + 1 or max(text.rfind(" "), 0) or len(text)
 
 
@@ -420,7 +420,7 @@ def parquet_values(file: Any, name: str, start: int = 0) -> Iterator[dict[str, A
             nested = [
                 column.num_values for leaf, column in zip(leaves, columns, strict=True) if leaf.max_repetition_level
             ]
-            # The list values per row are unknown before decompression. Streams must not depend on the free RAM.
+            # Lists could fill the RAM. Check only local files, because a stream must not depend on the free RAM.
             if is_path and sum(nested) * _BYTES_PER_NESTED_VALUE > psutil.virtual_memory().available // 2:
                 raise DataError(
                     f"{name} row {number}",
@@ -464,14 +464,14 @@ def _has_objects(kind: Any) -> bool:
 
 
 def _without_null_keys(value: Any) -> Any:
-    """Remove keys with null values. In columnar formats, each object gets the keys of all objects in its column."""
+    """Return a value without null fields. Columnar formats add them to give all objects in a column the same keys."""
     if isinstance(value, dict):
         return {key: _without_null_keys(inner) for key, inner in value.items() if inner is not None}
     return [_without_null_keys(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _count_bytes(rows: Any) -> int:
-    """Return the size in bytes of all values in a batch or array. A dictionary text counts once for each use."""
+    """Return the size in bytes of all values in a batch or array. Text in a dictionary is counted once per use."""
     import pyarrow
     import pyarrow.compute
 

@@ -58,7 +58,7 @@ class Conversation(DataRow):
         messages: Messages in order. Each has the text fields ``role`` and ``content``; some also have ``tool_calls``.
         trained_from: Index of the first message that can be in the loss. Above 0 for a prompt with its completion.
         tools: Tools that the assistant can call. The chat template renders them.
-        flags: Loss flag of each message, or None if the row does not set the flag. Empty if the row has no flags.
+        flags: Loss flag of each message, None for messages without a flag. Empty if no message has a flag.
         images: Images in the order of the image marks in the messages, one image per mark.
     """
 
@@ -192,7 +192,7 @@ class RowReader:
         what: Description of the rows and of their treatment, for comments in a generated config.
         read: Function that parses a row. Raises RowError, or DataError if fields are missing.
         required: Required fields.
-        alternatives: Fields of which a row needs at least one. Empty for no such requirement.
+        alternatives: Fields of which a row must have at least one. Empty if there is no such requirement.
         fields: Optional fields that the reader uses, or None for all known fields.
     """
 
@@ -313,7 +313,7 @@ def _rename_columns(
 
 
 def with_columns(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return a row with the names in ``columns``. Names are also found by ignoring case or by following dots."""
+    """Return a row that has the names in ``columns``, which are matched ignoring case, or by path for dotted names."""
     wanted = [theirs for theirs in columns.values() if theirs not in value]
     if not wanted:
         return value
@@ -384,7 +384,7 @@ def _better_answer(value: Mapping[str, Any]) -> str:
 
 
 def guess_columns(value: Mapping[str, Any], where: str) -> str:
-    """Return advice for a row with unknown column names. The advice is guessed from the row's names and values."""
+    """Return advice for a row with unknown column names, guessed from its column names and values."""
     if "prompt" in value and set(value) <= _RL_COLUMNS:
         return (
             "Prompts without answers are data for reinforcement learning such as GRPO; sft needs `prompt` and "

@@ -46,7 +46,7 @@ class ImageRef:
     """Reference to one of a row's images.
 
     Attributes:
-        where: Path of the image file, or the row that contains the image.
+        where: Path of the image file, or location of the row that contains the image.
         checksum: Checksum of the image's bytes.
         content: The image's bytes if the row contains them, or None if they are in a file.
     """
@@ -126,7 +126,7 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class NamedImage:
-    """An image of a row that has not been read yet. Its attributes are the arguments of ``ImageRef.from_value``."""
+    """An image, not read yet, that a row refers to. Its attributes are the arguments of ``ImageRef.from_value``."""
 
     value: object
     folder: Path
@@ -160,7 +160,7 @@ def refs_from_bytes(stored: bytes) -> list[ImageRef]:
 
 @dataclass(frozen=True, slots=True)
 class ImageSpan:
-    """Character range of an image ``before`` and ``after`` its placeholder is expanded to image tokens."""
+    """Character ranges of an image: ``before`` and ``after`` the expansion of its placeholder to image tokens."""
 
     before: range
     after: range
@@ -172,7 +172,7 @@ class ImageProcessor:
     Args:
         folder: Folder with the processor's files.
         tokenizer: The model's tokenizer. It must have the image tokens.
-        max_length: Maximum tokens in a row. A row can have at most the pixels of a row filled with images.
+        max_length: Maximum tokens in a row. A row's pixels are limited to a row that is full of images.
 
     Raises:
         DataError: The folder has no image processor, or a required package is missing.
@@ -367,7 +367,7 @@ def _num_elements(made: Mapping[str, Any]) -> int:
 
 
 class _UnusedComponent(dict[str, Any]):
-    """Stand-in for a processor's video or audio component, whose packages are then not needed. Serialized as `{}`."""
+    """Stand-in for a processor's video or audio component, which needs no extra packages. Serialized as `{}`."""
 
 
 def _open_processor(folder: str, tokenizer: PreTrainedTokenizerFast) -> Any:

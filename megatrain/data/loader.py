@@ -45,7 +45,7 @@ class BatchLoader:
     the loss.
 
     Attributes:
-        dataset: Data of the rows. It contains no documents if the data is streamed.
+        dataset: Documents of the run. Empty if the data is streamed.
         steps_per_epoch: Number of optimizer steps in an epoch.
         position: Position before the next batch.
     """
@@ -56,7 +56,7 @@ class BatchLoader:
         self.seek(LoaderPosition())
 
     def num_steps(self, num_train_epochs: float, max_steps: int | None = None) -> int:
-        """Return a run's number of steps: ``max_steps`` if set, else the steps of all epochs, rounded up."""
+        """Return the number of steps in a run: ``max_steps`` if set, else the steps of all epochs, rounded up."""
         return max_steps if max_steps is not None else max(1, math.ceil(num_train_epochs * self.steps_per_epoch))
 
     def seek(self, position: LoaderPosition) -> None:

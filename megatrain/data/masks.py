@@ -1,7 +1,7 @@
-"""Location of the assistant's text in a rendered conversation, with verification.
+"""Search for the assistant's text in a rendered conversation, with verification.
 
 Four methods are tried in order. Each method checks its result against the rendered text. If a template rewrites a text,
-the text is therefore left out of the loss instead of getting a wrong mask.
+no method succeeds, and the text is left out of the loss instead of getting a wrong mask.
 1. Markers: use the template's own ``{% generation %}`` markers.
 2. Sentinels: render a sentinel instead of each assistant text, then replace each sentinel with its text. The result
    must equal the original rendering.
@@ -151,8 +151,8 @@ class ChatRenderer:
     def find_omitted_fields(self, messages: Messages, text: str, where: str, tools: Tools = None) -> tuple[str, ...]:
         """Return the conversation's fields that the template does not render.
 
-        A field counts as rendered if removing it changes the rendering. Once a field has changed an earlier rendering,
-        it is enough that ``text`` contains the field's texts. Before that, a short text could match by chance.
+        A field is rendered if removing it changes the rendering. After a field passes this slow test once, its texts
+        only need to occur in ``text``. Without the slow test, a short text could occur there by chance.
 
         Args:
             text: The result of :meth:`render`.
@@ -170,7 +170,7 @@ class ChatRenderer:
                 ):
                     continue
                 if name == "content":
-                    # The loss mask verifies the assistant's texts. Images have no text that could be missing.
+                    # Skip assistant texts, which the loss mask verifies, and images, which have no text to look for.
                     if message["role"] == "assistant" or IMAGE_MARK in value:
                         continue
                     name = f"content of {message['role']} messages"
@@ -245,7 +245,7 @@ class ChatRenderer:
     def assistant_spans(
         self, messages: Messages, text: str, where: str, indices: Sequence[int], tools: Tools = None
     ) -> dict[int, MessageSpan | str]:
-        """Locate assistant messages in ``text``. Return each span without the end of turn, or the reason for no span.
+        """Locate assistant messages in ``text``. Return each span without its end of turn, or why there is none.
 
         Args:
             text: The result of :meth:`render`.
@@ -387,7 +387,7 @@ def _find_by_replacement(chat: _RenderedConversation, index: int) -> MessageSpan
         return None
     others = [message["content"].strip() for message in chat.messages[index + 1 :]]
     if any(other and other in chat.text[len(before) : end] for other in others):
-        return None  # the span contains later messages, because the template renders them only after a tool call
+        return None  # the span also contains later messages, which the template renders only after a tool call
     return MessageSpan(index, len(before), end)
 
 
@@ -405,7 +405,7 @@ def _find_by_prefixes(chat: _RenderedConversation, index: int) -> MessageSpan | 
     if not through.endswith(after):
         if not messages[index].get("tool_calls"):
             return None
-        after = through[len(through.rstrip()) :]  # a tool call ends with different text, which is part of the loss
+        after = through[len(through.rstrip()) :]  # a tool call's own end text is part of the loss, white space is not
     end = len(through) - len(after)
     if not (chat.text.startswith(through) and through.startswith(before) and len(before) <= end):
         return None
@@ -465,7 +465,7 @@ def _map_leaves(value: Any, kind: str, change: Callable[[str], str], key: str = 
 
 
 def _map_arguments(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a tool call's arguments after applying ``change`` to each name and value. Numbers are changed as JSON."""
+    """Return a tool call's arguments with ``change`` applied to all names and values (as JSON if they are not text)."""
     if isinstance(value, Mapping):
         return {change(name): _map_arguments(each, change) for name, each in value.items()}
     if isinstance(value, list | tuple):

@@ -247,7 +247,7 @@ def read_tools(value: object, where: str) -> tuple[dict[str, Any], ...] | None:
 
 
 def json_fault(error: json.JSONDecodeError) -> str:
-    """Return the position and cause of a JSON error, without the "at" that ends the parser's message."""
+    """Return the column and cause of a JSON error, without the "at" that ends some of the parser's messages."""
     return f"at column {error.colno}: {error.msg.removesuffix(' at').removesuffix(' starting')}"
 
 

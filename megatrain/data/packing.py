@@ -33,13 +33,13 @@ class BatchShape:
     packing: bool
 
     def examples_per_step(self, num_documents: int) -> int:
-        """Return the number of examples in a step if each example has ``num_documents`` documents."""
+        """Return the number of examples per step if each example has ``num_documents`` documents."""
         assert min(self.micro_batch_size, self.num_micro_batches) > 0, self
         assert num_documents == 1 or (self.micro_batch_size % num_documents == 0 and not self.packing), self
         return self.micro_batch_size // num_documents * self.num_micro_batches
 
     def assign(self, documents: npt.NDArray[np.int64], dataset: TokenDataset) -> RowTable:
-        """Assign documents to rows, in their order. Without packing, each document is a row."""
+        """Assign documents to rows in the given order. Without packing, each document is a row."""
         if not self.packing:
             return RowTable(documents, np.arange(len(documents) + 1, dtype=np.int64))
         return pack_documents(documents, dataset.lengths()[documents], self.max_length)
@@ -50,8 +50,8 @@ class RowTable:
     """Documents of each row. The table uses at most 16 bytes of RAM per document.
 
     Attributes:
-        members: Concatenated documents of all rows.
-        starts: Index of each row's first document, followed by the end.
+        members: Document indices of all rows, concatenated.
+        starts: Position in ``members`` of each row's first document, followed by the length of ``members``.
     """
 
     members: npt.NDArray[np.int64]

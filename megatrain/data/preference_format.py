@@ -48,7 +48,7 @@ class Preference(DataRow):
 
     @property
     def num_characters(self) -> int:
-        """Number of characters of all answers, each with its prompt."""
+        """Total number of characters in the answers, each counted with its prompt."""
         return sum(answer.num_characters for answer in self.answers)
 
 
@@ -208,14 +208,14 @@ def _no_prefix_error(where: str, names: Sequence[str]) -> RowError:
 
 
 def _shared_text(texts: Sequence[str]) -> str:
-    """Return the common start of texts. White space at its end belongs to the answers."""
+    """Return the common start of several texts, without trailing white space, which belongs to the answers."""
     length = next((n for n, chars in enumerate(zip(*texts, strict=False)) if len(set(chars)) > 1), min(map(len, texts)))
     shared = texts[0][:length]
     return shared.removesuffix(" ")
 
 
 def _shared_messages(lists: Sequence[_Messages]) -> _Messages:
-    """Return the first messages that conversations have in common, without trailing assistant messages."""
+    """Return the messages with which all conversations begin, without trailing assistant messages."""
     length = next(
         (n for n, pair in enumerate(zip(*lists, strict=False)) if any(m != pair[0] for m in pair)), min(map(len, lists))
     )

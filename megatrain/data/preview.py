@@ -220,9 +220,9 @@ class DataStats:
         num_trained_tokens: Number of tokens in the loss in an epoch.
         num_rows: Number of rows in an epoch. Without packing, every document is a row.
         num_steps: Number of optimizer steps in an epoch.
-        padding_share: Fraction of padding tokens in the first epoch, 0 to 1.
-        padding_share_other: Fraction of padding tokens with the opposite value of ``data.packing``.
-        held_out: Summary of the rows held out by ``data.val_size``, or "". Only ``report`` also counts these rows.
+        padding_share: Fraction of tokens that are padding in the first epoch, 0 to 1.
+        padding_share_other: The same fraction if ``data.packing`` had the opposite value.
+        held_out: Summary of the rows held out by ``data.val_size``, or "". Only ``report`` includes these rows.
     """
 
     report: DataReport
@@ -299,7 +299,7 @@ def dataset_stats(
 
 
 def _count_trained(dataset: TokenDataset) -> npt.NDArray[np.int64]:
-    """Return each document's number of tokens in the loss."""
+    """Return the number of tokens in the loss for each document."""
     return np.add.reduceat(dataset.trained, dataset.starts[:-1], dtype=np.int64)
 
 

@@ -14,7 +14,7 @@ from megatrain.data.packing import BatchShape
 if TYPE_CHECKING:
     from megatrain.data.token_dataset import TokenDataset
 
-_SHUFFLE, _PACK = 0, 1  # indices of random streams; the dataset and the streams use streams 2 to 6
+_SHUFFLE, _PACK = 0, 1  # indices of random streams; token_dataset and stream_window use 2 to 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class StepRows:
     """Rows of an optimizer step.
 
     Attributes:
-        dataset: Documents of these rows, and perhaps others.
+        dataset: Dataset that contains the documents of these rows, and possibly more.
         rows: Documents of each row. If an example has several documents, only the first one is listed.
         position: Position after this step.
     """
@@ -49,7 +49,7 @@ class RowOrder(Protocol):
     """Order in which a run uses its rows.
 
     Attributes:
-        dataset: Data of the run. It contains no documents if the data is streamed.
+        dataset: Documents of the run. Empty if the data is streamed.
         steps_per_epoch: Number of optimizer steps in an epoch.
     """
 
@@ -57,7 +57,7 @@ class RowOrder(Protocol):
     steps_per_epoch: int
 
     def steps(self, start: LoaderPosition) -> Iterator[StepRows]:
-        """Yield the rows of each step from ``start`` on, without end. The call itself reads no data."""
+        """Yield the rows of each step from ``start`` on, without end. No data is read before the first iteration."""
         ...
 
 

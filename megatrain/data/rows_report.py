@@ -73,9 +73,9 @@ class SourceCounts:
         num_bad: Rows dropped because of a ``RowError``.
         num_rows_lost: Rows that are dropped or truncated.
         num_tokens: Tokens of all rows before truncation. Rows that could not be tokenized are not counted.
-        num_tokens_lost: The part of ``num_tokens`` that is in no document.
+        num_tokens_lost: Tokens in ``num_tokens`` that are in no document.
         num_turns: Assistant turns that should be in the loss. Only rows that are kept are counted.
-        num_turns_lost: The part of ``num_turns`` that cannot be in the loss.
+        num_turns_lost: Turns in ``num_turns`` that cannot be in the loss.
     """
 
     num_rows: int = 0
@@ -261,7 +261,7 @@ def check_losses(report: DataReport, names: Sequence[str], max_dropped: float) -
 
 
 class RowCounts:
-    """Running counts of rows during the encoding.
+    """Running counts of rows during encoding.
 
     Attributes:
         total: Counts of all sources so far.
@@ -294,7 +294,7 @@ class RowCounts:
         self.first_untrained = self.first_untrained or where
 
     def add_turns(self, num_turns: int, untrained: Sequence[str], where: str) -> None:
-        """Count the assistant turns of a row that is kept, and the reasons for turns that cannot be in the loss."""
+        """Count the assistant turns of a kept row, and the reasons why some of them cannot be in the loss."""
         self.total.num_turns += num_turns
         self.total.num_turns_lost += len(untrained)
         self.record("untrained_turns", untrained, where)

@@ -122,7 +122,7 @@ def read_kind(folder: Path) -> ScoreKind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentScores:
-    """A model's scores for a document with ``n`` tokens in the loss.
+    """Scores that a model gives a document with ``n`` tokens in the loss.
 
     Attributes:
         key: Checksum of the document's tokens and loss mask.
@@ -266,7 +266,7 @@ def _parquet() -> Any:
 
 
 def _arrays(documents: Sequence[DocumentScores], kind: ScoreKind) -> dict[str, Array]:
-    """Return a part's arrays: values per document, ``starts``, and the concatenated values per token."""
+    """Return a part's arrays: the per-document values, ``starts``, and the concatenated per-token values."""
     counts = [len(document.positions) for document in documents]
     arrays: dict[str, Array] = {
         "document": np.array([document.document for document in documents], dtype=np.int64),
@@ -379,7 +379,7 @@ class TeacherScores:
     """Reader of teacher scores for distillation.
 
     Args:
-        top_k: Number of most likely tokens to use. The probabilities of all other tokens form one sum.
+        top_k: Number of most likely tokens to use. The probabilities of all other tokens are summed.
         vocab_size: The student's vocabulary size.
 
     Raises:
@@ -454,7 +454,7 @@ class TeacherScores:
 
         Returns:
             The values of ``TEACHER_KEYS``: token ids, ``(rows, width, k)``, int32; their log-probabilities, fp32, same
-            shape; and the rest, ``(rows, width)``, fp32. Positions without scores are zero.
+            shape; all other tokens' log-probability, ``(rows, width)``, fp32. Positions without scores are zero.
 
         Raises:
             DataError: A document has no scores, or its scores contain a token outside the student's vocabulary.

@@ -1,6 +1,6 @@
-"""Shards of a streamed source: files in a folder or at a URL, and their rows in a random order of the shards.
+"""Shards of a streamed source: files in a folder or at a URL, whose rows are read shard by shard in random order.
 
-A shard can be read from any row without loading it.
+Reading can start at any row of a shard without loading the rows before it.
 """
 
 from __future__ import annotations

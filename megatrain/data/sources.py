@@ -70,7 +70,7 @@ def rows_of(source: DatasetConfig, files: Sequence[Path], kind: RowKind) -> Iter
 
 
 class _ColumnCheck:
-    """Check that each column in ``columns`` occurs in at least one row. A missing column is often misspelled.
+    """Checker for columns in ``columns`` that occur in no row, often because they are misspelled.
 
     Args:
         columns: Column name of each field.
@@ -129,7 +129,7 @@ class SourcePreview:
 
     Attributes:
         format: Format of the row, or "" if no format fits.
-        columns: Column name of each field that differs from its column's name.
+        columns: Column name of each field, for fields whose column has a different name.
         fields: Column names of the row. Empty for plain text.
         problem: Reason why the row cannot be used, or "".
         has_label: Whether the row is a preference that consists of one answer with a label.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StreamReport(DataReport):
-    """Describes streams instead of giving counts, because the rows of streams are counted only during the run."""
+    """Report that describes the streams in words, because their rows are only counted during the run."""
 
     text: str = ""
 

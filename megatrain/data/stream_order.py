@@ -1,4 +1,4 @@
-"""Order of streamed rows, and the threads that prepare its windows."""
+"""Order of streamed rows, and threads that prepare windows of rows in advance."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StreamOrder:
             yield StepRows(*join_rows(parts), LoaderPosition(start.epoch, step, cursor.to_json()))
 
     def _windows(self, cursor: Cursor, num_rows: int) -> Iterator[Window]:
-        """Yield the window at a cursor and all later windows. Prepare the next one if the run needs it.
+        """Yield the window at a cursor and all later windows. Prepare the next window in advance if the run needs it.
 
         Args:
             num_rows: Number of batch rows that the run still needs.
@@ -74,8 +74,8 @@ class StreamOrder:
     def _prepare(self, cursor: Cursor) -> Future[Window]:
         """Prepare a window on a new thread.
 
-        The thread is not a daemon, because a daemon could be killed in the tokenizer. It ends soon after the main
-        thread.
+        The thread is not a daemon, because a daemon could be killed inside the tokenizer. Python therefore waits for it
+        at exit.
         """
         window: Future[Window] = Future()
 
@@ -99,7 +99,7 @@ class StreamOrder:
 
 
 class _LossWarnings:
-    """Warnings if much of a source is dropped or if the chat template omits fields. Each warning is given only once."""
+    """Warnings about sources that lose many rows, and about fields that the chat template omits, each given once."""
 
     def __init__(self, streams: StreamDataset) -> None:
         self._streams = streams
@@ -107,7 +107,7 @@ class _LossWarnings:
         self._issued: set[str] = set()
 
     def add(self, report: DataReport) -> None:
-        """Add the report on a window.
+        """Add a window's report, and issue its warnings.
 
         Raises:
             DataError: A source loses more than ``data.max_dropped`` to dropping or truncation.

@@ -69,7 +69,7 @@ class Window:
         cursor: Position in the streams before the window.
         end_cursors: Position in each source after the window.
         rows: Documents of each batch row, in the order in which the rows are used.
-        first_ends: First batch row that repeats a source, for each source whose first turn ends in this window.
+        first_ends: For each source whose first turn ends in this window, the batch row at which it starts again.
     """
 
     cursor: Cursor
@@ -79,14 +79,14 @@ class Window:
     first_ends: Mapping[int, int]
 
     def next_cursor(self, rows_per_step: int) -> Cursor:
-        """Return the cursor of the window that follows."""
+        """Return the cursor of the next window."""
         step, place = divmod(self.cursor.place + len(self.rows), rows_per_step)
         return Cursor(self.cursor.window + 1, self.cursor.step + step, place, 0, self.end_cursors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WindowMaker:
-    """Factory of the windows of a run's streams. A window depends only on these attributes and its cursor.
+    """Factory for windows of streamed rows. A window depends only on these attributes and its cursor.
 
     Attributes:
         data_seed: Random seed for the order of shards, documents and rows.
@@ -120,7 +120,7 @@ class WindowMaker:
         return Window(cursor, tuple(each.cursor for each in drafts), dataset, [table[row] for row in order], first_ends)
 
     def _open(self, cursor: Cursor) -> tuple[list[_SourceDraft], int | None]:
-        """Open all sources at a cursor. Return the drafts, and the batch rows before the weights change, or None."""
+        """Open all sources at a cursor. Return drafts, and the number of batch rows until weights change, or None."""
         data, streams = self.streams.data, self.streams
         weights, until = weights_at(data.table.train, cursor.step)
         rows_left = None

@@ -1,4 +1,4 @@
-"""Row kind for labelled answers (KTO). It makes two documents per answer: prompt and answer, and a mismatched pair."""
+"""Row kind for labelled answers (KTO). Each prompt makes two documents: with its answer, and with another's answer."""
 
 from __future__ import annotations
 

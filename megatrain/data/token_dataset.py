@@ -34,14 +34,14 @@ class TokenDataset:
         report: Counts of the rows that were read and dropped.
         source_starts: Index of each source's first document, followed by the number of documents. Can be empty if
             there is only one source.
-        weights: For each source, how often an epoch uses each document. Empty if every weight is 1.
+        weights: For each source, how many times an epoch uses each document. Empty if every weight is 1.
         content: Checksum of ``tokens``, ``trained`` and ``starts``. None or "" if it has not been computed.
-        begins_row: For each document, whether it is the first document of a row. Most rows have only one document.
+        begins_row: For each document, whether it is the first one made from its row. Most rows become one document.
         in_use: Ascending indices of the documents to use, or None for all documents.
         images: Images of all documents, serialized by ``refs_to_bytes``.
         image_starts: Offset of each document's first byte in ``images``, followed by the length of ``images``.
         roles: Role of each document in its example, as defined by ``kind``. Empty if every role is 0.
-        source_checksums: Returns one checksum per source. Reads only the files whose checksum is not cached.
+        source_checksums: Function that returns one checksum per source. Reads only files whose checksum is not cached.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -90,12 +90,12 @@ class TokenDataset:
         return int(self.tokens.max()) if self.known_largest_id is None else self.known_largest_id
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Return each document's number of tokens."""
+        """Return the number of tokens in each document."""
         found: npt.NDArray[np.int64] = np.diff(self.starts) - self.kind.num_values
         return found
 
     def num_tokens_of(self, document: int) -> int:
-        """Return a document's number of tokens."""
+        """Return the number of tokens in a document."""
         return int(self.starts[document + 1] - self.starts[document]) - self.kind.num_values
 
     def images_of(self, document: int) -> list[ImageRef]:
