@@ -106,7 +106,7 @@ def _trace_with_flash(
         run = run.with_kernels(flash_attention=kernels)
     elif run.flash != "FA2":
         check_flash(run)
-    if like is not None and graph is like.graph and _traced_on(like.run) == _traced_on(run):
+    if like is not None and graph is like.graph and _traced_on(like.run) == _traced_on(run) and like.padded == padded:
         return run, like.trace, note
     try:
         return run, trace_run(run, graph, padded=padded), note

@@ -96,7 +96,7 @@ def _plan_values(plan: Plan) -> dict[str, Any]:
     from megatrain.plan.show import headline, table_rows
     from megatrain.plan.simulate import replay
 
-    estimate, replayed = plan.estimate, replay(plan, plan.run.num_fullest_tokens)
+    replayed = replay(plan, plan.run.num_fullest_tokens)
     return {
         "headline": headline(plan),
         "num_parameters": plan.graph.num_parameters,
@@ -109,7 +109,7 @@ def _plan_values(plan: Plan) -> dict[str, Any]:
         "budget_bytes": dict(plan.budgets),
         "link_bytes_per_step": dict(plan.traffic),
         "checkpoint_bytes_in_output_dir": plan.checkpoint.in_output_dir,
-        "estimate": None if estimate is None else estimate.to_json(),
+        "estimate": plan.estimate.to_json(),
         "replayed": None if replayed is None else dataclasses.asdict(replayed),
         "machine": _describe_machine(plan.run, plan.device.type),
         "versions": installed_versions(),

@@ -98,6 +98,12 @@ def test_a_trace_is_taken_for_micro_batches_of_its_shape_alone(tmp_path: Path) -
     assert plan.totals == alone.totals and plan.estimate == alone.estimate
 
 
+def test_a_trace_of_padded_rows_is_not_reused_for_rows_without_padding(tmp_path: Path) -> None:
+    packed = planned(tmp_path, "cpu-server-512gb")
+    alone, reused = plan_run(packed.run, padded=False), plan_run(packed.run, padded=False, like=packed)
+    assert reused.graph is packed.graph and reused.trace == alone.trace != packed.trace
+
+
 def test_the_workspace_of_flash_attention_is_counted(tmp_path: Path) -> None:
     """Fake tensors of the CPU replace the GPU's. The kernels of the plan decide about the workspace."""
     table, count = 'use_liger_kernel = false\nflash_attention = "{}"\n', AttentionCall.hidden_nbytes
