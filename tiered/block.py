@@ -1,4 +1,4 @@
-"""Specs of blocks, and the states of their copies."""
+"""Block specs, and the states of a block's copies."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _KEY = re.compile(f"{_SEGMENT}(?:/{_SEGMENT})*")
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """The unit of placement and of transfer: one named tensor with a home.
+    """One named tensor with a home tier. A store places and transfers each block as a unit.
 
     Attributes:
-        key: path-like name: segments joined by ``/``. A segment consists of letters, digits, ``_``, ``.`` and ``-``.
+        key: path-like name of segments joined by ``/``. A segment consists of letters, digits, ``_``, ``.`` and ``-``.
         durable: whether commits include the block. False for scratch blocks such as gradients and activations.
     """
 
@@ -75,7 +75,7 @@ class CopyState(enum.Enum):
         return self is CopyState.CLEAN or self is CopyState.DIRTY or self is CopyState.DRAINING
 
 
-#: Allowed state changes of a copy. Every change is asserted, because any other change is a bug in the store.
+#: Allowed state changes of a copy. An assertion checks each change, because any other change is a bug in the store.
 LEGAL_MOVES: frozenset[tuple[CopyState, CopyState]] = frozenset(
     {
         (CopyState.ABSENT, CopyState.FILLING),

@@ -32,7 +32,7 @@ class NamedAccess:
         return self._movement.slowest_writable
 
     def write(self, spec: BlockSpec, tensor: torch.Tensor, start: int | None) -> None:
-        """Write a whole block, or rows from ``start`` on, in the nearest addressable tier."""
+        """Write a whole block, or its rows from ``start`` on, through a lease in an addressable tier."""
         where = self._slowest_valid_tier(spec.key) or self._movement.nearest_addressable(spec.home)
         if start is None:
             with self._leasing.acquire(spec.key, where, "w") as lease:
@@ -48,7 +48,7 @@ class NamedAccess:
             lease.tensor[start:stop].copy_(tensor)
 
     def read(self, spec: BlockSpec) -> torch.Tensor:
-        """Return a copy of a whole block. If the block fits in the nearest tier, the store also keeps a copy there."""
+        """Return a whole block as a CPU tensor. If the nearest addressable tier has space, a copy also stays there."""
         where = self._slowest_valid_tier(spec.key) or self._movement.nearest_addressable(spec.home)
         try:
             with self._leasing.acquire(spec.key, where, "r") as lease:
@@ -60,7 +60,7 @@ class NamedAccess:
             return found.view(spec.dtype).view(spec.shape)
 
     def read_rows(self, spec: BlockSpec, start: int, stop: int) -> torch.Tensor:
-        """Return a copy of rows ``start`` to ``stop`` of a block."""
+        """Return rows [``start``, ``stop``) of a block as a CPU tensor."""
         if not spec.shape or not 0 <= start <= stop <= spec.shape[0]:
             raise ValueError(_no_rows_text(spec, start, stop))
         where = self._slowest_valid_tier(spec.key)
@@ -111,7 +111,7 @@ class NamedAccess:
         return None
 
     def _read_files(self, spec: BlockSpec, start: int, stop: int) -> torch.Tensor | None:
-        """Read bytes of a block from its files as 1-D uint8. Return None if the files do not have the newest bytes."""
+        """Return a byte range of a block from its files, 1-D uint8, or None if the files lack the newest bytes."""
         movement = self._movement
         with movement.changed:
             block: Block = self._leasing.block(spec.key)
@@ -122,7 +122,7 @@ class NamedAccess:
             if not is_there or slot is None or not isinstance(slot.resource, HomeFiles):
                 return None
             home = slot.resource
-            block.home.readers += 1  # A reader keeps other callers from changing or freeing the files.
+            block.home.readers += 1  # The reader count keeps other callers from changing or freeing the files.
         try:
             is_checked = isinstance(tier, NvmeTier) and tier.verify == "always" and home.checksums is not None
             return _read_checked(home, spec, start, stop) if is_checked else _read_unchecked(home, spec, start, stop)
@@ -133,7 +133,7 @@ class NamedAccess:
 
 
 def _read_unchecked(home: HomeFiles, spec: BlockSpec, start: int, stop: int) -> torch.Tensor:
-    """Return bytes ``start`` to ``stop`` of a block. Reads whole pages and compares no checksums."""
+    """Return bytes ``start`` to ``stop`` of a block without comparing checksums. Reads whole pages."""
     first, last = start // PAGE_BYTES * PAGE_BYTES, round_up(stop, PAGE_BYTES)
     pages = page_aligned(last - first)
     for path, begin, end, at in parts_of(home.files, first, last):

@@ -1,4 +1,4 @@
-"""The condition of a store. Only the process that created the store can enter it."""
+"""A store's condition variable. Only the process that created the store can enter it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 class StoreCondition(threading.Condition):
-    """A condition that raises ``TieredError`` in a forked child, because no thread may be left to release the lock."""
+    """Condition that raises ``TieredError`` in a forked child, where no thread may be left to release the lock."""
 
     def __init__(self) -> None:
         super().__init__()

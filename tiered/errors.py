@@ -1,4 +1,4 @@
-"""Errors of the store. Attributes hold the facts of an error; the message proposes a remedy."""
+"""Errors that a store raises. An error's attributes hold the facts, and its message proposes a remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TieredError(Exception):
 
 
 class CapacityError(TieredError):
-    """A tier lacks space, and waiting cannot help.
+    """Error for a tier that lacks space, if waiting cannot help.
 
     Attributes:
         largest_holders: (key, bytes) of the largest slots, largest first.
@@ -54,7 +54,7 @@ class CapacityError(TieredError):
 
 
 class BlockNotFoundError(TieredError, KeyError):
-    """No block with this name is registered."""
+    """Error for a name that no registered block has."""
 
     def __init__(self, key: str, hint: str = "") -> None:
         self.key = key
@@ -66,7 +66,7 @@ class BlockNotFoundError(TieredError, KeyError):
 
 
 class UninitializedBlockError(TieredError):
-    """The block was registered but never written, or its contents were discarded."""
+    """Error for reading a block that was never written, or whose contents were discarded."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -74,11 +74,11 @@ class UninitializedBlockError(TieredError):
 
 
 class LeaseError(TieredError):
-    """The program broke a rule for leases."""
+    """Error for a call that breaks a rule for leases."""
 
 
 class TransferError(TieredError, OSError):
-    """A transfer, read or write failed.
+    """Error for a failed transfer, read or write.
 
     Attributes:
         tier: name of the tier (or link) that failed.
@@ -110,7 +110,7 @@ class TransferError(TieredError, OSError):
 
 
 class CorruptBlockError(TieredError):
-    """The bytes on disk differ from the bytes that were written.
+    """Error for a block whose bytes on disk differ from the bytes that were written.
 
     Attributes:
         generation: number of the damaged generation, or None for uncommitted contents.
@@ -127,19 +127,19 @@ class CorruptBlockError(TieredError):
 
 
 class GenerationError(TieredError):
-    """A committed generation is missing, unreadable, or was written by a newer format."""
+    """Error for a committed generation that is missing, unreadable, or in a newer format."""
 
 
 class NewerFormatError(GenerationError):
-    """A newer version of this package wrote the generation."""
+    """Error for a generation that a newer version of this package wrote."""
 
 
 class UnusableDirectoryError(TieredError):
-    """A tier's directory cannot be created, or contains files of other programs. The tier wrote nothing."""
+    """Error for a directory that a tier cannot create, or that contains other programs' files. Nothing is written."""
 
 
 class LockingError(TieredError, OSError):
-    """The file system does not support locks, so two processes could use the same folder at the same time."""
+    """Error for a file system without locks, where two processes could use the same folder at the same time."""
 
     def __init__(self, path: str, cause: OSError, file_system: str) -> None:
         self.path = path
@@ -155,7 +155,7 @@ class LockingError(TieredError, OSError):
 
 
 class LockedError(TieredError):
-    """Another process uses the same directory."""
+    """Error for a directory that another process uses."""
 
     def __init__(self, path: str, owner: str) -> None:
         self.path, self.owner = path, owner

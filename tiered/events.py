@@ -1,4 +1,4 @@
-"""Events of a store, and its statistics."""
+"""Events and statistics of a store."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ STALL_CAUSES = ("fill", "drain", "space", "lease", "commit")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event of a store.
+    """One movement, eviction, stall or commit in a store.
 
     Attributes:
         kind: ``fetch``, ``write_back``, ``evict``, ``stall`` or ``commit``.
-        start_s: start in seconds of ``time.perf_counter``.
-        detail: copy method of the link for movements; cause for stalls.
+        start_s: start time in seconds, from ``time.perf_counter``.
+        detail: the link's copy method for movements, the cause for stalls, or the generation for commits.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Counters of a store. ``later - earlier`` returns the counts between the two, and the ``tiers`` of ``later``.
+    """Counters of a store. ``later - earlier`` has the counts between the two times, and the ``tiers`` of ``later``.
 
     Attributes:
         stall_s: seconds that callers waited, by cause.
@@ -128,7 +128,7 @@ class Counters:
 
 
 class DueBytes:
-    """Counts the bytes that links move, by the tick that needs the bytes. Guarded by the store's lock."""
+    """Bytes that links move, counted by the tick that needs them. Guarded by the store's lock."""
 
     def __init__(self) -> None:
         self._total = Counter[tuple[str, str]]()

@@ -1,7 +1,7 @@
 """Files on drives: direct I/O, checksums, flushing, atomic replacement. Tiers, links and commits use this layer.
 
 O_DIRECT moves whole pages between page-aligned memory and page-aligned offsets, and bypasses the kernel's cache. Some
-file systems refuse O_DIRECT on opening a file or on the first access; these functions then use the cache.
+file systems refuse O_DIRECT when a file is opened or first accessed; these functions then use the cache.
 
 Every piece (16 MiB of a block's contents) has an xxh3-64 checksum, which detects and locates damage.
 """
@@ -29,14 +29,14 @@ PIECE_BYTES = 16 * MiB
 #: Incremental checksum: call ``update`` with each part, then ``hexdigest``.
 Digest = xxhash.xxh3_64
 
-#: Generous limit: a model with 600 B parameters has a manifest of about 20 MB.
+#: Maximum size of a document. The limit is generous: a model with 600 B parameters has a manifest of about 20 MB.
 _MAX_DOCUMENT_BYTES = 1 << 30
 _NUM_SHARES = 8  # number of batches of paths per thread
 _NUM_SYNC_THREADS = 8  # A drive flushes several files concurrently in about the time of one.
 
 
 def open_direct(path: str | os.PathLike[str], flags: int, on_buffered: Callable[[], None] | None = None) -> int:
-    """Return a new file descriptor, with O_DIRECT if possible; the caller closes it. Raises ``OSError``.
+    """Open a file, with O_DIRECT if possible. Return its descriptor, which the caller closes. Raises ``OSError``.
 
     Args:
         on_buffered: called if the file system refuses O_DIRECT.
@@ -70,7 +70,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def write_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], None] | None = None) -> None:
-    """Write all of ``view`` at ``offset``. With O_DIRECT, its size and the offset are multiples of 4096."""
+    """Write all of ``view`` at ``offset``. With O_DIRECT, its size and the offset must be multiples of 4096."""
     done = 0
     while done < len(view):
         try:
@@ -81,7 +81,7 @@ def write_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], 
 
 
 def read_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], None] | None = None) -> int:
-    """Fill ``view`` from ``offset``. Return the number of bytes read, which is smaller at the end of the file."""
+    """Fill ``view`` with the bytes at ``offset``. Return the number of bytes read, fewer if the file ends."""
     done = 0
     while done < len(view):
         try:
@@ -97,7 +97,7 @@ def read_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], N
 
 
 def _stop_direct(fd: int, error: OSError, on_buffered: Callable[[], None] | None) -> None:
-    """Turn off O_DIRECT, because some file systems accept it on opening a file but refuse it later."""
+    """Turn off O_DIRECT if a file system accepted it on opening but now refuses it. Re-raise other errors."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
         raise error
@@ -107,7 +107,7 @@ def _stop_direct(fd: int, error: OSError, on_buffered: Callable[[], None] | None
 
 
 def drop_cached(fd: int, offset: int = 0, nbytes: int = 0) -> None:
-    """Drop a file's pages from the kernel's cache, because the RAM tier has the contents. 0 means to the end."""
+    """Drop a file's pages from the kernel's cache. If ``nbytes`` is 0, drop all pages from ``offset`` on."""
     os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
@@ -120,7 +120,7 @@ def pieces(nbytes: int) -> Iterator[tuple[int, int]]:
 def checksum(*buffers: Any) -> str:
     """Return the xxh3-64 of the concatenated buffers, as 16 hex digits. Releases the GIL while it runs.
 
-    xxh3 takes 0.09 CPU-seconds per GB, a third of the time of crc32. The bindings of crc32c hold the GIL
+    xxh3 takes 0.09 CPU-seconds per GB, a third of the time of crc32. The crc32c bindings hold the GIL
     (docs/decisions/0006-checksums.md).
 
     Args:
@@ -191,7 +191,7 @@ def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def create_text_file(path: Path) -> TextIO:
-    """Create a UTF-8 text file for writing. Removes an old file or symbolic link of this name, but no link's target.
+    """Create a UTF-8 text file for writing. Removes an old file or symbolic link with this name, but not its target.
 
     Raises:
         OSError: the write failed, or another process creates the file at the same time.
@@ -206,7 +206,7 @@ def read_document_file(path: Path, max_bytes: int = _MAX_DOCUMENT_BYTES) -> byte
     Raises:
         OSError: the file cannot be read, is not a regular file, or has more than ``max_bytes``.
     """
-    if not stat.S_ISREG(os.stat(path).st_mode):  # Check before opening, because opening some devices has effects.
+    if not stat.S_ISREG(os.stat(path).st_mode):  # Check before opening, because opening some devices has side effects.
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(fd, "rb") as file:
@@ -214,7 +214,7 @@ def read_document_file(path: Path, max_bytes: int = _MAX_DOCUMENT_BYTES) -> byte
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         content = (file.read(max_bytes + 1) or b"") if status.st_size <= max_bytes else b""
-        if max(status.st_size, len(content)) > max_bytes:  # Files of /proc report a size of 0.
+        if max(status.st_size, len(content)) > max_bytes:  # Files in /proc report a size of 0.
             raise OSError(errno.EFBIG, f"more than {format_size(max_bytes)}", str(path))
         return content
 
@@ -233,7 +233,7 @@ def make_folder(path: Path) -> None:
 
 
 def folder_clashes(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[int, int, str]]:
-    """Yield (index, index of an earlier path, relation) for two folders that are equal or contain each other.
+    """Yield (index, index of an earlier path, relation) for each pair of folders that are equal or nested.
 
     Resolves symbolic links. The folders need not exist. A clash is an error, because a tier empties its folder.
     """

@@ -1,4 +1,4 @@
-"""Routes of copies between tiers, shared by the store and the plan."""
+"""Routes that copies take between tiers. The store and the plan use the same routes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Routes:
-    """Finds the shortest route between two tiers over the links.
+    """Shortest routes between pairs of tiers over the links.
 
     Attributes:
         links: (source, destination) pairs, one for each direction of a link. If several routes are equally short,
@@ -27,7 +27,7 @@ class Routes:
     )
 
     def between(self, src: str, dst: str) -> tuple[tuple[str, str], ...]:
-        """Return the links of the shortest route; empty if ``src`` is ``dst``.
+        """Return the links of the shortest route, or an empty tuple if ``src`` is ``dst``.
 
         Raises:
             ValueError: no route exists.
@@ -61,7 +61,7 @@ class Routes:
 
 
 def intermediate_tiers(routes: Routes, block: Block, access: Access) -> Sequence[str]:
-    """Return the tiers, between a block's home and an access's tier, that have or will get a copy of the block."""
+    """Return the tiers between a block's home and an access's tier that have, or will get, a copy of the block."""
     between = routes.tiers_between(block.spec.home, access.tier)
     target = block.copies.get(access.tier)
     # A valid copy that is only read does not move again, so only the existing copies count.

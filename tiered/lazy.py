@@ -1,4 +1,4 @@
-"""Imports public names at their first use, because importing torch takes seconds."""
+"""Imports of public names at their first use, because importing torch takes seconds."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def lazy_names(
 
 
 def _typed_imports(module: str) -> dict[str, str]:
-    """Return the module of each name that a module imports under a top-level ``if TYPE_CHECKING``."""
+    """Return the defining module of each name that ``module`` imports under a top-level ``if TYPE_CHECKING``."""
     loader: Any = sys.modules[module].__loader__
-    read = getattr(loader, "get_source", None)  # The loader of a test runner may lack it.
+    read = getattr(loader, "get_source", None)  # A test runner's loader may lack this method.
     text = Path(sys.modules[module].__file__ or "").read_text(encoding="utf-8") if read is None else read(module)
     if text is None:
         raise ImportError(f"'{module}' needs its source file: install the package with its .py files")

@@ -1,4 +1,4 @@
-"""Leases: grants and ends access to copies; also pins and evicts copies."""
+"""Leases grant and end access to copies. This module also pins and evicts copies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiered.schedule import Access, Mode, Trace
 from tiered.tiers.base import Slot, StreamTier, Tier
 from tiered.transfer import Transfer, WaitReason
 
-#: A (key, tier, mode) request of ``TieredStore.acquire_many``.
+#: A (key, tier, mode) request to ``TieredStore.acquire_many``.
 Request = tuple[str, str, Mode]
 
 _MODES = get_args(Mode)
@@ -118,7 +118,7 @@ class Leasing:
                     copy.wanted -= 1
                     has_room_taken = mode == "w" and copy.state is CopyState.FILLING
                     if has_room_taken and block.writer is None and not block.num_transfers:
-                        self._invalidate(copy)  # The lease was not granted, so return its slot.
+                        self._invalidate(copy)  # The lease was not granted, so free its slot.
                         self.movement.changed.notify_all()
 
     def _first_obstacle(self, targets: Sequence[tuple[Block, Copy, Mode]]) -> WaitReason | None:
@@ -132,7 +132,7 @@ class Leasing:
     def _prepare(self, block: Block, copy: Copy, mode: Mode) -> WaitReason | None:
         if block.writer is not None:
             return WaitReason("lease")
-        # If the home copy is CLEAN, no copy is newer, so no fetch is needed. Most blocks of a step are in this state.
+        # If the home copy is CLEAN, no copy is newer, so no fetch is needed. Most blocks in a step are in this state.
         is_at_home = copy.is_home and copy.state is CopyState.CLEAN
         if mode != "w" and not is_at_home:
             waiting = self.movement.advance_fetch(block, copy.tier, tick=self.movement.prefetcher.now, on_demand=True)
@@ -153,11 +153,11 @@ class Leasing:
         return None
 
     def _wait(self, waiting: WaitReason, block: Block, deadline: float | None, *, is_retry: bool) -> bool:
-        """Wait once. If the space has become free, return False at once, because no notification would come.
+        """Wait for a notification. If the space is already free, return False, because no notification would come.
 
         Raises:
-            TieredError: the tier refuses space that it reports as free. Also raises ``TimeoutError``, or the error of a
-                transfer.
+            TieredError: the tier refuses space that it reports as free. Can also raise ``TimeoutError`` or a
+                transfer's error.
         """
         if waiting.cause == "space":
             free_bytes = self.movement.tiers[waiting.tier].usage().free_bytes
@@ -239,7 +239,7 @@ class Leasing:
             tier.order_before(copy.slot, stream)
 
     def return_leases(self, leases: Sequence[Lease], *, abandoned: bool, stream: Any) -> None:
-        """End leases together; see ``Lease.release`` and ``Lease.abandon``.
+        """End a group of leases; see ``Lease.release`` and ``Lease.abandon``.
 
         Args:
             abandoned: whether to drop the contents that ``w`` leases wrote.
@@ -339,7 +339,7 @@ class Leasing:
         return sum(lease._copy.slot_bytes for lease in self.leases if lease.tier == tier)
 
     def _capacity_error(self, tier: str, need_bytes: int, detail: str) -> CapacityError:
-        """Return an error that lists the tier's byte counts and its largest slots."""
+        """Return a ``CapacityError`` with the tier's byte counts and its largest slots."""
         blocks = self.movement.blocks.values()
         held = [(b.spec.key, c) for b in blocks if (c := b.copies.get(tier)) and c.slot is not None]
         largest = sorted(held, key=lambda item: -item[1].slot_bytes)[:3]
@@ -378,7 +378,7 @@ class Leasing:
             self.movement.changed.wait()
 
     def wait_for_locked(self, waiting: WaitReason, block: Block) -> None:
-        """Wait once for the reason why the newest bytes of ``block`` are not at home yet.
+        """Wait once, because the newest bytes of ``block`` have not reached its home.
 
         Raises:
             CapacityError: waiting cannot help. Can also raise ``LeaseError``.
@@ -405,7 +405,7 @@ class Leasing:
             self.movement.changed.notify_all()
 
     def pin(self, key: str, tier: str) -> None:
-        """Add one pin; see ``TieredStore.pin``."""
+        """Add a pin to a copy; see ``TieredStore.pin``."""
         occupancy = self.movement.occupancy
         with self.movement.changed:
             block = self.block(key)
@@ -419,7 +419,7 @@ class Leasing:
             occupancy.num_changes += 1
 
     def unpin(self, key: str, tier: str) -> None:
-        """Remove one pin; see ``TieredStore.unpin``."""
+        """Remove a pin from a copy; see ``TieredStore.unpin``."""
         occupancy = self.movement.occupancy
         with self.movement.changed:
             block = self.block(key)
@@ -486,9 +486,9 @@ _CAN_SEE_FRAMES = sys.version_info >= (3, 12)
 
 
 def caller_thread_ids() -> Sequence[int]:
-    """Return the threads whose leases the caller must not wait for: itself, then threads that wait for its backward.
+    """Return ids of threads whose leases the caller must not wait for: itself, then threads waiting for its backward.
 
-    On a CPU, a backward runs in the calling thread. On a device, it runs in a thread of autograd. This thread must not
+    On a CPU, a backward runs in the calling thread. On a device, it runs in an autograd thread. This thread must not
     wait for leases of the thread that called the backward. In Python 3.11 the calling thread cannot be found, so the
     deadlock is not detected. If two threads run a backward, both ids are returned, because autograd has only one thread
     per device.

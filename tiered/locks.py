@@ -18,7 +18,7 @@ from tiered.errors import LockedError, LockingError
 LOCK_NAME = "LOCK"
 _OWNER = re.compile(r"process ([0-9]+) on ([^,\s]+)")
 _MOUNTS = Path("/proc/self/mountinfo")
-_ATTEMPTS = 100  # tries to lock a file that other processes keep deleting
+_ATTEMPTS = 100  # maximum number of tries to lock a file that other processes keep deleting
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Mount:
 
 
 def mount_of(path: Path, mounts: Path = _MOUNTS) -> Mount:
-    """Return the mount that contains a resolved path, or ``unknown`` if the table of mounts is unreadable."""
+    """Return the mount that contains a resolved path. Its kind is ``unknown`` if the mount table is unreadable."""
     try:
         # Do not use ``splitlines``: only "\n" ends a line, and a folder's name can contain other line separators.
         lines = mounts.read_bytes().decode(errors="surrogateescape").split("\n")
@@ -56,7 +56,7 @@ def mount_of(path: Path, mounts: Path = _MOUNTS) -> Mount:
 
 
 def unescape(text: str) -> str:
-    """Decode the octal escapes (space, tab, newline, backslash) in a field of a table of mounts."""
+    """Decode the octal escapes (space, tab, newline, backslash) in a field of the mount table."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
@@ -70,7 +70,7 @@ def lock(fd: int, path: Path | str, *, shared: bool = False, waits: bool = False
 
     Raises:
         BlockingIOError: another process holds the lock.
-        LockingError: the file system has no locks.
+        LockingError: the file system does not support locks.
     """
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if waits else fcntl.LOCK_NB))
@@ -85,7 +85,7 @@ def lock(fd: int, path: Path | str, *, shared: bool = False, waits: bool = False
 
 @dataclass(frozen=True, slots=True)
 class DirectoryLock:
-    """The lock of a directory, held by this process.
+    """Lock on a directory, held by this process.
 
     Attributes:
         dead_owner: process that last locked the directory, if it died without unlocking.
@@ -94,16 +94,16 @@ class DirectoryLock:
     path: Path
     dead_owner: str | None
     _fd: int
-    _directory_fd: int  # also locked, so that the lock survives if the LOCK file is deleted; -1 if unsupported
+    _directory_fd: int  # the directory is also locked, in case the LOCK file is deleted; -1 if unsupported
 
     def check(self) -> None:
-        """Raise ``LockedError`` if the LOCK file was deleted or replaced, so that others can lock the directory."""
+        """Raise ``LockedError`` if the LOCK file was deleted or replaced, because others could lock the new file."""
         if not _is_file_at(self._fd, self.path / LOCK_NAME):
             text = f"an unknown process: the file '{self.path / LOCK_NAME}' was deleted or replaced while in use"
             raise LockedError(str(self.path), text)
 
     def release(self) -> None:
-        """Unlock the directory and remove the owner's name, because a remaining name would mean that the owner died."""
+        """Unlock the directory and clear the LOCK file, because a name left in it would mean that the owner died."""
         with contextlib.suppress(OSError):  # the drive may have died or become read-only
             os.ftruncate(self._fd, 0)
         os.close(self._fd)
@@ -116,7 +116,7 @@ def lock_directory(path: Path) -> DirectoryLock:
 
     Raises:
         LockedError: this or another process already holds the lock.
-        LockingError: the file system has no locks.
+        LockingError: the file system does not support locks.
         OSError: the LOCK file cannot be opened or written.
     """
     collected = False
@@ -177,7 +177,7 @@ def holder_text(path: Path | str) -> str | None:
         else:
             return None
     finally:
-        os.close(fd)  # Close it first, because the search below may cover this process's own open files.
+        os.close(fd)  # Close the file first, because the search below may cover this process's own open files.
     return text if text and _may_be_running(text, file) else None
 
 
@@ -212,7 +212,7 @@ def _may_be_running(text: str, file: Path) -> bool:
 
 
 def _lock_folder(path: Path) -> int:
-    """Also lock the folder; return -1 if its file system cannot. Raises ``BlockingIOError`` if it is locked."""
+    """Lock a folder. Return its descriptor, or -1 if unsupported. Raises ``BlockingIOError`` if it is locked."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""Transfers of blocks between tiers: fetch, write back, evict. Everything here runs under the store's lock.
+"""Transfers of blocks between tiers: fetch, write back, evict. All of this code runs under the store's lock.
 
 The functions are level-triggered: ``advance_fetch`` takes the next possible step toward a valid copy in a tier and
 returns the reason to wait. After the wait, the caller or the prefetcher calls it again. So there is no multi-step plan
@@ -29,15 +29,15 @@ from tiered.transfer import Transfer, WaitReason
 
 
 class Movement:
-    """Moves the copies of a store. Callers hold ``changed``.
+    """Mover of a store's copies between tiers. Callers hold ``changed``.
 
     Attributes:
-        changed: condition with the store's lock, notified after every change of a copy.
+        changed: condition with the store's lock, notified after every change to a copy.
         stream_tiers: tiers on a device with streams, by name.
         describing_tiers: tiers that record the shapes and dtypes of home slots, by name.
         durable_tiers: tiers with files that commits preserve by hard links, by name.
         pausing_tiers: tiers whose writes can wait for space.
-        read_only_tiers: names of tiers with home slots that have their contents from the start.
+        read_only_tiers: names of tiers whose home slots have their contents from the start.
         time_s: clock that measures stalls.
         due: bytes per link, by the tick that needs the bytes.
         inflight_bytes: bytes of all fetches in progress.
@@ -83,7 +83,7 @@ class Movement:
         self._num_uses = 0
 
     def add(self, block: Block) -> None:
-        """Add a registered block."""
+        """Add a newly registered block."""
         self.occupancy.num_changes += 1
         self.blocks[block.spec.key] = block
         self.prefetcher.add_block(block)
@@ -104,7 +104,7 @@ class Movement:
         """Take the next step toward a valid copy of ``block`` in ``tier``. Return the reason to wait, or None if valid.
 
         Args:
-            tick: tick that needs the copy. Without ``on_demand``, only copies that are needed later are evicted.
+            tick: tick that needs the copy. Without ``on_demand``, only copies with later uses are evicted.
 
         Raises:
             UninitializedBlockError: the block has no contents.
@@ -204,7 +204,7 @@ class Movement:
         if middle is not None and middle.state.is_valid:
             hops.pop(0)
         elif middle is not None:
-            if middle.state is CopyState.FILLING:  # Wait for a fetch of the same bytes, and write those.
+            if middle.state is CopyState.FILLING:  # Wait for a fetch of the same bytes, and write its copy.
                 return WaitReason("fill", middle.transfer)
             slot = self.make_space(block, hop, tick=self.prefetcher.now, on_demand=True, waits=False)
             if slot is None:
@@ -296,7 +296,7 @@ class Movement:
 
         Args:
             home: whether the slot is the block's home slot.
-            waits: whether the caller retries after a copy has left. If not, a buffer of another size is dropped at
+            waits: whether the caller retries after an eviction. If not, a buffer of another size is dropped at
                 once.
         """
         owner = self.tiers[tier]
@@ -398,7 +398,7 @@ class Movement:
         return slots
 
     def drop(self, copy: Copy) -> None:
-        """Free the slot of a copy outside its home without writing the copy back."""
+        """Free the slot of a non-home copy without writing the copy back."""
         assert not copy.is_home and not copy.readers, (copy.tier, copy.readers)
         if copy.prefetched:
             self.counters.prefetch_wasted += 1
@@ -443,7 +443,7 @@ class Movement:
 
 
 def due_bytes(movement: Movement) -> Mapping[tuple[str, str], int]:
-    """Return the bytes per link for all uses up to the current tick, regardless of when they move."""
+    """Return the bytes per link for all uses up to the current tick, regardless of when the bytes move."""
     found = Counter(movement.due.until(movement.prefetcher.now))
     for copy, block in movement._blocked.items():
         for hop in movement.routes.between(copy.tier, block.spec.home):

@@ -1,4 +1,4 @@
-"""Counts the space that slots take and copies can use in each tier. Callers hold the store's lock."""
+"""Counts of the space that slots take, and that copies can use, in each tier. Callers hold the store's lock."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ class Occupancy:
         owner.keep_buffers({size: homes[size] + count for size, count in counts.items()})
 
     def slot_bytes(self, block: Block, tier: str) -> int:
-        """Return the size of a block's slot. The size is cached, because every change walks the schedule."""
+        """Return the bytes of a block's slot in a tier. Cached, because every change walks the whole schedule."""
         known = block.slot_bytes.get(tier)
         if known is None:
             known = block.slot_bytes[tier] = self._tiers[tier].slot_bytes(block.spec.nbytes)
         return known
 
     def copies(self, tier: str) -> list[tuple[Block, Copy]]:
-        """Return the blocks and copies that have a slot in a tier, including home copies."""
+        """Return (block, copy) for each copy with a slot in a tier, including home copies."""
         return [(b, c) for b in self._blocks.values() if (c := b.copies.get(tier)) is not None and c.slot is not None]
 
     def evicting_copy(self, block: Block, tier: str) -> Copy | None:

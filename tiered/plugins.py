@@ -1,4 +1,4 @@
-"""Looks up tiers by name: built-in tiers, and tiers that installed packages provide through an entry point."""
+"""Lookup of tiers by name: built-in tiers, and tiers that installed packages provide through an entry point."""
 
 from __future__ import annotations
 

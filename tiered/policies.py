@@ -28,7 +28,7 @@ class Candidate:
 
 
 class EvictionPolicy(Protocol):
-    """Orders candidates for eviction. ``rank`` is a pure function of its arguments."""
+    """Policy that orders candidates for eviction. ``rank`` is a pure function of its arguments."""
 
     def rank(self, candidates: Sequence[Candidate], now: int) -> Sequence[Candidate]:
         """Return the candidates in the order of eviction."""
@@ -36,14 +36,14 @@ class EvictionPolicy(Protocol):
 
 
 class LRU:
-    """Evicts the least recently used copy first; ties are ordered by key."""
+    """Policy that evicts the least recently used copy first; ties are ordered by key."""
 
     def rank(self, candidates: Sequence[Candidate], now: int) -> Sequence[Candidate]:
         return sorted(candidates, key=lambda candidate: (candidate.last_use, candidate.key))
 
 
 class Belady:
-    """Evicts the copy with the farthest next use first. Ties: clean before dirty, then large before small.
+    """Policy that evicts the copy with the farthest next use first. Ties: clean before dirty, then large before small.
 
     Copies outside the schedule have ``next_use == NEVER`` and are ordered by recency. A fetch never evicts a copy that
     is needed sooner than the fetched copy, so cyclic scans (as in training) behave as if copies were pinned.

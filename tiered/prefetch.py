@@ -62,10 +62,10 @@ def next_fetches(
         now: the trainer's tick. Copies for this tick are fetched on demand.
         lookahead_bytes: maximum bytes of distinct future copies. If None, only space limits them.
         free_bytes: bytes of each tier that are available to copies (capacity minus home slots and reservations).
-        inspect: returns whether an access has a copy (arrived or in flight), and the size of the slot that it needs (0
-            if none). ``inspect`` and ``hop_bytes`` get accesses with ticks of the first period.
-        hop_bytes: returns the bytes that an access needs in tiers between its tier and the block's home. None if no
-            route has such tiers.
+        inspect: function that returns whether an access has a copy (arrived or in flight), and the bytes of the slot
+            that it needs (0 if none). Like ``hop_bytes``, it gets accesses with ticks of the first period.
+        hop_bytes: function that returns the bytes that an access needs in tiers between its tier and the block's home.
+            None if no route has such tiers.
         buffers: number of buffers by (tier, size). Sizes without an entry share the remaining bytes.
         skipped: (tick, key) pairs of reads that will not happen.
     """
@@ -78,7 +78,7 @@ def next_fetches(
         free.take(access, inspect(access)[1])
         if access.mode != "r":
             settled.add(access.key)
-    free.counted.clear()  # Copies in use now will have left by their next use, so the next use needs space again.
+    free.counted.clear()  # Copies in use now will be evicted before their next use, which needs space again.
     for tick, access in schedule.walk(now):
         key = access.key
         if key in settled and (key, access.tier) in free.counted and not (hop_bytes is not None and hop_bytes(access)):
@@ -100,7 +100,7 @@ def next_fetches(
 
 
 class _FreeBytes:
-    """Remaining bytes of each tier while the copies of a schedule are counted.
+    """Remaining free bytes of each tier while the copies of a schedule are counted.
 
     Attributes:
         counted: (key, tier) pairs of the counted copies.
@@ -161,7 +161,7 @@ class Mover(Protocol):
 
 
 class Prefetcher:
-    """Starts the fetches of a schedule, as far ahead as space allows. The caller holds the store's lock.
+    """Prefetcher of scheduled accesses, as far ahead as space allows. The caller holds the store's lock.
 
     Attributes:
         lookahead_bytes: maximum bytes of copies to fetch ahead. If None, only space limits them.
@@ -171,8 +171,8 @@ class Prefetcher:
     def __init__(self, mover: Mover, max_inflight_bytes: int) -> None:
         """
         Args:
-            mover: moves copies, and calls ``pump`` when a copy has arrived or left.
-            max_inflight_bytes: no fetch starts while more bytes than this are in flight.
+            mover: mover of the copies, which calls ``pump`` after a copy has arrived or was evicted.
+            max_inflight_bytes: number of bytes in flight at which no further fetch starts.
         """
         self._mover, self._max_inflight_bytes = mover, max_inflight_bytes
         self.schedule: Schedule | None = None
@@ -188,19 +188,19 @@ class Prefetcher:
         self._away.add_block(block)
 
     def set_schedule(self, schedule: Schedule | None, lookahead_bytes: int | None) -> None:
-        """Replace the schedule."""
+        """Replace the schedule and the look-ahead, and forget all skipped accesses."""
         self._mover.occupancy.num_changes += 1
         self.schedule, self.lookahead_bytes, self._away = schedule, lookahead_bytes, FetchSchedule(schedule)
         self._skipped = set()
 
     def advance(self, tick: int) -> None:
-        """Set the current tick."""
+        """Set the current tick, and forget earlier skipped accesses."""
         self.now = tick
         if self._skipped:
             self._skipped = {each for each in self._skipped if each[0] >= tick}
 
     def skip(self, accesses: Iterable[tuple[int, str]], but_not: Iterable[tuple[int, str]]) -> None:
-        """Stop prefetching for ``accesses``, and prefetch again for ``but_not``; both are (tick, key) pairs."""
+        """Skip prefetches for (tick, key) pairs in ``accesses``. Pairs in ``but_not`` are no longer skipped."""
         self._mover.occupancy.num_changes += 1
         self._skipped.update(accesses)
         self._skipped.difference_update(but_not)
@@ -245,7 +245,7 @@ class Prefetcher:
 
     @contextmanager
     def pumping_once(self) -> Iterator[None]:
-        """Defer all fetches to a single walk at the end of the ``with`` block. The caller holds the lock."""
+        """Defer all fetches to one walk of the schedule after the ``with`` block. The caller holds the lock."""
         if self._is_pumping:
             yield
             return

@@ -26,7 +26,7 @@ class Copy:
         wanted: number of ``acquire`` calls that wait for this copy. A wanted copy is not evicted.
         last_use: counter value of the last use or arrival.
         leased_at: tick of the last lease.
-        transfer: transfer that fills or drains the copy. After the transfer, the last fill.
+        transfer: latest transfer that filled or drained the copy, in progress or ended.
         prefetched: whether the prefetcher fetched the copy and no lease has used it yet.
         drop_when_clean: whether the copy is evicted after its write-back.
     """
@@ -84,7 +84,7 @@ class Block:
         self.slot_bytes: dict[str, int] = {}  # cached slot sizes, by tier
 
     def copy_in(self, tier: str) -> Copy:
-        """Return the copy in a tier; a new record starts as ABSENT."""
+        """Return the copy in a tier, creating a record in state ABSENT if there is none."""
         copy = self.copies.get(tier)
         if copy is None:
             copy = self.copies[tier] = Copy(tier, is_home=False)
@@ -121,7 +121,7 @@ class _Returner(Protocol):
 
 
 class Lease:
-    """The right to use one copy of one block in place. Use it as a context manager, or call ``release`` once.
+    """Right to use one copy of one block in place. Use it as a context manager, or call ``release`` once.
 
     During the lease, the store does not evict the copy and no other lease changes it. A ``w`` or ``rw`` lease excludes
     all other leases on the block's copies. An exception inside the ``with`` block of a ``w`` lease abandons the lease.
@@ -226,7 +226,7 @@ class LeaseGroup(Sequence[Lease]):
         return iter(self._leases)
 
     def release(self, stream: Any = None) -> None:
-        """Release every lease of the group."""
+        """Release every lease in the group."""
         _end(self._leases, abandoned=False, stream=stream)
 
     def __enter__(self) -> LeaseGroup:
@@ -240,7 +240,7 @@ class LeaseGroup(Sequence[Lease]):
 
 
 def _end(leases: Sequence[Lease], *, abandoned: bool, stream: Any) -> None:
-    """End leases of one store together; see ``Lease.release`` and ``Lease.abandon``.
+    """End several leases of one store; see ``Lease.release`` and ``Lease.abandon``.
 
     Raises:
         LeaseError: a lease was already released; no lease has changed. Or torch wrote to the tensor of an ``r`` lease;

@@ -29,7 +29,7 @@ class Access:
 
 
 class Schedule:
-    """A known sequence of accesses, optionally repeating.
+    """Sequence of future accesses, which can repeat periodically.
 
     Args:
         accesses: accesses in any order. The constructor sorts them by tick; the sort is stable.
@@ -100,7 +100,7 @@ class Schedule:
         return NEVER
 
     def used_at(self, tick: int) -> Sequence[Access]:
-        """Return the accesses at exactly this tick. The returned objects have ticks of the first period."""
+        """Return the accesses at a tick. The returned objects have ticks within the first period."""
         if not self._is_used(tick):
             return ()
         local = tick if self.period is None else tick % self.period
@@ -109,7 +109,7 @@ class Schedule:
     def walk(self, now: int) -> Iterator[tuple[int, Access]]:
         """Yield (tick, access) pairs later than ``now`` in deadline order, for at most one period.
 
-        The walk creates no objects: each access is the object of the first period.
+        The walk creates no objects: each access keeps its tick within the first period.
         """
         now = max(now, self.start - 1)
         base, local = (0, now) if self.period is None else (now - now % self.period, now % self.period)

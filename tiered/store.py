@@ -34,7 +34,7 @@ from tiered.units import GiB
 
 
 class TieredStore(BlockMapping):
-    """Stores named blocks in tiers of different speeds. Thread-safe, and a context manager that closes the store.
+    """Store of named blocks in tiers of different speeds. Thread-safe, and a context manager that closes the store.
 
     Only the process that created the store can use it: in a forked child, ``close`` does nothing and every other use
     raises ``TieredError``. A store is also a mapping from names to copies of tensors (see ``BlockMapping``).
@@ -282,7 +282,7 @@ class TieredStore(BlockMapping):
     # -- rows and streams (BlockMapping has whole blocks by name) ----------------------------------------------
 
     def read_rows(self, key: str, start: int, stop: int) -> torch.Tensor:
-        """Return a copy of a block's rows ``start`` to ``stop``, in host memory that no tier counts.
+        """Return rows [``start``, ``stop``) of a block, copied to host memory that no tier counts as used.
 
         If only files have the newest bytes, the read covers only the pages of these rows (with ``verify="always"``, the
         16 MiB pieces that contain the rows). It bypasses all tiers: it evicts nothing, and ``stats`` does not count it.
@@ -319,7 +319,7 @@ class TieredStore(BlockMapping):
     # -- placement ---------------------------------------------------------------------------------------------
 
     def pin(self, key: str, tier: str) -> None:
-        """Keep the copy in ``tier`` from its next arrival until ``unpin``. Pins are counted.
+        """Keep the copy in ``tier`` from its next arrival until every ``pin`` has been undone by an ``unpin``.
 
         Raises:
             CapacityError: homes and pins together would exceed the tier.
@@ -327,7 +327,7 @@ class TieredStore(BlockMapping):
         self._leasing.pin(key, tier)
 
     def unpin(self, key: str, tier: str) -> None:
-        """Reverse one ``pin``.
+        """Undo one ``pin`` of the copy in ``tier``.
 
         Raises:
             LeaseError: the copy is not pinned.
@@ -366,7 +366,7 @@ class TieredStore(BlockMapping):
             self._movement.occupancy.keep_buffers(tier, counts)
 
     def evict(self, key: str, tier: str) -> Transfer:
-        """Drop the copy in ``tier`` after writing it back if it is dirty. Return the write-back.
+        """Drop the copy in ``tier`` after writing it back if it is dirty. Return the write-back's transfer.
 
         A copy that is leased or in flight is dropped as soon as the lease or transfer ends. The home copy always stays.
 
@@ -376,7 +376,7 @@ class TieredStore(BlockMapping):
         return self._leasing.evict(key, tier)
 
     def set_schedule(self, schedule: Schedule | None, *, lookahead_bytes: int | None = None) -> None:
-        """Set the access schedule and the prefetcher's look-ahead (as far as space allows if None; 0 disables it)."""
+        """Set the access schedule and the prefetcher's look-ahead (None: only space limits it; 0: no prefetching)."""
         with self._changed:
             self._movement.prefetcher.set_schedule(schedule, lookahead_bytes)
             self._movement.prefetcher.pump()
@@ -398,13 +398,13 @@ class TieredStore(BlockMapping):
             self._movement.prefetcher.pump()
 
     def pass_over(self, accesses: Iterable[tuple[int, str]], *, but_not: Iterable[tuple[int, str]] = ()) -> None:
-        """Do not prefetch for scheduled accesses that will probably not happen.
+        """Skip prefetches for scheduled accesses that will probably not happen.
 
         If one of them happens after all, its copy is fetched on demand.
 
         Args:
             accesses: (tick, key) pairs of reads.
-            but_not: accesses from earlier calls that will happen, so prefetching resumes for them.
+            but_not: accesses from earlier calls that will happen after all, so prefetching resumes for them.
         """
         with self._changed:
             self._movement.prefetcher.skip(accesses, but_not)
@@ -534,7 +534,7 @@ class TieredStore(BlockMapping):
         )
 
     def close(self) -> None:
-        """Finish all transfers and any commit, then free everything. Uncommitted contents are lost. Idempotent.
+        """Finish all transfers and any commit, then close links and tiers. Uncommitted contents are lost. Idempotent.
 
         Emits a ``RuntimeWarning`` if a commit failed and no caller waited for the commit. Does nothing in a forked
         child.

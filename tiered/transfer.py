@@ -13,7 +13,7 @@ class Transfer:
     """One copy of bytes from a tier to another tier. A link's thread completes the transfer.
 
     The link keeps the transfer alive, so callers need not hold a reference. ``done`` and ``wait`` can be called from
-    any thread. After ``wait`` returns, the host can use the bytes. After ``wait_stream(stream)`` returns, later work of
+    any thread. After ``wait`` returns, the host can use the bytes. After ``wait_stream(stream)`` returns, later work on
     ``stream`` can use the bytes; the host does not wait for the device.
 
     Attributes:
@@ -44,7 +44,7 @@ class Transfer:
         self.start_s = time.perf_counter()
         self.end_s = self.start_s
         self._lock = threading.Lock()
-        self._arrived = threading.Event()  # Set when the link has finished; callbacks may still run.
+        self._arrived = threading.Event()  # Set when the link has finished; callbacks may still be running.
         self._done = threading.Event()
         self._callbacks: list[Callable[[Transfer], None]] = []
         if skipped:
@@ -56,7 +56,7 @@ class Transfer:
         return self._done.is_set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the end, including the store's callbacks. After a write-back for an eviction, the copy is gone.
+        """Wait until the transfer and its callbacks have ended. After an eviction's write-back, the copy is gone.
 
         Raises:
             TimeoutError: the transfer did not end within ``timeout_s`` seconds.
@@ -68,7 +68,7 @@ class Transfer:
             raise self.error
 
     def wait_stream(self, stream: Any) -> None:
-        """Make later work of ``stream`` wait for the bytes. The host waits until the copy is enqueued.
+        """Make later work on ``stream`` wait for the bytes. The host waits until the copy is enqueued.
 
         The host must wait, because a stream silently ignores an event that is not yet recorded.
         """
@@ -87,7 +87,7 @@ class Transfer:
         callback(self)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Mark the end and run the callbacks. A link calls this exactly once."""
+        """Mark the transfer as ended and run the callbacks. A link calls this exactly once."""
         with self._lock:
             assert not self._arrived.is_set(), "a transfer ends once"
             self.error = error

@@ -1,4 +1,4 @@
-"""Sizes, rates and durations: constants, parsing and printing.
+"""Sizes, rates and durations: constants, parsing and formatting.
 
 Inside the package, all sizes are ``int`` bytes. Text is only for input and output.
 """

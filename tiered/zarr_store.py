@@ -29,7 +29,7 @@ class _ZarrState:
     """State that all ZarrStores over one TieredStore share, so that two of them never replace a value concurrently.
 
     Attributes:
-        token: identifies the TieredStore when a ZarrStore is pickled and unpickled in this process.
+        token: id of the TieredStore, for pickling and unpickling a ZarrStore in this process.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class ZarrStore(Store):
     both fit; otherwise ``set`` raises ``CapacityError`` and keeps the old value. Readers and commits get the old value
     or the new value, never a mixture.
 
-    Thread-safe. ``close`` does not close the TieredStore. The caller owns the TieredStore and must keep it open longer.
+    Thread-safe. ``close`` leaves the TieredStore open. The caller owns it and must not close it before this store.
 
     Args:
         store: store that holds the blocks. Its other blocks are not touched.
@@ -201,7 +201,7 @@ class ZarrStore(Store):
     def get_sync(
         self, key: str, *, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """Return a copy of a value or of a range of its bytes. Return None if it does not exist. Blocks the caller."""
+        """Return a copy of a value or of a range of its bytes, or None if no such value exists. Blocks the caller."""
         prototype = prototype or default_buffer_prototype()
         self._is_open = True
         with self._locked(key):

@@ -1,4 +1,4 @@
-"""Shows a committed generation as a read-only zarr group with one array per block. Reads are verified."""
+"""View of a committed generation as a read-only zarr group with one array per block. Reads are verified."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class BlockView:
     """One block of a generation as an array.
 
     Attributes:
-        read: returns bytes ``start`` to ``stop`` of the contents as 1-D uint8 in host memory. Raises an error if the
-            bytes are damaged or missing.
+        read: function that returns bytes ``start`` to ``stop`` of the contents as 1-D uint8 in host memory. Raises an
+            error if the bytes are damaged or missing.
     """
 
     spec: BlockSpec
@@ -54,7 +54,7 @@ class BlockView:
 
 
 class _GenerationStore(Store):
-    """Read-only zarr store. Generates the documents, and reads chunks from the blocks on request."""
+    """Read-only zarr store that generates the documents and reads chunks from the blocks on request."""
 
     supports_writes: bool = False
     supports_deletes: bool = False
@@ -151,7 +151,7 @@ def group_of(views: Iterable[BlockView], attributes: Mapping[str, Any]) -> zarr.
 
 
 def range_of(nbytes: int, byte_range: ByteRequest | None) -> slice:
-    """Return the requested bytes of a value as a slice.
+    """Return the slice of a value's bytes that ``byte_range`` requests.
 
     Raises:
         ValueError: the type of ``byte_range`` is unknown.

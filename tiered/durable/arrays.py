@@ -1,7 +1,7 @@
 """Arrays of committed generations: writing, reading and verifying a block's chunk files in 16 MiB pieces.
 
 An array is a folder with a zarr document and the files ``c/0``, ``c/1``, ... of equal size. A piece is 16 MiB of
-contents with one checksum. It can span two files of a tier, but never two files of ``write_array``.
+contents with one checksum. It can span two files if a tier wrote them, but not if ``write_array`` did.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from tiered.tiers.directory import documents_and_folders, make_groups, read_docu
 from tiered.tiers.layout import DOCUMENT_NAME, ChunkFile, array_document, document_chunk_bytes, parts_of, place_text
 from tiered.units import PAGE_BYTES, MiB, round_up
 
-#: Maximum size of a chunk file of a block whose home is not a file tier.
+#: Maximum size in bytes of a chunk file, for blocks whose home is not a file tier.
 _CHUNK_BYTES = 512 * MiB
-#: Maximum number of files of one block. Tiers create files of many MiB, but an untrusted document can claim any number
+#: Maximum number of files per block. Tiers create files of many MiB, but an untrusted document can claim any number
 #: of files.
 _MAX_FILES = 1 << 20
 #: Number of pieces in flight, enough for a fast drive.
 _NUM_THREADS = 4
 _SCRATCH_BYTES = 4 * MiB
-#: Maximum size of a block for ``read_small``. Larger blocks gain nothing from fewer system calls.
+#: Maximum block size in bytes for ``read_small``. Larger blocks gain nothing from fewer system calls.
 SMALL_BYTES = 1 * MiB
 _thread_local = threading.local()
 
@@ -56,7 +56,7 @@ ADVICE = "Name the paths of the run that wrote it, or open another generation"
 
 
 def new_chunk_bytes(spec: BlockSpec) -> int:
-    """Return the size of each file that ``write_array`` creates. No 16 MiB piece spans two files."""
+    """Return the bytes per file that ``write_array`` creates for a block. No 16 MiB piece spans two files."""
     num_files = math.ceil(spec.nbytes / _CHUNK_BYTES)
     if num_files < 2:
         return round_up(max(spec.nbytes, 1), PAGE_BYTES)
@@ -64,13 +64,13 @@ def new_chunk_bytes(spec: BlockSpec) -> int:
 
 
 def array_bytes(spec: BlockSpec) -> int:
-    """Return the total size of the files that ``write_array`` creates."""
+    """Return the total bytes of the files that ``write_array`` creates for a block."""
     chunk_bytes = new_chunk_bytes(spec)
     return chunk_bytes * len(range(0, spec.nbytes, chunk_bytes))
 
 
 def array_chunk_bytes(folder: Path) -> int | None:
-    """Return the size of an array's chunk files, or None if the folder has no document that states the size."""
+    """Return the bytes per chunk file of an array, or None if the folder has no document that states this size."""
     return document_chunk_bytes(read_document(folder))
 
 
@@ -137,7 +137,7 @@ def no_array_text(key: str, folder: Path) -> str:
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 
-#: Function that returns bytes ``start`` to ``stop`` (one piece) of a block: 1-D uint8 on any device.
+#: Function that returns bytes ``start`` to ``stop`` (one piece) of a block as 1-D uint8 on any device.
 Contents = Callable[[int, int], torch.Tensor]
 
 
@@ -154,7 +154,7 @@ def write_array(root: Path, spec: BlockSpec, contents: Contents, *, num_threads:
         root: folder of a generation.
         contents: called once per piece on ``num_threads`` threads. If ``num_threads`` is 1, called in order on the
             caller's thread.
-        num_threads: number of pieces in progress at the same time.
+        num_threads: maximum number of pieces processed at the same time.
 
     Raises:
         TransferError: the drive returned an error.
@@ -175,8 +175,8 @@ def write_array(root: Path, spec: BlockSpec, contents: Contents, *, num_threads:
                 os.posix_fallocate(fd, 0, chunk_bytes)  # If the drive is full, this fails before the first write.
                 found += _map_pieces(write, pieces(min(chunk_bytes, spec.nbytes - start)), num_threads)
                 os.fsync(fd)
-                drop_cached(fd)  # Only flushed pages can be dropped. Later reads then come from the drive.
-    except TransferError:  # ``contents`` raised this error, which is also an OSError.
+                drop_cached(fd)  # Drop the pages, now that they are flushed, so that later reads come from the drive.
+    except TransferError:  # Raised by ``contents``. It is also an OSError, so do not convert it below.
         raise
     except OSError as error:
         path = str(error.filename or folder)
@@ -292,7 +292,7 @@ def read_piece(
     """Read one piece of a block and return its checksum; see ``read_array``.
 
     Args:
-        piece: first byte and end of the piece.
+        piece: byte range [start, stop) of the piece.
         into: destination with the size of the piece, or None.
     """
     digest, nbytes = Digest(), 0
@@ -343,7 +343,7 @@ def check_pieces(
     found: Sequence[str],
     generation: int | None = None,
 ) -> None:
-    """Raise ``CorruptBlockError`` if a piece's checksum differs. The error describes the first damaged piece.
+    """Raise ``CorruptBlockError`` if a piece's checksum is not the expected one. It describes the first such piece.
 
     Args:
         generation: number of the generation, for the message.

@@ -39,7 +39,7 @@ from tiered.units import PAGE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class CommitFigures:
-    """Bytes and seconds of a commit.
+    """Sizes and durations of a commit.
 
     Attributes:
         written_bytes: size of the files that the commit wrote.
@@ -60,8 +60,8 @@ class Commit:
 
     Attributes:
         generation: number of the new generation, higher than all existing numbers.
-        num_bytes: bytes of all blocks. 0 until all blocks are frozen.
-        done_bytes: bytes of the blocks that are already written, or linked and checked.
+        num_bytes: total size of all blocks. 0 until all blocks are frozen.
+        done_bytes: total size of the blocks that are already written, or linked and checked.
     """
 
     def __init__(self, movement: Movement, generation: int) -> None:
@@ -80,7 +80,7 @@ class Commit:
 
     @property
     def figures(self) -> CommitFigures:
-        """Figures of the commit, available after ``wait`` has returned."""
+        """Sizes and durations of the commit, available after ``wait`` has returned."""
         assert self._figures is not None, f"generation {self.generation} is not committed"
         return self._figures
 
@@ -98,12 +98,12 @@ class Commit:
             raise self.error
 
     def wait_before_next(self) -> None:
-        """Wait for the end. Raises the commit's error if ``wait`` has not raised it."""
+        """Wait until the commit ends. Raise its error unless ``wait`` has already raised it."""
         if not self._error_was_raised:
             self.wait()
 
     def join(self) -> None:
-        """Wait for the end without raising an error. Warn if the commit failed and no call has raised its error."""
+        """Wait until the commit ends. If it failed and no call has raised its error, warn instead of raising."""
         self._wait_for_end(None)
         if self.error is not None and not self._error_was_raised:
             self._error_was_raised = True
@@ -131,10 +131,10 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class _FrozenCopy:
-    """One block of a commit. A lease protects it, or its files are linked into ``folder``.
+    """Frozen contents of one block. A lease protects them, or their files are linked into ``folder``.
 
     Attributes:
-        version: version of the frozen block, to detect later changes.
+        version: the block's version when it was frozen, to detect later changes.
         is_fetched: whether the lease had to fetch the copy.
     """
 
@@ -149,12 +149,12 @@ class _FrozenCopy:
 
 
 class FrozenBlocks:
-    """Freezes the contents of all durable blocks, and writes or links them into a generation's folders.
+    """Frozen contents of all durable blocks, to be written or linked into a generation's folders.
 
     ``freeze`` runs in the caller's thread, and the other methods run in the commit's thread.
 
     Args:
-        full: waits for space if the drive of the store's directory is full.
+        full: handler that waits for space if the drive of the store's directory is full.
         owner_tier: tier that owns this directory and counts the bytes written there, or None.
     """
 
@@ -189,8 +189,8 @@ class FrozenBlocks:
     def freeze(self) -> None:
         """Freeze the current contents of all durable blocks.
 
-        Blocks that must pass through a faster tier are written here one at a time, because all may not fit there at
-        once.
+        Blocks that must pass through a faster tier are written immediately, one at a time, because that tier may not
+        hold all of them.
         """
         with self._movement.changed:
             blocks = [block for block in self._movement.blocks.values() if block.spec.durable]
@@ -227,7 +227,7 @@ class FrozenBlocks:
         write_document(self.folder, group_document())
 
     def _advance_write_back(self, block: Block) -> WaitReason | None:
-        """Take the next step to write the newest bytes home. Return the reason to wait, or None if they are home."""
+        """Take the next step to write a block's newest bytes home. Return the reason to wait, or None when done."""
         if block.writer is not None:
             return WaitReason("lease")
         newest = block.newest()
@@ -268,7 +268,7 @@ class FrozenBlocks:
     # -- in the commit's thread --------------------------------------------------------------------------------
 
     def write(self, on_bytes: Callable[[int], None] = lambda nbytes: None) -> tuple[BlockRecord, ...]:
-        """Write the leased blocks, and flush and check the linked blocks. Return all records in order.
+        """Write the leased blocks, and flush and check the linked blocks. Return the records of all blocks.
 
         Args:
             on_bytes: called with the number of bytes completed since the last call.
@@ -304,7 +304,7 @@ class FrozenBlocks:
                 frozen.lease.release()
 
     def figures(self) -> CommitFigures:
-        """Return the current figures."""
+        """Return the sizes and durations up to now."""
         written = [frozen.block.spec for frozen in self._frozen if frozen.lease is not None]
         return CommitFigures(
             nbytes=self.num_bytes,
@@ -315,7 +315,7 @@ class FrozenBlocks:
         )
 
     def emit(self) -> None:
-        """Emit the event of a successful commit."""
+        """Emit the event that reports a successful commit."""
         if self._movement.on_event is not None:
             with self._movement.changed:
                 self._movement.on_event(
@@ -323,7 +323,7 @@ class FrozenBlocks:
                 )
 
     def _write(self, frozen: _FrozenCopy, need_bytes: int) -> tuple[str, ...]:
-        """Write a leased block. If the drive is full, wait until ``need_bytes`` (all leased blocks) fit."""
+        """Write a leased block. If the drive is full, wait for ``need_bytes`` of space (for all leased blocks)."""
         spec, path, owner_tier = frozen.block.spec, str(self._identity.path), self._owner_tier
         if owner_tier is not None:
             owner_tier.count_wear({owner_tier.paths.index(path): array_bytes(spec)})
@@ -355,7 +355,7 @@ class FrozenBlocks:
         return self._movement.tiers[lease.tier].tensor(slot, spec.shape, spec.dtype)
 
     def _checksums_of_linked(self, frozen: _FrozenCopy) -> tuple[str, ...]:
-        """Return the checksums of linked, flushed files. If writes have not computed them, read the files."""
+        """Return the checksums of linked, flushed files. Reads the files unless their writes computed checksums."""
         spec, checksums = frozen.block.spec, frozen.checksums
         if checksums is None:
             checksums = read_array(chunk_files(frozen.folder, spec), spec)

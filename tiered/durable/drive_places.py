@@ -1,4 +1,4 @@
-"""Finds the current locations of a generation's drives. All readers of committed generations use this rule.
+"""Rule by which all readers of committed generations find the current locations of a generation's drives.
 
 If a folder was copied or moved, its drives may have moved with it. A reader therefore looks for each drive first at the
 same place relative to the directory of generations, and then at the recorded path.
@@ -20,7 +20,7 @@ OWNER_NAME = "OWNER.json"
 
 @dataclass(frozen=True, slots=True)
 class DrivePlace:
-    """A file tier's path that a generation recorded, and the path's current location.
+    """A file tier's path as recorded in a generation, and its current location.
 
     Attributes:
         recorded: absolute path at the time of the commit.
@@ -40,7 +40,7 @@ class DrivePlace:
 
 
 def drive_places(manifest: Manifest, directory: Path) -> tuple[DrivePlace, ...]:
-    """Return all paths of file tiers in a manifest; ``directory`` is the current directory of generations."""
+    """Return the places of all file tier paths in a manifest. ``directory`` now contains the generations."""
     name = generation_name(manifest.generation)
     places: dict[Path, DrivePlace] = {}
     for tier, paths in ((tier, paths) for tier, paths in manifest.paths.items() if paths):

@@ -1,4 +1,4 @@
-"""Generations of one store: commits them sequentially, prunes them, loads them, and owns their directory."""
+"""Generations of one store: sequential commits, pruning, loading, and ownership of their directory."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ Register = Callable[..., BlockSpec]
 
 
 class Generations:
-    """Commits, prunes and loads generations. At most one commit is in progress.
+    """A store's generations: commits, prunes and loads them. At most one commit is in progress.
 
     Args:
         path: directory of the generations, or None if the store cannot commit.
         keep: number of newest generations that commits keep, at least 1.
-        full: waits if the drive of ``path`` is full and no tier owns the directory.
+        full: handler that waits for space if the drive of ``path`` is full and no tier owns the directory.
         notice: called with each message for the user.
     """
 
@@ -175,10 +175,10 @@ class Generations:
             commit.end(error, figures)
 
     def _undo(self, store: StoreIdentity, frozen: FrozenBlocks, generation: int) -> None:
-        """Remove a failed commit's files, except if the top file names the generation, so that it is complete."""
+        """Remove a failed commit's files, unless the top file already names its generation, which is then complete."""
         frozen.release()
-        # The next commit deletes files that cannot be deleted now. If the top file is unreadable, it may name this
-        # generation.
+        # The next commit deletes files that cannot be deleted now. If the top file is unreadable, keep the files,
+        # because it may name this generation.
         with contextlib.suppress(OSError, GenerationError):
             if current_generation(store.path) != generation:
                 self._remove(store, generation)
@@ -190,7 +190,7 @@ class Generations:
                 self._last.join()
 
     def close(self) -> None:
-        """Release the directory; the files stay. Idempotent."""
+        """Release the directory, but keep its files. Idempotent."""
         if self._directory is not None:
             self._directory.close()
 
@@ -251,7 +251,7 @@ class Generations:
         """
         known = sorted(newest_first(store.path))
         self._abandoned &= set(known)
-        # A damaged generation may only lack a drive that is not mounted, so keep it until newer generations replace it.
+        # A generation may look damaged only because a drive is not mounted. Keep it until newer generations replace it.
         num_newer = sum(number > max(self._skipped, default=0) for number in known)
         protected = self._skipped if num_newer < max(1, self.num_kept) else set()
         order = sorted(self._abandoned) + [number for number in known if number not in self._abandoned]
@@ -355,8 +355,8 @@ class Generations:
         except NewerFormatError:
             raise
         except (CorruptBlockError, GenerationError) as error:
-            # The reader chose this generation. If there is no reader because a manifest is damaged, take the newest
-            # generation.
+            # The reader chose the unusable generation. If a damaged manifest prevented opening a reader, the unusable
+            # generation is the newest one.
             newest = max(newest_first(path), default=0) if reader is None else reader.generation
             problems = [f"generation {newest} cannot be used: {error}"]
             older = self._fill_older(newest, problems, register, unregister)
@@ -409,7 +409,7 @@ class Generations:
         )
 
     def _loader(self, reader: GenerationReader) -> _Loader:
-        store, _ = self._prepare_directory()  # The generation exists, so this changes no wrong path.
+        store, _ = self._prepare_directory()  # The reader found the generation, so this is the right directory.
         return _Loader(self._movement, self._leasing, reader, store)
 
     def _mark_abandoned(self, reader: GenerationReader) -> None:
@@ -418,7 +418,7 @@ class Generations:
     # -- verification ------------------------------------------------------------------------------------------
 
     def verify_at_rest(self, keys: Sequence[str] | None = None) -> int:
-        """Compare files of home slots with their checksums; see ``TieredStore.verify``."""
+        """Compare the files of home slots with their checksums; see ``TieredStore.verify``."""
         with self._movement.changed:
             self._leasing.check_open()
             blocks = self._movement.blocks.values()
@@ -492,7 +492,7 @@ def _as_transfer_error(failure: BaseException, path: Path, generation: int | Non
 
 @dataclass(frozen=True, slots=True)
 class _Loader:
-    """Fills a store's blocks from a generation: by hard links where possible, otherwise by reading.
+    """Loader of a store's blocks from a generation: by hard links where possible, otherwise by reading.
 
     Attributes:
         identity: identity of the store. Files are adopted only from this store's snapshots.
@@ -581,7 +581,7 @@ class _Loader:
                     each.result()
 
     def _adopt(self, block: Block) -> bool:
-        """Adopt the snapshot's files as the home slot, without moving bytes. Return False if the tier lacks them."""
+        """Use the snapshot's files as the home slot, without moving bytes. Return False if the tier lacks them."""
         movement, slot = self.movement, block.home.slot
         tier = movement.durable_tiers.get(block.spec.home)
         if tier is None:
@@ -590,7 +590,7 @@ class _Loader:
         with movement.changed:
             old_bytes = slot.slot_bytes
             block.home.move(CopyState.FILLING)
-            block.num_transfers += 1  # While a transfer is in progress, other threads cannot change the block.
+            block.num_transfers += 1  # Count a transfer, so that other threads cannot change the block.
         is_adopted = False
         try:
             name = generation_name(self.reader.generation)
@@ -662,7 +662,7 @@ def remove_generation(
 
 
 def _make_other_current(directory: Path, generation: int) -> None:
-    """Make the newest other generation current if the top file names this generation."""
+    """Make the newest other generation current, unless the top file already names one of the others."""
     others = [number for number in newest_first(directory) if number != generation]
     try:
         current = current_generation(directory)

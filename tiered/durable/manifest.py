@@ -25,7 +25,7 @@ SNAPSHOT_FOLDER = "snap"
 #: Format version of manifests. Readers accept older versions and refuse newer versions.
 MANIFEST_VERSION = 1
 
-#: Maximum size of a block in bytes. Larger sizes are refused, because a reader would list very many pieces.
+#: Maximum size of a block in bytes. Larger sizes are refused, because a reader lists all 16 MiB pieces.
 _MAX_BYTES = 1 << 44
 
 _BODY_PREFIX = '{"body": '
@@ -35,7 +35,7 @@ JSON = None | bool | int | float | str | Sequence[Any] | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class BlockRecord:
-    """One block of a generation.
+    """Manifest entry for one block.
 
     Attributes:
         home: name of the home tier at the time of the commit.
@@ -54,10 +54,9 @@ class BlockRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A generation.
-
+    """Contents of a generation's manifest.
     Attributes:
-        generation: number of the generation. Numbers start at 1 and increase.
+        generation: generation number. Numbers start at 1 and increase.
         paths: absolute paths of each file tier at the time of the commit.
         store: id of the store that wrote the generation.
     """
@@ -213,7 +212,7 @@ def _block_record(fields: Mapping[str, Any]) -> BlockRecord:
 
 
 def current_generation(directory: str | os.PathLike[str]) -> int | None:
-    """Return the generation that the top file names, or None without a top file. It need not be the newest one.
+    """Return the generation number in the top file, or None if there is no such file. It may not be the newest one.
 
     Raises:
         GenerationError: the file is damaged or newer than this package.
@@ -239,7 +238,7 @@ def list_generations(directory: str | os.PathLike[str]) -> list[int]:
 def newest_first(directory: str | os.PathLike[str]) -> list[int]:
     """Return the numbers of all generations with a manifest, newest first. Readers try them in this order.
 
-    The top file does not matter: a manifest is written last, so every generation with a manifest is complete.
+    The top file is ignored: a manifest is written last, so every generation with a manifest is complete.
     """
     return list_generations(directory)[::-1]
 

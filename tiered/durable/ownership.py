@@ -27,7 +27,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Owner of a folder: the store's id, and its directory of generations at that time. Both are "" if unreadable."""
+    """Owner of a folder: a store's id, and its directory of generations in the note. Both are "" if unreadable."""
 
     id: str
     path: str
@@ -42,9 +42,9 @@ class StoreIdentity:
 
     @classmethod
     def of(cls, path: Path) -> StoreIdentity:
-        """Return the identity of the store in a directory, or create an identity. The caller has locked the directory.
+        """Return the identity of the store in a locked directory, creating one if there is none.
 
-        A directory that has lost its ``STORE.json`` keeps the id in its manifests.
+        If ``STORE.json`` is lost, the id is taken from the directory's manifests.
         """
         found = read_store_id(path)
         if found is None:
@@ -53,7 +53,7 @@ class StoreIdentity:
         return cls(found, path)
 
     def mark(self, folder: Path) -> None:
-        """Create a folder with a note that this store owns the folder. Does not flush the note."""
+        """Create a folder and write a note that this store owns it. Does not flush the note."""
         folder.mkdir(parents=True, exist_ok=True)
         path = str(self.path)
         write_json(folder / OWNER_NAME, {"id": self.id, "path": path, "xxh3_64": _note_digest(self.id, path)})
@@ -76,7 +76,7 @@ class StoreIdentity:
 
 
 def read_store_id(directory: Path) -> str | None:
-    """Return the store id of a directory of generations, or None."""
+    """Return the store id of a directory of generations, or None if ``STORE.json`` is missing or invalid."""
     found = read_note(directory / STORE_NAME)
     return found["id"] if _is_id(found.get("id")) else None
 
@@ -91,7 +91,7 @@ def read_owner(folder: Path) -> Owner | None:
 
 
 def snapshot_folders(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[int, Path]]:
-    """Yield (generation, folder) for all folders of any store under ``snap/`` of these paths, except links."""
+    """Yield (generation, folder) for all snapshot folders on these paths, of any store. Skips links."""
     for path in paths:
         snap = Path(path, SNAPSHOT_FOLDER)
         for folder in sorted(snap.iterdir()) if snap.is_dir() else ():
@@ -100,13 +100,13 @@ def snapshot_folders(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[
 
 
 def used_numbers(paths: Sequence[str | os.PathLike[str]]) -> set[int]:
-    """Return the numbers of all entries under ``snap/`` of these paths, including files and links."""
+    """Return the generation numbers that name entries in ``snap/`` on these paths, including files and links."""
     snaps = [snap for path in paths if (snap := Path(path, SNAPSHOT_FOLDER)).is_dir()]
     return {int(entry.name) for snap in snaps for entry in snap.iterdir() if is_number(entry.name)}
 
 
 def remove_snapshot_folder(folder: Path) -> None:
-    """Delete a folder of ``snap/``. The note of ownership goes last, so that a crash leaves no unowned folder."""
+    """Delete a folder in ``snap/``, and its ownership note last, so that a crash leaves no unowned folder."""
     with contextlib.suppress(FileNotFoundError):
         for entry in list(folder.iterdir()):
             if entry.is_dir() and not entry.is_symlink():
@@ -118,7 +118,7 @@ def remove_snapshot_folder(folder: Path) -> None:
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Delete a folder of ``snap/`` if a crash left it empty or with an unfinished note of ownership."""
+    """Delete a folder in ``snap/`` if a crash left it empty or with only an unfinished ownership note."""
     if {entry.name for entry in folder.iterdir()} <= {_UNFINISHED_NOTE}:
         (folder / _UNFINISHED_NOTE).unlink(missing_ok=True)
         folder.rmdir()

@@ -70,12 +70,12 @@ class GenerationReader:
     Args:
         generation: number of the generation. Default: the generation that the top file names if it is the newest,
             otherwise the newest generation with all its files.
-        search: paths of file tiers where moved parts are looked up.
+        search: paths of file tiers to search for parts that were moved.
 
     Attributes:
         blocks: records by key, in order of registration.
         piece_bytes: bytes of contents per checksum. ``read_range`` reads at least this much.
-        notice: sentence that explains why the generation of the top file was not chosen, or None.
+        notice: sentence that explains why the generation in the top file was not chosen, or None.
 
     Raises:
         GenerationError: the generation does not exist, or its manifest is damaged or newer than this package.
@@ -102,7 +102,7 @@ class GenerationReader:
         places = drive_places(self.manifest, self.path)
         self._moved = {place.recorded: place.path for place in places if place.path != place.recorded}
         self._specs: dict[str, BlockSpec] = {}  # specs of valid records, by key
-        self._owners: dict[Path, str] = {}  # kind of owner ("foreign", "unknown" ...), by folder
+        self._owners: dict[Path, str] = {}  # "ours", "foreign" or "unknown", by folder
         near, far = ([each.path for each in places if each.is_outside == is_outside] for is_outside in (False, True))
         self._search = list(dict.fromkeys(Path(os.path.abspath(path)) for path in [*near, *search, *far]))
 
@@ -163,7 +163,7 @@ class GenerationReader:
             self.check(key, files, read_array(files, spec, byte_view(out)))
 
     def _read_small(self, spec: BlockSpec, into: torch.Tensor) -> bool:
-        """Read a block that is one small file in the generation's folder. Return whether the checksum matches.
+        """Read a block if it is one small file in the generation's folder. Return whether this read valid contents.
 
         The array's document with the file sizes is not read, because the checksum is sufficient.
         """
@@ -171,7 +171,7 @@ class GenerationReader:
         if not 0 < spec.nbytes <= SMALL_BYTES or not self._is_local(record) or self._owner(self._folder) == "foreign":
             return False
         file = f"{self._folder}/{spec.key}/c/0"
-        if self._moved and os.path.islink(file):  # The link may lead to a drive of the original directory.
+        if self._moved and os.path.islink(file):  # The link may lead to a drive at its recorded path.
             return False
         return (read_small(file, into),) == record.xxh3_64
 
@@ -246,7 +246,7 @@ class GenerationReader:
 
         Args:
             on_block: called with each block's record after the block is checked.
-            with_top: whether a damaged or missing top file counts as a problem. No reader needs the top file.
+            with_top: whether a damaged or missing top file counts as a problem. Readers do not need the top file.
         """
         inspection = _Inspection(self)
         if with_top:
@@ -277,7 +277,7 @@ class GenerationReader:
         return self._array(key)[0]
 
     def _array(self, key: str) -> tuple[Path, int, list[Path]]:
-        """Return the folder that has a block's array document, the size of its files, and all candidate folders."""
+        """Return the folder with a block's array document, the bytes per file, and all candidate folders."""
         self.spec(key)
         folders = self.folders(key)
         for folder in folders:
@@ -312,7 +312,7 @@ class GenerationReader:
         return self._owners[folder]
 
     def check(self, key: str, files: Sequence[ChunkFile], found: Sequence[str]) -> None:
-        """Raise ``CorruptBlockError`` for the first piece with a checksum that differs from the recorded checksum."""
+        """Raise ``CorruptBlockError`` for the first piece whose checksum differs from the recorded one."""
         record = self.blocks[key]
         check_pieces(key, files, record.nbytes, record.xxh3_64, found, self.generation)
 
@@ -340,14 +340,14 @@ def _newest_complete(path: Path, search: Sequence[str | os.PathLike[str]]) -> tu
 
 
 class _Inspection:
-    """Checks the blocks of one generation. A document that several blocks share is checked only once."""
+    """Inspection of one generation's files. A document that several blocks share is checked only once."""
 
     def __init__(self, reader: GenerationReader) -> None:
         self._reader = reader
         self._seen: set[Path] = set()
 
     def top_problems(self) -> Iterator[str]:
-        """Check the top file, which names the current generation."""
+        """Yield problems with the top file, which names the current generation."""
         reader = self._reader
         try:
             if current_generation(reader.path) is None:
@@ -356,14 +356,14 @@ class _Inspection:
             yield str(error)
 
     def store_problems(self) -> Iterator[str]:
-        """Check ``STORE.json``, which has the store's identity."""
+        """Yield problems with ``STORE.json``, which has the store's identity."""
         reader = self._reader
         store = reader.manifest.store
         if store and read_store_id(reader.path) != store:
             yield f"'{reader.path / STORE_NAME}' is missing or damaged: it must name the store {store}"
 
     def root_problems(self, root: Path) -> Iterator[str]:
-        """Check a folder ``snap/<generation>`` and the folders above it."""
+        """Yield problems with a folder ``snap/<generation>`` and the folders above it."""
         if root in self._seen:
             return
         self._seen.add(root)
@@ -385,7 +385,7 @@ class _Inspection:
             yield f"'{path}' is missing or damaged: it must name the store {store}"
 
     def block_problems(self, record: BlockRecord) -> Iterator[str]:
-        """Check the documents, the files and the contents of a block."""
+        """Yield problems with a block's documents, files and contents."""
         try:
             spec = self._reader.spec(record.key)
             folders = self._reader.folders(record.key)
@@ -416,11 +416,11 @@ class _Inspection:
         *,
         allow_stale: bool = False,
     ) -> Iterator[str]:
-        """Check a document. Its list of members is optional, and a running process may be changing the list.
+        """Yield problems with a document. Its member list is optional, and a running process may be changing the list.
 
         Args:
-            expected_with_members: returns the expected document, with the current list of members.
-            allow_stale: whether an outdated list of members is valid. Only viewers read this list.
+            expected_with_members: function that returns the expected document with the current member list.
+            allow_stale: whether an outdated member list is valid. Only viewers read this list.
         """
         path = folder / DOCUMENT_NAME
         if path in self._seen:

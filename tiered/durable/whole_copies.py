@@ -1,4 +1,4 @@
-"""Whole copies of committed generations. A copy has all bytes of a generation, from all drives, in one directory.
+"""Complete copies of committed generations. A copy has all bytes of a generation, from all drives, in one directory.
 
 The directory has the format of a directory of generations, so ``GenerationReader`` reads and checks the copies. A
 copy's manifest is written last. A copy without a manifest is incomplete, so the next copy removes it.
@@ -57,7 +57,7 @@ class CopyFigures:
 
 
 class WholeCopies:
-    """The copies in one directory. The directory is locked until ``close``. Not thread-safe. Uses 20 MiB of memory.
+    """Complete copies in one directory, which is locked until ``close``. Not thread-safe. Uses 20 MiB of memory.
 
     Args:
         path: directory of the copies, created if missing. Incomplete copies are removed.
@@ -91,7 +91,7 @@ class WholeCopies:
     def copy(self, source: GenerationReader, on_piece: Callable[[], None] = lambda: None) -> CopyFigures:
         """Copy a generation and make the copy current. When the method returns, the copy survives a power cut.
 
-        Verifies checksums on reading, and again after writing to the drive. During the call, the caller must prevent
+        Verifies checksums when reading, and again after writing to the drive. During the call, the caller must prevent
         the removal of the generation. After an error, no part of the copy remains.
 
         Args:
@@ -99,7 +99,7 @@ class WholeCopies:
                 copy ends.
 
         Returns:
-            Figures of the copy. The copy has the generation's number, or a larger number if the former is taken.
+            Figures of the copy. The copy has the generation's number, or a larger number if that one is taken.
 
         Raises:
             CorruptBlockError: the generation or the copy is damaged.

@@ -1,4 +1,4 @@
-"""zarr documents of a store's folder. ``latest`` leads to the current generation, and documents list their members.
+"""zarr documents in a store's folder. ``latest`` leads to the current generation, and documents list their members.
 
 To find the members of a group, zarr lists its folder and warns about every other file (manifests, locks, notes of
 ownership). If the group's document contains the members' metadata (consolidated metadata), zarr does not list the
@@ -21,12 +21,12 @@ LATEST_NAME = "latest"
 
 
 def write_members(folder: Path, keys: Iterable[str]) -> None:
-    """Write the list of a generation's arrays to the document of the generation's folder. Raises ``OSError``."""
+    """Write a list of a generation's arrays to the zarr document in its folder. Raises ``OSError``."""
     write_document(folder, generation_document(folder, keys), replace=True)
 
 
 def generation_document(folder: Path, keys: Iterable[str]) -> dict[str, Any]:
-    """Return the document of a generation's folder, including a list of the arrays in this folder.
+    """Return the zarr document for a generation's folder, including a list of the arrays in this folder.
 
     Args:
         keys: keys of all blocks. Blocks with arrays elsewhere are omitted.
@@ -44,7 +44,7 @@ def generation_document(folder: Path, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def show_latest(directory: Path, generation: Path | None) -> None:
-    """Make ``latest`` and the document of a store's folder refer to a generation. Remove both if None.
+    """Make ``latest`` and the document of a store's folder refer to a generation. If None, remove both references.
 
     Called after the generation has become current. After a crash in between, the next commit updates both.
     """
@@ -64,7 +64,7 @@ def show_latest(directory: Path, generation: Path | None) -> None:
 
 
 def directory_document(directory: Path, own: dict[str, Any]) -> dict[str, Any]:
-    """Return the document of a store's folder: ``own``, plus the target of ``latest`` as a member."""
+    """Return the zarr document for a store's folder: ``own``, plus the target of ``latest`` as a member."""
     found = read_document(directory / LATEST_NAME)
     if found is None:
         return _with_members(own, {})

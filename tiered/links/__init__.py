@@ -1,1 +1,1 @@
-"""Links: move bytes between the slots of two tiers."""
+"""Links, which move bytes between the slots of two tiers."""

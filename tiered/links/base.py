@@ -1,4 +1,4 @@
-"""Protocol and base classes of links. A link moves bytes between the slots of two tiers in the background."""
+"""Protocol and base classes for links. A link moves bytes between the slots of two tiers in the background."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ class LinkUsage:
 
     @property
     def rate_bytes_per_s(self) -> float:
-        """Mean rate during the busy seconds."""
+        """Mean rate while at least one transfer was in progress."""
         return self.num_bytes / self.busy_s if self.busy_s else 0.0
 
 
 @runtime_checkable
 class Link(Protocol):
-    """Moves bytes one way, from the ``src`` tier to the ``dst`` tier. ``submit`` never waits for the copy."""
+    """One-way link that moves bytes from the ``src`` tier to the ``dst`` tier. ``submit`` never waits for the copy."""
 
     src: str
     dst: str
 
     @property
     def path(self) -> str:
-        """Current copy method: "host", "cuda", "posix-direct", "kvikio-gds" ..."""
+        """Name of the current copy method: "host", "cuda", "posix-direct", "kvikio-gds" ..."""
         ...
 
     def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
         """Start copying the first ``nbytes`` and return at once; the transfer finishes on a link thread.
 
-        The caller must not change either slot until the transfer is done. ``submit`` raises no errors: they become the
-        transfer's ``TransferError``.
+        The caller must not change either slot until the transfer is done. ``submit`` raises no errors. An error
+        becomes the transfer's ``TransferError``.
         """
         ...
 
     def usage(self) -> LinkUsage: ...
 
     def close(self) -> None:
-        """Finish transfers and stop the threads. Shared threads stop with the last of their links. Idempotent."""
+        """Finish transfers and stop the threads. Shared threads stop after their last link closes. Idempotent."""
         ...
 
 
@@ -80,7 +80,7 @@ class LinkedTier(Protocol):
 
 
 class Meter:
-    """Counts transfers as they start and end. Thread-safe."""
+    """Counters of a link's transfers. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -118,7 +118,7 @@ class Meter:
 
 
 class Workers:
-    """Runs jobs on ``num_threads`` daemon threads. Urgent jobs go first; otherwise the order is FIFO.
+    """Pool of ``num_threads`` daemon threads that run jobs, urgent ones first, and otherwise in FIFO order.
 
     If a job raises an exception, ``threading.excepthook`` reports it, and the thread continues with other jobs.
 
@@ -229,7 +229,7 @@ class ThreadedLink:
 
 
 class HostLink(ThreadedLink):
-    """Copies one way between two addressable tiers in host memory, on threads that start at the first transfer."""
+    """One-way link between two addressable tiers in host memory, with threads that start at the first transfer."""
 
     def __init__(self, src_tier: Tier, dst_tier: Tier) -> None:
         for tier in (src_tier, dst_tier):

@@ -25,7 +25,7 @@ class _Lane:
 
 
 class CudaLink:
-    """Copies one way between a GpuTier and a RamTier. Uses no device before the first transfer.
+    """One-way link between a GpuTier and a RamTier. Uses no device before the first transfer.
 
     These rules make a transfer safe:
 
@@ -33,11 +33,11 @@ class CudaLink:
        bytes, or that still read the slot's old contents. Only the stream waits, on the device; no thread waits.
     2. The transfer finishes when the bytes have arrived. Until then, an H2D copy reads the host slot and a D2H copy
        reads the device slot. Afterwards the store can reuse either slot, and kernels that are queued after an H2D copy
-       need no further order.
+       need no further ordering.
     3. The copy streams are not the legacy default stream and do not synchronize with it. Kernels on that stream and
        copies wait for each other only through the events of rule 1.
 
-    Each direction has two streams: one for copies whose device slot is free, one for copies that wait for kernels.
+    Each direction has two streams: one for copies whose device slot is free, and one for copies that wait for kernels.
     With a single stream, a fetch to a slot that a kernel still reads would delay all later fetches. For example, with
     many micro-batches an activation's slot is reused while the layer still runs, and the next layer's weights would
     wait although their slot is free. The copies of one stream keep the order of submission, which is the order of use.
@@ -71,7 +71,7 @@ class CudaLink:
         return "cuda-pageable" if is_staged else "cuda"
 
     def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
-        """Start copying the first ``nbytes`` and return at once. ``transfer.event`` ends after the copy."""
+        """Start copying the first ``nbytes`` and return at once. ``transfer.event`` completes after the copy."""
         transfer = Transfer(self.src, self.dst, nbytes, self.path)
         self._meter.start(nbytes)
         self._enqueuer.submit(lambda: self._enqueue(src_slot, dst_slot, nbytes, transfer))
@@ -106,7 +106,7 @@ class CudaLink:
 
     @staticmethod
     def _bytes(tier: GpuTier | RamTier, slot: Slot) -> torch.Tensor:
-        if isinstance(tier, GpuTier):  # The caller has ordered the copy stream, so skip ``GpuTier.tensor``.
+        if isinstance(tier, GpuTier):  # The copy stream already waits for earlier users, so skip ``GpuTier.tensor``.
             return buffer_of(slot).tensor
         return tier.tensor(slot, (slot.slot_bytes,), torch.uint8)
 

@@ -28,24 +28,24 @@ from tiered.units import PAGE_BYTES, MiB, round_up
 PART_BYTES = 16 * MiB
 _MIN_THREADS = 8
 _THREADS_PER_PATH = 4
-_RESERVED_SHARE = 2  # Reads leave one half of the threads free for writes.
-#: Resource of the memory slot of a transfer.
+_RESERVED_SHARE = 2  # Reads leave 1/2 of the threads free for writes.
+#: Resource of a transfer's memory slot.
 Memory = HostSlab | DeviceBuffer
 
 
 class PartMover(Protocol):
-    """Moves bytes between memory and one file of a tier. Several threads call it concurrently.
+    """Mover of bytes between memory and a tier's files. Several threads call it concurrently.
 
     For device memory, ``view`` is a 1-D uint8 tensor on the device instead of a memoryview.
     """
 
     @property
     def path(self) -> str:
-        """Current copy method, e.g. ``posix-direct``."""
+        """Name of the current copy method, e.g. ``posix-direct``."""
         ...
 
     def read(self, file: ChunkFile, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from byte ``offset``. The offset and the length are multiples of 4096.
+        """Fill ``view`` with the file's bytes at ``offset``. The offset and the length are multiples of 4096.
 
         Raises:
             OSError: the drive returned an error.
@@ -77,9 +77,9 @@ class _FileTransfer:
     ) -> None:
         self.transfer, self.memory, self.home, self.meter = transfer, memory, home, meter
         self.error: BaseException | None = None
-        self.found: dict[int, str] = {}  # checksums, by first byte of the piece
+        self.found: dict[int, str] = {}  # checksums, by the piece's first byte
         self._lock = threading.Lock()
-        self._uncounted_bytes: Counter[int] = Counter()  # bytes not yet counted as wear, by index of the path
+        self._uncounted_bytes: Counter[int] = Counter()  # bytes not yet counted as wear, by path index
         for part in parts:
             self._uncounted_bytes[part.file.path_index] += part.stop - part.start
         self._num_left = max(1, len(parts))  # remaining calls to `finish_task`, at least one
@@ -89,7 +89,7 @@ class _FileTransfer:
         }
 
     def count_wear(self, tier: NvmeTier) -> None:
-        """Count the bytes of a whole write as wear of the paths. Called before every part; only the first call counts.
+        """Count all bytes of a write as wear of the paths. Called before every part, but only the first call counts.
 
         Raises:
             WearLimitError: the write would exceed the limit of a path.
@@ -101,7 +101,7 @@ class _FileTransfer:
                 self._uncounted_bytes.clear()
 
     def mark_moved(self, part: FilePart) -> list[tuple[int, int]]:
-        """Mark a part as moved, and return the pieces that this completes."""
+        """Mark a part as moved, and return the pieces that are now complete."""
         completed = []
         with self._lock:
             for piece in self._parts_left:
@@ -143,7 +143,7 @@ class FileEngine:
 
     Device streams do not order file I/O. Parts of a GpuTier's slot therefore move only after the device has finished
     all recorded work on the slot; two separate threads wait for this. After a read has ended, the bytes are in device
-    memory, so kernels that are queued later need no further order.
+    memory, so kernels that are queued later need no further ordering.
     """
 
     def __init__(
@@ -206,11 +206,11 @@ class FileEngine:
                 self._move(job, part, is_write)
                 if not is_write and self.tier.verify == "always":
                     self._verify(job, job.mark_moved(part))
-            except TieredError as cause:  # The message is complete: damage, wear limit, truncated file.
+            except TieredError as cause:  # Its message is already complete: damage, wear limit, truncated file.
                 error = cause
             except OSError as cause:
                 error = self._transfer_error(cause, part, is_write)
-            except Exception as cause:  # Every exception must end the transfer, because its waiters would hang.
+            except Exception as cause:  # Every exception must end the transfer. Otherwise, its waiters hang.
                 error = TransferError(f"transfer failed: {cause!r}", tier=self.tier.name, path=str(part.file.path))
                 error.__cause__ = cause
         if job.finish_task(error):
@@ -285,12 +285,12 @@ class FileEngine:
     # -- threads -----------------------------------------------------------------------------------------------
 
     def add_link(self) -> None:
-        """Add a link that uses this engine."""
+        """Register a link that uses this engine."""
         with self._counting:
             self._num_links += 1
 
     def remove_link(self) -> None:
-        """Remove a link. After the last link, run all queued parts and stop the threads."""
+        """Unregister a link. After the last one, run all queued parts and stop the threads."""
         with self._counting:
             self._num_links -= 1
             is_last = self._num_links == 0
@@ -313,7 +313,7 @@ class _FileLink:
 
     @property
     def path(self) -> str:
-        """Current copy method, e.g. ``posix-direct`` or ``kvikio-posix``."""
+        """Name of the current copy method, e.g. ``posix-direct`` or ``kvikio-posix``."""
         return self.engine.mover.path
 
     def usage(self) -> LinkUsage:
@@ -328,7 +328,7 @@ class _FileLink:
 
 
 class FileReadLink(_FileLink):
-    """Reads home slots of an NvmeTier into slots of a RamTier, or of a GpuTier with 4096-byte alignment."""
+    """Link that reads home slots of an NvmeTier into slots of a RamTier, or of a GpuTier with 4096-byte alignment."""
 
     def __init__(self, nvme: NvmeTier, fast: RamTier | GpuTier, engine: FileEngine) -> None:
         super().__init__(nvme.name, fast.name, engine)
@@ -341,7 +341,7 @@ class FileReadLink(_FileLink):
 
 
 class FileWriteLink(_FileLink):
-    """Writes slots of a RamTier or a GpuTier to home slots of an NvmeTier.
+    """Link that writes slots of a RamTier or a GpuTier to home slots of an NvmeTier.
 
     A file that a snapshot links is replaced, never overwritten.
     """

@@ -45,7 +45,7 @@ class KvikioMover:
     """``PartMover`` with kvikio. Thread-safe. Raises an error in a forked child, where kvikio would hang.
 
     Files stay open between parts. They are identified by inode, so a snapshot's file is never confused with the new
-    file of the same name. At most 128 files stay open, and deleted files are closed soon.
+    file of the same name. At most 128 files stay open, and opening a file closes deleted ones.
 
     All movers of a process share kvikio's settings. With kvikio's default settings (one thread, the kernel's cache),
     I/O would be three times slower.

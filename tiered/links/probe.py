@@ -1,4 +1,4 @@
-"""Tests what kvikio can do on this machine. Runs in a subprocess, because cuFile can hang.
+"""Probe of what kvikio can do on this machine. It runs in a subprocess, because cuFile can hang.
 
 The subprocess runs this file as a script. To start quickly, the file imports no other module of this package.
 """
@@ -23,7 +23,7 @@ _DRIVER_NEEDS = ("/proc/modules", "/run/udev")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KvikioProbe:
-    """Result of a probe. Each fact holds only if the facts before it hold.
+    """Result of a probe. A fact can be true only if the facts before it are true.
 
     Attributes:
         libcuda: whether the NVIDIA driver's library can be loaded.
@@ -225,7 +225,7 @@ def _probe(file: str, findings: _Findings) -> None:
 
 
 if __name__ == "__main__":
-    # If the parent has died, SIGALRM ends this process by default, even inside a C loop.
+    # If the parent dies, the default action of SIGALRM ends this process, even inside a C loop.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, float(sys.argv[2]) + 1.0)
     _probe(sys.argv[1], _Findings())

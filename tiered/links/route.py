@@ -22,8 +22,8 @@ def default_links(tiers: Sequence[Tier]) -> list[Link]:
 
     Also links each ``NvmeTier`` that has ``past_ram`` with each ``GpuTier``. Two tiers have one link per direction; a
     ``ReadOnlyTier`` has only an outgoing link. If a tier has a method ``links_with``, that method creates the links;
-    the slower tier's method goes first. This function starts no threads and uses no device, except for an ``NvmeTier``
-    that uses kvikio.
+    the slower tier's method is tried first. This function starts no threads and uses no device, except for an
+    ``NvmeTier`` that uses kvikio.
 
     Args:
         tiers: tiers from fast to slow.
@@ -45,7 +45,7 @@ def default_links(tiers: Sequence[Tier]) -> list[Link]:
 
 
 def direct_links(gpu: GpuTier, nvme: NvmeTier, engine: FileEngine) -> list[Link]:
-    """Return both links between files and a GpuTier, bypassing RAM.
+    """Return the read link and the write link between files and a GpuTier, bypassing RAM.
 
     Args:
         engine: threads that move files. The tier's other links use the same threads.

@@ -1,4 +1,4 @@
-"""SourceTier: blocks with contents from files that are never written."""
+"""SourceTier: blocks whose contents come from files that are never written."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ ReadPart = Callable[[torch.Tensor], None]
 
 
 class BlockSource(Protocol):
-    """Provides the contents of blocks."""
+    """Source of the contents of blocks."""
 
     @property
     def block_bytes(self) -> Mapping[str, int]:
-        """Bytes of each block, by key."""
+        """Size in bytes of each block, by key."""
         ...
 
     def parts(self, key: str) -> Sequence[ReadPart]:
@@ -59,7 +59,7 @@ class SourceTier:
         return nbytes
 
     def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
-        """Return the slot of a block; its resource is the key.
+        """Return a block's slot, with the block's key as its resource.
 
         Raises:
             ValueError: the source lacks the block, or its size differs.
@@ -86,7 +86,7 @@ class SourceTier:
         """Do nothing, because the tier is never written."""
 
     def usage(self) -> TierUsage:
-        """Return the current ledger."""
+        """Return the tier's current byte counts."""
         return self._ledger.usage()
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class SourceTier:
 
 
 class SourceLink:
-    """Reads blocks of a SourceTier into slots of a RamTier, several parts concurrently. Thread-safe."""
+    """Link that reads blocks of a SourceTier into slots of a RamTier, several parts concurrently. Thread-safe."""
 
     def __init__(self, src: SourceTier, dst: RamTier, source: BlockSource, *, num_threads: int) -> None:
         self.src, self.dst, self.path = src.name, dst.name, src.path
@@ -127,7 +127,7 @@ class SourceLink:
                 part(into)
             except TieredError as cause:
                 error = cause
-            except Exception as cause:  # Every exception must end the transfer, because its waiters would hang.
+            except Exception as cause:  # Every exception must end the transfer. Otherwise, its waiters hang.
                 number = cause.errno if isinstance(cause, OSError) else None
                 error = TransferError(f"block '{key}' could not be read: {cause}", tier=self.src, errno=number)
                 error.__cause__ = cause
@@ -136,7 +136,7 @@ class SourceLink:
             transfer.finish(job.error)
 
     def usage(self) -> LinkUsage:
-        """Return the counters."""
+        """Return the link's counters."""
         return self._meter.usage(self.path)
 
     def close(self) -> None:

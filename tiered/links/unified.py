@@ -1,4 +1,4 @@
-"""UnifiedTier and its links, for machines where GPU and RAM are one memory: the GPU computes in host memory."""
+"""UnifiedTier and its links, for machines where GPU and CPU share one memory. The GPU computes in host memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class UnifiedBuffer(DeviceBuffer):
 
 
 class UnifiedTier(GpuTier):
-    """At most ``capacity_bytes`` of memory that host and GPU share. The device computes in host slabs.
+    """Tier in memory that the host and the GPU share. The device computes in host slabs.
 
     Use this tier for a GPU that shares the host's memory, where a separate copy would only double the bytes. It also
     works with a GPU that has its own memory, but then every access crosses the bus. The slabs are pinned, unless the
@@ -47,7 +47,7 @@ class UnifiedTier(GpuTier):
     uses the slot's slab after the device has finished the recorded work.
 
     Args:
-        capacity_bytes: limit of all slots and reservations together.
+        capacity_bytes: maximum total bytes of slots and reservations.
         device: CUDA device, or ``"cpu"`` for a tier in host memory (for tests).
     """
 
@@ -99,7 +99,7 @@ class UnifiedTier(GpuTier):
 
 
 class DeviceOrderedLink:
-    """Wraps a RamTier's link for the slots of a UnifiedTier. Bytes move after the device has finished using them.
+    """Wrapper of a RamTier's link for slots of a UnifiedTier. Bytes move after the device has finished using them.
 
     Streams do not order file I/O. If the device still uses a slot, a thread of the link waits for the device; other
     slots move at once. After a read has ended, kernels that are queued later see the bytes.
@@ -112,7 +112,7 @@ class DeviceOrderedLink:
 
     @property
     def path(self) -> str:
-        """Current copy method of the inner link."""
+        """Name of the inner link's current copy method."""
         return self._inner.path
 
     def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
@@ -197,7 +197,7 @@ def device_view(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def host_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a host view of a UnifiedTier's tensor without a copy. First wait for the device's work on it.
+    """Return a host view of a UnifiedTier's tensor without a copy. The caller waits for the device's work first.
 
     Args:
         tensor: contiguous tensor of a lease, or a part of this tensor. Keep it alive while the view is used.

@@ -60,7 +60,7 @@ class FaultyMover:
 
     @property
     def path(self) -> str:
-        """Copy method of the inner mover."""
+        """Name of the inner mover's copy method."""
         return self.inner.path
 
     def read(self, file: ChunkFile, offset: int, view: memoryview) -> None:
@@ -122,5 +122,5 @@ def make_faulty(links: Iterable[Link], *faults: Fault) -> FaultyMover:
 
 
 def _half(nbytes: int) -> int:
-    """Return about half of ``nbytes``, rounded to whole pages for O_DIRECT."""
+    """Return about half of ``nbytes``, rounded down to whole pages for O_DIRECT."""
     return nbytes // 2 // PAGE_BYTES * PAGE_BYTES

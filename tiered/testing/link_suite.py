@@ -1,4 +1,4 @@
-"""LinkSuite: tests to inherit, for the links between a tier and its neighbour."""
+"""LinkSuite: inheritable tests for the links between a tier and its neighbour."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class LinkSuite(PairSubject):
                 assert usage.busy_s > 0, usage
 
     def test_submit_and_usage_do_not_wait_for_callbacks(self) -> None:
-        """The store submits with its lock held, and callbacks of transfers take the same lock."""
+        """The store submits transfers while holding its lock, and transfer callbacks take the same lock."""
         with self.rig() as rig:
             homes = self._stored(rig, 6)
             targets = [rig.fast_slot(home.nbytes, f"copy.{number}") for number, home in enumerate(homes)]
@@ -199,7 +199,7 @@ class LinkSuite(PairSubject):
         return slot
 
     def _stored(self, rig: Rig, count: int) -> list[Slot]:
-        """Return slots of the slower tier that contain ``_data(0)``, ``_data(1)`` ..."""
+        """Return ``count`` slots of the slower tier that contain ``_data(0)``, ``_data(1)`` ..."""
         homes = []
         for number in range(count):
             slot = self._filled(rig, number)

@@ -1,4 +1,4 @@
-"""PolicySuite: tests to inherit, for an eviction policy."""
+"""PolicySuite: inheritable tests for an eviction policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StoreSuite: tests to inherit, for a store on a tier. They compare random operations with a dict."""
+"""StoreSuite: inheritable tests for a store on a tier. They compare random operations with a dict."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class RandomOperations:
                 assert 0 <= tier.used_bytes <= tier.high_water_bytes <= tier.capacity_bytes, (name, tier)
 
     def check_at_rest(self) -> None:
-        """Read all blocks, and check that the tiers have exactly the store's slots."""
+        """Read all blocks, and check that the tiers' ledgers count exactly the store's slots."""
         for key in sorted(self.contents):
             self.read(key)
         self.store.wait_idle()

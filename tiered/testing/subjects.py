@@ -1,4 +1,4 @@
-"""Base classes of the suites. They create the tier under test, its neighbour, links and slots."""
+"""Base classes for the suites. They create the tier under test, its neighbour, links and slots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiered.tiers.ram import RamTier
 from tiered.transfer import Transfer
 from tiered.units import KiB
 
-#: Seconds after which a step of a test counts as hanging.
+#: Seconds after which a test step counts as hanging.
 TIMEOUT_S = 60.0
 
 
@@ -131,13 +131,13 @@ class Rig:
         return slot
 
     def write(self, slot: Slot, data: torch.Tensor) -> None:
-        """Write bytes to a slot of the faster tier, as the holder of a lease would."""
+        """Write bytes to a slot in the faster tier, as the holder of a lease would."""
         self.fast.tensor(slot, data.shape, data.dtype).copy_(data)
         if isinstance(self.fast, StreamTier):
             self.fast.record_use([slot])
 
     def read(self, slot: Slot) -> torch.Tensor:
-        """Return the bytes of a slot of the faster tier."""
+        """Return the contents of a slot in the faster tier, 1-D uint8 on the CPU."""
         return self.fast.tensor(slot, (slot.nbytes,), torch.uint8).clone().cpu()
 
     def send(self, fast_slot: Slot, slow_slot: Slot) -> Transfer:
@@ -147,7 +147,7 @@ class Rig:
         return transfer
 
     def fetch(self, slow_slot: Slot, fast_slot: Slot) -> torch.Tensor:
-        """Overwrite a slot of the faster tier with garbage, fetch into this slot, and return the contents."""
+        """Overwrite a slot in the faster tier with garbage, fetch into this slot, and return the contents."""
         self.write(fast_slot, torch.full((fast_slot.nbytes,), 0xEE, dtype=torch.uint8))
         self.up.submit(slow_slot, fast_slot, slow_slot.nbytes).wait(TIMEOUT_S)
         return self.read(fast_slot)

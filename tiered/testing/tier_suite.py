@@ -1,4 +1,4 @@
-"""TierSuite: tests to inherit, for a tier."""
+"""TierSuite: inheritable tests for a tier."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tiers: places that hold bytes."""
+"""Tiers: GPU memory, RAM and files that hold blocks."""

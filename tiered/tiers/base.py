@@ -1,4 +1,4 @@
-"""Protocols of tiers and their optional abilities, and the ledger that counts a tier's bytes."""
+"""Protocols for tiers and their optional features, and the ledger that counts a tier's bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Slot:
 
 @runtime_checkable
 class Tier(Protocol):
-    """A place that holds bytes. Thread-safe: the store and its links call it from several threads.
+    """Storage for bytes, such as RAM or drives. Thread-safe: the store and its links call it from several threads.
 
     A tier counts bytes and allocates slots. It does not copy bytes and does not know the states of copies.
     """
@@ -105,7 +105,7 @@ class StreamTier(Tier, Protocol):
         ...
 
     def order_before(self, slot: Slot, stream: Any) -> None:
-        """Make later work of ``stream`` wait for all recorded uses of the slot's bytes. Does not block the host."""
+        """Make later work on ``stream`` wait for all recorded uses of the slot's bytes. Does not block the host."""
         ...
 
     def record_use(self, slots: Sequence[Slot], stream: Any = None) -> None:
@@ -167,13 +167,13 @@ class PausingTier(Tier, Protocol):
 
 @runtime_checkable
 class ReadOnlyTier(Tier, Protocol):
-    """A tier with home slots that have their contents from the start and are never written."""
+    """A tier whose home slots have their contents from the start and are never written."""
 
     is_read_only: bool
 
 
 class Ledger:
-    """Counts the bytes that slots and reservations take from a tier's capacity. Thread-safe."""
+    """Ledger of the bytes that slots and reservations take from a tier's capacity. Thread-safe."""
 
     def __init__(self, tier: str, capacity_bytes: int) -> None:
         try:
@@ -233,6 +233,6 @@ class Ledger:
         return self._slot_bytes + self._reserved_bytes
 
     def usage(self) -> TierUsage:
-        """Return the current counts."""
+        """Return the current byte counts."""
         with self._lock:
             return TierUsage(self.capacity_bytes, self.used_bytes, self._high_water_bytes)

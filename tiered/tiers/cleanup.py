@@ -1,4 +1,4 @@
-"""Finds, measures and removes the leftovers of dead processes in a tier's folders."""
+"""Search for, measurement of and removal of leftovers from dead processes in a tier's folders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Leftovers:
     Attributes:
         nbytes: drive space freed by removing the files.
         num_foreign: number of files of other programs in the same folders. These files stay.
-        owner: running process that uses the directory, or None. While there is one, nothing can be removed.
+        owner: running process that uses the directory, or None. While it runs, nothing can be removed.
     """
 
     path: Path
@@ -68,7 +68,7 @@ def _measure(path: Path) -> Leftovers:
 
 
 def remove_leftovers(path: Path) -> Leftovers:
-    """Remove a directory's scratch files and return their figures. Locks the directory during the removal.
+    """Remove a directory's scratch files and return their counts and sizes. Locks the directory during the removal.
 
     Raises:
         LockedError: a running process uses the directory. Nothing was removed.
@@ -116,7 +116,7 @@ def _is_pool_file(file: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """Files of a generation on one path whose store no longer lists the generation.
+    """Files on one path that belong to a generation which its store no longer lists.
 
     Attributes:
         nbytes: space that removing this orphan frees, if all orphans on the path are removed.

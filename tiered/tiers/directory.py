@@ -30,7 +30,7 @@ _UNFINISHED_DOCUMENT = Path(DOCUMENT_NAME).with_suffix(".tmp").name  # A crash d
 
 
 def check_claimable(path: Path) -> None:
-    """Refuse a directory that has files of other programs or of a newer format. Writes nothing."""
+    """Refuse a directory that contains files of other programs or of a newer format. Writes nothing."""
     refuse_links(path)
     own = read_own_attributes(path)
     if own is None:
@@ -65,7 +65,7 @@ def refuse_links(path: Path, patterns: Sequence[str] = ("*",)) -> None:
                 continue
             if not any(fnmatch(entry.name, pattern) for pattern in patterns):
                 continue
-            if entry.name in _OWN_FOLDERS or not os.path.isdir(entry.path):  # A circular link is no folder.
+            if entry.name in _OWN_FOLDERS or not os.path.isdir(entry.path):  # A circular link is not a folder.
                 raise UnusableDirectoryError(
                     f"'{path / entry.name}' is a symbolic link under a name that this program uses, so nothing in "
                     f"'{path}' was changed. Remove the link, or name another directory"
@@ -73,7 +73,7 @@ def refuse_links(path: Path, patterns: Sequence[str] = ("*",)) -> None:
 
 
 def claim_directory(path: str | os.PathLike[str]) -> None:
-    """Claim a directory that will contain claimed directories. Deletes its files kept for reuse.
+    """Claim a directory whose subfolders will be claimed later. Deletes the files that it keeps for reuse.
 
     Raises:
         LockedError: another tier, in this or another process, uses the directory.
@@ -96,7 +96,7 @@ class TierDirectory:
     Args:
         path: directory, created if missing. It must be empty or claimed. A dead process's files under ``live/`` go to
             the pool.
-        max_written_bytes: limit of the bytes written to the directory in its lifetime, or None.
+        max_written_bytes: limit on the bytes written to the directory in its lifetime, or None.
 
     Attributes:
         wear: counter of the bytes written to the directory in its lifetime.
@@ -104,7 +104,7 @@ class TierDirectory:
 
     Raises:
         LockedError: another tier, in this or another process, uses the directory.
-        UnusableDirectoryError: the file system does not count the links of a file.
+        UnusableDirectoryError: the file system does not count a file's hard links.
         TieredError: the directory contains files of other programs or of a newer format, or its ``WEAR.json`` is
             unreadable.
     """
@@ -151,7 +151,7 @@ class TierDirectory:
             write_document(self.path, document, replace=True, durable=True)
 
     def close(self) -> None:
-        """Release the lock; the files stay. Idempotent."""
+        """Release the lock, but keep the files. Idempotent."""
         lock, self._lock = self._lock, None
         if lock is not None:
             self.wear.close()
@@ -160,18 +160,18 @@ class TierDirectory:
     def __del__(self) -> None:
         """Release the lock of a tier that was dropped without ``close``, e.g. after an error in a store's constructor.
 
-        A forked child does not release its parent's lock. When the process ends, the owner's name stays in the file.
+        A forked child does not release its parent's lock. When the process ends, its name stays in the LOCK file.
         """
         if getattr(self, "_process", None) == os.getpid() and not sys.is_finalizing():
             self.close()
 
     def check_lock(self) -> None:
-        """Raise ``LockedError`` if the LOCK file was deleted or replaced, so that others can lock the directory."""
+        """Raise ``LockedError`` if the LOCK file was deleted or replaced, because others could lock the new file."""
         assert self._lock is not None, "directory used after close"
         self._lock.check()
 
     def _check_link_counts(self) -> None:
-        """Refuse a file system without link counts, because they show which files commits have linked.
+        """Refuse a file system without link counts, which are needed to know the files that commits have linked.
 
         A file system without hard links is accepted here, but the first commit fails.
         """
@@ -300,7 +300,7 @@ class TierDirectory:
 def open_directories(
     paths: Sequence[str | os.PathLike[str]], max_written_bytes: Sequence[int | None] | None = None
 ) -> list[TierDirectory]:
-    """Open all directories of a tier, or none after an error. Raises the errors of ``TierDirectory``."""
+    """Open all directories of a tier. If one fails, close the others. Raises the errors of ``TierDirectory``."""
     opened: list[TierDirectory] = []
     try:
         for path, limit in zip(paths, max_written_bytes or [None] * len(paths), strict=True):
@@ -418,7 +418,7 @@ def _has_tier_files(path: Path) -> bool:
 
 
 def _holds_more_than(folder: Path, *names: str) -> bool:
-    """Return whether a folder has entries with other names. Reads as few entries as possible."""
+    """Return whether a folder has entries that are not in ``names``. Reads as few entries as possible."""
     with os.scandir(folder) as entries:
         return any(entry.name not in names for entry in entries)
 

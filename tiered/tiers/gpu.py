@@ -21,9 +21,9 @@ _ALIGNMENT_BYTES = 512  # alignment of the device's copy engines and of torch's 
 
 @dataclass(eq=False, slots=True)
 class DeviceBuffer:
-    """The resource of a GpuTier's slot.
+    """Resource of a GpuTier's slot: device memory, and the events of the work that uses it.
 
-    A buffer outlives its slots: the pool passes it to the next slot of the same size, even while kernels of the last
+    A buffer outlives its slots: the pool passes it to the next slot of the same size, even while kernels of the old
     slot are still queued. Events therefore belong to the buffer, not to the slot.
 
     Attributes:
@@ -55,7 +55,7 @@ class DeviceBuffer:
             self.pending_events = {s: pending for s, pending in self.pending_events.items() if not pending.query()}
 
     def order_before(self, stream: Any) -> None:
-        """Make later work of ``stream`` wait for the recorded work of other streams."""
+        """Make later work on ``stream`` wait for the recorded work on other streams."""
         with self.lock:
             for other, event in self.pending_events.items():
                 if other != stream:
@@ -80,7 +80,7 @@ class DeviceBuffer:
 
 
 class GpuTier:
-    """At most ``capacity_bytes`` of device memory. Every slot is a separate buffer of its exact (rounded) size.
+    """Tier in device memory. Every slot is a separate buffer of exactly the slot's (rounded) size.
 
     Uses no device before the first slot. Inside its segments, torch's allocator rounds buffers above 1 MiB up to 2 MiB.
     So leave a few percent of the device's memory outside the tier.
@@ -94,7 +94,7 @@ class GpuTier:
     ``num_drops`` counts drops.
 
     Args:
-        capacity_bytes: limit of all slots and reservations together.
+        capacity_bytes: maximum total bytes of slots and reservations.
         alignment_bytes: slots are rounded up to this power of two, at least 512. Use 4096 to read files directly into
             slots.
         device: CUDA device (default: the current one), or ``"cpu"`` to test a three-tier setup in host memory.
@@ -137,7 +137,7 @@ class GpuTier:
             return DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 
     def _drop(self, buffer: DeviceBuffer) -> None:
-        # The host must wait, because the return of memory to the device is not ordered by streams.
+        # The host must wait, because streams do not order the return of memory to the device.
         buffer.wait()
         buffer.tensor = torch.empty(0, dtype=torch.uint8)
         self.num_drops += 1  # The pool's lock guards the counter.
@@ -171,7 +171,7 @@ class GpuTier:
                 buffer_of(slot).add_event(event, stream)
 
     def order_before(self, slot: Slot, stream: Any) -> None:
-        """Make later work of ``stream`` wait for all recorded uses of the slot's buffer, including earlier slots."""
+        """Make later work on ``stream`` wait for all recorded uses of the slot's buffer, also by earlier slots."""
         if self._is_cuda:
             buffer_of(slot).order_before(stream)
 
@@ -235,7 +235,7 @@ class GpuTier:
         """Do nothing, because device memory does not survive the process."""
 
     def usage(self) -> TierUsage:
-        """Return the current ledger. Buffers kept for reuse count as free."""
+        """Return the tier's current byte counts. Buffers kept for reuse count as free."""
         return self._ledger.usage()
 
     def close(self) -> None:
@@ -244,7 +244,7 @@ class GpuTier:
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """Add the index to a device. "cuda" without an index means the calling thread's current device.
+    """Return a device with an index. "cuda" without an index means the calling thread's current device.
 
     Before CUDA is initialized, the current device is always the first one.
     """

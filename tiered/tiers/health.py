@@ -1,4 +1,4 @@
-"""Detects and handles drives that are full, slow or worn."""
+"""Detection and handling of drives that are full, slow or worn."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ Result = TypeVar("Result")
 
 
 class FullDrives:
-    """Makes writes of a tier or store wait while a drive is full. Thread-safe.
+    """Handler that makes a tier's or store's writes wait while a drive is full. Thread-safe.
 
     Args:
         on_full: ``pause`` until there is space, or ``error``.
-        outstanding_bytes: returns the bytes that the owner may still write to a path. Called when a pause begins.
+        outstanding_bytes: function that returns the bytes that the owner may still write to a path. Called when a
+            pause begins.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class FullDrives:
         return bool(self._full_paths)
 
     def wait(self, path: str, need_bytes: int, cause: OSError) -> None:
-        """Wait a moment after a failed write; the caller then retries. The first call of a pause notifies the user.
+        """Wait a moment after a failed write; the caller then retries. The first call in a pause notifies the user.
 
         Raises:
             OSError: the drive is not full or waiting is disabled. Raises ``cause``.
@@ -108,7 +109,7 @@ class FullDrives:
         self._is_giving_up.set()
 
 
-#: A path's rate is checked after this many bytes: 32 parts of a large transfer.
+#: Number of bytes between two checks of a path's rate: 32 parts of a large transfer.
 WINDOW_BYTES = 512 * MiB
 #: Number of windows before one can count as slow, and number of consecutive slow windows before a report.
 _NUM_USUAL, _NUM_SLOW = 4, 2
@@ -134,7 +135,7 @@ class PathRates:
 
 
 class _BusyMeter:
-    """Bytes moved, and the time with at least one part in progress."""
+    """Counter of moved bytes, and of the seconds with at least one part in progress."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -163,7 +164,7 @@ class _BusyMeter:
 
 
 class PathMeter:
-    """Measures the rates of one path. Thread-safe.
+    """Meter for the rates of one path. Thread-safe.
 
     Individual parts are not timed, because their time depends on the number of parts in progress. Reads and writes
     share a drive, so only their total rate shows whether the drive has slowed down.
@@ -227,7 +228,7 @@ class PathMeter:
         return f"{format_size(round(self._recent))}/s over the last {format_size(nbytes)}, usually {usual}/s"
 
     def rates(self) -> PathRates:
-        """Return the current rates."""
+        """Return the path's current rates."""
         with self._lock:
             return PathRates(
                 self._reads.bytes_per_s,
@@ -238,15 +239,15 @@ class PathMeter:
 
 
 WEAR_NAME = "WEAR.json"
-#: The count on disk is ahead by this many bytes, so that it is never too low after a crash.
+#: The count on disk is up to this many bytes ahead, so that it is never too low after a crash.
 AHEAD_BYTES = GiB
 
 
 class WearLimitError(TieredError):
-    """A write would exceed a path's limit. Nothing was written.
+    """Error for a write that would exceed a path's lifetime limit. Nothing was written.
 
     Attributes:
-        limit_bytes: limit of the bytes written to the path in its lifetime.
+        limit_bytes: limit on the bytes written to the path in its lifetime.
         need_bytes: size of the refused write.
     """
 
@@ -262,14 +263,14 @@ class WearLimitError(TieredError):
 
 
 class WearCounter:
-    """Counts the bytes written to a directory, in ``WEAR.json``. The caller holds the owner's lock.
+    """Count of the bytes written to a directory, stored in ``WEAR.json``. The caller holds the owner's lock.
 
     The count in the file is raised before bytes are written, in large steps. So it is never too low, and after a crash
     it is at most ``ahead_bytes`` too high. ``close`` writes the exact count.
 
     Args:
         directory: folder of the file. The caller holds the folder's lock.
-        limit_bytes: limit for the lifetime of the directory, or None.
+        limit_bytes: limit on the bytes written in the directory's lifetime, or None.
 
     Raises:
         TieredError: the file cannot be read.

@@ -68,7 +68,7 @@ def zarr_data_type(dtype: torch.dtype) -> str:
 
 
 def array_document(key: str, shape: Sequence[int], dtype: torch.dtype, chunk_bytes: int) -> dict[str, Any]:
-    """Return the metadata document of a block's array.
+    """Return the metadata document for a block's array.
 
     Args:
         shape: shape of the block, stored in the attributes. The array itself is 1-D.
@@ -79,7 +79,7 @@ def array_document(key: str, shape: Sequence[int], dtype: torch.dtype, chunk_byt
 
 
 def array_view_document(spec: BlockSpec, chunk_shape: Sequence[int]) -> dict[str, Any]:
-    """Return the document of an array that has the block's shape and chunks of ``chunk_shape``."""
+    """Return the document for an array that has the block's shape and chunks of ``chunk_shape``."""
     return _array_document(spec.key, spec.shape, spec.dtype, spec.shape, chunk_shape)
 
 
@@ -112,7 +112,7 @@ def _array_document(
 
 
 def group_document(attributes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the document of a group, with ``attributes`` stored under ``attributes.megatrain``."""
+    """Return the document for a group, with ``attributes`` stored under ``attributes.megatrain``."""
     own = {} if attributes is None else {ATTRIBUTES_KEY: {"format": FORMAT_VERSION, **attributes}}
     return {"zarr_format": 3, "node_type": "group", "attributes": own}
 
@@ -147,7 +147,7 @@ def _fill_value(data_type: str) -> bool | int | float | list[float]:
 
 
 class ArrayKeys:
-    """The keys in use in one tier. The caller holds the tier's lock."""
+    """Keys in use in one tier. The caller holds the tier's lock."""
 
     def __init__(self, tier: str) -> None:
         self._tier = tier
@@ -187,7 +187,7 @@ class ChunkFile:
     Attributes:
         path: path of the file. For a tier's slot, this is never a symbolic link.
         offset: byte offset of the file's contents in the block.
-        path_index: index of the path that has the file.
+        path_index: index of the tier's path that has the file.
     """
 
     path: Path
@@ -198,7 +198,7 @@ class ChunkFile:
 
 @dataclass(slots=True)
 class HomeFiles:
-    """The resource of an NvmeTier's slot: the block's key, and its files ordered by offset.
+    """Resource of an NvmeTier's slot: the block's key, and its files ordered by offset.
 
     Only commits, adoptions of snapshots, and transfers that write the files change the attributes.
 

@@ -25,13 +25,13 @@ from tiered.units import PAGE_BYTES
 Verify = Literal["off", "resume", "always"]
 #: Library that moves the bytes. ``auto`` uses kvikio if GPUDirect Storage works, otherwise system calls.
 Engine = Literal["posix", "auto", "kvikio"]
-#: Space of a snapshot in addition to the contents. Each block needs two folders and a document, and the snapshot needs
-#: folders, notes and a manifest.
+#: Bytes that a snapshot needs in addition to its contents: per block for two folders and a document, and per snapshot
+#: for folders, notes and a manifest.
 _DOCUMENT_BYTES, _NOTES_BYTES = 4 * PAGE_BYTES, 16 * PAGE_BYTES
 
 
 class NvmeTier:
-    """Files of at most ``capacity_bytes`` on one or more drives. Slots are homes, not addressable. Thread-safe.
+    """Tier of files on one or more drives. Its slots are homes and not addressable. Thread-safe.
 
     ``<path>/live/<key>/`` on the first path is a zarr v3 array with the block's contents, with symbolic links to files
     on other paths. Only snapshots outlive the process: the next process recycles the files under ``live/``. Files of
@@ -44,7 +44,7 @@ class NvmeTier:
     Args:
         paths: directories, created if missing. Each must be empty or from an earlier run. The first directory has the
             arrays.
-        capacity_bytes: limit over all paths together.
+        capacity_bytes: maximum total bytes over all paths.
         rates: relative speed of each path (default: equal). Blocks are striped in this proportion.
         chunk_bytes: maximum file size (a multiple of 4096). Default: 512 MiB for one path, 16 MiB for several.
         engine: library that moves the bytes. ``kvikio`` needs the optional dependency ``gds`` and an NVIDIA driver.
@@ -56,7 +56,7 @@ class NvmeTier:
             also compares them at every read. ``off`` computes them only at a commit, by reading the files back.
         on_full: what a write does if a drive is full: ``pause`` until there is space, or ``error``.
         on_notice: called with a sentence for the user, on any thread. By default, the sentence is logged as a warning.
-        max_written_bytes: for each path, limit of the bytes written in the lifetime of the directory, or None.
+        max_written_bytes: for each path, limit on the bytes written in the directory's lifetime, or None.
 
     Raises:
         LockedError: another process uses one of the paths.
@@ -201,7 +201,7 @@ class NvmeTier:
             self.snapshots.trim_pools()
 
     def usage(self) -> TierUsage:
-        """Return the current ledger of slots and reservations. Files kept for reuse count as free."""
+        """Return the byte counts of slots and reservations. Files kept for reuse count as free."""
         return self._ledger.usage()
 
     @property
@@ -217,12 +217,12 @@ class NvmeTier:
     # -- contents, for links -----------------------------------------------------------------------------------
 
     def open_for_read(self, file: ChunkFile) -> int:
-        """Return a new file descriptor; the caller closes it. Raises ``OSError``."""
+        """Open a file for reading. Return its descriptor, which the caller closes. Raises ``OSError``."""
         return self._open(file.path, os.O_RDONLY)
 
     def open_for_write(self, file: ChunkFile) -> int:
-        """Replace a file that a snapshot links. Return a new descriptor; the caller closes it. Raises ``OSError``."""
-        # Without the lock, the count could be 1 while another thread replaces the file, though a snapshot needs it.
+        """Open a file for writing and return its descriptor. Replaces files that snapshots link. Raises ``OSError``."""
+        # Hold the lock: if another thread replaced the file after the open, the snapshot would have its only link.
         with self._lock:
             fd = self._open(file.path, os.O_RDWR)
             if os.fstat(fd).st_nlink == 1:
@@ -243,12 +243,12 @@ class NvmeTier:
         return self._is_direct
 
     def count_written(self, path_index: int, nbytes: int) -> None:
-        """Add to the bytes written to one path. Links call this."""
+        """Add ``nbytes`` to the bytes written to one path. Called by links."""
         with self._lock:
             self._written_bytes[path_index] += nbytes
 
     def count_wear(self, nbytes_by_path: Mapping[int, int]) -> None:
-        """Count bytes, by index of the path, before they are written.
+        """Count bytes that are about to be written. ``nbytes_by_path`` maps the index of a path to its bytes.
 
         Raises:
             WearLimitError: the write would exceed a limit. Nothing is counted, and the caller must not write.
@@ -287,7 +287,7 @@ class NvmeTier:
             if not all_bytes or not reserved_bytes:
                 return 0
             needed_bytes = here_bytes + reserved_bytes * here_bytes // all_bytes
-            num_snapshots = -(-reserved_bytes // all_bytes) + 1  # One more, because one may be in removal.
+            num_snapshots = -(-reserved_bytes // all_bytes) + 1  # One more, because a removal may be in progress.
             needed_bytes += num_snapshots * (len(homes) * _DOCUMENT_BYTES + _NOTES_BYTES)
             return needed_bytes - self.directories[index].held_bytes()
 

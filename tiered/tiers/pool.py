@@ -13,7 +13,7 @@ Buffer = TypeVar("Buffer")
 
 
 class SlabPool(Generic[Buffer]):
-    """Allocates exact-size buffers and keeps freed buffers for the next request of the same size. Thread-safe.
+    """Pool of exact-size buffers, which keeps freed buffers for the next request of the same size. Thread-safe.
 
     ``used + pooled <= capacity`` always holds. A buffer is dropped *before* its replacement is allocated, so memory
     usage never exceeds the capacity. There is no arena and therefore no fragmentation: any request that fits the free
@@ -21,11 +21,11 @@ class SlabPool(Generic[Buffer]):
 
     Args:
         ledger: ledger of the tier. The pool charges slots and reservations to it.
-        make: returns a new buffer of a given size. Called on any thread. ``take`` calls it without the pool's lock.
+        make: creates a buffer of a given size. Called on any thread. ``take`` calls it without the pool's lock.
         drop: frees a buffer's memory synchronously. Called with the pool's lock held.
-        is_idle: returns whether queued device work no longer uses a freed buffer. The pool then prefers idle buffers,
-            then the buffer freed longest ago. Without ``is_idle``, it prefers the last freed buffer, which is in a CPU
-            cache.
+        is_idle: returns whether the device has finished its work on a freed buffer. The pool then prefers idle buffers,
+            then the buffer freed longest ago. Without ``is_idle``, it prefers the last freed buffer, which may still be
+            in a CPU cache.
 
     Attributes:
         pooled_bytes: bytes of freed buffers kept for reuse.
@@ -144,7 +144,7 @@ class SlabPool(Generic[Buffer]):
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are not reserved and not in a buffer, including buffers about to be allocated."""
+        """Bytes that are neither reserved nor in a buffer. Buffers about to be allocated count as in use."""
         with self._lock:
             return self._ledger.capacity_bytes - self._ledger.used_bytes - self.pooled_bytes
 

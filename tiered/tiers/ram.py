@@ -79,13 +79,13 @@ def _advise(address: int, nbytes: int, advice: int) -> int:
 
 
 def _move_pages(source: int, target: int, nbytes: int) -> bool:
-    """Move resident pages to a range without pages. If the result is False, the range may have an unmapped hole."""
+    """Move resident pages to a range without pages. Return False on failure, which may leave an unmapped hole."""
     return bool(_libc().mremap(source, nbytes, nbytes, _MREMAP_FLAGS, target) == target)
 
 
 @functools.cache
 def _pages_can_move() -> bool:
-    """Return whether this kernel can move pages. Tries it with a separate page."""
+    """Return whether this kernel can move pages. Tests this on a scratch page."""
     with mmap.mmap(-1, 2 * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as trial:
         trial[0] = 7
         first = ctypes.addressof(ctypes.c_char.from_buffer(trial))
@@ -120,7 +120,7 @@ os.register_at_fork(after_in_child=_reserve_addresses_in_child)
 
 
 def _managed_ram_kb() -> int:
-    """Return the kilobytes of RAM that the kernel manages now. A virtual machine may start with less than its RAM."""
+    """Return the kilobytes of RAM that the kernel manages now. A virtual machine may start with part of its RAM."""
     found = re.search(r"^MemTotal:\s+(\d+)", _MEMORY.read_text(encoding="ascii"), re.MULTILINE)
     return int(found[1]) if found else 0
 
@@ -159,12 +159,12 @@ def _prefer_node(address: int, nbytes: int, node: int) -> None:
 
 
 class SparePages:
-    """Keeps the resident pages of closed slabs for new slabs, so that the kernel need not zero pages. Thread-safe.
+    """Resident pages of closed slabs, kept for new slabs so that the kernel need not zero pages. Thread-safe.
 
     A forked child does not inherit the pages, so in the child this object does nothing.
 
     Args:
-        max_bytes: maximum bytes to keep. Determines how many pages move together.
+        max_bytes: maximum bytes to keep. Determines the number of pages in each moved unit.
 
     Attributes:
         moved_bytes: bytes moved to slabs so far.
@@ -180,7 +180,7 @@ class SparePages:
 
     @property
     def nbytes(self) -> int:
-        """Resident bytes kept."""
+        """Bytes of the kept pages."""
         return len(self._units) * self._unit
 
     def keep(self, mapping: mmap.mmap, address: int, nbytes: int) -> bool:
@@ -237,7 +237,7 @@ class HostSlab:
         nbytes: size, rounded up to a multiple of 4096. 0 maps nothing.
         pin: whether to pin the memory for CUDA, preferably on the GPU's NUMA node. Initializes CUDA. If pinning fails,
             ``is_pinned`` is False.
-        spare: provides resident pages, and receives the pages when the slab is closed. Not used for pinned memory.
+        spare: source of resident pages, to which ``close`` returns the slab's pages. Not used for pinned memory.
 
     Attributes:
         has_huge_pages: whether huge pages were requested and are allowed.
@@ -266,7 +266,7 @@ class HostSlab:
             if self.is_pinned:
                 # Unpin even without ``close``, because CUDA must never keep a registration of unmapped memory.
                 self._unpin = weakref.finalize(self, _unregister, self.address)
-                self._unpin.atexit = False  # At exit, CUDA may be gone, and all memory is freed anyway.
+                self._unpin.atexit = False  # At exit, CUDA may already be shut down, and all memory is freed anyway.
         self._tensor: torch.Tensor | None = torch.from_numpy(self._array)
 
     def _map_memory(self, node: int | None) -> None:
@@ -308,7 +308,7 @@ class HostSlab:
 
     def _populate_part(self, start: int) -> int:
         nbytes = min(_POPULATE_BYTES, self.nbytes - start)
-        before: int | None = None  # Read only after a refusal, because reading takes as long as a small slab.
+        before: int | None = None  # Read only after a refusal, because reading takes as long as making a small slab.
         while not self._is_refused:
             error = _advise(self.address + start, nbytes, _MADV_POPULATE_WRITE)
             if error == errno.EINVAL:
@@ -386,10 +386,10 @@ def _succeeded(result: Any) -> bool:
 
 
 class RamTier:
-    """At most ``capacity_bytes`` of host memory. Every slot is a separate slab of its exact size (rounded up to 4096).
+    """Tier in host memory. Every slot is a separate slab of exactly the slot's size (a multiple of 4096 bytes).
 
     Args:
-        capacity_bytes: limit of all slots and reservations together.
+        capacity_bytes: maximum total bytes of slots and reservations.
         pin_memory: whether to pin the slabs for CUDA; default: True if the machine has a CUDA device.
 
     Attributes:
@@ -512,7 +512,7 @@ class RamTier:
         """Do nothing, because host memory does not survive the process."""
 
     def usage(self) -> TierUsage:
-        """Return the current ledger. Slabs kept for reuse count as free."""
+        """Return the tier's current byte counts. Slabs kept for reuse count as free."""
         return self._ledger.usage()
 
     def close(self) -> None:

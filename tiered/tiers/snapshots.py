@@ -36,11 +36,11 @@ from tiered.units import PAGE_BYTES
 
 @runtime_checkable
 class DurableTier(DescribingTier, Protocol):
-    """A tier with files that commits link and loads adopt: ``NvmeTier``, or another tier that uses ``Snapshots``.
+    """A tier whose files a commit can hard-link and a load can adopt: ``NvmeTier``, or another with ``Snapshots``.
 
     Attributes:
-        full: waits for space if a drive is full.
-        snapshots: generations that link the tier's files.
+        full: handler that waits for space if a drive is full.
+        snapshots: the tier's files, and the generations that link them.
     """
 
     full: FullDrives
@@ -52,7 +52,7 @@ class DurableTier(DescribingTier, Protocol):
         ...
 
     def count_wear(self, nbytes_by_path: Mapping[int, int]) -> None:
-        """Count bytes before they are written, by index of the path.
+        """Count bytes that are about to be written. ``nbytes_by_path`` maps the index of a path to its bytes.
 
         Raises:
             WearLimitError: the write would exceed a limit. Nothing is counted, and the caller must not write.
@@ -69,7 +69,7 @@ class Snapshots:
 
     Attributes:
         lock: guards the directories and every rename in them. Not held while contents move.
-        nbytes: size of the files that only snapshots link.
+        nbytes: total size of the files that only snapshots link.
     """
 
     def __init__(self, tier: str, directories: Sequence[TierDirectory], ledger: Ledger) -> None:
@@ -128,7 +128,7 @@ class Snapshots:
             directory.create(file.nbytes, file.path)
 
     def _detach_files(self, home: HomeFiles) -> None:
-        """Remove a slot's files, and the symbolic links to them, from ``live/``. The folders stay."""
+        """Remove a slot's files, and the symbolic links to them, from ``live/``, but keep the folders."""
         for file in home.files:
             if file.path_index != 0:
                 (self._directories[0].live / home.key / "c" / file.path.name).unlink(missing_ok=True)
@@ -190,7 +190,7 @@ class Snapshots:
         sync_paths(paths, sync_path)
 
     def count(self, nbytes: int) -> None:
-        """Count files that a commit wrote to a snapshot on the first path. ``drop`` removes these files."""
+        """Add bytes that a commit wrote to a snapshot on the first path to ``nbytes``. ``drop`` removes the files."""
         with self.lock:
             self.nbytes += nbytes
             self.trim_pools()
@@ -253,7 +253,7 @@ class Snapshots:
         owner: StoreIdentity | None = None,
         check: Callable[[HomeFiles], None] | None = None,
     ) -> None:
-        """Make a snapshot's files the files of a block's home slot, by hard links.
+        """Use a snapshot's files as a block's home slot, through hard links.
 
         The slot also adopts the number and sizes of the files, which may differ if paths or rates have changed. So
         ``slot.resource`` and ``slot.slot_bytes`` can change.
@@ -296,7 +296,7 @@ class Snapshots:
     def _read(
         self, key: str, nbytes: int, generation: str, owner: StoreIdentity | None
     ) -> tuple[HomeFiles, dict[str, Any]]:
-        """Return a block's files and document in a snapshot. Raises ``GenerationError`` if files are missing."""
+        """Return a block's files and zarr document from a snapshot. Raises ``GenerationError`` if files are missing."""
         roots = {index: directory.snap / generation for index, directory in enumerate(self._directories)}
         if owner is not None:
             roots = {index: root for index, root in roots.items() if owner.owns(root)}
