@@ -25,7 +25,7 @@ from megatrain.optim.base import FORMATS, Format, Segment, Update
 from megatrain.optim.elementwise import ElementwiseOptimizer
 from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS
 from megatrain.optim.on_device import DeviceKernelError, UpdateGroup
-from megatrain.plan import forward, plan, traced
+from megatrain.plan import forward, stepping, traced
 from megatrain.trace.trace import trace_generation, trace_visits
 from oracles.tiered_run import config_text
 from oracles.traces import is_keeping, keeping
@@ -59,7 +59,7 @@ def virtual_gpu(total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> I
         mock.patch.object(clip, "device_partials", lambda gradient: _queued_partials(gradient, device)),
         mock.patch.object(clip, "device_partials_of_parts", lambda parts: _queued_partials_of(parts, device)),
         mock.patch.object(clip, "sum_partials", lambda partials: _queued_sum(partials, device)),
-        mock.patch.object(plan, "warm_up_norm"),
+        mock.patch.object(stepping, "warm_up_norm"),
         # Not a Mock, because a Mock would keep all call arguments in memory.
         mock.patch.object(device_kernels, "are_for", _without_kernels),
     ]

@@ -7,9 +7,10 @@ therefore swapped with a new device parameter, and keeps that class while it is 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
+from types import ModuleType
 from typing import Any
 from unittest import mock
 from weakref import ref
@@ -37,11 +38,11 @@ class _Placeholder(absent_parameters.Placeholder, VirtualTensor):
     pass
 
 
-def _make_placeholder(parameter: Tensor, what: str, *, is_gradient: bool = False) -> Tensor:
+def _make_placeholder(parameter: Tensor, name: str, *, is_gradient: bool = False) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         made: Any = absent_parameters.placeholder(parameter.shape, parameter.dtype, parameter.device)
     made.__class__ = _Placeholder
-    made.what, made.is_gradient = what, is_gradient
+    made.source_name, made.is_gradient = name, is_gradient
     result: Tensor = made
     return result
 
@@ -73,14 +74,22 @@ def embedded(device: VirtualCuda) -> Iterator[None]:
         "StoredParameter": _Stored,
         "make_placeholder": _make_placeholder,
         "_address": lambda tensor: address(tensor.memory if isinstance(tensor, VirtualTensor) else tensor),
-        "references": lambda tensor: 0,  # references by queued kernels do not count as uses by the program
+        "count_references": lambda tensor: 0,  # references by queued kernels do not count as uses by the program
     }
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(device, "allows_addresses", True))
-        for module in [module for name, module in sys.modules.items() if name.startswith("megatrain.embed")]:
-            for name in stand_ins.keys() & vars(module).keys():
-                stack.enter_context(mock.patch.object(module, name, stand_ins[name]))
+        _replace(
+            stack, [module for name, module in sys.modules.items() if name.startswith("megatrain.embed")], stand_ins
+        )
         yield
+
+
+def _replace(stack: ExitStack, modules: Sequence[ModuleType], stand_ins: Mapping[str, Any]) -> None:
+    """Replace globals in every module that has them. A stand-in without a global has an outdated name."""
+    replaced = [(module, name) for module in modules for name in stand_ins.keys() & vars(module).keys()]
+    assert {name for _, name in replaced} == stand_ins.keys()
+    for module, name in replaced:
+        stack.enter_context(mock.patch.object(module, name, stand_ins[name]))
 
 
 class _Storage:
@@ -137,9 +146,7 @@ def offloading(device: VirtualCuda) -> Iterator[None]:
         "_current_stream": device.current_stream,
     }
     with ExitStack() as stack:
-        for module in (activations, activation_cache, source_storages):
-            for name in stand_ins.keys() & vars(module).keys():
-                stack.enter_context(mock.patch.object(module, name, stand_ins[name]))
+        _replace(stack, (activations, activation_cache, source_storages), stand_ins)
         stack.enter_context(mock.patch.object(VirtualTensor, "untyped_storage", lambda tensor: _Storage(tensor)))
         stack.enter_context(mock.patch.object(VirtualTensor, "set_", _set))
         yield

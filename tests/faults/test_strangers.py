@@ -28,7 +28,7 @@ from megatrain.data.files import read_file
 from megatrain.data.rows_report import DataError, RowError
 from megatrain.models.folder import ModelFolderError, TensorFile
 from megatrain.run.folder import RunFolder
-from megatrain_tier_cli.terminal import shown
+from megatrain_tier_cli.terminal import escape_controls
 from processes.saved_run import NVME, ON_NVME, SavedRun, command_group, make_run
 from tiered import GenerationError, checksum, list_generations
 from tiered.errors import UnusableDirectoryError
@@ -276,10 +276,10 @@ def test_images_are_files_of_a_bounded_size(tmp_path: Path, monkeypatch: pytest.
         ("absent", "No such file or directory"),
     ):
         with pytest.raises(RowError, match=f"the image {tmp_path / name} cannot be read: {reason}. Paths are relative"):
-            images.ImageRef.of(name, tmp_path, "rows line 1")
+            images.ImageRef.from_value(name, tmp_path, "rows line 1")
         with pytest.raises(DataError, match=f"the image cannot be read: {reason}. Restore it"):
             images.ImageRef(str(tmp_path / name), "0").read()
-    ref = images.ImageRef.of("small", tmp_path, "rows line 1")
+    ref = images.ImageRef.from_value("small", tmp_path, "rows line 1")
     assert ref.read() == bytes(1 << 16)
 
 
@@ -374,14 +374,14 @@ EVIL = f"evil{CLEAR}{TITLE}{CLIPBOARD}\x9b2J\x08\r\u202e"
 
 @given(st.text(alphabet=st.sampled_from([*"a[]2Jm;8H\\", "\x1b", "\r", "\n", "\x07", "\x9b", "\u202e"]), max_size=40))
 def test_shown_text_has_no_control_sequences(text: str) -> None:
-    harmless = re.sub(r"\x1b\[(?:[0-9;]*m|\?25[lh])|\x1b\]8;[^\x00-\x1f]*\x1b\\", "", shown(f"a{text}"))
+    harmless = re.sub(r"\x1b\[(?:[0-9;]*m|\?25[lh])|\x1b\]8;[^\x00-\x1f]*\x1b\\", "", escape_controls(f"a{text}"))
     assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e]|\r(?!\n)", harmless)
 
 
 def test_texts_without_controls_stay() -> None:
     text = "plain, \u00fcml\u00e4ut, \u65e5\u672c\u8a9e, \U0001f600\tand\n\x1b[31mred\x1b[0m"
-    assert shown(text) == text
-    assert shown("\r\x1b[Kreading block") == "\r\x1b[Kreading block"  # a line of the program that is drawn again
+    assert escape_controls(text) == text
+    assert escape_controls("\r\x1b[Kreading block") == "\r\x1b[Kreading block"  # a redrawn line
 
 
 def assert_shown(output: str) -> None:

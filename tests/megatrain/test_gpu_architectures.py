@@ -19,7 +19,7 @@ from megatrain.engine.device import device_kernels
 
 #: A100, RTX 3090, RTX 4090, H100 and H200, B200, B300, RTX 5090 and RTX PRO 6000, DGX Spark.
 CAPABILITIES = (80, 86, 89, 90, 100, 103, 120, 121)
-MODULES = {name: f"megatrain.{name}.triton_kernels" for name in ("engine", "optim")}
+MODULES = {"engine": "megatrain.engine.device.triton_kernels", "optim": "megatrain.optim.triton_kernels"}
 MOST_REGISTERS = 128
 WIDE = re.compile(r"(?:ld|st)\.global(?:\.\w+)*\.v4\.b32")
 CODES = {
@@ -127,9 +127,9 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Mod
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TRITON_INTERPRET", raising=False)
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        for name, path in MODULES.items():
+        for path in MODULES.values():
             patch.delitem(sys.modules, path, raising=False)
-            patch.delattr(importlib.import_module(f"megatrain.{name}"), "triton_kernels", raising=False)
+            patch.delattr(importlib.import_module(path.rpartition(".")[0]), "triton_kernels", raising=False)
         yield {name: importlib.import_module(path) for name, path in MODULES.items()}
         for path in MODULES.values():
             sys.modules.pop(path)
@@ -147,7 +147,8 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 def test_every_kernel_has_a_case(compiler: dict[str, ModuleType]) -> None:
     jitted = importlib.import_module("triton").JITFunction
     for name, module in compiler.items():
-        kernels = {kernel for kernel in module.__all__ if isinstance(getattr(module, kernel), jitted)}
+        public = {kernel: each for kernel, each in vars(module).items() if not kernel.startswith("_")}
+        kernels = {kernel for kernel, each in public.items() if isinstance(each, jitted)}
         assert kernels == {case.kernel for case in CASES.values() if case.module == name}
 
 

@@ -216,7 +216,7 @@ def _leave_out_what_takes_memory() -> None:
             if block.is_saved:
                 with self._store.acquire(block.key, "ram", "w"):
                     pass
-                self._evict(block.key)
+                self._evict_streamed(block.key)
         self.passthrough = {}
 
     for owner, name, stand_in in (

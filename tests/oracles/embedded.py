@@ -35,7 +35,7 @@ def stored_gradient(parameter: Tensor) -> Tensor | None:
     block = block_of(parameter)
     if block is None:
         return None if parameter.grad is None else parameter.grad.clone()
-    if block.gradients is None or not block.gradients.has(parameter):
+    if block.gradients is None or not block.gradients.has_gradient(parameter):
         return None
     name = block.name_of(parameter)
     (entry,) = [entry for entry in block.layout.entries if entry.name == name]

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import operator
 import os
 import pickle
 import pkgutil
@@ -163,7 +164,7 @@ def _of_forwards(graph: ModelGraph) -> Iterator[Any]:
 def _globals() -> Iterator[tuple[str, Any]]:
     """Yield the globals of the engine's modules, by name; tests replace them."""
     for name in _modules():
-        yield from vars(sys.modules[name]).items()
+        yield from sorted(vars(sys.modules[name]).items(), key=operator.itemgetter(0))  # imports add them in any order
 
 
 @functools.cache

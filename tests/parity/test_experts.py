@@ -199,7 +199,7 @@ def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
         # That is some rows of hidden states, in fp32 at most.
         width_bytes = 4 * plans[True].graph.config.hidden_size * plans[True].trace.num_tokens
         assert 0 <= held - held_whole <= 4 * width_bytes
-        assert 0 < saved - saved_whole <= 2 * 4 * plans[True].num_micro_batches * width_bytes  # of 2 layers
+        assert 0 < saved - saved_whole <= 2 * 4 * plans[True].run.batch.num_micro_batches * width_bytes  # of 2 layers
 
 
 def test_a_refusal_names_it_as_a_remedy(tmp_path: Path) -> None:

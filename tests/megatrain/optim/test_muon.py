@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.base.layout import build_layout, in_parts
+from megatrain.base.layout import build_layout, split_into_parts
 from megatrain.optim.base import Update, build_segments, bytes_per_parameter
 from megatrain.optim.elementwise import AdamW
 from megatrain.optim.fused import FusedMatrix
@@ -91,7 +91,7 @@ def test_matrices_stay_whole_and_the_vocabulary_is_cut(monkeypatch: pytest.Monke
     assert all(kind.has_weight_layout(head) for kind in kinds)
     assert 8 < bytes_per_parameter(kinds, layer) < 8.1 and bytes_per_parameter(kinds, head) == 12
     # In parts the head gets the bits of the whole head.
-    (cut,) = in_parts([head])
+    (cut,) = split_into_parts([head])
     cut = replace(cut, parts=(range(65_536), range(65_536, head.num_elements)))
     (segment,) = build_segments(head, 0.1, (), kinds=kinds)
     gradient = torch.randn(head.num_elements)

@@ -183,7 +183,7 @@ def test_micro_batches_one_after_the_other_are_a_way(path: Path) -> None:
     remedy = next(remedy for remedy in error.remedies if "micro_batch_order" in remedy.change)
     assert remedy.need_bytes < error.need_bytes
     one = planned(path, several, ONE_AT_A_TIME, f"tiers.ram.size={remedy.need_bytes}B")
-    assert one.num_micro_batches == 16
+    assert one.run.batch.num_micro_batches == 16
     less = f"tiers.ram.size={remedy.need_bytes - 4096}B"
     assert refused(path, several, ONE_AT_A_TIME, less).need_bytes == remedy.need_bytes
     for change in ("training.gradient_lanes=2", BF16_GRADIENTS, ONE_AT_A_TIME):
