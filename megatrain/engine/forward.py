@@ -1,4 +1,4 @@
-"""Forward and backward of an unmodified model. Its weights are streamed one unit at a time.
+"""Forward and backward of an unmodified model whose weights are streamed one unit at a time.
 
 One pass over the model takes these steps:
 
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 
 class NoTrainedTokensError(Exception):
-    """Raised if no token of the step has a label."""
+    """Error for a step in which no token has a label."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +81,7 @@ class QueuedLoss:
 
 @dataclass(frozen=True, slots=True)
 class SummedLoss:
-    """Cross entropy of an evaluation pass.
+    """Summed cross entropy of an evaluation pass, and the number of its tokens.
 
     Attributes:
         terms: Sums over labelled tokens. `math.fsum` adds them exactly, so the grouping of tokens has no effect.
@@ -97,9 +97,9 @@ class PassOrder:
 
     Attributes:
         by: "layer" runs all micro-batches of a unit before the next unit; "micro_batch" runs one micro-batch at a time.
-        head_rows: Number of rows whose logits are computed together; None for the model's default. Compare only runs
+        head_rows: Number of rows whose logits are computed at a time; None for the model's default. Compare only runs
             with the same value.
-        head_columns: Number of vocabulary columns computed together; 0 for whole logits; None for the default.
+        head_columns: Number of vocabulary columns computed at a time; 0 for all columns; None for the default.
         parts_in_turn: Whether all rows use one part of the vocabulary before any row uses the next part.
     """
 
@@ -116,15 +116,15 @@ class LayerRunner:
     call its units as planned, and `UnsupportedModelError` if a layer does something that streaming cannot reproduce.
 
     Args:
-        trace: Planned visits, with which each forward is compared; None for no comparison.
+        trace: Planned visits to compare each forward with; None for no comparison.
         objective: Loss and noise; None for plain cross entropy.
         recompute: Forward results that are kept for the backward. If a visit keeps its graph, its weights must stay in
             place and unchanged until its backward.
-        context: Function that returns the context of a pass; None for the context of the graph's converters.
+        context: Function that returns the context manager of a pass; None to use ``graph.pass_context``.
 
     Attributes:
         bounds: All units, in order, with slots for their weights.
-        head: End of the model: its head behind a cut, or its own loss.
+        head: Last stage of the model: its head after a cut, or its own loss.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class LayerRunner:
         )
 
     def _make_head(self, recompute: Recompute) -> CutHead | OwnLoss:
-        """Return the end of the model. Raise `UnsupportedModelError` if the loss needs a head that cannot be cut."""
+        """Return the cut head or the model's own loss. Raise `UnsupportedModelError` if the objective needs a cut."""
         model, order, refusal = self._graph.model, self._order, self._objective.loss.refusal
         plan = plan_head(self._graph)
         if plan is not None:
@@ -239,7 +239,7 @@ class LayerRunner:
         return QueuedLoss(tuple(losses), sum(counts), tuple(figures))
 
     def evaluate(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> SummedLoss:
-        """Run the forward of all micro-batches in eval mode and in layer order.
+        """Run the forward of all micro-batches in eval mode, in layer order, and return the summed loss.
 
         The loss is plain cross entropy, without dropout, objective or auxiliary terms. Only hidden states are kept
         between units. The pass does not change the activation blocks, gradients or random states of training.

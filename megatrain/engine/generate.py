@@ -46,12 +46,12 @@ class GenerationRunner:
 
     Args:
         bounds: All units, in order, with slots for their weights; None to create them.
-        trace: Planned visits, with which each forward is compared; None for no comparison.
+        trace: Planned visits to compare each forward with; None for no comparison.
         num_micro_batches: Planned number of micro-batches. All planned cache blocks are leased, even if fewer run.
         any_rank: See ``RepeatedPasses``.
 
     Attributes:
-        kept_nbytes: Final size in bytes, by visit, of the first micro-batch's cache in the last run.
+        kept_nbytes: Bytes of the first micro-batch's cache at the end of the last run, by visit.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class GenerationRunner:
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
-        """Replace weights by placeholders and units' forwards by stubs. Each forward loads containers' parameters."""
+        """Replace weights by placeholders and units' forwards by stubs. The model's forward loads containers."""
         model, units = self._graph.model, self._graph.units
         forward = model.forward
 

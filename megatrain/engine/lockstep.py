@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class VisitOrderError(Exception):
-    """Raised if the order of unit calls differs from the plan or between micro-batches."""
+    """Error for unit calls whose order differs from the plan or between micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Next visit of the forwards.
+    """Next visit in lockstep, with the forwards that wait for it.
 
     Attributes:
         number: Position of the visit in its pass.
@@ -38,7 +38,7 @@ class Stop:
 def run_in_lockstep(
     forwards: Sequence[SuspendedForward], itinerary: Itinerary, visit: Callable[[Stop], list[Callable[[], Any]]]
 ) -> None:
-    """Run forwards to their ends.
+    """Run all forwards to completion, one unit at a time.
 
     Args:
         visit: Function that runs the unit of a stop. It returns one function per waiting forward, which builds the
@@ -60,7 +60,7 @@ class Itinerary:
     """Order in which forwards visit the units of a model.
 
     Args:
-        trace: Planned visits, with which the forwards are compared; None for no comparison.
+        trace: Planned visits to compare the forwards with; None for no comparison.
     """
 
     def __init__(self, graph: ModelGraph, trace: VisitTrace | None) -> None:
@@ -76,7 +76,7 @@ class Itinerary:
         return Stop(self._number - 1, unit, waiting)
 
     def _common_unit(self, next_units: set[int | None], subject: str, advice: str = "") -> int:
-        """Return the unit that all forwards call next. Raise `VisitOrderError` if they differ or if the plan differs.
+        """Return the unit that all forwards call next. Raise `VisitOrderError` if they differ or deviate from the plan.
 
         Args:
             next_units: Units that forwards call next; None for a forward that has ended.

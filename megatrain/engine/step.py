@@ -2,8 +2,8 @@
 
 `StepEngine.step` runs the model's forward and backward (`forward.py`). The running model requests weights, activation
 blocks and gradient accumulators from `StoreAccess`. `StoreAccess` takes the next op from the tape, leases the op's
-blocks from the store, and then pins, evicts or discards each copy as the tape says. The tape is compiled before the
-step and lists all leases, fetches, pins and evictions, so the engine makes no decisions.
+blocks from the store, and then pins, evicts or discards each copy as the tape specifies. The tape is compiled before
+the step and lists all leases, fetches, pins and evictions, so the engine makes no decisions.
 
 Clipping by the global norm is exact. The norm is known only after the whole backward, so the next step runs the
 updates. Each update runs just before the forward that reads the updated weights. Without a global norm, the backward
@@ -45,7 +45,7 @@ _ADVICE = 'Lower optimizer.learning_rate, check the data of this step, or write 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of one step.
+    """Loss, gradient norm and metrics of one optimizer step.
 
     Attributes:
         loss: Token-weighted mean over the step, before the update.
@@ -64,7 +64,7 @@ class StepResult:
 
 
 class StepEngine:
-    """Engine of optimizer steps on blocks of a store. Used by one thread.
+    """Engine that runs optimizer steps over the blocks of a store. Used by one thread.
 
     All ranks call the same methods in the same order, with all micro-batches of a step. Each rank computes only its own
     micro-batches. Losses, norms and decisions are the same on all ranks.
@@ -263,7 +263,7 @@ class StepEngine:
 
 
 class EvaluationEngine:
-    """Engine of evaluation passes on blocks of a store. Called from the training thread after ``finish_updates``."""
+    """Engine that runs evaluation passes over a store's blocks, on the training thread, after ``finish_updates``."""
 
     def __init__(
         self,
@@ -294,7 +294,7 @@ class EvaluationEngine:
         *,
         number: int,
     ) -> _Result:
-        """Run pass ``number`` (from 0) of the store's schedule.
+        """Run evaluation pass ``number`` (counted from 0) in the store's schedule, and return its results.
 
         Args:
             head: Method of ``LayerRunner`` that runs one forward and returns its results.

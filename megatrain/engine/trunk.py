@@ -45,13 +45,13 @@ def _trunk_stub(trunk_forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Trunk:
-    """Runner of the forwards of all micro-batches, which end at the cut before the head if there is a cut.
+    """Runner for the forwards of all micro-batches. If the model has a cut, they end there, before the head.
 
     Args:
         visits: Sequence to which each pass appends its visits.
         bounds: All units, in order, with slots for their weights.
         cut: Module whose output ends the forward; None if the forward runs to its end.
-        trace: Planned visits, with which each forward is compared; None for no comparison.
+        trace: Planned visits to compare each forward with; None for no comparison.
         mirror: Context in which the model's own code reads inputs from host copies; None to read from the device.
         recompute: Forward results that visits keep for the backward.
     """

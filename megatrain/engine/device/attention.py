@@ -21,7 +21,7 @@ from tiered.units import round_up
 
 Backend = Literal["flash", "efficient", "cudnn", "other"]
 
-#: Maps operators, without "_backward", to the backend and the axis of the heads in queries, keys and values.
+#: Backend of each operator (name without "_backward"), and the axis of the heads in queries, keys and values.
 _OPERATORS: Mapping[str, tuple[Backend, int]] = {
     "_scaled_dot_product_flash_attention": ("flash", 1),  # [B, H, S, D]
     "_scaled_dot_product_efficient_attention": ("efficient", 1),
@@ -33,7 +33,7 @@ _OPERATORS: Mapping[str, tuple[Backend, int]] = {
     "_cudnn_attention": ("cudnn", 1),
 }
 
-#: Padding of flash attention: rows to multiples of 128, head widths to multiples of 32, or to 256 if above 192.
+#: Flash attention pads rows to multiples of 128, and head widths to multiples of 32, or to 256 if they exceed 192.
 FLASH_ROWS = 128
 _FLASH_WIDTH, _FLASH_ROUNDED_WIDTH, _FLASH_WIDEST = 32, 192, 256
 #: For FA3 and FA4: head widths with deterministic kernels in both packages, minimum number of rows per block, and
@@ -141,7 +141,7 @@ class AttentionCall:
         """Return the size of the workspace that the kernel allocates on a CUDA device; 0 on other devices.
 
         A forward's own workspace counts as 0, because it is negligible if rows are long enough to occupy the GPU. Many
-        short sequences need several calls. Each call computes at most half of the results, which are then concatenated.
+        short sequences need several calls, each for at most half of the results. Concatenating these needs memory.
 
         Args:
             is_deterministic: Whether the kernel must add numbers in the same order in every run.
@@ -204,7 +204,7 @@ class AttentionCall:
         the engine combines into one call (`Documents.groups`).
 
         Args:
-            num_multiprocessors: Number of multiprocessors that share the keys in a deterministic kernel; otherwise 0.
+            num_multiprocessors: Number of multiprocessors that share the keys; 0 if the kernel is nondeterministic.
         """
         splits = max(1, -(-num_multiprocessors // (self.num_rows * self.num_heads)))
         rows = self.num_rows * round_up(self.num_queries // self.num_rows, FLASH_ROWS)
@@ -228,7 +228,7 @@ class AttentionCall:
         return (queries * self.width + keys * (self.width + self.value_width)) * self.itemsize
 
     def _efficient_nbytes(self, is_deterministic: bool) -> int:
-        """Return the size of padded fp32 query gradients, row sums, and gradients that do not fit in registers."""
+        """Return the efficient backward's workspace: fp32 query gradients, row sums, spilled gradients."""
         block, pairs = _EFFICIENT_BLOCK, self.num_rows * self.num_heads
         rows = round_up(self.longest_keys if self.is_ragged else self.num_queries // self.num_rows, block)
         numbers = rows * round_up(self.width, block) + rows

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 _BLOCK_COLUMNS = 1024
-#: Number of logits of a row that a program adds up at once, and the program's number of warps.
+#: Number of logits in a row that a program sums at once, and number of warps per program.
 _BLOCK_LOGITS, _LOGIT_WARPS = 4096, 8
-#: For `group_rows`: rows per program, and rows with which they are compared at once. More would exceed the registers.
+#: For `group_rows`: rows per program, and rows compared with them at once. Larger values would exceed the registers.
 _BLOCK_ROWS, _BLOCK_OTHERS = 64, 32
 #: Maximum number of bytes that a GPU thread loads or stores at once.
 _VECTOR_BYTES = 16
@@ -96,7 +96,7 @@ def row_groups(indexes: Tensor) -> Tensor:
 
 
 def add_rows(place: Tensor, held: range, rows: Tensor, groups: Tensor, ignored: int | None) -> None:
-    """Add rows [K, N] in order to rows of a matrix. The result is bit-identical to `index_add_` on the host.
+    """Add rows [K, N], in order, to the rows of a matrix part. The result is bit-identical to `index_add_` on the host.
 
     Args:
         place: Part of the matrix to which rows are added, [len(held), N] fp32, each row contiguous.
@@ -243,7 +243,7 @@ def gradient_of_logits(
 
 
 def _unit_of(*matrices: Tensor) -> int:
-    """Return the number of elements in 16 bytes, or 1 if it does not divide the columns; see `triton_kernels`."""
+    """Return the number of elements in 16 bytes, or 1 if the number of columns is not a multiple of it."""
     unit = _VECTOR_BYTES // min(matrix.dtype.itemsize for matrix in matrices)
     return 1 if matrices[0].shape[1] % unit else unit
 

@@ -13,14 +13,14 @@ from megatrain.base.errors import UnsupportedModelError
 from tiered.errors import TieredError
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-#: Variable that transformers reads at each call to flash-attn. Without it, the backward is not deterministic.
+#: Environment variable that transformers reads at each flash-attn call. Without it, the backward is nondeterministic.
 _FLASH_ATTENTION = "FLASH_ATTENTION_DETERMINISTIC"
 #: Settings that make cuBLAS add in the same order in every run. torch accepts no other settings.
 _REPEATABLE = (":4096:8", ":16:8")
 
 
 class DeterminismError(RuntimeError):
-    """Raised if the process can no longer become deterministic. The message states cause and remedy."""
+    """Error for a process that can no longer become deterministic. The message states cause and remedy."""
 
 
 @contextmanager
@@ -132,7 +132,7 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator: "
 
 
 class DeviceError(RuntimeError):
-    """Raised if the compute device fails or runs out of memory. The message states cause and remedy."""
+    """Error for a compute device that fails or runs out of memory. The message states cause and remedy."""
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def flash_kernels(kernels: FlashKernels, repeatable_on: torch.device | None = No
 
 @contextmanager
 def _activated(kernels: FlashKernels) -> Iterator[str]:
-    """Activate kernels within the context. Yield the reason if this fails, or ""."""
+    """Activate kernels within the context. If this fails, yield the reason, otherwise ""."""
     attention: Any = torch.nn.attention
     if kernels == "FA2":
         yield ""

@@ -21,10 +21,10 @@ from tiered.units import MiB
 
 #: Parameters of mallopt(3).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-#: Size from which tensors are mapped separately, so that their memory is returned when they are freed. The first value
-#: is used to return memory. The second value is used to keep memory, and is the maximum that glibc accepts.
+#: Minimum size of tensors that are mapped separately, so that freeing them returns their memory. The first value is
+#: used to return memory. The second value is used to keep memory, and is the maximum that glibc accepts.
 _GIVEN_BACK_FROM, _NEVER_KEPT_FROM = 4 * MiB, 32 * MiB
-#: Size from which glibc returns free memory at the end of the heap. This is the maximum that mallopt accepts.
+#: Threshold above which glibc returns free memory at the end of the heap. This is the maximum that mallopt accepts.
 _NEVER = 2**31 - 1
 #: Freed memory that a process keeps even above its plan, because each return takes milliseconds.
 _SPARE_BYTES = 16 * MiB

@@ -146,7 +146,7 @@ class HostMirror(TorchFunctionMode):
     Used by one thread, which enters and exits the mirror when it switches between a model's forward and the engine.
 
     Attributes:
-        num_answers: Number of reads that host copies have answered.
+        num_answers: Number of reads answered from host copies.
     """
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class HostMirror(TorchFunctionMode):
         self._known[tensor] = (host, tensor._version)
 
     def forget(self) -> None:
-        """Drop all host tensors."""
+        """Drop all registered host copies."""
         self._known = WeakIdKeyDictionary()
         self._max_elements = 0
 

@@ -15,7 +15,7 @@ import triton.language as tl
 
 LAUNCH_OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 
-# Reductions of `tl.sum` and `tl.max`. These functions work in the interpreter only if all of Triton is interpreted.
+# Combine functions of `tl.sum` and `tl.max`, which work in the interpreter only if all of Triton is interpreted.
 _SUM, _MAX = tl.standard._sum_combine, tl.standard._elementwise_max
 
 
@@ -122,7 +122,7 @@ def copy_rows(
     block_columns: tl.constexpr,
     unit: tl.constexpr,
 ) -> None:
-    """Copy rows into `found` whose index is between `first` and `stop`. All other rows of `found` stay unchanged."""
+    """Copy the matrix row for each index in [`first`, `stop`) to `found`. Other rows of `found` stay unchanged."""
     at = tl.program_id(0).to(tl.int64)
     index = tl.load(indexes + at).to(tl.int64)
     if (index >= first) & (index < stop):
@@ -217,8 +217,8 @@ def gradient_of_logits(
 ) -> None:
     """Write the gradient with respect to a part of the logits to `gradient` [rows, num_columns], in any float dtype.
 
-    The gradient is probability x (1 + `z_factor` x log_sum) - `share`. In the label's column, `at_label` is subtracted
-    too. The result is multiplied by the row's weight, or divided by `divisor` if `weights` is None.
+    The gradient is probability x (1 + `z_factor` x log_sum) - `share`. In the label's column, `at_label` is also
+    subtracted. The result is multiplied by the row's weight, or divided by `divisor` if `weights` is None.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)

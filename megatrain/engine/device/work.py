@@ -75,7 +75,7 @@ class SavableResults:
     """Size of a visit's savable results, and the work that the recompute avoids if they are saved.
 
     Attributes:
-        nbytes: Size of the block per micro-batch.
+        nbytes: Size of the block that stores one micro-batch's results.
     """
 
     nbytes: int = 0

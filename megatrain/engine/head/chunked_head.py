@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class PassLosses:
-    """Losses of a pass, and the start of its backward.
+    """Losses of a pass, and the tensors from which its backward starts.
 
     Attributes:
         terms: Scalars whose sum is the loss.
@@ -62,7 +62,7 @@ class HeadTiling:
 
     Attributes:
         rows: Maximum number of rows per piece.
-        columns: Maximum number of columns per part; 0 if logits are whole.
+        columns: Maximum number of columns per part; 0 if the vocabulary is not split.
         kept_parts: Number of parts per piece, at least one, whose graphs the first pass keeps. Does not affect results.
         in_turn: Whether all rows use one part of the vocabulary before any row uses the next part. If so, no graphs are
             kept. Does not affect results.
@@ -200,7 +200,7 @@ class ChunkedHead:
         return loss
 
     def _whole_or_parts(self) -> Sequence[VocabularyPart | None]:
-        """Return the parts of the vocabulary; [None] if logits are whole."""
+        """Return the parts of the vocabulary; [None] if it is not split."""
         return self._weights.parts if self._tiling.columns else [None]
 
     def log_probs(self, outputs: Sequence[TrunkOutput]) -> list[Tensor]:
@@ -277,7 +277,7 @@ class ChunkedHead:
         takes_logits: bool = False,
         compared: Sequence[RowsLoss] | None = None,
     ) -> Iterator[HeadRows]:
-        """Yield the pieces of a micro-batch. Each piece's rows of the trunk's output are a new graph leaf.
+        """Yield the pieces of a micro-batch. In each piece, the rows of the trunk's output form a new graph leaf.
 
         Args:
             num_items: Number of labels in the whole step.

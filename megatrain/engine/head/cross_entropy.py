@@ -41,7 +41,7 @@ class CrossEntropy(Loss, MicroBatchLoss):
 
     @property
     def refusal(self) -> str:
-        """Reason to refuse models with their own loss function, because they would ignore smoothing and z-loss."""
+        """Reason to refuse a model with its own loss function, which would ignore smoothing and z-loss; or ""."""
         for name in ("label_smoothing_factor", "z_loss"):
             if getattr(self, name):
                 return f"with which training.{name} cannot be used"

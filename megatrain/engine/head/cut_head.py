@@ -1,4 +1,4 @@
-"""End of a model in a pass: the head behind a cut, or the model's own loss if the model cannot be cut."""
+"""Last stage of a pass: the head after a cut, or the model's own loss if the model cannot be cut."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 
 class CutHead:
-    """Head of a model that is cut before its head. A few rows of logits are computed at a time.
+    """Head that runs after the cut. It computes a few rows of logits at a time.
 
     Args:
         bounds: All units of the model, in order.
         visits: Visits of the current pass. The head's visits follow them.
-        rows: Number of rows whose logits are computed together; None for the model's default.
-        columns: Number of vocabulary columns computed together; 0 for whole logits; None for the default.
+        rows: Number of rows whose logits are computed at a time; None for the model's default.
+        columns: Number of vocabulary columns computed at a time; 0 for all columns; None for the default.
         kept_parts: Number of vocabulary parts whose logits are kept for the second pass.
         in_turn: Whether all rows use one part of the vocabulary before any row uses the next part.
 
     Attributes:
         trunk: Module whose output is the input of the head.
         units: Indexes of the units that run in the head phase, after all other units.
-        rows: Number of rows whose logits are computed together.
-        columns: Number of vocabulary columns computed together; 0 if logits are whole.
+        rows: Number of rows whose logits are computed at a time.
+        columns: Number of vocabulary columns computed at a time; 0 if the vocabulary is not split.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class CutHead:
 
     @property
     def parts(self) -> int:
-        """Number of parts of the vocabulary; 1 if logits are whole."""
+        """Number of vocabulary parts; 1 if the vocabulary is not split."""
         return len(self._ranges) or 1
 
     @property
     def logits_flops(self) -> int:
-        """FLOPs needed for one row of logits, or 0 if logits are whole."""
+        """FLOPs needed for one row of logits, or 0 if the vocabulary is not split."""
         return 0 if self._part_weight is None else 2 * self._part_weight.numel()
 
     @property
@@ -89,7 +89,7 @@ class CutHead:
 
     @property
     def part_nbytes(self) -> int:
-        """Size of the graph that the head keeps for one vocabulary part of a full piece; 0 if logits are whole."""
+        """Size of the graph that the head keeps for one vocabulary part of a full piece; 0 if there are no parts."""
         widest = max((stop - start for start, stop in self._ranges), default=0)
         return self.rows * widest * self._plan.logit_nbytes
 
@@ -100,7 +100,7 @@ class CutHead:
 
     @contextmanager
     def started(self) -> Iterator[ChunkedHead]:
-        """Yield the head of one pass whose trunk has run. The stubs of the head's units are removed."""
+        """Yield the head for a pass whose trunk has run, with the stubs of the head's units removed."""
         model = HeadModel(self._model, self.trunk, self._part_weight, is_product=self._plan.is_product)
         numbered = [(bound, len(self._visits) + offset) for offset, bound in enumerate(self._bounds)]
         weights = HeadWeights(numbered, self._visits.access, self._cut_weight, self._part_weight, self._ranges)
@@ -110,7 +110,7 @@ class CutHead:
 
 
 class OwnLoss:
-    """Loss of a model that cannot be cut. The model's own forward computes it, as a mean, from whole logits."""
+    """Loss of a model that cannot be cut. The model's own forward computes it, as a mean, from all logits at once."""
 
     trunk: nn.Module | None = None
     units: tuple[int, ...] = ()

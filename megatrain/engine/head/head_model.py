@@ -78,10 +78,10 @@ class HeadRows:
 
 
 class HeadModel:
-    """Part of a model after its trunk.
+    """Part of a model that follows its trunk.
 
     Args:
-        part_weight: Placeholder for the weight that computes logits in parts; None if logits are whole.
+        part_weight: Placeholder for the weight that computes logits in parts; None if the vocabulary is not split.
 
     Attributes:
         has_auxiliary_loss: Whether the loss includes the routers' auxiliary loss.

@@ -31,13 +31,13 @@ _COLUMNS = _LOGITS_NBYTES // (4 * _ROWS)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadPlan:
-    """Cut of a model before its head.
+    """Location of the cut before a model's head, and the properties of the logits.
 
     Attributes:
         trunk: Submodule whose output is the input of the head.
         units: Units that run after the cut, in order of their first call.
         vocab_size: Number of columns of the logits.
-        cut_weight: Name of the weight that computes the logits; None if logits must be whole.
+        cut_weight: Name of the weight that computes the logits; None if the vocabulary cannot be split.
         logit_nbytes: Bytes per logit that autograd saves between the last matmul and the loss.
         boundaries: First row of each part of the cut weight, except the first part.
         is_product: Whether the logits are just the product of the trunk's output and the cut weight. If so, the head
@@ -53,12 +53,12 @@ class HeadPlan:
     is_product: bool = False
 
     def ranges(self, columns: int) -> list[tuple[int, int]]:
-        """Return each vocabulary part as a range of columns. No part crosses a block boundary of the cut weight."""
+        """Return the column range of each vocabulary part. No part crosses a block boundary of the cut weight."""
         return vocabulary_ranges(self.vocab_size, columns, self.boundaries)
 
     @property
     def default_columns(self) -> int:
-        """Columns per vocabulary part; 0 for whole logits. Depends only on the model, because it affects rounding."""
+        """Columns per vocabulary part; 0 if not split. Depends only on the model, because it affects rounding."""
         return _COLUMNS if self.cut_weight is not None else 0
 
     def default_rows(self, columns: int) -> int:
@@ -70,7 +70,7 @@ class HeadPlan:
 
 
 def plan_head(graph: ModelGraph) -> HeadPlan | None:
-    """Find the cut of a model. Return None if the loss cannot be computed in pieces.
+    """Find where to cut a model before its head. Return None if the loss cannot be computed in pieces.
 
     In a trial run on the meta device, the head must call `loss_function` exactly once, with the logits of the given
     rows and with the shifted labels. It must return the value of `loss_function` unchanged.
@@ -119,7 +119,7 @@ def _boundaries(graph: ModelGraph, name: str) -> tuple[int, ...]:
 def _cut_weight(graph: ModelGraph, candidates: Sequence[nn.Module], whole: _HeadProbe) -> str | None:
     """Return the name of the weight whose parts can compute parts of the logits, or None.
 
-    The result is also None if the head has weights other than this one and biases. Every part would run them again.
+    The result is also None if the head has other weights, except biases, because every part would apply them again.
     """
     if whole.cut_weight is None:
         return None
@@ -309,7 +309,7 @@ class CutProbe:
             self._is_paused = False
 
     def weight_of(self, logits: Tensor) -> str | None:
-        """Return the name of the weight that computes the logits, or None if logits must be whole."""
+        """Return the name of the weight that computes the logits, or None if the vocabulary cannot be split."""
         _, product = self._columns.get(id(logits), (None, None))
         if product is None or not product.is_cuttable or self._draws:
             return None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatrain.engine.program.block_access import BlockAccess, GradientSink
 
 
-#: For each unit of the head: the unit, the number of the visit, and the trainable weights by name.
+#: For each unit of the head: the unit, its visit number, and its trainable weights by name.
 BoundWeights = list[tuple[BoundUnit, int, dict[str, Tensor]]]
 
 
@@ -33,7 +33,7 @@ class HeadGradients:
     sinks: dict[int, GradientSink]
 
     def at(self, item: TrunkOutput) -> None:
-        """Advance all sinks to a micro-batch."""
+        """Set the micro-batch to which the next gradients of all sinks belong."""
         for sink in self.sinks.values():
             sink.at(item.micro_batch)
 
@@ -41,7 +41,7 @@ class HeadGradients:
         """Run the backward from ``output``. Accumulate the gradients of the weights and of the piece's rows.
 
         Args:
-            trained: Additional leaves of the graph. Their gradients go to the targets of the leaves.
+            trained: Additional leaves of the graph, whose gradients go to each leaf's own target (``target_of``).
         """
         rows = [piece.leaf] if piece.leaf.requires_grad else []
         found = optional_gradients([output], [gradient], [*rows, *self.weights.values(), *trained])
@@ -61,9 +61,9 @@ class HeadWeights:
     """Leases of a head's weights and gradients.
 
     Args:
-        bounds: Units of the head, each with the number of its visit.
-        cut_weight: Name of the weight that computes logits in parts; "" if logits are whole.
-        part_weight: Placeholder for the cut weight; None if logits are whole.
+        bounds: Units of the head, each with its visit number.
+        cut_weight: Name of the weight that computes logits in parts; "" if the vocabulary is not split.
+        part_weight: Placeholder for the cut weight; None if the vocabulary is not split.
         ranges: Columns `(start, stop)` of each vocabulary part.
 
     Attributes:
@@ -127,7 +127,7 @@ class HeadWeights:
     def places(self, leaves: HeadGradients) -> Iterator[AbstractContextManager[list[VocabularyPart]]]:
         """Yield contexts like ``blocks``, but in reverse order. The contexts also lease blocks of the gradient.
 
-        If neither weight nor gradient passes, all parts count as one block.
+        If neither weight nor gradient is leased by part, all parts count as one block.
         """
         sinks = [sink for sink in leaves.sinks.values() if sink.rows_of_parts(self._cut)]
         weight = self._passing
@@ -146,7 +146,7 @@ class HeadWeights:
         return nullcontext()
 
     def _parts_of(self, weight: Tensor, stack: ExitStack) -> list[VocabularyPart]:
-        """Return the vocabulary parts, leased until the stack closes, or no parts if blocks are leased in turn."""
+        """Return the vocabulary parts, leased until the stack closes, or none if blocks are leased one at a time."""
         self._passing = None
         if not isinstance(weight, SplitWeight):
             return _vocabulary_parts(weight.detach(), 0, self._ranges, target_of(weight))

@@ -5,7 +5,7 @@ vocabulary (`chunked_head.py`). A loss therefore consists of three classes:
 
 - `Loss` is part of the plan. It extracts the tensors that the loss needs, both from each micro-batch and from the step.
 - `MicroBatchLoss` is created from the extracted tensors, on the compute device. It creates a `RowsLoss` for each piece.
-  If the loss compares rows with each other, `MicroBatchLoss` also computes the loss of all rows together.
+  If the loss compares rows with each other, `MicroBatchLoss` also computes the loss of all rows at once.
 - `RowsLoss` receives the logits of some rows, one part at a time. It returns the rows' loss and the logits' gradients.
 
 `cross_entropy.py` defines the built-in loss. Tasks (`megatrain/tasks`) define further losses.
@@ -69,7 +69,7 @@ class MicroBatchLoss(Protocol):
     def for_rows(
         self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool
     ) -> RowsLoss | None:
-        """Return the loss of some rows, or None if the model's own loss function computes it from whole logits.
+        """Return the loss of some rows, or None if the model's own loss function computes it from all logits at once.
 
         Args:
             labels: Token ids of the labels, [rows].
@@ -136,11 +136,11 @@ class Loss(Protocol):
         return {}
 
     def size_of_step(self, micro_batches: Sequence[Mapping[str, Tensor]], shifted: Sequence[Tensor]) -> object:
-        """Return the facts about a whole step that the loss of each of its micro-batches needs."""
+        """Return data about the whole step that the loss of each micro-batch needs."""
         return None
 
     def for_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
-        """Return the loss of a micro-batch of a step.
+        """Return the loss of one micro-batch.
 
         Args:
             host: Result of ``read``; empty in a trace.

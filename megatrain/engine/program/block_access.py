@@ -58,7 +58,7 @@ class BlockAccess(WeightAccess, Protocol):
         """Copy an activation into its block. The block keeps no reference to the caller's tensor."""
 
     def reuse_activation(self, visit: int, micro_batch: int, index: int, place: tuple[int, int]) -> None:
-        """Record that an activation and the (visit, index) in ``place`` are one tensor, which has one block."""
+        """Record that an activation is the same tensor as the one at ``place`` (visit, index), and shares its block."""
 
     def get_activation(self, visit: int, micro_batch: int, index: int) -> AbstractContextManager[Tensor]:
         """Lease an activation, bit-identical to the stored tensor. The visit that stored it reads it last."""
@@ -75,7 +75,7 @@ class MatrixParts(Protocol):
 
     Attributes:
         shape: [rows, columns] of the matrix.
-        passes: Whether a tick leases the parts one at a time, each part once. If False, all parts are available.
+        passes: Whether a tick leases the parts one at a time, each part once. If False, all parts are leased at once.
     """
 
     @property
@@ -95,13 +95,13 @@ class GradientSink(Protocol):
     """Gradient accumulators of one use site, in fp32."""
 
     def at(self, micro_batch: int, /) -> None:
-        """Set the micro-batch, by its number in this process, to which the next gradients belong.
+        """Set the micro-batch to which the next gradients belong, by its number in this process.
 
         Call this for the micro-batches in order. Each ``rows`` context starts again with the first micro-batch.
         """
 
     def rows_of_parts(self, name: str, /) -> Sequence[range]:
-        """Return the row range of each part that must be filled within ``part``; empty if parts do not pass."""
+        """Return the row range of each part to fill within ``part``; empty if all rows are leased at once."""
         return ()
 
     def part(self, name: str, number: int, /) -> AbstractContextManager[None]:

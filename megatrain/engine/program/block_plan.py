@@ -28,8 +28,8 @@ class BlockPlan:
     """Description of a block, which is a flat tensor with ``num_elements`` elements.
 
     Attributes:
-        part_of: Key that all parts of a tensor have in common, if the block is a part; otherwise empty.
-        in_folder: Whether the model folder has the contents and no step writes the block. Checkpoints omit it.
+        part_of: Key shared by all parts of a tensor, if the block is a part; otherwise empty.
+        in_folder: Whether the model folder has the contents and no step writes the block. Checkpoints omit such blocks.
         in_place: Whether the model folder can be the home of the block, because uses can read the block there.
         num_packed: Number of elements after decoding, if the block holds packed bytes; otherwise 0.
     """
@@ -45,7 +45,7 @@ class BlockPlan:
 
     @property
     def whole(self) -> str:
-        """Key that all parts have in common, or the block's own key if the block is not a part."""
+        """Key shared by all parts of the tensor, or the block's own key if the block is not a part."""
         return self.part_of or self.key
 
     @property
@@ -65,7 +65,7 @@ class BlockPlan:
 
 @dataclass(frozen=True, slots=True)
 class FrozenWeights:
-    """Sources of frozen weights.
+    """Storage locations and encodings of frozen weights.
 
     Attributes:
         in_folder: Whether the model folder has the frozen weights. Checkpoints then omit them.

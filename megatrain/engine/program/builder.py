@@ -38,7 +38,7 @@ class ProgramBuilder:
         order: ``layer`` runs all micro-batches of a layer before the next layer; ``micro_batch`` runs them one by one.
         optimizer: Optimizer that defines the kinds of state; None if no weights are updated.
         grad_dtype: Dtype of stored gradients.
-        updates: Settings of updates. The builder fills in ``sent_elements``.
+        updates: Settings for weight updates. The builder fills in ``sent_elements``.
         sharding: This rank's share of the step. Several ranks require the order ``layer``.
     """
 
@@ -89,7 +89,7 @@ class ProgramBuilder:
         self._passing: frozenset[tuple[int, str]] = frozenset()
 
     def build(self, *, passing_parts: bool = False) -> StepProgram:
-        """Return the program.
+        """Build the step's program.
 
         Args:
             passing_parts: Whether to lease parts of gradients and cut weights one at a time where possible. Results
@@ -212,7 +212,7 @@ class ProgramBuilder:
                 yield Tick("exchange", tick.visit, (), summed, self._spent_keys(summed), _model_phase(tick))
 
     def _exchange_groups(self, gradients: Group) -> Iterator[Group]:
-        """Yield one group per accumulator. The first use site's groups include the other sites' accumulators to add."""
+        """Yield one group per accumulator. The first use site's groups also list other sites' accumulators to add."""
         others: dict[str, Group] = {}
         for name, uses in self._uses.items():
             keys = [self._part_keys(gradient_key(name, use), name) for use in range(len(uses))]
@@ -302,7 +302,7 @@ class ProgramBuilder:
         return Tick("update", index, weights, tuple(groups), spent)
 
     def _held_weights(self, visit: int) -> Group:
-        """Return the weights that a visit holds."""
+        """Return the weights that a visit leases for its whole tick."""
         return tuple(
             (key, "r")
             for name in self._layouts_of(visit)
@@ -323,7 +323,7 @@ class ProgramBuilder:
         return self._part_keys(key, layout) if layout in self._cut_weights else [key]
 
     def _held_gradients(self, visit: int, *, is_first: bool) -> Group:
-        """Return the accumulators that a visit holds."""
+        """Return the accumulators that a visit leases for its whole tick."""
         return tuple(
             (key, "w" if is_first else "rw")
             for name in self._trained_layouts_of(visit)
@@ -392,11 +392,11 @@ class ProgramBuilder:
 
 
 def gathers_before(ticks: Sequence[Tick], weights: Sequence[Group], ahead: int) -> Iterator[list[Tick]]:
-    """Yield a list of the gather ticks that run before each tick of a pass.
+    """For each tick of a pass, yield a list of the gather ticks that run before it.
 
     Args:
         ticks: Forward, head and backward ticks in order.
-        ahead: Number of additional ticks by which a weight is gathered early.
+        ahead: Number of ticks by which gathers run early; 0 to gather a weight just before the tick that needs it.
     """
     waiting = deque(
         Tick("gather", tick.visit, own, serves=_model_phase(tick)) for tick, own in zip(ticks, weights, strict=True)

@@ -1,4 +1,4 @@
-"""Programs of forwards alone: evaluation passes, passes that read averages, and generation."""
+"""Programs without a backward: evaluation passes, passes that read averages, and generation."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def evaluation_program(program: StepProgram) -> StepProgram:
-    """Return the program of one evaluation pass, which has only the ticks of the forward and reads only weights.
+    """Return the program of one evaluation pass. It has only the forward's ticks and reads only weights.
 
-    If a weight has an encoding with other blocks, the pass reads those blocks. The pass leases each unit's weights once
+    If a weight's encoding reads other blocks, the pass reads those blocks. The pass leases each unit's weights once
     for all micro-batches. The function is idempotent.
     """
     passes: dict[tuple[Phase, int, ModelPhase | None], Tick] = {}

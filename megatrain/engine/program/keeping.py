@@ -1,4 +1,4 @@
-"""Choices of recompute: programs whose visits keep their graphs, or save results, for the backward."""
+"""Variants of a program whose visits keep their graphs, or save results, so that the backward recomputes less."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class StepProgram:
         return part_keys(weight_key(layout.name), len(self.weight_parts_of(layout)))
 
     def weight_parts_of(self, layout: UnitLayout) -> Sequence[range]:
-        """Return the element range for each block of a layout's weight. With ranks, a block holds a shard of it."""
+        """Return the element range of each block of a layout's weight. With ranks, each block holds a shard."""
         encoding = self.encodings.get(layout.name)
         is_cut = layout.name in self.cuts.weights or (encoding is not None and bool(encoding.keys))
         return self.parts_of(layout) if is_cut else (range(layout.num_elements),)
@@ -240,11 +240,11 @@ class StepProgram:
         return layout in self.cuts.weights and (visit, layout) in self.cuts.passing
 
     def state_keys(self, layout: UnitLayout, state: str) -> list[str]:
-        """Return the keys of the blocks for one kind of a layout's state, in order of the parts."""
+        """Return the keys of the blocks that hold one kind of state for a layout, in part order."""
         return part_keys(state_key(layout.name, state), len(self.parts_of(layout)))
 
     def gradient_keys(self, layout: UnitLayout, use: int) -> list[str]:
-        """Return the keys of a use site's gradient accumulators, in order of the parts."""
+        """Return the keys of a use site's gradient accumulators, in part order."""
         return part_keys(gradient_key(layout.name, use), len(self.parts_of(layout)))
 
     def contents(self, tick: int, key: str) -> BlockPlan:
@@ -256,7 +256,7 @@ class StepProgram:
         return self.occupants.get((tick, key)) or self.blocks[key]
 
     def chosen_ticks(self, *, updates: bool = True, passes: bool = True) -> dict[int, Tick]:
-        """Return chosen ticks of a step in order, by position.
+        """Return the requested ticks of a step, in order, by position.
 
         Args:
             updates: Whether to include the deferred updates, which finish the previous step.

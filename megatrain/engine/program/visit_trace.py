@@ -86,8 +86,8 @@ class VisitTrace:
     Attributes:
         head_nbytes: Peak memory of the head phase for one micro-batch, not counting held bytes. Counts one piece of
             logits, the piece's gradients, and the gradient of the trunk's output.
-        head_rows: Number of rows whose logits are computed together; 0 if the head is not chunked.
-        head_columns: Number of vocabulary columns computed together; 0 for the whole vocabulary.
+        head_rows: Number of rows whose logits are computed at a time; 0 if the head is not chunked.
+        head_columns: Number of vocabulary columns computed at a time; 0 for the whole vocabulary.
         head_part_nbytes: Size of the graph that the head keeps for one vocabulary part. ``head_nbytes`` includes the
             graph of one part.
         guesses: One sentence for each value that the trace guessed. If there are guesses, the counts are estimates.

@@ -66,7 +66,7 @@ def step_workspace_bytes(
 ) -> int:
     """Return the peak workspace of the compute tier during a step in bytes, without kept graphs."""
     in_visits = peak_bytes(visit_transients(graph, trace, program, num_micro_batches, device))
-    # Add both peaks. Collectives can have a separate stream, so visits and collectives cannot reuse freed memory.
+    # Add both peaks. Collectives can have a separate stream, so neither can reuse memory that the other has freed.
     return round_up(in_visits, PAGE_BYTES) + peak_bytes(collective_transients(graph, program))
 
 
@@ -116,7 +116,7 @@ def kept_graphs(
 def computing_bytes(trace: VisitTrace, program: StepProgram) -> list[int]:
     """Return the peak memory that each tick needs for results of operators and for gradient sums.
 
-    Ticks that keep a graph, and ticks with passing parts, get the maximum over all other ticks.
+    Ticks that keep a graph, and ticks that lease parts one at a time, get the maximum over all other ticks.
     """
     passing = {visit for visit, _ in program.cuts.passing}
     found: list[int | None] = []
@@ -163,7 +163,7 @@ def _sum_transients(program: StepProgram, number: int) -> Iterator[Transient]:
 def waiting_rows(
     graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int
 ) -> Iterator[Transient]:
-    """Yield the memory for all micro-batches' rows and their gradients while parts of a weight or gradient pass.
+    """Yield the memory of all micro-batches' rows and gradients while weight or gradient parts are leased in turn.
 
     In the head, the rows are the inputs. In an embedding, they are the rows to look up or to add. They count as fp32.
     """
@@ -250,7 +250,7 @@ class _CollectiveMemory:
         return next((at for at in later if ticks[at].phase in ("forward", "head", "backward")), len(ticks) - 1)
 
     def _part_transients(self, number: int, turn: int, group: Group) -> Iterator[Transient]:
-        """Yield the memory of a passing group, whose parts are gathered and exchanged together."""
+        """Yield the memory of one passing group: its gathered weight part and its exchanged gradient part."""
         # The weight is freed before the exchange.
         using, exchanging = (number, 2 * turn + 1), (number, 2 * turn + 2)
         open_sums = 0

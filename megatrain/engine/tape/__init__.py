@@ -1,1 +1,1 @@
-"""Execution of a program: leases of blocks, sums of gradients, updates and collectives, in the order of the tape."""
+"""Execution of a program in tape order: block leases, gradient sums, updates and collectives."""

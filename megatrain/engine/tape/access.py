@@ -98,10 +98,10 @@ class StoreAccess:
         scales: LayerScales | None = None,
         num_tokens: int | None = None,
     ) -> None:
-        """Begin a step.
+        """Begin a training step or an evaluation pass.
 
         Args:
-            step: Number of the step, counted from 0. It determines the tick numbers in the schedule.
+            step: Step number, counted from 0. It determines the tick numbers in the schedule.
             pending: Deferred update of the previous step.
             immediate: Update of this step, if updates are not deferred.
             scales: Factors for the layers' gradients, if updates are not deferred.
@@ -185,7 +185,7 @@ class StoreAccess:
 
     @contextmanager
     def gradients(self, unit: Unit, visit: int) -> Iterator[GradientSink]:
-        """Yield the accumulators of a visit. The last use site to run adds up the gradients of all sites."""
+        """Yield the gradient accumulators of a visit. The last use site to run adds up the gradients of all sites."""
         place = self.sharding.gradients
         layouts = [layout for layout in self._layouts_of(unit) if layout.trainable]
         by_part = [layout for layout in layouts if (visit, layout.name) in self._program.cuts.passing]

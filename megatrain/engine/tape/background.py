@@ -12,8 +12,8 @@ from types import TracebackType
 class BackgroundUpdates:
     """Thread that runs updates one at a time, in the order in which they were started. All calls come from one thread.
 
-    Before the caller uses a block, it waits for the block's update and receives the update's error. On exit, the
-    context waits for all updates even after an error, because code that catches the error can free their memory.
+    The caller must wait for a block's update before it uses the block, and then receives the update's error. On exit,
+    the context waits for all updates even after an error, because code that catches the error can free their memory.
     """
 
     def __init__(self) -> None:

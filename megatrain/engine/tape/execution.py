@@ -70,10 +70,10 @@ class TapeExecution:
         self.background = BackgroundUpdates()
 
     def start(self, step: int, *, updates: bool, passes: bool) -> None:
-        """Begin the tape of a step.
+        """Start to execute the tape of a step.
 
         Args:
-            step: Number of the step, counted from 0. It determines the tick numbers in the schedule.
+            step: Step number, counted from 0. It determines the tick numbers in the schedule.
             updates: Whether to include the deferred updates of the previous step.
             passes: Whether to include forward, head and backward.
         """
@@ -143,7 +143,7 @@ class TapeExecution:
 
     @contextmanager
     def lease(self, keys: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """Lease blocks of the current op together, and yield their tensors by key. Release them as the tape says.
+        """Lease blocks of the current op together, and yield their tensors by key. Release them as the tape specifies.
 
         Args:
             keys: Keys of the blocks' contents. In a shared block, the gradient can be shorter than the block.
@@ -172,7 +172,7 @@ class TapeExecution:
             self._copies.skipped(self._uses[key], op.tier)
 
     def skip_prefetch(self, uses: Iterable[tuple[int, str]], *, but_not: Collection[tuple[int, str]] = ()) -> None:
-        """Cancel prefetches for uses of this step, given as (tick in the step, key); see ``TieredStore.pass_over``."""
+        """Cancel prefetches in ``uses``, and resume prefetches in ``but_not``. Both contain (tick in the step, key)."""
         first = self._first_tick
         self._store.pass_over(
             [(first + tick, key) for tick, key in uses], but_not=[(first + tick, key) for tick, key in but_not]

@@ -39,7 +39,7 @@ class StepGradients:
         self.with_gradient: dict[str, set[str]] = {}
 
     def start_step(self, scales: LayerScales | None) -> None:
-        """Reset all records.
+        """Reset all records for a new step.
 
         Args:
             scales: Factors for each layer's gradient; None if the norm of the whole step determines one factor.
@@ -49,7 +49,7 @@ class StepGradients:
         self.squared_norms, self.with_gradient, self._scales = {}, {}, scales
 
     def use_of(self, name: str, visit: int) -> int:
-        """Return the number of a visit among the use sites of a layout."""
+        """Return the position of a visit among a layout's use sites."""
         return self.uses[name].index(visit)
 
     def filled_at(self, name: str, visit: int) -> set[str]:

@@ -1,4 +1,4 @@
-"""Hooks of the executor, and the implementation for a single process. Its weights are views of leased blocks."""
+"""Sharding hooks of the executor, and their single-process implementation, whose weights are views of leased blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatrain.engine.tape.tape import Op
 
 
-#: Loss terms and figures of all ranks in the order of micro-batches, on the host.
+#: Loss terms and metrics of all ranks on the host, in the order of the micro-batches.
 HostResults = tuple[list[float], list[PartialMean]]
 
 
@@ -39,7 +39,7 @@ class WeightPlace:
         raise NotImplementedError
 
     def skip(self, layouts: Sequence[UnitLayout], visit: int) -> None:
-        """Skip weights. Called instead of ``for_visit`` if no token is routed to the unit."""
+        """Skip a visit's weights. Called instead of ``for_visit`` if no token is routed to the unit."""
         raise NotImplementedError
 
     def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
@@ -81,7 +81,7 @@ class ShardingHooks:
         """Drop all remaining tensors. Called after the last op."""
 
     def run(self, op: Op) -> None:
-        """Run a gather or an exchange."""
+        """Run a gather op or an exchange op."""
         raise AssertionError(f"a single process has no {op}")
 
     def before_update(self, layout: UnitLayout) -> None:
@@ -98,7 +98,7 @@ class ShardingHooks:
             figures: Contributions of this process to the metrics of the loss.
 
         Returns:
-            A function that waits for the results. Call it once.
+            A function that waits for the results and returns them. Call it once.
         """
         raise NotImplementedError
 
@@ -216,7 +216,7 @@ class LeasedWeights(WeightPlace):
             yield weights[:stop]
 
     def skip(self, layouts: Sequence[UnitLayout], visit: int) -> None:
-        """Skip weights; see ``WeightPlace``."""
+        """Skip a visit's weights; see ``WeightPlace``."""
         self._execution.skip(key for layout in layouts for key in self._program.weight_keys(layout))
 
     def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:

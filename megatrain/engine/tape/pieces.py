@@ -1,4 +1,4 @@
-"""Weights and gradients in pieces, for matrices with several blocks.
+"""Weights and gradients of matrices that are stored in several blocks.
 
 A weight with one block is bound as one tensor. A weight with several blocks is bound as ``LeasedParts``, which can
 lease one part at a time. ``UseSiteGradients`` adds a gradient to a sum that the visit holds, or to the sum of the
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GradientPlace(Protocol):
-    """Interface that provides memory for a visit's gradient sums. The sums are stored, or exchanged."""
+    """Interface that provides memory for a visit's gradient sums, which are then stored or exchanged."""
 
     def held(self, layouts: Sequence[UnitLayout], visit: int, /) -> AbstractContextManager[LaneAccumulator]:
         """Yield accumulators for some layouts at a use site. On exit, the sums are stored or kept for an exchange."""
@@ -73,7 +73,7 @@ class DecodedWeights:
 
 
 class LeasedParts:
-    """``MatrixParts`` of a cut weight.
+    """``MatrixParts`` for a weight that is stored in several blocks.
 
     Args:
         held: Leased blocks of all parts, by key; empty if parts are leased one at a time.
@@ -132,7 +132,7 @@ class PassingGradient:
         self._num_closed = 0
 
     def at(self, micro_batch: int) -> None:
-        """Advance to a micro-batch."""
+        """Set the micro-batch to which the next gradients belong."""
         self._micro_batch = micro_batch
         if self._open is not None:
             self._open.at(micro_batch)
@@ -216,7 +216,7 @@ class UseSiteGradients:
         self._held, self._passing = held, passing
 
     def at(self, micro_batch: int) -> None:
-        """Advance to a micro-batch."""
+        """Set the micro-batch to which the next gradients belong."""
         if self._held is not None:
             self._held.at(micro_batch)
         for gradient in self._passing.values():
@@ -227,7 +227,7 @@ class UseSiteGradients:
         return self._passing[name].rows if name in self._passing else ()
 
     def part(self, name: str, number: int) -> AbstractContextManager[None]:
-        """Lease a part of a passing gradient."""
+        """Lease one part of a parameter's gradient accumulator."""
         return self._passing[name].part(number)
 
     @contextmanager
@@ -237,13 +237,13 @@ class UseSiteGradients:
             yield
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
-        """Add a whole gradient."""
+        """Add a complete gradient to a held sum."""
         assert name not in self._passing, f"the plan expects the gradient of {name} part by part"
         assert self._held is not None, name
         self._held.add(name, gradient)
 
     def add_product(self, name: str, left: torch.Tensor, right: torch.Tensor, first_row: int = 0) -> None:
-        """Add a product to a held sum, or to the leased part if parts pass."""
+        """Add a product to a held sum, or to the leased part if the gradient is leased by part."""
         if name in self._passing:
             self._passing[name].add_product(left, right, first_row)
         else:
@@ -251,7 +251,7 @@ class UseSiteGradients:
             self._held.add_product(name, left, right, first_row)
 
     def add_rows(self, name: str, indexes: torch.Tensor, rows: torch.Tensor, ignored: int | None = None) -> None:
-        """Add rows to a held sum. If parts pass, keep the rows until ``close``."""
+        """Add rows to a held sum. If the gradient is leased by part, keep the rows until ``close``."""
         if name in self._passing:
             self._passing[name].record(indexes, rows, ignored)
         else:
@@ -259,7 +259,7 @@ class UseSiteGradients:
             self._held.add_rows(name, indexes, rows, ignored)
 
     def close(self) -> None:
-        """Close the passing gradients."""
+        """Close all gradients that are leased by part."""
         for gradient in self._passing.values():
             gradient.close()
 

@@ -162,7 +162,7 @@ class Ranks(ShardingHooks):
 
 
 class RankWindow:
-    """Memory counter and stream of the collectives.
+    """Memory counter and GPU stream for the collectives.
 
     Attributes:
         device: Device of the leased shards, known after the first gather.
@@ -230,7 +230,7 @@ class RankWindow:
 
 
 class PartOrder:
-    """Order in which passing parts are gathered, and their gradients exchanged, within a tick.
+    """Order in which a tick gathers weight parts and exchanges gradient parts, one part at a time.
 
     The order does not depend on data: a part has a turn even if a rank has no rows or no gradient for the part.
 
@@ -276,7 +276,7 @@ class PartOrder:
 
 @dataclass(slots=True)
 class _CopiesOfTick:
-    """Full copies of the weights of one tick.
+    """Full copies of the weights that one tick uses.
 
     Attributes:
         works: Asynchronous operations that fill the copies; None for an operation that is already finished.
@@ -378,7 +378,7 @@ class FullCopies(WeightPlace):
 
     @contextmanager
     def for_visit(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
-        """Yield parameters as views of full copies or as passing parts; see ``WeightPlace``."""
+        """Yield parameters as views of full copies, or as parts to gather one at a time; see ``WeightPlace``."""
         op = self._execution.current_op
         tensors: dict[str, Tensor | MatrixParts] = {}
         for layout in layouts:
@@ -392,7 +392,7 @@ class FullCopies(WeightPlace):
         yield tensors
 
     def skip(self, layouts: Sequence[UnitLayout], visit: int) -> None:
-        """Wait for the full copies without using them. Ranks gather together, so other ranks may need the weights."""
+        """Wait for the full copies without using them. Gathers are collective, and other ranks may need the weights."""
         with self.for_visit(layouts, visit):
             pass
 
@@ -571,7 +571,7 @@ class ExchangedGradients:
 
     @contextmanager
     def part(self, layout: UnitLayout, visit: int, number: int, key: str) -> Iterator[list[Tensor]]:
-        """Yield memory for the sums of a gradient's part. Exchange them on exit, in turn; see ``GradientPlace``."""
+        """Yield memory for the sums of a gradient's part. On exit, exchange them in turn; see ``GradientPlace``."""
         op = self._execution.current_op
         self._turns.advance_to_group_of(key, op)
         with self.summed_part(key, before=lambda: self._turns.advance_to(key, op)) as sums:
@@ -631,7 +631,7 @@ def _slice(tensor: Tensor, elements: range) -> Tensor:
 
 
 def parts_of_program(program: StepProgram, num_micro_batches: int) -> dict[str, str]:
-    """Return the properties in which all ranks must agree, by name, because they determine the order of collectives.
+    """Return the properties on which all ranks must agree, by name. They determine the order of collectives.
 
     Homes of blocks can differ between ranks, because they do not affect this order.
     """

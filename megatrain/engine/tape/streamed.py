@@ -37,12 +37,12 @@ class StreamedModel:
 
 @dataclass(frozen=True, slots=True)
 class StepRecipe:
-    """Recipe for a model's optimizer steps.
+    """Settings for a model's optimizer steps.
 
     Attributes:
         segments: Function that returns the segments of a layout to update, with their learning rates and decays.
-        max_grad_norm: Limit of the global norm, or of each layer's norm if updates are not deferred; 0 for no clipping.
-        device_optimizer: Optimizer for updates in the compute tier; None if the program has none.
+        max_grad_norm: Limit on the global norm, or on each layer's norm if updates are not deferred; 0 for no clipping.
+        device_optimizer: Optimizer for updates in the compute tier; None if no update runs there.
         nonfinite: Reaction to NaN or infinite gradients: ``stop`` raises an error, ``skip`` skips the update,
             ``ignore`` uses the gradients. If updates are not deferred, this applies to each layer separately.
         seed: Seed for dropout and noise.

@@ -48,7 +48,7 @@ class PinnedCopy:
     """Copy that is pinned in a tier other than its home, until its next use.
 
     Attributes:
-        is_newer: Whether the copy has changed since it was fetched, so that the home has old contents.
+        is_newer: Whether the copy has changed since it was fetched. If so, the home has old contents.
     """
 
     tier: str
@@ -106,13 +106,13 @@ def follow(
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One tick of a step.
+    """One tick of a step, with its leases and the transfers that they cause.
 
     Attributes:
         tick: Position in the step.
         held: Uses leased together for the whole tick.
         passing: Groups leased one at a time within the tick; empty for an update with all parts at home.
-        bytes_outside: Bytes moved in addition to blocks, by link: collectives, and matrices of Muon.
+        bytes_outside: Bytes that collectives and Muon's matrices move in addition to blocks, by link.
     """
 
     tick: int
@@ -132,7 +132,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """Ops of a step in order.
+    """Ops of a step, in order, with the copies that stay pinned after it.
 
     Attributes:
         pinned: Copies that stay pinned for the next step, by key.
@@ -160,7 +160,7 @@ def compile_step(
     passes: bool = True,
     pinned: Mapping[str, PinnedCopy] | None = None,
 ) -> Tape:
-    """Return the tape of one step.
+    """Compile the tape of one step.
 
     Args:
         stays: Copies that stay pinned until their next use.
@@ -228,7 +228,7 @@ class TapeStore:
             self._store.evict(use.key, name)
 
     def released(self, uses: Sequence[Use], tier: str) -> None:
-        """Pin, evict or discard copies as the tape says. Call this after the leases have ended."""
+        """Pin, evict or discard copies as the tape specifies. Call this after the leases have ended."""
         # Skip blocks at home first. The discards of a layer's gradients are then adjacent and need one call.
         leaving = (use for use in uses if use.release is not Release.HOME)
         for release, same in groupby(leaving, lambda use: use.release):
@@ -243,7 +243,7 @@ class TapeStore:
         key = use.key
         if not use.was_pinned:
             # First evict copies in tiers between home and this tier, because the prefetcher could fetch from them.
-            # A copy that was pinned has no such copies: a copy in RAM was then fetched for a use in RAM.
+            # The first release of a pinned copy has already evicted them, so a copy in RAM now belongs to a use in RAM.
             for name in self._store.tiers_between(self._homes[key], tier):
                 self._store.evict(key, name)
         if use.release is Release.PIN:

@@ -75,7 +75,7 @@ class PendingUpdate:
     """Update that uses one step's gradients. A deferred update runs in the next step, other updates in the backward.
 
     Attributes:
-        step: Number of the step that computes the gradients.
+        step: Number, counted from 0, of the step that computes the gradients.
         update: Step count, learning rate and gradient factor.
         with_gradient: Parameters that have a gradient, by layout.
         scales: Separate factors for each layer; None if the factor of ``update`` applies to all layers.
@@ -96,12 +96,12 @@ class PendingUpdate:
 
 @dataclass(frozen=True, slots=True)
 class _UpdatedPart:
-    """Inputs and outputs of the update of one part of a layout.
+    """Inputs and outputs for updating one part of a layout.
 
     Attributes:
-        states: Pairs of a kind of state and the key of its block.
+        states: Pairs (kind of state, key of its block).
         within: Range of the part's elements in the weight's block; None for the whole block.
-        segments: Pairs of a parameter and the segment of the part to update.
+        segments: Pairs (parameter, segment of the part to update).
     """
 
     states: Sequence[tuple[str, str]]

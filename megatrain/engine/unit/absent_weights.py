@@ -79,7 +79,7 @@ class AbsentWeight(Tensor):
         return _call_with_values(func, args, kwargs or {})
 
     def read_values(self, func: Callable[..., Any], rows: Tensor | None = None) -> Tensor:
-        """Return all rows of the weight, or the given rows, because model code has called the torch function ``func``.
+        """Return the values of all rows, or of the given rows, for model code that calls the torch function ``func``.
 
         Raises:
             UnsupportedModelError: If the read is too large, or if the model code runs outside of a pass.

@@ -41,7 +41,7 @@ class BoundUnit:
 
     Attributes:
         forward: The module's original or compiled forward.
-        rows: Rows of passing weights, which are looked up before the runs.
+        rows: Look-ups, before the runs, of rows in weights that are leased by part.
     """
 
     def __init__(self, unit: Unit, device: torch.device, compiler: LayerCompiler | None = None) -> None:
@@ -100,7 +100,7 @@ class BoundUnit:
             yield {owner: leaves[owner] for owner in self.trainable}
 
     def look_up(self, calls: Sequence[UnitCall]) -> list[list[Tensor]]:
-        """Look up the rows that calls need from passing weights; see ``RowLookUps.look_up``."""
+        """Look up the rows that calls need from weights leased by part; see ``RowLookUps.look_up``."""
 
         def begin(call: UnitCall) -> None:
             with torch.no_grad(), self._attributes_restored():
@@ -131,7 +131,7 @@ class BoundUnit:
             yield owner, parameters[leaf]
 
     def matrices(self) -> dict[int, str]:
-        """Return the names of bound weights by id, without weights in parts; empty for compiled layers."""
+        """Return the names of bound weights by id, except weights stored in parts; empty for compiled layers."""
         if self._is_compiled:
             return {}
         return {id(leaf): owner for owner, leaf in self.leaves() if not isinstance(leaf, SplitWeight)}
@@ -141,7 +141,7 @@ class BoundUnit:
         return owner in self._absent
 
     def absent(self, owner: str) -> AbsentWeight:
-        """Return the placeholder of a parameter."""
+        """Return the placeholder for the parameter with this name."""
         return self._absent[owner]
 
     @contextmanager
@@ -158,7 +158,7 @@ class BoundUnit:
                 parameters[leaf] = parameter
 
     def in_backward(self) -> AbstractContextManager[None]:
-        """Return the context for a run's backward. `torch.compile` compiles a backward when it first runs."""
+        """Return a context for a run's backward, which names the unit if `torch.compile` cannot compile it."""
         return naming_failures(self.unit) if self._is_compiled else nullcontext()
 
     def run(
@@ -213,7 +213,7 @@ def buffers_unchanged(where: str, modules: Iterable[nn.Module], *, may_replace: 
     """Refuse forwards that change a buffer, because a step neither saves buffers nor restores them for a recompute.
 
     Args:
-        may_replace: Whether a forward may replace buffers that are not saved, as rotary embeddings do.
+        may_replace: Whether a forward may replace non-persistent buffers, as rotary embeddings do.
     """
     before = [
         (module, leaf, buffer, buffer._version)

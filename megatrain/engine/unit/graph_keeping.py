@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class GraphKeeping:
-    """Strategy that keeps the graph of each run of a visit."""
+    """Strategy that keeps the graph of every run in a visit."""
 
     recomputes = False
 

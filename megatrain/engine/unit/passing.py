@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RowLookUps:
-    """Early look-up of the rows that a unit's runs need from passing weights.
+    """Early look-up of the rows that a unit's runs need from weights that are leased by part.
 
     Attributes:
         call_index: Position of the current run among the calls passed to ``look_up``.
@@ -36,7 +36,7 @@ class RowLookUps:
 
     @contextmanager
     def bound(self, leaves: Iterable[Tensor]) -> Iterator[None]:
-        """Look up rows in those bound weights whose parts pass, within the context."""
+        """Within the context, look up rows in the bound weights whose parts are leased one at a time."""
         self._weights = [leaf for leaf in leaves if isinstance(leaf, SplitWeight) and leaf.parts.passes]
         try:
             yield
@@ -65,7 +65,7 @@ class RowLookUps:
         return row_indexes
 
     def look_up_again(self, row_indexes: Sequence[Sequence[Tensor]]) -> None:
-        """Look up rows for the recompute.
+        """Look up the same rows again for the recompute.
 
         Args:
             row_indexes: Row indexes that ``look_up`` returned.
@@ -75,7 +75,7 @@ class RowLookUps:
 
 
 def lease_passing_parts(weights: Mapping[str, Tensor | MatrixParts]) -> None:
-    """Lease each part of the passing weights without using the part, because traffic must not depend on data."""
+    """Lease all parts of weights that are leased by part, but use none, because traffic must not depend on data."""
     for weight in weights.values():
         if not isinstance(weight, Tensor) and weight.passes:
             for number in range(len(weight.rows)):

@@ -1,8 +1,8 @@
 """Results of attention and matmuls that a forward saves for its recompute.
 
-A recompute repeats its forward exactly, so it can read the results of kernels instead of computing them again. A call
-of attention has three results: the output, the logsumexp that the backward needs, and the random state. A matmul with a
-bound weight has one result. All other operations run again. Autograd computes the gradients as usual.
+A recompute repeats its forward exactly, so it can read the results of kernels instead of computing them again. An
+attention call has three results: the output, the logsumexp that the backward needs, and the random state. A matmul with
+a bound weight has one result. All other operations run again. Autograd computes the gradients as usual.
 
 The recompute matches calls by order and arguments, and runs all calls that differ or were not saved. Only results of
 fused attention kernels are saved. Eager attention, the math kernel and attention with dropout run again.
@@ -31,7 +31,7 @@ from tiered.units import round_up
 
 #: Results have the same alignment as new tensors, because alignment affects which code a kernel uses.
 _ALIGNMENT_BYTES = 512
-#: Size of the two random state scalars that a kernel can return on a GPU. Its fake kernel returns them elsewhere.
+#: Size of the two random state scalars that a kernel can return on a GPU. Fake kernels return them on another device.
 _RANDOM_STATE_BYTES = 2 * _ALIGNMENT_BYTES
 
 

@@ -37,7 +37,7 @@ class RandomStates:
         self._device = device
 
     def seed(self, seed: int) -> None:
-        """Start a random stream."""
+        """Seed the random streams of the CPU and the device."""
         if not _is_fake():
             torch.default_generator.manual_seed(seed)
             if self._device.type != "cpu":
@@ -86,7 +86,7 @@ class ThreadModes:
         return cls(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled())
 
     def restore(self) -> None:
-        """Set these modes."""
+        """Apply these modes to the current thread."""
         torch.set_grad_enabled(self.grad_enabled)
         for kind, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(kind, enabled)

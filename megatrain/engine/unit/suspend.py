@@ -76,7 +76,7 @@ class SuspendedForward:
         self._places: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, int]]] = {}
 
     def start(self) -> None:
-        """Run to the first unit call."""
+        """Run the forward until its first unit call, or to its end."""
         self._switch(lambda: self._greenlet.switch(self))
 
     def resume(self, result: Callable[[], Any]) -> None:

@@ -32,7 +32,7 @@ class UnitRun:
         call_index: Position of the run among the visit's calls.
         random_state: State of the micro-batch's random stream at the start of the run.
         modes: Grad mode and autocast in the code that called the unit.
-        requires_grad: Whether an activation needs a gradient, for each activation among the arguments.
+        requires_grad: For each activation among the arguments, whether it needs a gradient.
     """
 
     bound: BoundUnit
@@ -130,7 +130,7 @@ class KeptRun:
     """State of one run that is kept until the run's backward.
 
     Attributes:
-        requires_grad: Whether an activation needs a gradient, for each activation among the arguments.
+        requires_grad: For each activation among the arguments, whether it needs a gradient.
         num_outputs: Number of differentiable outputs of the run.
     """
 

@@ -172,7 +172,7 @@ class WeightProducts(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _owner_of(self, item: Any) -> str | None:
-        """Return the name of the weight that ``item`` is, or of which it is a view. None for vectors."""
+        """Return the weight's name if ``item`` is a weight or a view of one; None for vectors and other values."""
         if not isinstance(item, Tensor):
             return None
         name = self._owners.get(id(item)) or self._owners.get(id(item._base))

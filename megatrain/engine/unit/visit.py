@@ -3,7 +3,7 @@
 `UnitVisit` uses policies from separate files:
 
 - `idle.py` fetches no weights if no token is routed to the unit.
-- `passing.py` looks up embedding rows for all micro-batches at once if the weight's parts pass.
+- `passing.py` looks up embedding rows for all micro-batches at once if the weight's parts are leased one at a time.
 - `graph_keeping.py` keeps graphs for the backward, or `input_saving.py` keeps inputs for the recompute.
 """
 

@@ -29,7 +29,7 @@ from megatrain.engine.device.device_kernels import reads_sync_host
 from megatrain.engine.program.block_access import GradientSink
 from megatrain.ranks.lanes import Lanes, Subtree
 
-#: Maximum size of a temporary product, for GEMMs that cannot add to the sum, and of rows that are cast.
+#: Maximum bytes of temporary memory: for a product, if the GEMM cannot add to the sum, and for rows that are cast.
 _TEMPORARY_NBYTES = 16 << 20
 
 
@@ -51,7 +51,7 @@ class GradientAccumulator(GradientSink):
 
     @property
     def added(self) -> frozenset[str]:
-        """Parameters with a gradient."""
+        """Names of the parameters that have a gradient."""
         return frozenset(self._added)
 
     def at(self, micro_batch: int) -> None:
@@ -125,7 +125,7 @@ class GradientAccumulator(GradientSink):
 
     @staticmethod
     def _multiply_half(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
-        """Multiply half-precision matrices, and add in fp32 throughout."""
+        """Multiply half-precision matrices, with all additions in fp32."""
         if is_first:
             torch.mm(left, right, out_dtype=target.dtype, out=target)
         else:
@@ -158,7 +158,7 @@ class LaneAccumulator:
             self._num_open += 1
 
     def close(self) -> list[tuple[Subtree, GradientAccumulator | None]]:
-        """Complete all lanes.
+        """Close the remaining lanes and return the open sums.
 
         Returns:
             The nodes of the tree that remain open, with their sums. A process that has all lanes of the step has one
@@ -192,11 +192,11 @@ class LaneAccumulator:
         self._current.add(name, gradient)
 
     def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0) -> None:
-        """Add a product to rows of a matrix."""
+        """Add a product to rows of a matrix's gradient."""
         self._current.add_product(name, left, right, first_row)
 
     def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None) -> None:
-        """Add rows to a matrix."""
+        """Add rows to a matrix's gradient."""
         self._current.add_rows(name, indexes, rows, ignored)
 
 
