@@ -1,4 +1,4 @@
-"""Adafactor on the CPU. Its state is the row and column means of second moments: a thousandth of AdamW's state."""
+"""Adafactor on the CPU. Its state, row and column means of second moments, is a thousandth of the size of AdamW's."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rows_per_block(num_rows: int, num_columns: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _KernelSlice:
-    """The work of one kernel call: whole matrices, or some rows of one matrix."""
+    """Work of one kernel call: several complete matrices, or some rows of one matrix."""
 
     matrices: slice
     rows: slice
@@ -87,7 +87,7 @@ class Adafactor:
         self.threads = KernelThreads() if threads is None else threads
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return the master's kinds, and `v`, which has fewer elements than the weights."""
+        """Return the state kinds of the master, and `v`, which has fewer elements than the weights."""
         return (*master_kinds(split_master), *_STATE)
 
     def update(

@@ -32,7 +32,7 @@ EMA = StateKind("ema", torch.float32, begins_as_weight=True)
 
 
 class WeightAverage:
-    """Adds an average of the weights to any optimizer; see `megatrain.optim.base.Optimizer`.
+    """Wrapper that adds an average of the weights to any optimizer; see `megatrain.optim.base.Optimizer`.
 
     After updating an element, it updates the average with the new fp32 master w. Each operation is rounded to fp32::
 
@@ -55,15 +55,15 @@ class WeightAverage:
 
     @property
     def share(self) -> np.float32:
-        """Share of the new weights in the average: 1 - decay."""
+        """Weight of the new masters in the average: 1 - decay."""
         return np.float32(1.0 - self.decay)
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return the kinds of the wrapped optimizer, and the average."""
+        """Return the wrapped optimizer's state kinds, followed by the average."""
         return (*self.inner.state_kinds(split_master), EMA)
 
     def workspace_bytes(self, entry: Any) -> int:
-        """Return the scratch bytes of `update` for a parameter."""
+        """Return the scratch bytes that `update` needs for a parameter."""
         bytes_of = getattr(self.inner, "workspace_bytes", None)
         return 0 if bytes_of is None else int(bytes_of(entry))
 
@@ -113,7 +113,7 @@ class WeightAverage:
     def make_row_update(
         self, split_master: bool, gradient: torch.dtype, segment: Segment, update: Update
     ) -> Callable[[Any], None]:
-        """Return a function that updates the parameters in given rows and then their averages.
+        """Return a function that updates the parameters in rows of an address table, and then their averages.
 
         See `ElementwiseOptimizer.make_row_update`.
         """
@@ -144,7 +144,7 @@ def begin_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
 
     Args:
         weight: Masters, or their high halves. 1-D, contiguous, in host memory.
-        low: Low halves, or None if `weight` has whole masters.
+        low: Low halves, or None if `weight` contains the full fp32 masters.
         average: fp32 output of the same length.
     """
     if low is None:
@@ -154,7 +154,7 @@ def begin_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
 
 
 def swap_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
-    """Swap masters and their averages exactly, so that a second call restores both; see `begin_average`."""
+    """Swap masters and averages without rounding errors. A second call restores both; see `begin_average`."""
     before = torch.empty_like(average)
     begin_average(weight, low, before)
     if low is None:
@@ -194,11 +194,11 @@ class MatrixWeightAverage(WeightAverage):
         self.inner.orthogonalize(matrix, scratch, name)
 
     def orthogonalize_bytes(self, rows: int, columns: int) -> int:
-        """Return the scratch bytes of the wrapped optimizer."""
+        """Return the scratch bytes that the wrapped optimizer needs for a matrix."""
         return self.inner.orthogonalize_bytes(rows, columns)
 
     def orthogonalize_flops(self, rows: int, columns: int, name: str = "") -> int:
-        """Return the FLOPs of the wrapped optimizer."""
+        """Return the FLOPs with which the wrapped optimizer orthogonalizes a matrix."""
         return self.inner.orthogonalize_flops(rows, columns, name)
 
     def apply_directions(

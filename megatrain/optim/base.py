@@ -47,9 +47,9 @@ class StateKind:
     """One kind of block that an update reads and writes.
 
     Attributes:
-        name: Name of the kind, which follows the unit's name in the keys of blocks.
+        name: Name of the kind, which follows the unit's name in block keys.
         dtype: Element type.
-        elements_of: Returns the number of elements that a parameter has in the block. Parameters are stored
+        elements_of: Function that returns how many elements a parameter has in the block. Parameters are stored
             consecutively. Without it, each `granularity` elements of the weight block share one element, in order.
         needs_whole: Whether an update needs whole parameters, even if the block has the same layout as the weight
             block.
@@ -109,7 +109,7 @@ class StateKind:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A range of a flat block with the same settings for all its parameters.
+    """Range of a flat block whose parameters share the same settings.
 
     Attributes:
         start: First element.
@@ -117,7 +117,7 @@ class Segment:
         weight_decay: Decoupled decay, as a fraction per step at a learning rate of 1.
         lr_scale: Factor by which the step's learning rate is multiplied.
         shape: Shape of the parameter, for optimizers that need it. `()` for a vector.
-        state_starts: Parameter's first element in its block, by kind. Only for kinds with `elements_of`.
+        state_starts: Index of the parameter's first element in the block, by kind. Only for kinds with `elements_of`.
         name: Full name of the parameter.
         first: Index of element `start` within the parameter, above 0 if the block begins inside the parameter. With
             `name`, it identifies an element of the model independently of parts and ranks.
@@ -146,7 +146,7 @@ class Update:
     """The scalars of one optimizer step. All block groups use the same scalars.
 
     Attributes:
-        step: Number of this update, counted from 1. Determines the bias corrections.
+        step: Update number, counted from 1. Determines the bias corrections.
         grad_scale: Factor by which every gradient is multiplied in fp32: the clip coefficient, or 1 without clipping.
         decision: fp32 tensor ``[2]`` on the blocks' device that replaces ``grad_scale``: the factor, then 1 to apply or
             0 to skip the update. None if the host knows the factor. Only a `TableOptimizer` gets decisions.
@@ -190,7 +190,7 @@ class Optimizer(Protocol):
         ...
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
-        """Compile or load the kernels before the first step. Any thread can call this method, also repeatedly.
+        """Compile or load the kernels before the first step. Any thread can call this method, even repeatedly.
 
         Args:
             formats: Variants to compile. Each variant takes seconds, especially on a GPU.
@@ -200,10 +200,10 @@ class Optimizer(Protocol):
 
 @runtime_checkable
 class MatrixOptimizer(Optimizer, Protocol):
-    """An optimizer that orthogonalizes matrices one at a time, so that a GPU can do this for blocks in RAM.
+    """Optimizer that orthogonalizes matrices one at a time, so that a GPU can do this for blocks in RAM.
 
-    `update` is equivalent to `make_directions`, `orthogonalize` and `apply_directions` in sequence. A kind of state has
-    the weight's layout, or its `elements_of` includes only elements outside of matrices.
+    `update` is equivalent to `make_directions`, `orthogonalize` and `apply_directions` in sequence. Each kind of state
+    has the weight's layout, or its `elements_of` counts only elements outside of matrices.
     """
 
     @property
@@ -246,7 +246,7 @@ class MatrixOptimizer(Optimizer, Protocol):
         ...
 
     def orthogonalize_bytes(self, rows: int, columns: int) -> int:
-        """Return the scratch bytes of `orthogonalize`."""
+        """Return the scratch bytes that `orthogonalize` needs."""
         ...
 
     def orthogonalize_flops(self, rows: int, columns: int, name: str = "") -> int:
@@ -281,7 +281,7 @@ def bytes_per_parameter(kinds: Sequence[StateKind], layout: UnitLayout | None = 
     """Return the total bytes of `kinds` per parameter.
 
     Args:
-        layout: Layout, to count its padded blocks. Without it, padding and kinds with `elements_of` count as 0.
+        layout: Layout whose padded blocks are counted. Without it, padding and kinds with `elements_of` count as 0.
     """
     if layout is None:
         return sum(kind.dtype.itemsize / kind.granularity for kind in kinds if kind.elements_of is None)
@@ -315,7 +315,7 @@ def build_segments(
     Args:
         exclude: Globs for names of parameters without decay; see `decays`.
         groups: Settings by parameter name. The first matching group applies.
-        kinds: Kinds of the optimizer. Required if a kind has `elements_of`.
+        kinds: State kinds of the optimizer. Required if a kind has `elements_of`.
         learning_rate: Peak learning rate of the run. A group's rate becomes a factor relative to this rate.
     """
     starts = {kind.name: kind.starts(layout) for kind in kinds if kind.elements_of is not None}

@@ -1,4 +1,4 @@
-"""Chooses the optimizer for each tier. If GPU and RAM are one memory, either processor can update the same bytes."""
+"""Choice of the optimizer for each tier. If GPU and CPU share one memory, either processor can update a block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["UnifiedOptimizer", "optimizers_by_tier"]
 
 
 class UnifiedOptimizer:
-    """A host optimizer for blocks in a ``UnifiedTier``; see `megatrain.optim.base.Optimizer`.
+    """Host optimizer for blocks in a ``UnifiedTier``; see `megatrain.optim.base.Optimizer`.
 
     `update` waits for the device's current stream, which wrote the blocks. It copies no bytes.
     """
@@ -40,7 +40,7 @@ class UnifiedOptimizer:
         self._host.update(views, host_view(gradient), segments, update)
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
-        """Compile the host's kernels."""
+        """Compile the host optimizer's kernels."""
         self._host.warm_up(formats)
 
 

@@ -44,11 +44,11 @@ _CALLING_THREAD = KernelThreads(1)
 
 
 class NonFiniteGradientError(Exception):
-    """A gradient is NaN or infinite and was not applied. The message states whether other gradients were applied."""
+    """Error for a NaN or infinite gradient that was not applied. The message states whether others were applied."""
 
 
 def sum_gradients(total: Tensor, addend: Tensor, threads: KernelThreads | None = None) -> None:
-    """Add the gradient of another use to `total`, in place. Adds in fp32, and rounds to the dtype of `total`.
+    """Add the gradient of another use site to `total`, in place. Adds in fp32, and rounds to the dtype of `total`.
 
     Args:
         total: 1-D contiguous fp32 or bf16 CPU tensor. Changed in place.
@@ -185,7 +185,7 @@ def squared_norms(gradients: Sequence[Tensor], threads: KernelThreads) -> list[f
 
 
 def global_norm(squared_norms: Iterable[float]) -> float:
-    """Return the norm over all block groups.
+    """Return the gradient norm over all block groups.
 
     Args:
         squared_norms: `squared_norm` of each block group, in layout order. The order affects the result.

@@ -89,7 +89,7 @@ class ElementwiseOptimizer(ABC):
         """Compute the scalars that the rule gets for a segment, in fp64."""
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return the kinds for the master and the moments."""
+        """Return the state kinds of the master and the moments."""
         return (*master_kinds(split_master), *self.state)
 
     def update(
@@ -150,7 +150,7 @@ class ElementwiseOptimizer(ABC):
     def make_row_update(
         self, split_master: bool, gradient: torch.dtype, segment: Segment, update: Update
     ) -> Callable[[Any], None]:
-        """Return a function that updates the parameters in given rows. Any thread can call the function.
+        """Return a function that updates the parameters in rows of an address table. Any thread can call it.
 
         Args:
             gradient: Dtype of the gradients.
@@ -185,7 +185,7 @@ class ElementwiseOptimizer(ABC):
 
 
 def master_examples(split_master: bool) -> tuple[Array, Array | None]:
-    """Return empty arrays `(weight, low)` that give a master's dtypes to kernels that get addresses."""
+    """Return empty arrays `(weight, low)`, from which kernels that get addresses infer a master's dtypes."""
     return _SPLIT_MASTER if split_master else _FP32_MASTER
 
 

@@ -1,4 +1,4 @@
-"""Builds a run's optimizer and the settings of each parameter from the config."""
+"""Construction of a run's optimizer, and of the settings of each parameter, from the config."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class ParameterGroupError(OptimizerError):
-    """A group of `[[optimizer.groups]]` matches no trained parameter, or its decay has no effect."""
+    """Error for a group in `[[optimizer.groups]]` that matches no trained parameter, or has a decay without effect."""
 
 
 def make_optimizer(
@@ -42,7 +42,7 @@ def make_optimizer(
     seed: int = 0,
     fused: Mapping[str, FusedMatrix] | None = None,
 ) -> Optimizer:
-    """Return the optimizer of a run.
+    """Return the optimizer that a config table describes.
 
     Args:
         threads: Compute threads. None creates one thread per usable CPU.
@@ -100,7 +100,7 @@ def _base_optimizer(
 
 
 def layer_scales(graph: ModelGraph, layer_decay: float) -> Mapping[str, float]:
-    """Return each block group's learning rate factor, by the name of the layout.
+    """Return each block group's learning rate factor, by layout name.
 
     As in timm, units after the last layer have the factor 1, the last layer has `layer_decay`, and each earlier layer
     has the next power of `layer_decay`. Units before the first layer have the highest power. A tied weight has the
@@ -184,7 +184,7 @@ def check_groups(table: OptimizerConfig, trained: Iterable[TensorEntry]) -> None
 
 
 def has_measured_kernel(optimizer: Optimizer, *, split_master: bool) -> bool:
-    """Return whether doctor measures the kernel of an optimizer: AdamW with 12 bytes of master, m and v."""
+    """Return whether doctor measures the optimizer's kernel: AdamW with master, m and v in 12 bytes per parameter."""
     return type(optimizer) is AdamW and bytes_per_parameter(optimizer.state_kinds(split_master)) == 12
 
 

@@ -16,7 +16,7 @@ class FusedMatrix:
     """Division of a parameter's rows or columns into logical matrices.
 
     Attributes:
-        sizes: Rows of each logical matrix in one group, in order.
+        sizes: Number of rows that each logical matrix has in one group, in order.
         num_groups: Number of consecutive groups. Each group has rows of every logical matrix. With one group, the
             logical matrices are consecutive.
         by_column: Whether the matrices divide the columns of the parameter instead of its rows.

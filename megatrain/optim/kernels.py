@@ -131,7 +131,7 @@ def _from_float32(value: Any, like: Any) -> Any:
 
 @njit(fastmath=False, error_model="numpy")
 def load_master(weight: Master, low: Low, i: int) -> Any:
-    """Return master `i` in fp32."""
+    """Return the fp32 value of master weight `i`."""
     if low is None:
         return weight[i]
     bits = (np.uint32(weight[i]) << np.uint32(16)) + np.uint32(np.int32(low[i]))
@@ -140,7 +140,7 @@ def load_master(weight: Master, low: Low, i: int) -> Any:
 
 @njit(fastmath=False, error_model="numpy")
 def store_master(weight: Any, low: Low, i: int, value: np.float32) -> None:
-    """Write master `i`, given in fp32."""
+    """Write master weight `i`, given in fp32."""
     if low is None:
         weight[i] = value
     else:
@@ -283,7 +283,7 @@ def update_range(
     grad_scale: np.float32,
     scalars: Scalars,
 ) -> None:
-    """Update a range of a block with a rule. Each moment is rounded with half of the bits of one hash per element."""
+    """Update a range of a block with a rule. Each moment of an element is rounded with half the bits of one hash."""
     for i in range(grad.size):
         g = as_gradient(grad[i]) * grad_scale
         w = load_master(weight, low, i)
@@ -306,7 +306,7 @@ def load_moments(codes: Codes, scale: np.float32, code: Code, moments: Float32) 
 def store_moments(moments: Float32, code: Code, codes: Codes) -> Any:
     """Write the indices of the nearest code values (ties go to the smaller value), and return the scale.
 
-    Bits are compared to find the scale. A NaN has the largest bits, so it spreads to all moments of its block.
+    The scale is found by comparing bits. A NaN has the largest bits, so it spreads to all moments in its block.
     """
     largest = np.uint32(0)
     for i in range(codes.size):
@@ -672,7 +672,7 @@ def adafactor_vector(
     one_minus_beta2: np.float32,
     sums: Float64,
 ) -> None:
-    """Update the second moment of a vector parameter, and write the sums of squares of its update.
+    """Update the second moment of a vector parameter, and write the sums of squares of the parameter's update.
 
     Args:
         v: Second moment, 1-D with the length of `grad`.

@@ -20,7 +20,7 @@ _LONG_WARMUP_SHARE = 0.5
 
 
 class ScheduleError(ValueError):
-    """A config's learning-rate schedule does not exist, or cannot be built from its arguments."""
+    """Error for a learning-rate schedule that does not exist, or that rejects its arguments."""
 
 
 def make_schedule(table: OptimizerConfig, num_steps: int) -> Callable[[int], float]:

@@ -1,4 +1,4 @@
-"""Updates whole matrices one at a time, with orthogonalization on the host or on the compute device.
+"""Updates of whole matrices, one at a time, with orthogonalization on the host or on the compute device.
 
 A GPU and a CPU round matmuls differently. The compute device therefore computes all matmuls, whatever the homes of the
 blocks (`docs/decisions/0059-newton-schulz-on-the-gpu.md`). All other operations of an update are elementwise and run in
@@ -49,7 +49,7 @@ _CUBLAS_BYTES = 8 * 4096 * 1024
 
 
 class Orthogonalizer(Protocol):
-    """Orthogonalizes matrices one at a time."""
+    """Interface for orthogonalizing matrices one at a time."""
 
     def orthogonalize_each(
         self,
@@ -62,16 +62,16 @@ class Orthogonalizer(Protocol):
         """Fill, orthogonalize and use each matrix's directions, in order.
 
         Args:
-            fill: Writes the directions of the matrix with this number to a flat bf16 host tensor.
-            use: Gets the orthogonalized directions, in the same order. `fill` for the next matrix may be called before
-                `use` for this matrix.
+            fill: Function that writes the directions of a matrix, given its number, to a flat bf16 host tensor.
+            use: Function that gets the orthogonalized directions of each matrix, in the same order. `fill` for the next
+                matrix may be called before `use` for this matrix.
             names: Full names of the matrices' parameters.
         """
         ...
 
 
 class HostOrthogonalizer:
-    """Orthogonalizes matrices on the CPU; see `Orthogonalizer`. Thread-safe."""
+    """`Orthogonalizer` that runs on the CPU. Thread-safe."""
 
     def orthogonalize_each(
         self,
@@ -92,7 +92,7 @@ class HostOrthogonalizer:
 
 
 class DeviceOrthogonalizer:
-    """Orthogonalizes matrices in RAM on a device; see `Orthogonalizer`. Thread-safe; calls are serialized.
+    """`Orthogonalizer` that processes matrices from RAM on a device. Thread-safe; calls are serialized.
 
     While the device works on a matrix, the host uses the previous matrix and fills the next matrix. On a GPU, this work
     runs on a separate stream, so the host does not wait for queued layers.
@@ -102,8 +102,8 @@ class DeviceOrthogonalizer:
 
     Attributes:
         moved_bytes: Bytes copied to the device. The same number is copied back.
-        sent_s: Seconds of copies to the device.
-        fetched_s: Seconds of copies back.
+        sent_s: Seconds spent copying to the device.
+        fetched_s: Seconds spent copying back.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -175,7 +175,7 @@ class DeviceOrthogonalizer:
 
 
 class _Timestamp:
-    """A timestamp on the current stream of a GPU, or on the host."""
+    """Timestamp on the current stream of a GPU, or on the host."""
 
     def __init__(self, *, is_on_gpu: bool) -> None:
         self._event: Any = None
@@ -210,7 +210,7 @@ def update_by_matrix(
     """Update a block group, with the directions of at most two matrices in memory.
 
     Args:
-        is_matrix: Returns whether a parameter is a matrix or a stack of matrices.
+        is_matrix: Function that returns whether a parameter is a matrix or a stack of matrices.
         blocks: As in `Optimizer.update`, with whole matrices.
     """
     found: list[tuple[Segment, slice]] = []

@@ -43,7 +43,7 @@ def newton_schulz(
     Args:
         matrix: [rows, columns] in bf16, contiguous, on any device.
         scratch: uint8 scratch memory on the same device, at least `newton_schulz_bytes`.
-        eps: Lower bound of the norm by which the matrix is divided.
+        eps: Lower bound for the norm by which the matrix is divided.
     """
     a, b, c = coefficients
     rows, columns = matrix.shape
@@ -91,11 +91,11 @@ class Muon:
 
     Args:
         adamw: Optimizer of the parameters that are not matrices.
-        is_matrix: Returns whether Muon updates a parameter, given its full name and shape.
+        is_matrix: Function that returns whether Muon updates a parameter, given its full name and shape.
         momentum: Decay of the momentum, at least 0 and below 1.
         adjust_lr: "original" multiplies the learning rate by sqrt(max(1, rows / columns)), "match_rms_adamw" by 0.2 *
             sqrt(max(rows, columns)). The latter makes updates as large as AdamW's, so both can share a learning rate.
-        matrices: Orthogonalizes the matrices in `update`. Default: on the host.
+        matrices: Orthogonalizer that `update` uses. Default: ``HostOrthogonalizer``.
         fused: Parameters that hold several logical matrices, by full name.
     """
 
@@ -124,7 +124,7 @@ class Muon:
 
     @property
     def piece_bytes(self) -> int:
-        """The kernels need no scratch memory."""
+        """Always 0, because the kernels need no scratch memory."""
         return 0
 
     @property
@@ -133,7 +133,7 @@ class Muon:
         return self.adamw.threads
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
-        """Return the kinds: the master, `m` and `v`. Only parameters that AdamW updates have elements in `v`."""
+        """Return the state kinds: the master, `m` and `v`. Only parameters that AdamW updates have elements in `v`."""
         first = StateKind("m", torch.float32)
         second = StateKind("v", torch.float32, lambda entry: 0 if self.has_matrices(entry) else entry.numel)
         return (*master_kinds(split_master), first, second)
@@ -143,7 +143,7 @@ class Muon:
         return self.is_matrix(entry.name, entry.shape)
 
     def workspace_bytes(self, entry: TensorEntry) -> int:
-        """Return the scratch bytes of `update` for a parameter."""
+        """Return the scratch bytes that `update` needs for a parameter."""
         if not self.has_matrices(entry):
             return 0
         rows, columns = entry.shape[-2:]
@@ -199,7 +199,7 @@ class Muon:
         return copied + newton_schulz_bytes(rows, columns)
 
     def orthogonalize_flops(self, rows: int, columns: int, name: str = "") -> int:
-        """Return the FLOPs of `orthogonalize`. A step has two matmuls with the matrix, and one of square matrices."""
+        """Return the FLOPs of `orthogonalize`. An iteration has two matmuls with the matrix, one of square matrices."""
         fused = self.fused.get(name)
         if fused is not None:
             return sum(self.orthogonalize_flops(*shape) for shape in fused.shapes(rows, columns))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: Number of rows that a Triton program loads concurrently for a norm.
 _UNROLLED = 16
-#: Elements per piece when a norm is computed without Triton: whole blocks, with a temporary of at most 32 MiB.
+#: Elements per piece when a norm is computed without Triton: whole blocks, with a temporary tensor of at most 32 MiB.
 _PIECE_ELEMENTS = 1 << 22
 
 __all__ = [
@@ -52,7 +52,7 @@ __all__ = [
 
 
 class DeviceKernelError(RuntimeError):
-    """A GPU cannot run the updates, because no kernel exists or Triton is missing."""
+    """Error for updates that a GPU cannot run, because no kernel exists or Triton is missing."""
 
 
 #: A group's blocks by kind, its gradient, and the ranges to update, as in `Optimizer.update`.
@@ -77,7 +77,7 @@ class UpdateTable:
 
 @runtime_checkable
 class TableOptimizer(Protocol):
-    """A device optimizer that can update many block groups in one launch, with the same results as separate updates.
+    """Device optimizer that can update many block groups in one launch, with the same results as separate updates.
 
     Its updates accept an `Update.decision`.
     """
@@ -96,7 +96,7 @@ class TableOptimizer(Protocol):
 
 
 class TritonOptimizer:
-    """An optimizer for flat blocks on a GPU; see `megatrain.optim.base.Optimizer` for the contract.
+    """Optimizer for flat blocks on a GPU; see `megatrain.optim.base.Optimizer` for the contract.
 
     Results are bit-identical to the host optimizer's results, except for NaN payloads, so either optimizer can update a
     block group. Unlike the contract, `update` queues the work on the current stream of the blocks' device and returns
@@ -176,7 +176,7 @@ class TritonOptimizer:
                 )
 
     def addresses(self, tensors: Iterable[Tensor]) -> Sequence[int]:
-        """Return the addresses of tensors."""
+        """Return the device addresses of tensors."""
         return [tensor.data_ptr() for tensor in tensors]
 
     def make_tables(self, groups: Sequence[UpdateGroup]) -> list[UpdateTable] | None:
@@ -341,7 +341,7 @@ def _rows_on_device(rows: Sequence[Sequence[int]], block_elements: int, device: 
 
 
 def _import_kernels() -> ModuleType:
-    """Import the kernels. Only runs that update on a GPU call this, because it imports Triton."""
+    """Import the kernels. Only runs that update on a GPU call this function, because it imports Triton."""
     try:
         from megatrain.optim import triton_kernels
     except ImportError as error:
@@ -479,7 +479,7 @@ def warm_up_norm(device: torch.device) -> None:
 
 
 def _kernels_for(tensor: Tensor) -> ModuleType | None:
-    """Return the kernels if they can run on a tensor's device."""
+    """Return the kernels if they can run on a tensor's device, otherwise None."""
     kernels = _kernels_or_none()
     return kernels if kernels is not None and (tensor.is_cuda or kernels.IS_INTERPRETED) else None
 

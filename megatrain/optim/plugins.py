@@ -1,4 +1,4 @@
-"""Finds optimizers in installed packages by entry point, and constructs them with the config's arguments."""
+"""Discovery of optimizers in installed packages by entry point, and their construction from a config's arguments."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatrain.optim.base import Optimizer
 
 __all__ = ["ENTRY_POINT_GROUP", "OptimizerError", "available_optimizers", "make_custom_optimizer"]
 
-#: Entry point group of optimizers. Each entry point is a class, or a function that returns an optimizer.
+#: Entry point group for optimizers. Each entry point is a class, or a function that returns an optimizer.
 ENTRY_POINT_GROUP = "megatrain.optimizers"
 
 
 class OptimizerError(ValueError):
-    """An optimizer setting is invalid. The message contains the config key and the remedy."""
+    """Error for an invalid optimizer setting. The message contains the config key and the remedy."""
 
 
 def available_optimizers() -> tuple[str, ...]:
@@ -27,7 +27,7 @@ def make_custom_optimizer(name: str, arguments: Mapping[str, Any]) -> Optimizer:
     """Construct an optimizer from an installed package.
 
     Args:
-        arguments: Passed by keyword.
+        arguments: Keyword arguments for the optimizer.
 
     Raises:
         OptimizerError: No package or more than one package defines the optimizer, or it cannot be imported or

@@ -1,4 +1,4 @@
-"""OptimizerSuite: tests to inherit, for an optimizer. They check the whole contract with the engine."""
+"""Tests that an optimizer can inherit from ``OptimizerSuite``. They check the whole contract with the engine."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class KernelThreads:
     The pool starts with the first call that needs it. Several threads can call `run` concurrently.
 
     Args:
-        num_threads: Number of compute threads, at least 1. 1 uses the calling thread. Default: one per usable CPU.
+        num_threads: Number of compute threads; 1 to use only the calling thread. Default: one per usable CPU.
         among_operations: Whether calls alternate with torch's CPU operations. After an operation, torch's OpenMP
             threads spin for milliseconds. To avoid competing with these threads, calls run on them if the OpenMP
             library allows it.

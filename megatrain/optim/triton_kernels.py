@@ -94,7 +94,7 @@ def _positions(block_elements: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _row_of_program(rows: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
-    """Return the address of this program's row: the last row whose first program has at most this program's number."""
+    """Return the address of this program's row: the last row that starts at this program or an earlier one."""
     found = 0
     stop = num_rows
     while stop - found > 1:
@@ -133,7 +133,7 @@ def _apply_decision(mask: tl.tensor, decision: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _lowbias32(bits: tl.tensor) -> tl.tensor:
-    """See `kernels.mix`."""
+    """See `kernels.lowbias32`."""
     x = bits ^ (bits >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
