@@ -37,7 +37,7 @@ _NOT_REPEATED = frozenset(
 
 
 class CountingError(RuntimeError):
-    """Raised if the trace cannot count an operator. The model itself is valid, but the counts are wrong."""
+    """Error for an operator that the trace cannot count. The model itself is valid, but the counts are wrong."""
 
 
 class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Estimates of the work of other packages' Triton kernels in a trace, which cannot launch kernels.
+"""Work estimates for other packages' Triton kernels, which a trace cannot launch.
 
 If a kernel's source loads through a pointer argument, the kernel counts as reading the tensor once. If the source
 stores through the argument, it counts as writing the tensor once. Repeated reads are not counted, because they hit a

@@ -4,7 +4,7 @@ A large model has a hundred layers. Their backwards, each with a recompute, take
 which layers are equal, because model code can treat any layer differently. The trace therefore runs every layer's
 forward, and compares its operators, arguments and results with earlier forwards. Tensors are compared by origin (a
 weight, a buffer, an argument, an earlier operator), shape, strides and dtype, and numbers by value. If these records,
-the autograd graphs and the incoming gradients are equal, the backwards are equal too, and the trace copies the counts
+the autograd graphs and the incoming gradients are equal, the backwards are also equal, and the trace copies the counts
 of the earlier backward. Layers with guessed values always run their backward.
 
 docs/decisions/0087-layers-that-are-alike-are-traced-once.md
@@ -79,7 +79,7 @@ class RepeatedLayers:
 
     def __init__(self, counts: CountingMode) -> None:
         self._counts = counts
-        self._kinds: dict[Hashable, int] = {}  # record of a forward (may have megabytes) -> number
+        self._kinds: dict[Hashable, int] = {}  # record of a forward (can be megabytes in size) -> number
         self._forwards: dict[int, int] = {}
         self._backwards: dict[Hashable, CountedBackward] = {}
         self._makers: dict[int, str] = {}  # number of a storage -> layer whose forward created it
@@ -129,7 +129,7 @@ class RepeatedLayers:
         return self._backwards.get(key)
 
     def keep(self, key: Hashable, backward: CountedBackward) -> None:
-        """Store the counts of a backward."""
+        """Store the counts of a backward under its key."""
         self._backwards[key] = backward
 
 
@@ -162,7 +162,7 @@ class _CallRecord:
     """Record of executed operators that can be compared with other records.
 
     Attributes:
-        makers: Layers by the numbers of the storages that their forwards created.
+        makers: Layer whose forward created a storage, by number of the storage.
         num_before: Number of storages created before the record.
         entries: Descriptions of the operators, in order.
         is_complete: Whether all operators could be described.

@@ -58,7 +58,7 @@ def trace_visits(
     Args:
         device: Compute device, which determines kernels and workspaces. The trace allocates no memory on it.
         padded: Whether rows can have padding or several documents. If False, each row is one document.
-        is_compiled: Whether layers are compiled. If not, rows with several documents can count like rows with one.
+        is_compiled: Whether layers are compiled. If not, a row with several documents can count like a single document.
         example: Micro-batch of this size with images, on the host. Model code reads the numbers and sizes of images
             from it. None for text only.
         top_k: Number of likeliest tokens to score in a trace without a backward. None to trace forward and backward.

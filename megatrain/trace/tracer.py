@@ -85,7 +85,7 @@ class Tracer:
         self._visits[visit].phases[phase] = self._phase
 
     def close(self) -> None:
-        """Record peak memory and work of the current tick."""
+        """Record the peak memory and the work of the current tick."""
         self._phase.peak_nbytes = self.counts.peak_nbytes - self._phase.held_nbytes
         self._phase.work = self.counts.work
 
@@ -245,7 +245,7 @@ class Tracer:
                 yield visit.traced(self._graph.units[visit.unit])
 
     def trace(self) -> VisitTrace:
-        """Return the trace."""
+        """Return the trace of the forward and backward that have run."""
         if self._phase.name == "forward":
             self._record_stays()
         visits = list(self._visits.values())

@@ -27,7 +27,7 @@ _ALIGNMENT_BYTES = 512  # allocators round sizes up to a multiple
 
 @dataclass(slots=True)
 class PhaseCounts:
-    """Counts of one tick.
+    """Memory and work of one tick.
 
     Attributes:
         held_nbytes: Bytes in use at the start.
@@ -45,7 +45,7 @@ class PhaseCounts:
 
 @dataclass(frozen=True, slots=True)
 class RecomputeCounts:
-    """Counts of a recompute, and the results that it does not need or could load instead.
+    """Counts for a recompute, and the results that it can skip or load.
 
     Attributes:
         graph_nbytes: Size of the graph if it is kept for the backward.
@@ -95,7 +95,7 @@ class RecomputeMeter:
         return tensor
 
     def result(self, value: Any, inputs: Sequence[Tensor], *, is_known: bool) -> RecomputeCounts:
-        """Return the counts. The graph consists of all live storages that were created in the visit's backward.
+        """Return the recompute's counts. The graph consists of all live storages created in the visit's backward.
 
         Args:
             value: Result of the unit. Its tensors are not part of the graph if autograd has not saved them.
