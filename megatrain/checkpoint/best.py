@@ -23,7 +23,7 @@ class Best:
     """The best evaluation so far.
 
     Attributes:
-        num_worse: Number of consecutive evaluations that did not improve by more than the threshold.
+        num_worse: Number of latest evaluations in a row without an improvement of more than the threshold.
     """
 
     metric: str
@@ -88,7 +88,7 @@ class BestSpec:
         for name, each in evaluations.items():
             figures = {"loss": each.loss, "perplexity": each.perplexity, **each.preferences}
             known |= {f"{name}_{figure}": value for figure, value in figures.items()}
-            known = {**figures, **known}  # names without a set keep the metrics of the first set
+            known = {**figures, **known}  # a metric without a set name comes from the first set
         if metric not in known:
             raise self._unknown_metric(", ".join(sorted(known)))
         return known[metric]
@@ -99,7 +99,7 @@ class BestSpec:
         return ConfigError("the config", [Problem(key, message, "Write one of them")])
 
     def after(self, best: Best | None, step: int, value: float) -> Best:
-        """Return the new best evaluation, given one more evaluation. NaN is never better."""
+        """Return the best evaluation after one more evaluation. A NaN never counts as an improvement."""
         if best is None or best.value != best.value:
             return Best(self.metric, value, step)
         gain = value - best.value if self.is_greater_better else best.value - value
@@ -108,5 +108,5 @@ class BestSpec:
         return Best(self.metric, value, step, num_worse)
 
     def is_over(self, best: Best | None) -> bool:
-        """Return whether to stop the run early, because its patience is exhausted."""
+        """Return whether to stop the run early, after ``patience`` evaluations in a row without an improvement."""
         return self.patience > 0 and best is not None and best.num_worse >= self.patience

@@ -1,4 +1,4 @@
-"""The interface for copying checkpoints while training continues, and its implementation for a run without copies."""
+"""The interface for copying checkpoints during training, and a null implementation for runs without copies."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["Copier", "NoCopier", "open_copier"]
 
 
 class Copier(Protocol):
-    """Copies a run's checkpoints while training continues. Called by the training thread.
+    """Interface for copying a run's checkpoints during training. The training thread calls it.
 
     All ranks must call the same methods in the same order, because each rank copies its own part.
     """
 
     @property
     def remote_save_number(self) -> int:
-        """Largest save number among the copies at the URL when the run started, or 0 without copies."""
+        """Largest save number among the copies that were at the URL when the run started, or 0 if there were none."""
 
     def offer(self, checkpoint: Checkpoint, *, is_last: bool = False) -> None:
         """Copy a new checkpoint, if a copy is due.
@@ -45,7 +45,7 @@ class Copier(Protocol):
         """
 
     def finish(self) -> None:
-        """Disable throttling, and wait for all copies that are due.
+        """Wait for all copies that are due, without throttling.
 
         Raises:
             CheckpointError: A copy cannot be sent to its URL.
@@ -56,7 +56,7 @@ class Copier(Protocol):
 
 
 class NoCopier:
-    """Copies nothing, because the config requests no copies or ``output_dir`` already contains whole checkpoints."""
+    """Copier that does nothing, for runs without copies or with complete checkpoints in ``output_dir``."""
 
     remote_save_number = 0
 
@@ -82,7 +82,7 @@ def open_copier(
 
     Args:
         drive_bytes: Bytes of one checkpoint that are on drives and must be copied, summed over ranks. 0 if
-            ``output_dir`` contains whole checkpoints.
+            ``output_dir`` contains complete checkpoints.
 
     Raises:
         CheckpointError: The URL of the copies cannot be read.

@@ -1,4 +1,4 @@
-"""The thread that makes a copy, and its throttle, which leaves half of a drive's bandwidth to training."""
+"""Background threads that make copies, and a throttle that leaves half of a drive's bandwidth to training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CopyCancelledError(Exception):
 
 
 class Throttle:
-    """Throttle of one copy, which pauses half of the time until a caller waits for it or cancels it. Thread-safe."""
+    """Throttle that pauses a copy half of the time, until a caller waits for the copy or cancels it. Thread-safe."""
 
     def __init__(self) -> None:
         self._disabled, self._cancelled = threading.Event(), threading.Event()
@@ -28,7 +28,7 @@ class Throttle:
         self._disabled.set()
 
     def cancel(self) -> None:
-        """End the copy at its next check."""
+        """Make the next ``check`` of the copy raise ``CopyCancelledError``."""
         self._cancelled.set()
         self._disabled.set()
 
@@ -38,13 +38,13 @@ class Throttle:
             raise CopyCancelledError
 
     def rest(self, since_s: float) -> float:
-        """Pause for as long as the work since ``since_s`` took, then ``check``. Return the time after the pause."""
+        """Pause for as long as the work since ``since_s`` took, then ``check``. Return the current time in seconds."""
         self._disabled.wait(time.perf_counter() - since_s)
         self.check()
         return time.perf_counter()
 
     def delay(self, delay_s: float) -> None:
-        """Wait before another try, then ``check``. ``disable`` does not shorten this wait."""
+        """Wait before another try, then ``check``. Only ``cancel`` shortens this wait."""
         self._cancelled.wait(delay_s)
         self.check()
 

@@ -1,6 +1,6 @@
-"""Uploads and downloads of whole generations. A generation is sent as objects, which are read back and compared.
+"""Uploads and downloads of complete generations. Each is sent as several objects, which are read back and compared.
 
-A downloaded copy becomes a checkpoint of the run, as if it had been saved there.
+A downloaded copy becomes a checkpoint of the run, as if the run itself had saved it.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class Upload:
     def send(self, reader: GenerationReader, name: str, path: str, files: Mapping[str, Path]) -> RemotePart:
         """Send a generation, read it back and compare it. Repeat the call to resume an interrupted upload.
 
-        Every byte is compared twice: with its checksum when it is read from the drive, and with its SHA-256 after all
-        objects were uploaded. The upload needs about 110 MiB of memory, including s3fs's buffers.
+        Every byte is verified twice: against the block's checksums when it is read from the drive, and against the
+        object's SHA-256 after the upload of all objects. This needs about 110 MiB of memory, including s3fs's buffers.
 
         Args:
             name: Folder of the copy at the URL.
             files: Files in the run's folder to send with the generation, by name.
 
         Raises:
-            CorruptBlockError: A byte of the generation differs from the byte that was written.
+            CorruptBlockError: A block of the generation does not match its checksums.
             GenerationError: A part of the generation is missing.
             TransferError: A drive returned an error.
             RemoteError: The URL returned an error.
@@ -108,9 +108,9 @@ class Upload:
 
 
 def _yield_objects(reader: GenerationReader, throttle: Throttle) -> Iterator[tuple[str, _Contents]]:
-    """Yield the name and contents of each object in a directory with one whole generation.
+    """Yield the name and contents of each object of a store directory that contains only this generation.
 
-    All blocks are next to the manifest, in files of at most 512 MiB.
+    Wherever the blocks are stored, the copy has them next to the manifest, in files of at most 512 MiB.
     """
     folder = f"{SNAPSHOT_FOLDER}/{reader.generation:08d}"
     blocks = tuple(replace(record, location=f"{folder}/{record.key}") for record in reader.manifest.blocks)
@@ -152,7 +152,7 @@ def _yield_chunk(
 
 
 def _chunk_bytes(nbytes: int) -> int:
-    """Return the size in bytes of an array's chunks. No 16 MiB piece of the reader spans two chunks."""
+    """Return the chunk size of an array in bytes. No 16 MiB piece that the reader reads spans two chunks."""
     num_chunks = max(1, -(-nbytes // OBJECT_BYTES))
     unit = GenerationReader.piece_bytes if num_chunks > 1 else 4096
     return max(1, -(-nbytes // (num_chunks * unit))) * unit
@@ -242,7 +242,7 @@ def _import_generations(checkpoint: RemoteCheckpoint, root: Path, folder: Path) 
 
 
 def _restore_run_files(folder: Path, output_dir: Path) -> None:
-    """Move files into a run's folder, except files that the folder already contains."""
+    """Move downloaded run files into the run's folder, without replacing existing files."""
     for name, file in find_run_files(folder).items():  # ignore other files, because the URL may be untrusted
         target = output_dir / name
         if not target.exists():

@@ -1,15 +1,15 @@
 """A checkpoint is a document that lists one generation of each rank's store.
 
-    output_dir/checkpoints/RANKS.json        several ranks: which generations belong together, the newest last
+    output_dir/checkpoints/RANKS.json        several ranks: the document, which lists checkpoints, newest last
     output_dir/checkpoints/rank00000/...     the directory of a rank's store
-    output_dir/checkpoints/snap/00000003/    one process: a generation, whose sealed manifest is the document
+    output_dir/checkpoints/snap/00000003/    single process: a generation, whose manifest is the document
 
-A save has two phases. First, every rank commits a generation of its store. When all generations are whole, rank 0
+A save has two phases. First, every rank commits a generation of its store. When all generations are complete, rank 0
 replaces the document. Only then does the checkpoint exist for readers. Without the second phase, the generations count
 as abandoned (`Generations`). Therefore, even if a rank dies, the document lists only generations that are
-whole on all ranks.
+complete on all ranks.
 
-A single process needs no second file, because its store writes a generation's manifest when the generation is whole.
+A single process needs no second file, because its store writes a manifest only when the generation is complete.
 `listing.py` reads both forms as a `Checkpoint`, so only writers distinguish them.
 """
 
@@ -30,7 +30,7 @@ from tiered.errors import CorruptBlockError, GenerationError
 __all__ = ["Checkpoint", "RankGeneration", "merge_by_save"]
 
 _NUM_KEPT_KEY = "num_kept_tensors"  # same as in megatrain.models.passthrough, which imports torch
-_LAST = (sys.maxsize, "")  # larger than the key of any save
+_LAST = (sys.maxsize, "")  # sorts after the key of every save
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class RankGeneration:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint or a whole copy, as its document describes it. No other file was read.
+    """A checkpoint or a complete copy of one, as its document describes it. No other file was read.
 
     Attributes:
-        number: Larger than the number of any earlier checkpoint. For a single process, the number of the generation.
+        number: Number that grows with every checkpoint. For a single process, the number of the generation.
         meta: ``RunState`` as JSON; empty if the document cannot be read.
-        lanes: Number of lanes that add gradients.
-        elements: Number of elements by block, without the padding of shards. Empty if the recorded lengths of blocks
-            have no padding.
+        lanes: Number of gradient lanes (``training.gradient_lanes``).
+        elements: Number of elements of each block, by key, excluding the padding of shards. Empty if the manifest's
+            lengths contain no padding.
     """
 
     folder: Path
@@ -84,7 +84,7 @@ class Checkpoint:
 
     @property
     def export_note(self) -> str | None:
-        """Return a message if an export needs tensors from the model's folder but the folder is missing."""
+        """Message if an export needs tensors from the model's folder but the folder is missing; None otherwise."""
         model = self.meta.get("model")
         if not isinstance(model, Mapping) or not model.get(_NUM_KEPT_KEY):
             return None
@@ -98,7 +98,7 @@ class Checkpoint:
 
     @property
     def is_copy(self) -> bool:
-        """Whether this is a whole copy, which is outside of the run's store."""
+        """Whether this is a complete copy, which is stored outside of the run's stores."""
         return self.folder.name == COPIES_NAME
 
     @property
@@ -114,7 +114,7 @@ class Checkpoint:
 
     @property
     def save_number(self) -> int:
-        """Number of the save within the run; 0 if it was not counted (before December 2026)."""
+        """Number of the save within the run; 0 for checkpoints from before December 2026, which have no number."""
         number = self.meta.get("save_number")
         return number if type(number) is int else 0
 
@@ -152,11 +152,11 @@ class Checkpoint:
         return RunState.from_meta(self.meta, where=self.where)
 
     def is_in_stores(self, output_dir: Path, size: int) -> bool:
-        """Return whether the stores of a run of ``size`` ranks contain the checkpoint, so that they reuse its files."""
+        """Return whether the stores of a run of ``size`` ranks contain the checkpoint and can reuse its files."""
         return self.folder == output_dir / CHECKPOINTS_NAME and self.stores == store_paths(size)
 
     def belongs_to(self, output_dir: Path) -> bool:
-        """Return whether the checkpoint belongs to the run in ``output_dir``, not to another run that it resumes."""
+        """Return whether the checkpoint is in ``output_dir``. A run can also start from another run's checkpoint."""
         return self.folder.parent == output_dir
 
     def is_not_newer_than(self, loaded: Checkpoint) -> bool:
@@ -166,7 +166,7 @@ class Checkpoint:
         return self.order_key <= loaded.order_key
 
     def relocated(self, folder: Path, number: int, generations: Sequence[RankGeneration]) -> Checkpoint:
-        """Return the same checkpoint with copies of its generations in another folder."""
+        """Return this checkpoint, pointing to copies of its generations in another folder."""
         return replace(self, folder=folder, number=number, ranks=tuple(generations))
 
     def __str__(self) -> str:
@@ -203,7 +203,7 @@ def merge_by_save(own: Sequence[Checkpoint], others: Sequence[Checkpoint]) -> li
         found: list[tuple[int, str] | None] = []
         number = 0
         for each in reversed(checkpoints):
-            # An older version may have continued a counted run. Its saves come after the last counted save.
+            # An older version, which counts no saves, may have continued the run. Its saves follow all counted saves.
             number = max(number, each.save_number)
             is_known = each.save_number or each.saved_at
             found.append((number, each.order_key[1]) if is_known else None)

@@ -1,4 +1,4 @@
-"""Inspects the checkpoints in a folder: documents and file names show whether a checkpoint is usable.
+"""Checks whether the checkpoints in a folder are usable, from documents and file names, without reading blocks.
 
 This module imports neither torch nor a store, so that ``status`` starts fast.
 """
@@ -29,12 +29,12 @@ __all__ = ["InventoryEntry", "inspect_folder", "merge_entries"]
 
 @dataclass(frozen=True, slots=True)
 class InventoryEntry:
-    """A checkpoint together with its size and the reasons why it might not be usable.
+    """A checkpoint with its size and the reasons why it might be unusable.
 
     Attributes:
         nbytes: Bytes of all blocks; 0 if the manifests cannot be read.
-        lost: Parts that were lost together with their drives.
-        outside: Drives outside of a copied or moved run that contain parts of its checkpoint.
+        lost: Parts that were lost because their drives are missing or were cleared.
+        outside: Drives that contain parts of the checkpoint but were not copied or moved with the run.
         problem: Reason why the checkpoint cannot be used, according to documents and file names, or None.
         is_foreign: Whether another program or a newer version wrote the checkpoint. A run then ends with an error
             instead of skipping the checkpoint.
@@ -54,7 +54,7 @@ class InventoryEntry:
 
     @property
     def is_gone(self) -> bool:
-        """Whether parts are certainly lost. A listed checkpoint may have parts on hosts that are not visible."""
+        """Whether parts are certainly lost. Other hosts may have the parts that a listed checkpoint lacks here."""
         return bool(self.lost) and not self.checkpoint.is_listed
 
 
@@ -111,7 +111,7 @@ def _inspect(
 
 
 def merge_entries(own: Sequence[InventoryEntry], copies: Sequence[InventoryEntry]) -> list[InventoryEntry]:
-    """Merge checkpoints and copies, both newest first, as ``merge_by_save``."""
+    """Merge checkpoints and copies, both newest first, like ``merge_by_save``."""
     entries = {id(each.checkpoint): each for each in (*own, *copies)}
     merged = merge_by_save([each.checkpoint for each in own], [each.checkpoint for each in copies])
     return [entries[id(each)] for each in merged]

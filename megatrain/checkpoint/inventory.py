@@ -1,4 +1,4 @@
-"""The checkpoints of a run and their copies: lists, finds and verifies them, without opening a store."""
+"""Lists, finds and verifies a run's checkpoints and their copies, without opening a store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 #: Function that receives the key of a block that was read.
 OnBlock = Callable[[str], None]
-#: An entry, and the problems that were found while its blocks were read.
+#: An inventory entry, and the problems that were found by reading its blocks.
 Verified = tuple[InventoryEntry, list[str]]
 
 
@@ -53,7 +53,7 @@ class RunInventory:
         self.entries = [each for folder in self._folders for each in reversed(_inspect(folder))]
 
     def of_step(self, step: int | None) -> list[InventoryEntry]:
-        """Return the entries of a step, or all entries if ``step`` is None.
+        """Return the entries that were saved at a step, or all entries if ``step`` is None.
 
         Raises:
             CheckpointError: There is no checkpoint, or no checkpoint of this step.
@@ -64,7 +64,7 @@ class RunInventory:
         return found
 
     def verify(self, step: int | None, on_block: OnBlock = lambda key: None) -> Iterator[Verified]:
-        """Read every byte of the entries ``of_step``. Yield each entry with a list of its problems.
+        """Read every byte of the entries that ``of_step`` returns. Yield each entry with a list of its problems.
 
         Checkpoints that the run prunes meanwhile are omitted.
         """
@@ -74,7 +74,7 @@ class RunInventory:
                 yield each, problems
 
     def notices(self, entries: Iterable[InventoryEntry]) -> list[str]:
-        """Return the notices that a run would print about documents and about the drives of some entries."""
+        """Return the notices that a run would print about its documents and about the drives of these entries."""
         notices = moved_run_notices(entries)
         for folder in self._folders:
             notices += folder_notices(folder)
@@ -84,15 +84,15 @@ class RunInventory:
 
 
 def next_start(entries: Sequence[InventoryEntry]) -> InventoryEntry | None:
-    """Return the entry from which a run would resume, or None. ``entries`` has the order of a ``RunInventory``."""
+    """Return the entry from which a run would resume, or None. ``entries`` are ordered as in ``RunInventory``."""
     return next(iter(_in_resume_order(entries[::-1])), None)
 
 
 def checkpoint_folders(run: Path | str) -> list[Path]:
-    """Return the folders of a run's checkpoints and of their copies, if they hold any.
+    """Return the folders that contain a run's checkpoints and their copies. Folders without any are omitted.
 
     Args:
-        run: ``output_dir`` of the run, or only one of these folders.
+        run: ``output_dir`` of the run, or one of these folders.
 
     Raises:
         CheckpointError: The folder does not exist, or no checkpoint was ever saved in it.

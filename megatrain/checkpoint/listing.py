@@ -1,6 +1,6 @@
 """Reads and writes the documents of a folder: the list of its checkpoints, and the manifests of each checkpoint.
 
-``RANKS.json`` lists the checkpoints of several ranks. Each generation of a store is a checkpoint of a single process.
+For several ranks, ``RANKS.json`` lists the checkpoints. For a single process, each generation is a checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
     "write_document",
 ]
 
-#: Function that returns the manifest of a generation in a directory, as ``read_manifest``.
+#: Function that returns the manifest of a generation in a directory, like ``read_manifest``.
 ManifestReader = Callable[[Path, int], "Manifest"]
 
 #: Format of ``RANKS.json``. Readers refuse newer formats.
@@ -104,10 +104,10 @@ def read_listed(folder: Path) -> list[Checkpoint]:
 
 
 def _checkpoint(folder: Path, fields: Mapping[str, Any]) -> Checkpoint:
-    """Return a validated checkpoint. Raises ``KeyError``, ``TypeError`` or ``ValueError``.
+    """Return a checkpoint from an entry of ``RANKS.json``. Raises ``KeyError``, ``TypeError`` or ``ValueError``.
 
-    The document may be untrusted, and it determines which generations are removed. Its paths must therefore not lead
-    outside of the folder.
+    The document may be untrusted, and it determines which generations are removed. Paths that lead outside of the
+    folder are therefore refused.
     """
     ranks = tuple(RankGeneration(**rank) for rank in fields["ranks"])
     for rank, each in enumerate(ranks):
@@ -125,7 +125,7 @@ def _checkpoint(folder: Path, fields: Mapping[str, Any]) -> Checkpoint:
 
 
 def still_exists(checkpoint: Checkpoint) -> bool:
-    """Return whether the document still lists a checkpoint. A live run removes old checkpoints."""
+    """Return whether a checkpoint still exists. A live run may have removed it in the meantime."""
     return any(each.ranks == checkpoint.ranks for each in read_checkpoints(checkpoint.folder, ignore_damage))
 
 
@@ -151,7 +151,7 @@ def write_document(folder: Path, checkpoints: Sequence[Checkpoint]) -> None:
 def folder_notices(folder: Path) -> list[str]:
     """Return a notice for each document in a folder of checkpoints that is older than the files it describes.
 
-    A document is older if the folder is a copy of a live run, or if the run crashed before it wrote the document.
+    This happens if the folder was copied from a live run, or if the run crashed before it wrote the document.
     """
     notices = []
     with contextlib.suppress(NewerFormatError):  # ``read_checkpoints`` reports this error
@@ -179,7 +179,7 @@ def read_manifests(checkpoint: Checkpoint, read: ManifestReader = read_manifest)
     """Return the manifest of each rank's generation.
 
     Raises:
-        GenerationError: A generation is missing, differs, or lacks a block. With several ranks, it names the rank.
+        GenerationError: A generation is missing or differs, or its blocks differ from rank 0's.
     """
     found: list[Manifest] = []
     for rank, each in enumerate(checkpoint.ranks):

@@ -1,4 +1,4 @@
-"""Copies whole checkpoints to ``output_dir/copies``, on a thread, concurrently with training."""
+"""Copies complete checkpoints to ``output_dir/copies`` on a background thread, while training continues."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _CopyJob:
 
 
 class LocalCopier:
-    """Copies checkpoints to ``output_dir/copies``, as ``Copier`` requires.
+    """``Copier`` that copies checkpoints to ``output_dir/copies``.
 
     A background thread makes one copy at a time. A checkpoint that is due during a copy is queued, and a later
     checkpoint replaces it in the queue. Training waits only if the checkpoint being copied would be pruned. A failed
@@ -67,7 +67,7 @@ class LocalCopier:
         self._folder, self._own_path = folder, self._path / folder.own
         self._source = spec.output_dir / CHECKPOINTS_NAME / folder.own
         self._drives = [path / folder.own for path in spec.drives]
-        self._copies: WholeCopies | None = None  # the first copy opens and locks it, and reports errors
+        self._copies: WholeCopies | None = None  # opened and locked by the first copy, which reports errors
         self._job: _CopyJob | None = None
         self._next: Checkpoint | None = None
         self._has_reported_slow = False
@@ -96,7 +96,7 @@ class LocalCopier:
             self._start(checkpoint)
 
     def wait_until_prunable(self, outgoing: Sequence[Checkpoint], should_stop: Callable[[], bool]) -> None:
-        """Wait until no checkpoint that the next commit prunes is being copied. A stop does not end this wait."""
+        """Wait while a checkpoint that the next commit prunes is being copied, even if a stop is requested."""
         self.poll()
         if self._job is None or self._job.checkpoint.ranks not in [each.ranks for each in outgoing]:
             return
@@ -124,7 +124,7 @@ class LocalCopier:
     # -- which checkpoints are copied --------------------------------------------------------------------------
 
     def _is_due(self, number: int) -> bool:
-        """Return whether ``copy_every`` checkpoints were saved since the newest copy, according to their numbers."""
+        """Return whether the number is at least ``copy_every`` saves after the newest copy."""
         if self._copy_every is None:
             return False
         newest = self._newest()
@@ -171,7 +171,7 @@ class LocalCopier:
         """Copy a generation of this rank's store, and remove this rank's copies that are not in ``kept``."""
         if self._copies is None:
             self._copies = WholeCopies(self._own_path)
-        # Prune first, so that the drive never contains more than planned. The newest copy always stays.
+        # Prune first, so that the drive never contains more than planned. The newest copy is never removed.
         self._copies.keep_only(kept)
         free, need = shutil.disk_usage(self._own_path).free, self._drive_bytes + self._min_free_disk
         if free < need:

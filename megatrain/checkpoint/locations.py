@@ -1,6 +1,6 @@
 """Locations of the files of a run's checkpoints: lost parts, bytes on drives, and messages about them.
 
-This module imports neither torch nor a store, so that ``status`` starts fast. Contents are verified only when read.
+This module imports neither torch nor a store, so that ``status`` starts fast. It reads no blocks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _STORE_NAME = "STORE.json"  # same as in tiered.tiers.directory
 
 @dataclass(frozen=True, slots=True)
 class LostPart:
-    """Blocks of a checkpoint that were lost together with a drive.
+    """Blocks of a checkpoint that were lost because a drive is missing or was cleared.
 
     Attributes:
         path: Folder on the drive. For a copied run, the folder of the copy.
@@ -76,7 +76,7 @@ class LostPart:
 
 
 def lost_parts(manifest: Manifest, directory: Path, search: Sequence[Path] = ()) -> tuple[LostPart, ...]:
-    """Return the parts of a generation that were lost with drives. Empty if a live run has just removed it."""
+    """Return the parts of a generation that were lost with drives. Empty if a live run just removed the generation."""
     missing = _missing_parts(manifest, directory, search)
     if not missing or manifest.generation not in list_generations(directory):
         return ()
@@ -96,7 +96,7 @@ def lost_parts(manifest: Manifest, directory: Path, search: Sequence[Path] = ())
 
 
 def outside_drives(manifest: Manifest, directory: Path, search: Sequence[Path] = ()) -> list[DrivePlace]:
-    """Return the drives that contain parts of a generation but are outside of its copied or moved directory."""
+    """Return the drives that contain parts of a generation but were not copied or moved with its directory."""
     places = drive_places(manifest, directory)
     outside = [place for place in places if place.is_outside]
     if not outside:
@@ -109,7 +109,7 @@ def outside_drives(manifest: Manifest, directory: Path, search: Sequence[Path] =
 
 
 def _has_unique_file(snap: Path, others: Sequence[Path]) -> bool:
-    """Return whether a folder contains a block file that is a regular file in no other folder."""
+    """Return whether a folder contains a block file that none of the other folders contains as a regular file."""
     files = (Path(place, file) for place, _, names in os.walk(snap) for file in names if Path(place).name == "c")
     places = ([other / file.relative_to(snap) for other in others] for file in files)
     return any(not any(os.path.isfile(place) and not os.path.islink(place) for place in each) for each in places)
@@ -149,14 +149,14 @@ def _missing_parts(manifest: Manifest, folder: Path, search: Sequence[Path]) -> 
 
 
 def _drives_of_locations(manifest: Manifest, folder: Path, name: str) -> set[str]:
-    """Return the drives of the blocks whose tier has no recorded paths."""
+    """Return the drives of blocks whose tier has no recorded paths, derived from the locations of these blocks."""
     blocks = [block for block in manifest.blocks if block.home not in manifest.paths]
     above = {block.location.removesuffix(f"{SNAPSHOT_FOLDER}/{name}/{block.key}") for block in blocks}
     return {os.path.normpath(os.path.join(folder, place)) for place in above}
 
 
 def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict[Path, int]:
-    """Return the bytes of a run's checkpoints by drive path. Each file counts once.
+    """Return the bytes that a run's checkpoints occupy on each drive, by path. Hard links count once.
 
     Args:
         drives: Paths to search, in addition to the paths in the manifests and in the run's last config.
@@ -177,7 +177,7 @@ def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict
 
 
 def describe_drives(spec: CheckpointSpec, drive_bytes: int) -> list[str]:
-    """Return messages with the folders and bytes of the checkpoint parts that a run stores on drives.
+    """Return messages about the checkpoint parts that a run stores on drives: their folders and sizes.
 
     Args:
         drive_bytes: Planned bytes per checkpoint that stay on drives.
@@ -212,7 +212,7 @@ def _quote_paths(paths: Sequence[Path]) -> str:
 
 
 def refused_drives(output_dir: Path | str) -> list[str]:
-    """Return the reasons why a run would refuse drive folders in its last config. Empty if it accepts all."""
+    """Return the reasons why a run would refuse the drive folders of its last config. Empty if it accepts all."""
     found = []
     for path in drives_of_config(Path(os.path.abspath(output_dir))):
         try:
@@ -237,7 +237,7 @@ def _paths_of_tiers(directory: Path) -> Iterator[Path]:
 
 
 def _chunk_sizes(snap: Path, store: object) -> dict[int, int]:
-    """Return the bytes of a store's chunk files by inode. A live run may remove files during this call."""
+    """Return the bytes that each chunk file of a store occupies, by inode. A live run may remove files meanwhile."""
     sizes: dict[int, int] = {}
     for name in os.listdir(snap) if os.path.isdir(snap) else ():
         if not is_number(name) or read_note(snap / name / OWNER_NAME).get("id") != store:
@@ -274,7 +274,7 @@ def _recorded_drive(file: Path, depth: int) -> Path:
 
 
 def drives_of_config(output_dir: Path) -> tuple[Path, ...]:
-    """Return the drives in the config of a folder's last run. They may contain parts of checkpoints that have moved.
+    """Return the drives from the config of the last run in a folder. Checkpoint parts may have been moved to them.
 
     As in ``drive_places``, the path relative to ``output_dir`` takes precedence over the recorded path.
     """

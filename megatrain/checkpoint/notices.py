@@ -1,4 +1,4 @@
-"""Notices about checkpoints whose parts on drives are lost, or are outside of a moved run."""
+"""Notices about checkpoint parts that were lost with their drives, or that were not moved with the run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LostPartsNotice:
         return f"the {_of_steps(self.steps)} {verb} gone: parts of {them} lay in {'; '.join(self.places)}"
 
     def remedy(self, output_dir: Path) -> str:
-        """Return advice if no checkpoint is usable. It suggests removal only if the folders of all lost parts exist."""
+        """Return advice for a run without usable checkpoints. It suggests removal only if no part's folder is gone."""
         copy = "If this folder is a copy of a live run, copy it again; a larger checkpoint.save_total_limit keeps more"
         if self.has_missing_folder:
             back = "Restore that folder (mount its drive, restore a backup) and run again"
@@ -60,7 +60,7 @@ def _of_steps(steps: Sequence[int]) -> str:
 
 
 def moved_run_notices(entries: Iterable[InventoryEntry]) -> list[str]:
-    """Return a notice for each drive outside of a copied or moved run that contains parts of its checkpoints."""
+    """Return a notice for each drive that contains checkpoint parts but was not copied or moved with the run."""
     found: dict[DrivePlace, set[int]] = {}
     for each in entries:
         for drive in each.outside:

@@ -21,7 +21,7 @@ from tiered.errors import TieredError
 
 __all__ = ["PART_BYTES", "DamagedError", "ObjectFolder", "RemoteError"]
 
-#: Number of concurrent uploads or downloads. Each needs a piece of 16 MiB plus fsspec's buffers.
+#: Number of concurrent uploads or downloads. Each needs a 16 MiB buffer in addition to fsspec's buffers.
 NUM_WORKERS = 2
 #: Bytes per part of an upload, and per read.
 PART_BYTES = 8 * MiB

@@ -1,7 +1,7 @@
 """Reads a checkpoint's blocks as if a single process had written them.
 
 The ranks store a block as consecutive shards of equal length, zero-padded at the end (`megatrain/ranks/shards.py`). The
-reader joins the shards, so that a different number of ranks, a single process or an export reads the same bytes.
+reader joins the shards. A different number of ranks, a single process, or an export therefore reads the same bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["CheckpointReader"]
 
 
 class CheckpointReader:
-    """Reads the blocks of a checkpoint.
+    """Reader for the blocks of a checkpoint.
 
     The reader takes no lock. It reads and verifies whole pieces of each rank's shard. If parts have
     moved, the reader searches the drives in the run's last config.

@@ -35,7 +35,7 @@ _POLL_S = 0.1
 
 
 class _UploadVerdict(IntEnum):
-    """Result of a try, which decides how the run continues. If the results of ranks differ, the largest applies."""
+    """Result of an upload try, which decides how the run continues. If ranks differ, the largest value applies."""
 
     DONE = 0
     DAMAGED = 1  # the checkpoint is damaged, so it is not copied
@@ -49,7 +49,7 @@ class _UploadOutcome:
 
     Attributes:
         text: Error, or message to report when the copy is complete, or "".
-        parts: Parts that the rank has sent.
+        parts: Parts that the rank sent in this try.
     """
 
     verdict: _UploadVerdict
@@ -86,7 +86,7 @@ class _UploadTry:
 
 
 class RemoteCopier:
-    """Copies every checkpoint to a URL, as ``Copier`` requires.
+    """``Copier`` that copies every checkpoint to a URL.
 
     Copies are made one at a time, oldest first. Training waits only if a save would remove a checkpoint that is not yet
     at the URL. Failed tries are reported and retried with backoff, at most 60 s apart.
@@ -121,7 +121,7 @@ class RemoteCopier:
         self._has_reported_waiting = False
 
     def offer(self, checkpoint: Checkpoint, *, is_last: bool = False) -> None:
-        """Queue a checkpoint for copying, unless the URL already contains it. Every checkpoint is due."""
+        """Queue a checkpoint for upload unless the URL has it. Unlike local copies, every checkpoint is copied."""
         waiting = [each.identity for each in self._uncopied]
         if checkpoint.identity not in self._copied and checkpoint.identity not in waiting:
             self._queue.append(checkpoint)
@@ -199,7 +199,7 @@ class RemoteCopier:
 
     @property
     def _uncopied(self) -> list[Checkpoint]:
-        """Checkpoints that wait for their copy or are being copied."""
+        """Checkpoints whose upload is in progress or queued."""
         return [*([] if self._try is None else [self._try.job.checkpoint]), *self._queue]
 
     def _start_next(self) -> None:
@@ -269,11 +269,11 @@ class RemoteCopier:
     # -- one try, on its thread ----------------------------------------------------------------------------------
 
     def _run(self, job: _UploadJob, delay_s: float) -> _UploadOutcome:
-        """Send this rank's parts, or commit the copy."""
+        """Send this rank's parts. If all ranks have sent theirs, rank 0 commits the copy instead."""
         try:
             job.upload.throttle.delay(delay_s)
             if not job.parts:
-                # If there are fewer ranks than in the run that saved, the ranks divide all parts among them.
+                # If the run that saved the checkpoint had more ranks, each rank may have to send several parts.
                 own = range(self._rank, job.checkpoint.world, self._size)
                 return _UploadOutcome(_UploadVerdict.DONE, parts=tuple(self._send(job, part) for part in own))
             return _UploadOutcome(_UploadVerdict.DONE, self._commit(job.copy) if self._rank == 0 else "")

@@ -3,7 +3,7 @@
     s3://bucket/run/RUN.json                                    the run that owns the URL
     s3://bucket/run/00000003-step-600/CHECKPOINT.json           written last; without it, the copy does not exist
     s3://bucket/run/00000003-step-600/rank00000/OBJECTS.json    size and SHA-256 of each object of a rank
-    s3://bucket/run/00000003-step-600/rank00000/snap/...        a whole generation: manifest and zarr arrays
+    s3://bucket/run/00000003-step-600/rank00000/snap/...        a complete generation: manifest and zarr arrays
     s3://bucket/run/00000003-step-600/rank00000/run/...         files of the run's folder, sent by rank 0
 
 A single process has no rank folder. ``output_dir/checkpoints`` has the same layout, so ``GenerationReader`` can read a
@@ -70,10 +70,10 @@ class RemotePart:
 
 @dataclass(frozen=True, slots=True)
 class RemoteCheckpoint:
-    """A whole copy at the URL.
+    """A complete copy of a checkpoint at the URL.
 
     Attributes:
-        number: Number of the copy. It grows with every copy, regardless of the machine that makes the copy.
+        number: Number of the copy. It grows with every copy, regardless of which machine makes it.
         parts: Parts by rank.
         checkpoint: The checkpoint that was copied.
     """
@@ -95,7 +95,7 @@ class RemoteCheckpoint:
 
 
 class RemoteFolder:
-    """The copies at a URL, as in ``ObjectFolder``. The constructor reads nothing. Thread-safe."""
+    """The copies at a URL (see ``ObjectFolder``). The constructor reads nothing. Thread-safe."""
 
     def __init__(self, url: str) -> None:
         self.objects = ObjectFolder(url)
@@ -133,7 +133,7 @@ class RemoteFolder:
         replace_file(path, document, durable=True)
 
     def checkpoints(self) -> list[RemoteCheckpoint]:
-        """Return the whole copies, newest first. Incomplete copies and copies with a damaged document are omitted.
+        """Return the complete copies, newest first. Copies that are incomplete or have a damaged document are omitted.
 
         Raises:
             RemoteError: The URL cannot be read.
@@ -171,7 +171,7 @@ class RemoteFolder:
             return None
 
     def seal_part(self, name: str, path: str, generation: int, sums: Mapping[str, tuple[int, str]]) -> RemotePart:
-        """Complete a rank's part of a copy by writing the list of its objects, after all objects.
+        """Complete a rank's part of a copy by writing the list of its objects. Call this after all objects were sent.
 
         Args:
             name: Folder of the copy at the URL.
@@ -183,7 +183,7 @@ class RemoteFolder:
         return RemotePart(path, generation, len(sums), nbytes, hashlib.sha256(text).hexdigest())
 
     def commit(self, made: RemoteCheckpoint) -> None:
-        """Complete a copy by writing its document, after all objects.
+        """Complete a copy by writing its document. Call this after ``seal_part`` for all parts.
 
         Raises:
             UrlInUseError: Another process has made a copy in the meantime.
@@ -276,13 +276,13 @@ def _body_sha256(body: Mapping[str, Any]) -> str:
 
 
 def settings_at_url(url: str) -> DecidedSettings | None:
-    """Return the settings of the newest copy, or None if there is no copy. Raises ``RemoteError``."""
+    """Return the settings of the newest copy with a readable config, or None without one. Raises ``RemoteError``."""
     found = (DecidedSettings.of_meta(each.checkpoint.meta) for each in RemoteFolder(url).checkpoints())
     return next((rules for rules in found if rules is not None), None)
 
 
 class UrlInventory:
-    """The copies at a URL, like ``RunInventory``.
+    """Inventory of the copies at a URL, with the interface of ``RunInventory``.
 
     Attributes:
         entries: Copies, oldest first.

@@ -69,8 +69,8 @@ def forget_checkpoint(checkpoint: Checkpoint) -> None:
         directory = folder / rank.path
         if (rank.path, rank.generation) in named or rank.generation not in list_generations(directory):
             continue
-        # Through a link, remove only the generation with the document's checksum, because others may belong to another
-        # run.
+        # If the directory is a symbolic link, remove only a generation with the recorded checksum, because others may
+        # belong to another run.
         if not directory.is_symlink() or rank.xxh3_64 in ("", manifest_checksum(directory, rank.generation)):
             remove_generation(directory, rank.generation)
 

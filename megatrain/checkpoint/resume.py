@@ -105,7 +105,7 @@ def find_candidates(spec: CheckpointSpec, on_notice: OnNotice) -> list[Checkpoin
     other = Path(source)
     if any((other / name).is_dir() for name in (CHECKPOINTS_NAME, COPIES_NAME)):
         candidates = _select_complete(_find_readable_in_run(other, spec.drives, on_notice), other, on_notice)
-    else:  # the source is itself a directory of generations
+    else:  # the source is itself a folder of checkpoints
         candidates = [each.checkpoint for each in _find_readable(other, spec.drives, on_notice)]
     if not candidates:
         raise NoSuchCheckpointError(
@@ -117,13 +117,13 @@ def find_candidates(spec: CheckpointSpec, on_notice: OnNotice) -> list[Checkpoin
 def download_newest(
     spec: CheckpointSpec, on_message: Callable[[str], None], check: Callable[[Checkpoint], None]
 ) -> None:
-    """Download the newest copy and the copy of the best evaluation, if the newest copy is newer than local checkpoints.
+    """Download the newest copy and the copy of the best evaluation, if the newest copy is newer than any local one.
 
     Args:
         check: Called with the newest copy before the download. It must raise an error if the run cannot resume from it.
 
     Raises:
-        RemoteError: The URL cannot be used, belongs to another run, or has no whole copy.
+        RemoteError: The URL cannot be used, belongs to another run, or has no complete copy.
     """
     url = spec.table.copy_url
     assert url is not None
@@ -189,7 +189,7 @@ def settings_of_newest(output_dir: Path, resume_from: str) -> DecidedSettings | 
 def _find_readable_in_run(output_dir: Path, drives: Sequence[Path], on_notice: OnNotice) -> list[InventoryEntry]:
     """Return a run's readable checkpoints and their copies, newest first.
 
-    Errors of ``_find_readable`` are raised only if there is no copy.
+    If there is a copy, an ``UnreadableCheckpointsError`` about the checkpoints only becomes a notice.
     """
     copies: list[InventoryEntry] = []
     with contextlib.suppress(UnreadableCheckpointsError):
@@ -205,7 +205,7 @@ def _find_readable_in_run(output_dir: Path, drives: Sequence[Path], on_notice: O
 
 
 def _select_complete(found: Sequence[InventoryEntry], output_dir: Path, on_notice: OnNotice) -> list[Checkpoint]:
-    """Return the checkpoints that have all parts. Report incomplete checkpoints in one notice.
+    """Return the checkpoints that have all parts. Report incomplete checkpoints if the newest one is among them.
 
     Raises:
         LostCheckpointsError: No checkpoint has all parts.
@@ -292,7 +292,7 @@ def check_changes(
         ConfigChangedError: The data or a key that alters results has changed, and ``allow`` is False.
     """
     others = {key for key, value in model.items() if key in RESULT_ENTRIES and checkpoint.state.model.get(key) != value}
-    # Compare the decayed parameters instead of the globs, because a default's globs may change between versions.
+    # Compare the parameters that decay instead of the globs, because the default globs may change between versions.
     globs = [change for change in changes.altering if change.key == _DECAY_KEY]
     without_effect = globs if "decays" in model and "decays" not in others else []
     if globs:

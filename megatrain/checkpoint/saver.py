@@ -28,12 +28,12 @@ RETRY_S = 1.0
 
 
 class Saver:
-    """Saves a run's checkpoints. Called by the training thread.
+    """Saver for a run's checkpoints. The training thread calls it.
 
     Args:
-        should_stop: Function that returns whether a stop was requested. It is called during a wait for disk space.
+        should_stop: Function that returns whether a stop was requested. Called while the saver waits for disk space.
         written_bytes: Bytes of one checkpoint that this rank writes to the drive of ``output_dir``.
-        writer: Writer of the checkpoints of all ranks, which must call their savers in the same order.
+        writer: Writer for all ranks' checkpoints. All ranks must call the methods of their savers in the same order.
         saved: Newest checkpoint of these ranks, or None.
 
     Attributes:
@@ -88,7 +88,7 @@ class Saver:
     def save(self, state: RunState, ready: Callable[[], AbstractContextManager[None]], *, wait: bool = False) -> None:
         """Save the run, unless a checkpoint of this step exists.
 
-        A thread writes the checkpoint after this method has returned, except with ``wait`` or ``async_save = false``.
+        The write continues in the background after this method returns, unless ``wait`` or ``async_save = false``.
 
         Args:
             ready: Context in which weights and state have their final values after the last step.
@@ -96,7 +96,7 @@ class Saver:
         Raises:
             CheckpointError: The drive has too little free space, and ``on_disk_full`` is "error".
             KeyboardInterrupt: The drive has too little free space, and a stop was requested. Already reported.
-            TransferError: This checkpoint or its predecessor could not be written. The newest whole checkpoint is kept.
+            TransferError: This checkpoint or its predecessor could not be written. The newest complete one is kept.
         """
         in_flight_step = self._in_flight[1].step if self._in_flight is not None else self.saved_step
         if in_flight_step != state.step:
@@ -121,7 +121,7 @@ class Saver:
         self._copier.poll()
 
     def copy_last(self) -> None:
-        """Start to copy the newest checkpoint, which is the last one of the run, if copies are enabled."""
+        """Start copying the newest checkpoint as the last one of this process, if copies are enabled."""
         if self._saved is not None:
             self._copier.offer(self._saved, is_last=True)
 
@@ -130,7 +130,7 @@ class Saver:
 
         Raises:
             CheckpointError: A rank could not write its part.
-            TransferError: The only process could not write the checkpoint.
+            TransferError: The run has a single process, which could not write the checkpoint.
         """
         if self._in_flight is None:
             return

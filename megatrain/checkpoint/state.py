@@ -27,12 +27,12 @@ __all__ = [
 
 #: Version of ``RunState`` in manifests. Readers refuse newer versions and accept all older versions.
 CHECKPOINT_FORMAT = 1
-#: Version of the order of additions. A different version changes the last bits of a step. Version 2: the head computes
+#: Version of the summation order. A different version changes the last bits of a step. Version 2: the head computes
 #: pieces of 2,048 rows and parts of the vocabulary, and weight gradients are summed in fp32. Version 3: a part of the
 #: vocabulary never spans two blocks of the weight gradient.
 ARITHMETIC = 3
 _PROGRAM = "megatrain-tier"
-#: Number of first losses, and of last losses, that a state keeps.
+#: How many of a run's first losses, and of its last losses, a state keeps.
 NUM_LOSSES = 10
 _ANOTHER = "Use another checkpoint"
 
@@ -50,7 +50,7 @@ class DecidedSettings:
     """Settings that a config can leave open. The first start of a run decides them, and all later starts keep them.
 
     Attributes:
-        num_lanes: Lanes that add the gradients of micro-batches.
+        num_lanes: Number of gradient lanes (``training.gradient_lanes``).
         micro_batch_tokens: Target tokens of a micro-batch. None if neither this number nor the device is recorded.
         muon_fused: ``optimizer.muon_fused``; "whole" in checkpoints older than this key.
     """
@@ -90,12 +90,12 @@ class RunState:
     position, which are fields.
 
     Attributes:
-        max_steps: Total steps of the run, for which the learning rate schedule is made.
+        max_steps: Planned number of steps, which determines the learning rate schedule.
         num_updates: Steps whose gradient was applied; the optimizer's step count.
-        epoch: Data position: epoch of the next step, from 0.
-        epoch_step: Data position: number of the next step in its epoch, from 0.
-        num_real_tokens: Tokens of the steps so far, without padding.
-        num_trained_tokens: Tokens of the steps so far that had a loss.
+        epoch: Data position: epoch of the next step, starting at 0.
+        epoch_step: Data position: number of the next step in its epoch, starting at 0.
+        num_real_tokens: Number of tokens processed so far, without padding.
+        num_trained_tokens: Number of tokens so far that contributed to the loss.
         first_loss: Loss of the first step; None before that step.
         last_loss: Loss of the last step; None before the first step.
         first_losses: Losses of the first ``NUM_LOSSES`` steps.
@@ -109,9 +109,9 @@ class RunState:
         saved_at: Date and time, ISO 8601; informational.
         arithmetic: ``ARITHMETIC`` of the program that computed the last step.
         cursor: Data position of streams (``LoaderPosition.cursor``); None without streams.
-        save_number: Number of the save, which orders checkpoints across folders and copies; 0 if not counted.
+        save_number: Number of the save, which orders checkpoints across folders and copies; 0 if not recorded.
         sources: Checksum of each source's files; empty if not recorded. Only used to list changed sources in an error,
-            because different bytes may have the same tokens.
+            because files with different bytes may have the same tokens.
         best: Best evaluation so far (``BestSpec.after``); None if there is none or the run does not use it.
     """
 
@@ -216,7 +216,7 @@ class RunState:
 
 @cache
 def _validation() -> tuple[Callable[[Any], RunState], Any]:
-    """Return a validator for a state from a file, which may be untrusted, and the validator's error type."""
+    """Return a function that validates the fields of a state from an untrusted file, and its error type."""
     from pydantic import TypeAdapter, ValidationError  # imported late, because ``status`` does not need it
 
     return TypeAdapter(RunState).validate_python, ValidationError

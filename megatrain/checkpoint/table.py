@@ -131,12 +131,12 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
 
     @property
     def num_copies(self) -> int:
-        """Maximum number of whole copies in ``output_dir``, or 0 if the run stores none there."""
+        """Maximum number of complete copies in ``output_dir``, or 0 if the run stores none there."""
         return self._max_kept if self.is_on and self.save_copy is not False and self.copy_url is None else 0
 
     @property
     def _max_kept(self) -> int:
-        return max(self.save_total_limit, MIN_GENERATIONS)  # a save removes its predecessor only after it is complete
+        return max(self.save_total_limit, MIN_GENERATIONS)  # a checkpoint is removed only when the next one is complete
 
     def without_saves(self) -> CheckpointConfig:
         """Return a copy of the table that disables all saves and copies."""

@@ -60,16 +60,16 @@ class CheckpointFolder:
 
     @property
     def is_listed(self) -> bool:
-        """Whether ``RANKS.json`` lists the checkpoints. For a single process, the generations' manifests list them."""
+        """Whether ``RANKS.json`` lists the checkpoints. Otherwise each generation's manifest is a document."""
         return self.own != ""
 
     def generations(self, checkpoints: Sequence[Checkpoint | None]) -> list[int]:
-        """Return the numbers that these checkpoints' generations have in this rank's store."""
+        """Return the numbers of these checkpoints' generations in this rank's store."""
         ranks = [rank for each in checkpoints if each is not None for rank in each.ranks]
         return [rank.generation for rank in ranks if rank.path == self.own]
 
     def newest(self, checkpoints: Sequence[Checkpoint], keep: int) -> list[Checkpoint]:
-        """Return the newest ``keep`` of these checkpoints, and also the best checkpoint."""
+        """Return the newest ``keep`` of these checkpoints, plus the best one if it is among them."""
         is_best = [self.best is not None and each.ranks == self.best.ranks for each in checkpoints]
         others = [number for number, best in enumerate(is_best) if not best]
         stay = set(others[max(0, len(others) - keep) :])
@@ -82,7 +82,7 @@ class CheckpointFolder:
 
         Args:
             drop: Checkpoints to remove regardless of their age.
-            made: New checkpoint, whose generations are whole.
+            made: New checkpoint, whose generations are complete.
         """
         doomed = {each.ranks for each in drop}
         left = [each for each in self.known if each.ranks not in doomed]
@@ -98,7 +98,7 @@ class CheckpointFolder:
                 self._on_message(f"old checkpoints in '{self.path}' could not be removed: {error}")
 
         if left != self.known:
-            # All ranks wait for rank 0's write, because a commit prunes and must not start before the write.
+            # All ranks wait for rank 0's write, because the next commit prunes files and must not start earlier.
             self.run_on_first_rank(write)
             self.known = left
 
@@ -121,15 +121,15 @@ class CheckpointFolder:
 
 
 class CheckpointWriter:
-    """Writes checkpoints in two phases. All ranks must call the same methods in the same order.
+    """Writer that saves checkpoints in two phases. All ranks must call the same methods in the same order.
 
     Args:
         store: This rank's store. Its commits keep generations that checkpoints refer to, and prune other old ones.
-        lanes: Number of lanes that add gradients.
-        elements: Number of elements by block, without the padding of shards.
+        lanes: Number of gradient lanes (``training.gradient_lanes``).
+        elements: Number of elements of each block, by key, excluding the padding of shards.
         is_past: Function that returns whether a checkpoint is not newer than the checkpoint that this run loaded. Newer
             checkpoints could not be loaded, so the first save drops them and keeps the loaded checkpoint.
-        save_number: Largest save number among the copies at a URL.
+        save_number: Largest save number among the copies at the run's URL, or 0.
         starts_over: Whether the run starts from scratch. Generations without a checkpoint are then kept until the run
             has saved its first checkpoint.
     """
@@ -161,7 +161,7 @@ class CheckpointWriter:
         """Drop old checkpoints to free space for the next checkpoint, but always keep one."""
         drop = [each for each in self.folder.known if not self._is_past(each)]
         self.folder.change(self._num_left, drop=drop)
-        self._is_past = lambda checkpoint: True  # checkpoints from now on belong to this run
+        self._is_past = lambda checkpoint: True  # from now on, all checkpoints belong to this run
 
     def next_save_number(self) -> int:
         """Return the next save's number, which is larger than all earlier numbers."""
@@ -182,7 +182,7 @@ class CheckpointWriter:
         return [each for each in self.folder.known if each.ranks not in stay]
 
     def agree_on_free_space(self, free_bytes: Callable[[], int], is_stopping: bool) -> tuple[int, bool]:
-        """Return rank 0's free bytes for the next checkpoint of all ranks, and whether a stop was requested.
+        """Return rank 0's count of free bytes for the next checkpoint, and whether a stop was requested on any rank.
 
         Generations that no checkpoint will refer to count as free, because ``begin`` and the next commits remove them.
         """
@@ -206,11 +206,11 @@ class CheckpointWriter:
         return all(self.folder.gather(commit.is_done))
 
     def finish(self, commit: Commit, meta: Mapping[str, Any]) -> Checkpoint:
-        """Wait until all ranks' generations are whole, and combine them into a checkpoint.
+        """Wait until all ranks' generations are complete, and combine them into a checkpoint.
 
         Raises:
             CheckpointError: A rank could not write its part. The document is unchanged.
-            TransferError: The single process could not write its generation.
+            TransferError: The run has a single process, which could not write its generation.
         """
         folder, ranks = self.folder, self._wait_for_all_ranks(commit)
         number = ranks[0].generation
@@ -222,7 +222,7 @@ class CheckpointWriter:
         return made
 
     def _wait_for_all_ranks(self, commit: Commit) -> tuple[RankGeneration, ...]:
-        """Wait until all ranks' generations are whole, and return them."""
+        """Wait until all ranks' generations are complete, and return them."""
         folder = self.folder
         own: tuple[RankGeneration | None, str]
         try:
@@ -245,9 +245,9 @@ def begin_copy(folder: CheckpointFolder) -> list[int]:
 
     This is a collective. ``folder`` is the folder of the copies.
     """
-    # A write error at this point is reported when the copy is made.
+    # If a write fails here, making the copy reports the error.
     with contextlib.suppress(CheckpointError):
-        if folder.is_listed:  # claim first, because later a folder with rank folders would be refused
+        if folder.is_listed:  # claim now: with rank folders in it, the folder would be refused
             folder.run_on_first_rank(lambda: claim_directory(folder.path))
         folder.change(max(1, folder.keep - 1))
     return folder.generations(folder.known)
@@ -290,7 +290,7 @@ def finish_copy(
 
 
 def rank_generation(folder: CheckpointFolder, generation: int) -> RankGeneration:
-    """Return this rank's part of a checkpoint, which is a whole generation of its store.
+    """Return this rank's part of a checkpoint, which is a complete generation of its store.
 
     Raises:
         GenerationError: The generation does not exist.
