@@ -78,8 +78,8 @@ def tables_of_folder(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the config tables for the model in a folder. For an adapter, they contain its base model and the adapter.
 
     Args:
-        folder: Folder of a model, of an adapter, or of the run that wrote one of them. For a run's adapter, the tables
-            contain the run's model, revision, attention and precision. Other adapters name their base model.
+        folder: Folder of a model, of an adapter, or of the run that wrote one of them. For a run's adapter, model,
+            revision, attention and precision come from the run's config. Other adapters name their base model.
 
     Raises:
         AdapterError: The folder contains an adapter that names no base model.

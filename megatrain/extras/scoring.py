@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ScoreSummary", "Scorer", "plan_scoring"]
 
-#: Embeddings of the documents of each micro-batch, by number of the micro-batch.
+#: Document embeddings by micro-batch number.
 _Vectors = dict[int, Sequence[np.ndarray[Any, Any]]]
 
 
@@ -59,12 +59,12 @@ class ScoreSummary:
     """Results of one ``Scorer.run``.
 
     Attributes:
-        num_rows: Number of rows of the data, packed or not.
-        num_rows_done: Number of rows with scores, including earlier calls.
+        num_rows: Number of rows in the data; a packed row counts once.
+        num_rows_done: Number of rows with scores, including scores from earlier calls.
         num_passes: Number of passes over the weights in this call.
-        num_tokens: Number of positions that this call processed, padding included.
-        mean_log_prob: Mean over the tokens that this call scored; NaN if it scored none.
-        seconds: Time of the passes of this call.
+        num_tokens: Number of positions that this call processed, including padding.
+        mean_log_prob: Mean log-probability of the tokens that this call scored; NaN if it scored none.
+        seconds: Total time of this call's passes.
         planned_bytes: Bytes that the plan expects these passes to move, by link.
         link_bytes: Bytes that these passes moved, by link.
         interrupted: Whether a signal ended the call early.
@@ -121,7 +121,7 @@ def plan_scoring(config: RunConfig) -> Plan:
 
 
 class Scorer:
-    """Scorer of the rows of ``[[data.train]]``; writes missing scores to ``output_dir/scores``.
+    """Scorer for the rows of ``[[data.train]]``, which writes missing scores to ``output_dir/scores``.
 
     Args:
         config: Model, data, tiers and ``[score]``. A pass has the size of a step; other training keys are ignored.
@@ -212,7 +212,7 @@ class Scorer:
             on_message(f"warning: {text}")
         self._tokenizer = tokenizer
         shape = data.batch_shape(run.batch.micro_batch_rows, run.batch.num_micro_batches)
-        dataset = replace(dataset, weights=())  # without weights, each document is used once
+        dataset = replace(dataset, weights=())  # without weights of the sources, each document is used once
         return EpochOrder(dataset, shape, data.seed), Collator(shape, pad_token_id(tokenizer))
 
     def _score_kind(self, order: EpochOrder) -> ScoreKind:
@@ -237,7 +237,7 @@ class Scorer:
         )
 
     def _split_passes(self, missing: Sequence[range]) -> list[range]:
-        """Return the rows of each pass over the missing rows."""
+        """Split the missing rows into passes, and return the rows of each pass."""
         size = self.plan.run.batch.num_rows
         return [rows[first : first + size] for rows in missing for first in range(0, len(rows), size)]
 
@@ -253,7 +253,7 @@ class Scorer:
         plan, store = self.plan, opened.store
         placement = plan.placement
         passes = Passes(plan, store, timeline=opened.timeline, activity=self._activity, stays=placement.stays)
-        store.wait_idle()  # writes during loading do not count for any pass
+        store.wait_idle()  # writes from loading are not part of any pass
         before, start_s = store.stats(), time.perf_counter()  # before the schedule starts to prefetch
         seconds = 0.0
         num_passes = num_tokens = num_scored = num_rows = 0
@@ -339,7 +339,7 @@ class Scorer:
 def _documents_in(
     rows: Sequence[Sequence[int]], dataset: TokenDataset
 ) -> Iterator[tuple[int, int, int, np.ndarray[Any, Any]]]:
-    """Yield (row, offset in the row, document, positions in the loss) for each document of the rows, in order."""
+    """Yield (row, offset in the row, document, positions in the loss) for each document in the rows, in order."""
     for number, row in enumerate(rows):
         at = 0
         for document in row:
@@ -366,7 +366,7 @@ def _score_documents(
     scores: TokenScores,
     embeddings: Sequence[np.ndarray[Any, Any]] | None,
 ) -> list[DocumentScores]:
-    """Return the scores of each document in the rows of a micro-batch. ``scores`` has the order of the labels."""
+    """Return the scores of each document in the rows of a micro-batch. ``scores`` is in the order of the labels."""
     log_probs, rest = scores.log_probs.numpy(), scores.rest_log_probs.numpy()
     ids, top = scores.top_ids.numpy().astype(np.int32), scores.top_log_probs.numpy()
     found: list[DocumentScores] = []

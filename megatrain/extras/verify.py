@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 NUM_STEPS, STOP_AFTER = 4, 2
 ROWS, MICRO_BATCHES, LENGTH = 2, 3, 64
-#: Learning rate at which a few steps of AdamW change the weights visibly.
+#: Learning rate at which a few steps of AdamW change the weights measurably.
 LEARNING_RATE = 1e-3
-#: Learning rate of an SGD step that adds gradients to weights. A power of two scales gradients without rounding.
+#: Learning rate of the SGD step whose weight changes reveal the gradients. A power of two scales without rounding.
 GRADIENT_RATE = 1024.0
 
 #: Maximum relative differences between plain and tiered fp32 training, which differ only in the order of sums.
@@ -75,7 +75,7 @@ class Check:
 
     @property
     def holds(self) -> bool:
-        """Return whether the check found no problem."""
+        """Whether the check found no problem."""
         return not self.problems
 
 
@@ -90,11 +90,11 @@ class VerifyResult:
 
     @property
     def holds(self) -> bool:
-        """Return whether no check found a problem."""
+        """Whether no check found a problem."""
         return all(check.holds for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the verdict as JSON values."""
+        """Return the results as JSON values."""
         checks = [asdict(check) | {"holds": check.holds} for check in self.checks]
         return {"holds": self.holds, **asdict(self), "checks": checks}
 
@@ -151,7 +151,7 @@ def verify(
 
 
 class _Comparison:
-    """Trains the small model in several ways and compares the results."""
+    """Several trainings of the small model, and comparisons of their results."""
 
     def __init__(self, config: RunConfig | None, folder: Path, on_progress: Callable[[str], None]) -> None:
         self._user_config = given = config or _default_config()
@@ -328,7 +328,7 @@ def _decays(name: str, parameter: Tensor, table: OptimizerConfig) -> bool:
 
 
 def _train_plainly(run: RunSpec, steps: Iterable[StepBatch]) -> _TrainingResult:
-    """Train the model with transformers and torch alone, in fp32, on the given batches.
+    """Train the model with only transformers and torch, in fp32, on the given batches.
 
     Losses of micro-batches are weighted by their trained tokens, and gradients are clipped by their global norm.
     """
@@ -363,7 +363,7 @@ def _train_plainly(run: RunSpec, steps: Iterable[StepBatch]) -> _TrainingResult:
 
 
 def _train(config: RunConfig, trained: _TrainingResult | None = None) -> _TrainingResult:
-    """Run the trainer to its end, after its checkpoint if there is one, and add the results to ``trained``."""
+    """Train to the end, from the checkpoint if there is one, and add the results to ``trained``."""
     trained = trained or _TrainingResult()
     trainer = Trainer(config)
     trainer.observer = trained
@@ -415,10 +415,10 @@ def _compare_tensors(
     least_change: float,
     allowed: float,
 ) -> Check:
-    """Compare the trained tensors, relative to their change during plain training.
+    """Compare trained tensors. Differences are relative to each tensor's change during plain training.
 
     Args:
-        size_of: Reduces a difference to one number.
+        size_of: Function that reduces a tensor to its size.
         least_change: Lower bound of a tensor's change, relative to the largest change of all tensors. Tensors without
             effect on the loss, such as key biases, change only by rounding noise.
     """

@@ -1,4 +1,4 @@
-"""Measurements of a drive through its tier: reads, writes, concurrent reads and writes, and a long write."""
+"""Measurements of a drive through an NVMe tier: reads, writes, both concurrently, and a long write."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LEAST_SPAN_BYTES = MIN_FREE_BYTES // 4
 
 
 class UnusablePathError(Exception):
-    """A path cannot be measured, because it is missing, not a folder, not writable, or full."""
+    """Error for a path that cannot be measured because it is missing, not a folder, not writable, or full."""
 
 
 def check_path(path: Path) -> int:
@@ -109,7 +109,7 @@ def _uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def _handled_by(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """Handle signals with ``handler`` inside, unless they are ignored. A no-op outside of the main thread."""
+    """Handle signals with ``handler`` inside the context, except ignored ones. A no-op outside of the main thread."""
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in numbers}
@@ -168,7 +168,7 @@ class TierProbe:
 
     @property
     def is_direct(self) -> bool:
-        """Return whether the tier uses O_DIRECT."""
+        """Whether the tier uses O_DIRECT."""
         return self._nvme.is_direct
 
     def read(self) -> float:
@@ -314,9 +314,9 @@ class DriveResult:
     Attributes:
         is_direct: Whether O_DIRECT worked.
         is_rotational: Whether the drive is a hard disk; None if unknown.
-        sustained: None in a quick run.
-        computing_s_per_byte: Seconds that computing on all cores loses per byte through the tier; None if not measured.
-        seconds_per_copy: CPU seconds of the requesting thread per copy of a block of any size.
+        sustained: Result of the long write; None in a quick run.
+        computing_s_per_byte: Seconds by which a byte through the tier delays computation; None if not measured.
+        seconds_per_copy: CPU seconds that the requesting thread spends per block copy, regardless of the block's size.
     """
 
     path: Path
@@ -382,10 +382,10 @@ def _span_bytes(folder: Path, most_bytes: int) -> int:
 
 
 def compute_slowdown(tier: TierProbe, seconds: float) -> float:
-    """Return the seconds that computing loses per byte that a tier reads or writes concurrently.
+    """Return the seconds by which each byte that a tier concurrently reads or writes delays computation.
 
-    Checksums, system calls and the drive's driver use CPU time and memory bandwidth. The function times matrix products
-    alone, and then while the tier reads and writes.
+    Checksums, system calls and the drive's driver use CPU time and memory bandwidth. The function first times matrix
+    products on an idle tier, and then while the tier reads and writes.
     """
     left, right = torch.empty(2, _PRODUCT_SIZE, _PRODUCT_SIZE).uniform_(-1.0, 1.0).unbind()
     product = torch.empty_like(left)

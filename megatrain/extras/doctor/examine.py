@@ -30,7 +30,7 @@ from megatrain.extras.doctor.processors import (
 )
 from tiered.units import MiB
 
-#: (bytes of RAM to use, seconds per measurement) of a quick and of a full examination.
+#: Bytes of RAM to use and seconds per measurement, for a quick and for a full examination.
 _QUICK_PROCESSOR = (256 * MiB, 0.3)
 _FULL_PROCESSOR = (2048 * MiB, 1.5)
 

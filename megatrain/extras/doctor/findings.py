@@ -29,7 +29,7 @@ class SystemFacts:
         num_cpus: Number of CPUs that this process may use.
         load: Mean number of running processes in the last minute.
         cpu_quota: Number of CPUs that a cgroup grants; None without a limit.
-        ram_limit_bytes: RAM within the limit of a cgroup.
+        ram_limit_bytes: Total RAM, or the cgroup's limit if it is lower.
         memlock_bytes: Maximum pinned bytes of this user; None without a limit.
         has_nvidia_driver: Whether the machine has an NVIDIA driver, even if torch does not support CUDA.
     """
@@ -48,7 +48,7 @@ class SystemFacts:
 
 
 def read_system(sys: Path = Path("/sys"), proc: Path = Path("/proc")) -> SystemFacts:
-    """Read the facts. A limit that the kernel does not report is treated as no limit."""
+    """Read the facts about this machine. A limit that the kernel does not report is treated as no limit."""
     soft_limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return SystemFacts(
         host=platform.node(),

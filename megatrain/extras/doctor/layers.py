@@ -1,8 +1,8 @@
 """Rates of layers on the CPU, fitted to the step times of small models that the engine runs.
 
 In a step, a matrix product reads its weight from RAM instead of the caches, allocates its result, and waits for threads
-of other operators. A product that is timed alone takes a fifth less. This module therefore times no single operators.
-It fits the rates to the measured seconds of forwards, heads and backwards.
+of other operators. A product timed in isolation takes a fifth less time, so this module does not time individual
+operators. Instead, it fits the rates to the measured seconds of forwards, heads and backwards.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def fit_costs(phases: Sequence[tuple[float, Sequence[float]]]) -> list[float]:
 
 
 def _timed_phases(shape: LayerShape, dtype: str, seconds: float) -> Iterator[tuple[float, Sequence[float]]]:
-    """Yield the seconds and the work by kind of a step's forward, head and backward."""
+    """Yield the seconds, and the amounts of work by kind, of a step's forward, head and backward."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(_model(shape)), encoding="utf-8")
         config = Path(folder, "run.toml")

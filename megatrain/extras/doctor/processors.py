@@ -29,10 +29,10 @@ from tiered.units import MiB
 
 _FLOAT_BYTES = 4
 _MIN_REPEATS = 3
-#: Numbers of tokens in the timed products. A layer is half as wide, and its MLP is three times as wide as the layer.
+#: Numbers of tokens in the timed products. The layer's width is half of it, and its MLP is three times as wide.
 _PRODUCT_TOKENS = (512, 1024, 2048, 4096, 8192)
 _DTYPES = (torch.float32, torch.bfloat16)
-#: Sizes for attention and for the other operators of a layer, like in a micro-batch of a small model.
+#: Sizes for attention and for the other operators of a layer, as in a micro-batch of a small model.
 _HEADS, _ROW_TOKENS, _HEAD_WIDTH = 8, 1024, 64
 _TOKENS, _WIDTH = 2048, 1024
 
@@ -55,7 +55,7 @@ def measure_processor(*, span_bytes: int, seconds: float, threads: KernelThreads
     """Measure additions in RAM and the AdamW kernels of the CPU.
 
     Args:
-        span_bytes: RAM to use, which must be far larger than the CPU's caches. At most an eighth of the free RAM.
+        span_bytes: Bytes of RAM to use, far more than the CPU's caches. Limited to an eighth of the free RAM.
         seconds: Approximate time of each of the three measurements.
         threads: Threads of the kernels; default: one per usable CPU, as in a run.
     """
@@ -148,7 +148,7 @@ def product_flops_per_s(
 
     Args:
         synchronize: Waits for the device; None if products are synchronous.
-        sums_bytes_per_s: Planned rate of the additions in bytes, with which their time is subtracted.
+        sums_bytes_per_s: Rate of the additions in bytes per second, used to subtract their time.
     """
     rate = 0.0
     for num_tokens in _PRODUCT_TOKENS:

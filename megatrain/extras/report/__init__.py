@@ -1,1 +1,1 @@
-"""Reports of the plan, the results and the time of a run, from the records in its folder."""
+"""Reports on a run's plan, results and time, from the records in its folder."""

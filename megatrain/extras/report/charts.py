@@ -1,7 +1,7 @@
 """Charts of a report: loss, tokens per second, and memory per tier with its budget.
 
-The module computes geometry in the units of an SVG view box, which ``page.html.j2`` draws. A chart has at most
-``MAX_COLUMNS`` points per curve and shows means of the steps of longer runs, so the page does not grow with the run.
+The module computes geometry in the units of an SVG view box, which ``page.html.j2`` draws. A curve has at most
+``MAX_COLUMNS`` points, which in longer runs are means over several steps, so the page does not grow with the run.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def make_charts(history: RunHistory, figures: Figures) -> Iterator[Chart]:
 
 
 def lay_out(chart: Chart) -> Drawing | None:
-    """Return the geometry of a chart, or None without values, or if its axis starts at zero and all are zero."""
+    """Return a chart's geometry. Return None without values, or if its axis starts at zero and all values are zero."""
     scale = _Scale.of(chart)
     if scale is None or (chart.starts_at_zero and not any(_values(chart))):
         return None
@@ -249,7 +249,7 @@ class _Scale:
             pad = abs(high) * 0.1 or 1.0
             low, high = (0.0 if chart.starts_at_zero and low >= 0 else low - pad), high + pad
         margin = 0.04 * (high - low)
-        # Without a margin below 0, an axis that starts at 0 starts at the frame.
+        # An axis that starts at 0 has no margin below 0, so it starts at the frame.
         return cls(first, max(last, first + 1), low if low == 0 else low - margin, high + margin)
 
     def x(self, step: float) -> float:

@@ -16,7 +16,7 @@ from megatrain.extras.report.history import RunHistory
 from tiered.errors import TieredError
 from tiered.ext import WearCounter
 
-#: Number of first steps left out of mean values, because these steps create files and touch pages.
+#: Number of first steps that means exclude, because these steps create files and touch memory pages first.
 NUM_WARM_STEPS = 2
 #: Names of stall causes in a report, by cause in the metrics.
 CAUSES = {
@@ -53,7 +53,7 @@ class PathWrites:
     """Bytes written to one path.
 
     Attributes:
-        nbytes: Bytes written in the steps of the metrics.
+        nbytes: Bytes written during the steps in ``metrics.jsonl``.
         limit_bytes: Value of ``max_written``.
         lifetime_bytes: Total bytes that all runs have written; None if unknown.
     """
@@ -106,7 +106,7 @@ class Figures:
         num_averaged: Number of steps in ``first_loss`` and in ``last_loss``.
         loss_name: Name of the training loss if it differs from the evaluations' cross entropy, otherwise "".
         evaluations: (step, loss) of each evaluation in order, by name of the evaluation set.
-        judged: Preference metrics of evaluations under TRL's names, by name of the evaluation set and by step.
+        judged: Preference metrics of evaluations, with TRL's names, by evaluation set and step.
         samples: Newest completions, by name of the evaluation set.
         preferences: Means of preference metrics over the last training steps.
         num_real_tokens: Total tokens without padding.
@@ -125,7 +125,7 @@ class Figures:
         rss_first_bytes: Resident memory of the process after its first steps.
         rss_last_bytes: Resident memory after the last step.
         rss_peak_bytes: Peak resident memory.
-        checkpoints: Checkpoint lines of the metrics.
+        checkpoints: Checkpoint lines of ``metrics.jsonl``.
         restarts: (step, date and time) of each start except the first.
         settings: Config keys whose values differ from their defaults.
         machine: Machine of the last start.

@@ -70,7 +70,7 @@ def _bars(events: Sequence[Mapping[str, Any]]) -> Iterator[Bar]:
 
 
 def _row_and_track(name: str) -> tuple[str, int]:
-    """Split a row name of the timeline file into row and track. From the second track on, it ends with a number."""
+    """Split a row name of the timeline file into row and track. Names of tracks after the first end with a number."""
     row, _, number = name.rpartition(" ")
     return (row, int(number) - 1) if row and re.fullmatch("[1-9][0-9]{0,2}", number) else (name, 0)
 

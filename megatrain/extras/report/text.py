@@ -1,4 +1,4 @@
-"""A report as lines for a terminal, and functions that it shares with the page."""
+"""Text rendering of a report for the terminal, and helpers shared with the HTML page."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tiered.units import GiB, MiB, format_decimal_size, format_duration, format_
 __all__ = ["binary_unit", "report_lines"]
 
 _NAME_WIDTH, _NUMBER_WIDTH = 18, 12
-_SMALLEST_SHARE = 0.001  # of a step: smaller parts are left out
-_LARGEST_EXPONENT = 709.0  # of a float
+_SMALLEST_SHARE = 0.001  # share of a step below which a part is omitted
+_LARGEST_EXPONENT = 709.0  # exp() of larger numbers overflows
 
 
 def report_lines(figures: Figures) -> list[str]:
-    """Return the report of a run."""
+    """Return the lines of a run's report."""
     lines = [_headline(figures)]
     if figures.headline:
         lines.append(figures.headline)
@@ -94,12 +94,12 @@ def _times(figures: Figures) -> Sequence[str]:
 
 
 def cause_name(cause: str) -> str:
-    """Return the name of a part of a step."""
+    """Return the displayed name of a part of a step."""
     return CAUSES.get(cause, cause)
 
 
 def binary_unit(nbytes: float) -> tuple[int, str]:
-    """Return the unit, and its name, in which sizes up to ``nbytes`` are printed together."""
+    """Return the common unit, and its name, for printing several sizes of at most ``nbytes`` bytes."""
     return (GiB, "GiB") if nbytes >= GiB else (MiB, "MiB")
 
 
@@ -109,7 +109,7 @@ def perplexity(loss: float) -> float:
 
 
 def quality(figures: Figures, name: str, step: int, loss: float) -> str:
-    """Return the text that follows the loss of an evaluation."""
+    """Return the metrics that are printed after an evaluation's loss."""
     judged = figures.judged.get(name, {}).get(step)
     return format_preferences(judged) if judged else f"perplexity {perplexity(loss):.2f}"
 
@@ -189,8 +189,8 @@ def _usage(figures: Figures) -> Iterator[str]:
         )
 
 
-#: Topics that follow the table: the label of a topic, or "" if its lines contain one, and a function that returns its
-#: lines, none if the run has no such figures.
+#: Topics after the table, each with a label and a function that returns its lines. The label is "" if the lines contain
+#: labels. A topic without figures has no lines.
 _TOPICS: Sequence[tuple[str, Callable[[Figures], Iterable[str]]]] = (
     ("speed", _speed),
     ("eval", _evaluations),

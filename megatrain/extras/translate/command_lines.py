@@ -1,4 +1,4 @@
-"""Parser of command lines and shell scripts that start a training. It converts their options to config values.
+"""Parser for command lines and shell scripts that start a training. It converts their options to config values.
 
 A script is read, never run. Script variables and environment variables are expanded as in a shell. Values that only a
 shell can compute (``$(...)``, ``$1``) stay unknown, and ``CommandLine.unknown`` lists their options.
@@ -44,7 +44,7 @@ _TOOLS: dict[str, Tool] = {
 #: TRL commands whose training is supported here.
 TRL_TASKS = ("sft", "dpo", "kto", "orpo", "cpo")
 _ALL_TRL_TASKS = (*TRL_TASKS, "grpo", "gkd", "reward", "rloo", "online_dpo", "nash_md", "xpo", "bco")
-_SWITCHES = ("no_cuda",)  # options whose name begins with "no_", which does not negate them
+_SWITCHES = ("no_cuda",)  # options whose "no_" is part of the name, not a negation
 _CONFIG_FILES = (".yaml", ".yml", ".json")
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # placeholder for a value that only a shell can compute
 _ASSIGNMENT = re.compile(
@@ -89,7 +89,7 @@ class CommandLine:
 
 
 def find_command_line(text: str) -> tuple[CommandLine | None, list[str]]:
-    """Return the first supported training command of a shell script, and the first words of all other ones."""
+    """Return a shell script's first supported training command, and the first words of its other training commands."""
     lines = [parse_words(words) for words in _commands(text)]
     found = [line for line in lines if line is not None and (line.tool or "model_name_or_path" in line.values)]
     if not found:

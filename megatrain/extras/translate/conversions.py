@@ -91,7 +91,7 @@ def _lost(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
 
 
 def _choice(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
-    """Translate a value by the row's choices. Other values are lost if the row has a reason, and copied otherwise."""
+    """Translate a value by the row's choices. Any other value is lost if the row has a reason, and copied otherwise."""
     is_choice = isinstance(value, str | bool | int | float) and value in row.choices
     chosen = row.choices[value] if is_choice else value
     if not is_choice and row.reason:
@@ -290,7 +290,7 @@ def put_lora(draft: Translation, defaults: Mapping[str, Any], *quantization: str
 
 
 def refuse_quantized(draft: Translation, *names: str) -> None:
-    """Raise an error if one of the keys quantizes the model, which has no adapters."""
+    """Raise an error if one of the keys quantizes the model, because weights are trained without adapters."""
     for name in names:
         if draft.get(name):
             raise draft.refuse(f"{name}: quantized weights cannot be trained without adapters", "Remove it")

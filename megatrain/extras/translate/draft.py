@@ -111,7 +111,7 @@ class Translation:
         return value
 
     def section(self, path: str) -> Section:
-        """Return the tool's table at a dotted path. Any other value stays unanswered and is listed as lost."""
+        """Return the tool's table at a dotted path. ``omit_unanswered`` lists a value that is not a table as lost."""
         return Section(self, path, as_mapping(self.peek(path)))
 
     def rows(self, conversion: str) -> dict[str, Row]:
@@ -161,14 +161,14 @@ class Translation:
             self.omit(tool_key, reason, value)
 
     def omit_unanswered(self) -> None:
-        """List every unanswered value as lost. Reading a key does not answer the other keys of its table."""
+        """List every value that no rule has read as lost. Reading one key of a table does not mark its other keys."""
         done = self.answered | {left.tool_key for left in (*self.lost, *self.unneeded)}
         for path, value in list(_leaves(self.source.values, "", done)):
             if value is not None and value != "auto":
                 self.omit(path, NO_EQUIVALENT, value)
 
     def omit_auto(self, reason: str) -> None:
-        """List every value that is "auto", except in tables that are not needed."""
+        """List every value "auto" as lost, except in tables that are not needed."""
         for path, value in list(_leaves(self.source.values, "", self.rows("unneeded"))):
             if value == "auto":
                 self.omit(path, reason, value)
@@ -178,7 +178,7 @@ class Translation:
         self.unneeded.append(OmittedKey(tool_key, value, reason))
 
     def refuse(self, problem: str, remedy: str = "") -> TranslationError:
-        """Return an error which says that the described training is not supported."""
+        """Return the error for a training that is not supported."""
         return TranslationError(self.source.path, problem, remedy)
 
 
@@ -208,7 +208,7 @@ class Section:
         return value
 
     def section(self, name: str) -> Section:
-        """Return a nested table. A value that is not a table stays unanswered and is listed as lost."""
+        """Return a nested table. If the value is not a table, ``omit_unanswered`` lists it as lost."""
         return Section(self.draft, f"{self.path}.{name}", as_mapping(self.values.get(name)))
 
 

@@ -1,4 +1,4 @@
-"""Comparison of LLaMA-Factory's named chat templates with the template in a model's folder, which is used."""
+"""Comparison of LLaMA-Factory's named chat templates with the template in the model's folder, which training uses."""
 
 from __future__ import annotations
 

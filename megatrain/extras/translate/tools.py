@@ -66,7 +66,7 @@ _MEGATRAIN_DEFAULTS: dict[str, Any] = {
 }
 
 
-# LLaMA-Factory, which names data sets that dataset_info.json defines.
+# LLaMA-Factory: its config contains names of data sets, which dataset_info.json defines.
 
 _STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "kto": "dpo"}
 _OTHER_STAGES = {"ppo": "PPO", "rm": "reward model training", "orpo": "ORPO"}
@@ -82,7 +82,7 @@ _ALPACA_COLUMNS = {
 
 
 def _llama_factory(draft: Translation) -> None:
-    """Fill a draft from a file of LLaMA-Factory."""
+    """Fill a draft from a LLaMA-Factory config."""
     stage, kind = draft.get("stage", "sft"), draft.get("finetuning_type", "lora")
     if not isinstance(stage, str) or stage not in _STAGES:
         name = _OTHER_STAGES.get(str(stage), f"stage: {stage}")
@@ -276,7 +276,7 @@ _ALPACA_FIELDS = {name: f"field_{name}" for name in ("instruction", "input", "ou
 
 
 def _axolotl(draft: Translation) -> None:
-    """Fill a draft from a file of Axolotl."""
+    """Fill a draft from an Axolotl config."""
     adapter, rl = draft.get("adapter"), draft.get("rl")
     _refuse_axolotl(draft, adapter, rl)
     plain = _axolotl_sources(draft, "pretraining_dataset")
@@ -442,7 +442,7 @@ _COLUMNS = ("messages", "prompt", "completion", "text")
 
 
 def _trl(draft: Translation) -> None:
-    """Fill a draft from a file of TRL."""
+    """Fill a draft from the options of a TRL command or recipe."""
     values, task = draft.source.values, draft.source.line.task
     _refuse_trl(draft, task)
     kind = task or next((kind for name, kind in _TRL_PREFERENCES.items() if name in values), "sft")
@@ -561,7 +561,7 @@ def _trl_dataset(draft: Translation, key: str, fields: Section) -> None:
         draft.omit(f"{fields.path}.columns", "the format does not use these columns", others)
 
 
-# DeepSpeed, whose JSON config does not contain model and data.
+# DeepSpeed: its JSON config contains neither model nor data.
 
 _SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
@@ -702,11 +702,11 @@ def _deepspeed_schedule(draft: Translation) -> None:
             draft.omit(f"scheduler.params.{name}", f"{reason} here{origin}", value)
 
 
-# MegaTrain, whose YAML config has sections.
+# MegaTrain: its YAML config has sections.
 
 
 def _megatrain(draft: Translation) -> None:
-    """Fill a draft from a file of MegaTrain, and set the keys that describe MegaTrain's fixed behavior."""
+    """Fill a draft from a MegaTrain config, and set the keys that describe MegaTrain's fixed behavior."""
     for name, section in draft.source.values.items():
         if section is not None and not isinstance(section, Mapping):
             raise draft.refuse(f"`{name}` must map names to values")

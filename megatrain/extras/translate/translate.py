@@ -1,4 +1,4 @@
-"""Translation of another tool's config file or command to the text of a config, with a list of omitted keys."""
+"""Translation of another tool's config file or command into the text of a config, with a list of omitted keys."""
 
 from __future__ import annotations
 
