@@ -36,7 +36,7 @@ from tiered.ext import dtype_from_name
 
 __all__ = ["OnProgress", "export_checkpoint"]
 
-#: Called with the current activity, the finished bytes and the total bytes. Writing and reading back both count.
+#: Function that receives the current activity, the finished bytes and the total bytes, including reading back.
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -53,7 +53,7 @@ def export_checkpoint(
     overwrite: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Path:
-    """Export a checkpoint to a Hugging Face folder, like a finished run. Needs RAM for only a few 16 MiB pieces.
+    """Export a checkpoint to a Hugging Face folder, as a finished run does. Needs RAM for only a few 16 MiB pieces.
 
     Args:
         run: ``output_dir``, its folder of checkpoints, or ``snap/<generation>`` in that folder.
@@ -70,7 +70,7 @@ def export_checkpoint(
         The absolute path of the finished folder.
 
     Raises:
-        CheckpointError: The checkpoint is missing, damaged, of a different model, or was removed during the export.
+        CheckpointError: The checkpoint is missing, damaged, from a different model, or was removed meanwhile.
         ConfigError: The config in the checkpoint has keys that this version does not know.
         ModelFolderError: The model's folder cannot be used.
         ExportError: ``out`` cannot be written.
@@ -128,7 +128,7 @@ class _CheckpointWeights:
     def __init__(self, found: Checkpoint, on_progress: OnProgress | None, *, is_ema: bool) -> None:
         self._found, self._on_progress, self._is_ema = found, on_progress, is_ema
         self._unit = ""
-        #: Kind -> (block, first byte, piece) of the last read.
+        #: Last piece that was read, by kind of block: the block's key, the first byte and the contents.
         self._cached_pieces: dict[str, tuple[str, int, Tensor]] = {}
         with self._explain_errors():
             self._reader = CheckpointReader(found)
@@ -206,7 +206,7 @@ class _CheckpointWeights:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _read(self, key: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """Read and verify a block's elements in whole pieces. Cache the last piece of each kind."""
+        """Read and verify a range of a block's elements, piece by piece. Cache the last piece of each kind of block."""
         first, last, step = start * dtype.itemsize, stop * dtype.itemsize, self._reader.piece_bytes
         out = torch.empty(stop - start, dtype=dtype)
         memory = out.view(torch.uint8)

@@ -61,7 +61,7 @@ class FinalExport:
             spec: Rule that decides whether the best evaluation's model is exported, and with which weights.
 
         Raises:
-            ExportStopped: A stop was requested while several ranks export. All ranks raise this error.
+            ExportStopped: A stop was requested while several ranks were exporting. All ranks raise this error.
             KeyboardInterrupt: A stop was requested.
             ExportError: The folder cannot be written.
         """
@@ -82,7 +82,7 @@ class FinalExport:
         return self.plan.run.output_dir / FINAL_NAME
 
     def _run_on_first_rank(self, export: Callable[[], Path]) -> Path:
-        """Run an export that reads only files on rank 0, while all other ranks wait."""
+        """On rank 0, run an export that reads only files. All other ranks wait for it."""
         if self.group.world.is_single:
             return export()
         folder: Path | None = None
@@ -114,7 +114,7 @@ class FinalExport:
         )
 
     def _write_trained(self, weights: WeightSource, step: int) -> Path:
-        """Write the weights in the store, either as a whole model or as adapters."""
+        """Export the weights in the store, either as a complete model or as adapters."""
         run = self.plan.run
         dtype = export_dtype(run.export, run.dtype)
         tokenizer, record = Path(run.model.tokenizer_folder), {"step": step}

@@ -55,7 +55,7 @@ def open_run(
     source: WeightSource | None = None,
     weights: StartWeights | None = None,
 ) -> Iterator[OpenRun]:
-    """Return a context that opens the store of a plan, without blocks, and closes it on exit.
+    """Return a context that opens a plan's store, which has no blocks yet, and closes the store on exit.
 
     Args:
         on_message: Called with messages for the user.
@@ -74,7 +74,7 @@ def open_run(
     weights = weights or open_weights(plan, on_message)
     if weights.loader is not None and weights.loader.origin.passthrough.names:
         on_message(str(weights.loader.origin.passthrough))
-    is_with_all = run.world.size == group.world.size  # False if one rank of the run is inspected alone
+    is_with_all = run.world.size == group.world.size  # False if only one of the run's ranks is inspected
     if is_with_all:
         group.run_host_leaders_first(lambda: claim_folders(plan) if group.world.local_rank == 0 else None)
     check_drives(plan)
@@ -109,7 +109,7 @@ def _freed_memory(plan: Plan, store: TieredStore) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class StartWeights:
-    """Initial weights of a run, with checked headers, sizes and names.
+    """Initial weights of a run, whose headers, sizes and names have been checked.
 
     Attributes:
         loader: Loader of the model's folder, or None for random weights.
@@ -143,7 +143,7 @@ def open_weights(plan: Plan, on_message: Callable[[str], None] = lambda text: No
 
 
 def inspect_weights(plan: Plan) -> tuple[str, Exception | None]:
-    """Return a message about tensors that an export copies, and the error that these weights would raise, or None.
+    """Return a message about tensors that an export copies, and the error that opening the weights raises, or None.
 
     A plan needs no weights, so a folder without weights causes neither an error nor a download.
     """
@@ -196,8 +196,8 @@ class OpenRun:
         checkpoint = self.weights.load(candidates)
         if isinstance(source := self.weights.source, AdaptedWeights):
             self._on_message(source.describe(checkpoint))
-        # Loading uses this memory for the fp32 copy of a unit, so reserve it only after loading. Then a run that fits
-        # can also start.
+        # Loading uses this memory for the fp32 copy of a unit, so reserve it only after loading. Otherwise, a run that
+        # fits could run out of memory while it starts.
         register_transient_blocks(self.store, self.plan)
         self._report_memory()
         return checkpoint

@@ -1,4 +1,4 @@
-"""Creates and checks the parts of a planned run before its first step: weights, rows, evaluation sets and rates."""
+"""Creates and checks a planned run's parts before its first step: weights, rows, evaluation sets, learning rates."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = ["Preparation"]
 
 
 class Preparation:
-    """The parts that a planned run needs before its first step. Each part is cached when it is first used.
+    """The parts that a planned run needs before its first step. Each part is created on first use and cached.
 
     Args:
         on_message: Called with messages for the user while a part is created.
@@ -78,7 +78,7 @@ class Preparation:
         self.check_limits()
         if group.world.is_first:
             self.check_folders()
-        # A finished run needs neither weights nor free space, but only the data shows whether steps are left.
+        # A run that was exported may need neither weights nor space. The data will show whether steps are left.
         if not (self.run.output_dir / FINAL_NAME / RECORD_FILE).is_file():
             _ = self.weights  # raises if weights are unusable or a drive is full
         self.activity.begin("reading the data")
@@ -177,7 +177,7 @@ class Preparation:
 
     @property
     def evaluation_sets(self) -> Sequence[EvaluationSet]:
-        """Evaluation rows."""
+        """Evaluation sets with their rows."""
         return self._evaluation_data[0]
 
     def check_evaluation_rows(self) -> Sequence[CheckResult]:
@@ -186,7 +186,7 @@ class Preparation:
 
     @cached_property
     def samplers(self) -> Mapping[EvaluatedWeights, Sampler]:
-        """Samplers that continue evaluation rows, by the weights that they use."""
+        """Samplers that generate continuations of evaluation rows, by the weights that they use."""
         spec, plans = self.settings.evaluation, self.evaluation_plans
         return make_samplers(spec, plans, self.evaluation_sets, self.tokenizer, self.group.gather)
 

@@ -125,7 +125,7 @@ def resolve_model(config: RunConfig) -> ModelSpec:
 
 
 def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
-    """Return the division of a step into micro-batches.
+    """Return how a step is divided into micro-batches.
 
     Args:
         device: Type of the compute device. If the config sets no number, a GPU gets more tokens per micro-batch.
@@ -172,7 +172,7 @@ def _tier_specs(
 def _placement_spec(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:
     """Return the allowed homes of each kind of block.
 
-    GPU memory is an allowed home if the config lists it. Otherwise the planner chooses the residents of GPU memory.
+    GPU memory is an allowed home if the config lists it. Otherwise the planner chooses which blocks stay there.
     """
     table = config.placement
     wanted: Mapping[Kind, Literal["auto"] | tuple[str, ...]] = {
@@ -186,7 +186,7 @@ def _placement_spec(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:
     for kind in KINDS:
         names = wanted[kind]
         homes[kind] = default if names == "auto" else [tier for tier in names if tier in tiers] or default
-    # Frozen weights are already in the folder, so a drive would only contain a second copy.
+    # Frozen weights are already in the model's folder, so a drive would only contain a second copy.
     names = ("ram", FOLDER) if table.weights == "auto" else table.weights
     homes["in place"] = [tier for tier in names if tier in (*tiers, FOLDER)] or default
     return PlacementSpec(homes, frozenset(kind for kind in KINDS if wanted[kind] == "auto" or "gpu" in wanted[kind]))
@@ -199,7 +199,7 @@ def resolve_checkpoint(config: RunConfig) -> CheckpointSpec:
 
 
 def resolve_evaluation(config: RunConfig) -> EvaluationSpec:
-    """Return the rules for evaluation, with its data."""
+    """Return the rules and the data sets for evaluations."""
     table = config.evaluation
     sources = (
         EvaluationSource(
@@ -214,7 +214,7 @@ def resolve_evaluation(config: RunConfig) -> EvaluationSpec:
 
 
 def resolve_best(config: RunConfig) -> BestSpec:
-    """Return the rule that selects the best evaluation, and the effects of this selection."""
+    """Return the rule that selects the best evaluation and determines the effects of this selection."""
     table, evaluations = config.evaluation, resolve_evaluation(config)
     metric, greater = table.metric_for_best_model, table.greater_is_better
     sets = [HELD_OUT_NAME] if config.data.val_size is not None else [source.name for source in evaluations.sources]

@@ -29,10 +29,10 @@ def resolve_folders(config: RunConfig) -> tuple[str, str]:
 
 
 def resolve_data(config: RunConfig, sources: Sequence[DatasetConfig] | None = None) -> DataSpec:
-    """Return the training data.
+    """Return the spec of the training data.
 
     Args:
-        sources: Replacement for ``[[data.train]]``, without a validation split.
+        sources: Data sets that replace ``[[data.train]]``. A validation split is then disabled.
     """
     keys, kind = dict[str, Any](), config.row_kind
     if sources is not None:

@@ -1,4 +1,4 @@
-"""A run's tokenizer, the check of its token ids, and its batches."""
+"""Loads a run's tokenizer, checks token ids, and creates the run's batches."""
 
 from __future__ import annotations
 

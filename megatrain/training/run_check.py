@@ -187,9 +187,9 @@ class _CheckedModel:
 
 
 class _RunCheck:
-    """Checks every part of a config that can be checked despite mistakes in the config.
+    """Checks of all parts of a config that can be checked despite mistakes in the config.
 
-    The check of a part yields findings, and returns the objects that later checks need.
+    The check of each part yields findings, and returns the objects that later checks need.
     """
 
     def __init__(self, config: RunConfig, on_progress: Callable[[str], None]) -> None:
@@ -465,7 +465,7 @@ class _RunCheck:
         yield CheckResult("checkpoints", "ok", f"continues from {candidates[0]}")
 
     def _start(self, prepared: Preparation, on_message: Callable[[str], None]) -> RunStart:
-        """Return the search for checkpoints with the user's config."""
+        """Return a ``RunStart`` for the user's unchanged config, to find and compare checkpoints."""
         settings = prepared.settings
         data = settings.config.data.model_copy(update=self._own)
         settings = replace(settings, config=settings.config.model_copy(update={"data": data}))

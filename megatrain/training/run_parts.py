@@ -42,8 +42,8 @@ class RunParts:
     Attributes:
         prepared: Plan, settings, batches, learning rates and evaluation sets.
         opened: Open store with the loaded weights.
-        observer: The observer of the run, followed by the loggers.
-        loggers: Only the loggers.
+        observer: Observer that calls the run's observer and then the loggers.
+        loggers: Observer that calls only the loggers.
         state: State of the run before the first step of this start.
         is_resumed: Whether the state comes from a checkpoint.
     """
@@ -175,7 +175,7 @@ def _prepare_task(
 
 
 def make_copier(plan: Plan, group: RankGroup, on_message: Callable[[str], None]) -> Copier:
-    """Create the copier of all ranks' checkpoints. This is a collective.
+    """Create the copier for all ranks' checkpoints. This is a collective.
 
     Args:
         on_message: Called with messages for the user.
@@ -200,7 +200,7 @@ def _make_writer(
         on_message: Called with messages for the user.
         loaded: Checkpoint from which the run resumes, or None for a new run.
         best: Checkpoint of the best evaluation so far, or None. It is never pruned.
-        remote_save_number: Largest save number among the copies at a URL.
+        remote_save_number: Largest save number among the copies at the run's URL, or 0.
     """
     run = plan.run
     path = run.output_dir / CHECKPOINTS_NAME

@@ -42,7 +42,7 @@ __all__ = ["RunStart", "describe_model", "with_decay_checksum", "with_checkpoint
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """Finds the checkpoint from which a run resumes, and creates the state before its first step.
+    """Start of a run: finds the checkpoint from which it resumes, and creates the state before its first step.
 
     Attributes:
         settings: Config and rules of this start, for comparison with a checkpoint.
@@ -59,7 +59,7 @@ class RunStart:
     on_message: Callable[[str], None]
 
     def find_candidates(self) -> tuple[Sequence[Checkpoint], RunSummary | None]:
-        """Return the checkpoints from which to resume, best first, and a summary if the run is already done.
+        """Return the checkpoints from which to resume, preferred first, and a summary if the run is already done.
 
         Raises:
             CheckpointError: Checkpoints exist but cannot be used.
@@ -276,7 +276,7 @@ def _resumed_position(
 def with_checkpoint_settings(run: RunSpec) -> RunSpec:
     """Return the run, with unset settings copied from the checkpoint from which it resumes.
 
-    The settings are the number of lanes, the tokens of a micro-batch, Muon's treatment of fused parameters, and the
+    The settings are the number of lanes, the tokens per micro-batch, Muon's treatment of fused parameters, and the
     kernels of liger and flash attention. They affect the plan, so call this function before planning.
     """
     kept = settings_of_newest(run.output_dir, run.checkpoint.table.resume_from_checkpoint)

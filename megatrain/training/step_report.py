@@ -33,8 +33,8 @@ class StepUsage:
     """Resources used by a step.
 
     Attributes:
-        step_s: Seconds of the step, including the time to read its batch.
-        link_bytes: Bytes of blocks, and the engine's bytes outside blocks, by link, for example ``"ram->nvme"``.
+        step_s: Step time in seconds, including the time to read the batch.
+        link_bytes: Bytes moved, in blocks and outside of blocks, by link, for example ``"ram->nvme"``.
         link_busy_s: Seconds with at least one active transfer, by link.
         process: CPU time and page faults of the process, as in ``StepMetrics.process_usage``.
     """
@@ -59,10 +59,10 @@ class StepUsage:
 
 
 class StepMeter:
-    """Measures a run's steps since this start.
+    """Meter for the steps since the run was last started or resumed.
 
     Args:
-        steps_per_epoch: Steps in one pass over all rows.
+        steps_per_epoch: Number of steps in one pass over all rows.
         first_step: Number of steps that were finished before this start.
     """
 
@@ -73,7 +73,7 @@ class StepMeter:
         self._steps_per_epoch, self._first_step = steps_per_epoch, first_step
         self._start_s = time.perf_counter()
         self._seconds = deque[float](maxlen=_MEAN_STEP_WINDOW)
-        # Totals of transfers outside blocks up to the last step, by link.
+        # Totals of the engine's transfers outside of blocks, up to the last step, by link.
         self._bytes_outside: Mapping[str, int] = {}
         self._busy_s_outside: Mapping[str, float] = {}
         self._step_start_s, self._stats_before, self._process_before = self._start_s, store.stats(), _process_usage()

@@ -55,7 +55,7 @@ def _check_ranks_agree(plan: Plan, config: RunConfig, group: RankGroup) -> None:
 
 
 class Trainer:
-    """One run of one config. Nothing is allocated or written before ``train`` or ``open`` is called.
+    """A training run of a config. Nothing is allocated or written before ``train`` or ``open`` is called.
 
     ``train`` executes the run from its start, or from its newest checkpoint, to its end. Callers that control the steps
     themselves use ``open``::
@@ -67,7 +67,7 @@ class Trainer:
 
     Args:
         observer: Receives every step, evaluation, checkpoint and message. None discards them.
-        plan: Plan of this config, or None to plan it.
+        plan: Plan of this config, or None to create it.
         activity: Progress shared with a live view. Default: not shared.
         allow_config_change: Whether to resume a checkpoint even if config changes alter results.
         exit_code_of: Returns the process's exit code after an error or a summary, for ``status.json``.

@@ -24,7 +24,7 @@ __all__ = ["TrainingLoop"]
 
 
 class TrainingLoop:
-    """Trains a run from the state of its parts to its last step. Used once, by one thread.
+    """Loop that trains a run from its current state to its last step. Used once, by one thread.
 
     Attributes:
         state: Progress of the run, replaced after each step and each evaluation.
@@ -236,7 +236,7 @@ class TrainingLoop:
             self._observer.on_message("the copy was given up: the next start of the run makes it")
 
     def export(self) -> Path:
-        """Write the trained model as a Hugging Face folder, unit by unit. No step can follow."""
+        """Write the trained model as a Hugging Face folder, unit by unit. No step can run afterwards."""
         self._activity.begin("exporting the model")
         self._opened.end_steps()  # the export needs the memory of steps for fp32 copies
         export = FinalExport(

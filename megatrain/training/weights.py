@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 #: Number of elements that are copied at a time without a reservation.
 _COPY_ELEMENTS = 1 << 20
-#: Messages (layout, start, stop) of the reading rank: it needs no more ranges, or a stop was requested.
+#: Special (layout, start, stop) messages from the reading rank: it needs no more ranges, or a stop was requested.
 _FINISHED, _STOPPED = ("", 0, 0), ("", 0, 1)
 
 __all__ = [
@@ -62,7 +62,7 @@ class WeightSource(Protocol):
     """Source of the weights of a new run: ``WeightLoader`` or ``RandomWeights``."""
 
     def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
-        """Write a layout's elements from ``start`` on to ``out``, a 1-D fp32 tensor that is filled with zeros.
+        """Fill ``out``, a 1-D fp32 tensor of zeros, with a layout's elements, beginning with element ``start``.
 
         Ranges are consecutive, from the first element of the block to the last. ``start`` is a multiple of 1024.
         """
@@ -116,7 +116,7 @@ class AdaptedWeights:
         shapes = {name: self._entries[name].shape for name in adapters.names}
         self._folder = folder
         self._existing = None if folder is None else AdapterWeights(folder, adapters, shapes)
-        self._plain_layouts: dict[str, UnitLayout] = {}  # layouts without adapters
+        self._plain_layouts: dict[str, UnitLayout] = {}  # layouts without the adapters' entries
         self._last: tuple[str, Tensor] | None = None
         if self._existing is not None:
             for name in self._existing.base_copies:
@@ -252,10 +252,10 @@ class Weights:
     # -- before training -----------------------------------------------------------------------------------------
 
     def load(self, candidates: Sequence[Checkpoint] = ()) -> Checkpoint | None:
-        """Fill weights and optimizer state.
+        """Fill the store's blocks with weights and optimizer state.
 
         Args:
-            candidates: Checkpoints to start from, best first. Damaged checkpoints are reported and skipped.
+            candidates: Checkpoints to start from, preferred first. Damaged checkpoints are reported and skipped.
 
         Returns:
             The loaded checkpoint, or None if the weights come from the source and the state from ``_initialize_state``.
@@ -378,7 +378,7 @@ class Weights:
             buffer = torch.empty(min(longest, MASTER_ELEMENTS) if self._is_split else 0)
             for number, (part, weight) in enumerate(weights):
                 with self._open_for_writing(weight) as tensor:
-                    tensor[len(part) :].zero_()  # a shard is padded beyond the end of its part
+                    tensor[len(part) :].zero_()  # padding, if the shard is longer than its part
                     if not self._is_split:
                         for inside in _split_range(part):
                             place = tensor[inside.start - part.start : inside.stop - part.start]
@@ -512,7 +512,7 @@ class Weights:
 
     @contextmanager
     def export_reader(self, layout: UnitLayout) -> Iterator[ReadMaster]:
-        """Yield ``master``'s reader for an export. This reserves RAM for fp32 copies and reports progress."""
+        """Yield the reader of ``master`` for an export. Also reserve RAM for fp32 copies, and report progress."""
         names = list(self._plan.graph.layouts)
         self._activity.begin_part(names.index(layout.name), unit=layout.name, num_parts=len(names))
         with self._reserve_master(layout.num_elements), self.master(layout) as read:
@@ -582,7 +582,7 @@ class GatheredWeights:
             yield read
 
     def _owned_places(self, rank: int, name: str, start: int, stop: int) -> Iterator[slice]:
-        """Yield the places of ``rank``'s elements in a range."""
+        """Yield the slices of a range that contain the elements of ``rank``."""
         program, layout = self._plan.program, self._plan.graph.layouts[name]
         owned = [(program.sharding.shards.owned(part, rank), "") for part in program.weight_parts_of(layout)]
         for _, _, place in overlaps(owned, start, stop):
@@ -590,7 +590,7 @@ class GatheredWeights:
 
 
 class _LastBlockLease:
-    """Context manager that keeps a lease on the block that was read last.
+    """Context manager that holds a lease on the block that was read last.
 
     Args:
         evict: Evicts a block's copy if the block's home is not RAM.
@@ -661,9 +661,9 @@ def saved_places(plan: Plan) -> dict[str, SavedPlace]:
 
 
 def _read_redivided(reader: CheckpointReader, key: str, start: int, out: Tensor) -> None:
-    """Read a range of a weight that the checkpoint divides into different blocks."""
+    """Read a range of a weight that the checkpoint divides into other blocks than this run."""
     weight = weight_key(key.rpartition("/")[0])
-    parts = stored_parts(weight, reader.blocks) or [(range(start, start + out.numel()), key)]  # raises: it is missing
+    parts = stored_parts(weight, reader.blocks) or [(range(start, start + out.numel()), key)]  # raises if missing
     for stored, inside, place in overlaps(parts, start, start + out.numel()):
         _read_elements(reader, stored, inside.start, out[place])
 
