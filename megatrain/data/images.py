@@ -172,7 +172,7 @@ class ImageProcessor:
     Args:
         folder: Folder with the processor's files.
         tokenizer: The model's tokenizer. It must have the image tokens.
-        max_length: Maximum tokens in a row. A row's pixels are limited to a row that is full of images.
+        max_length: Maximum tokens in a row. Also limits pixels, to the number in a row full of images.
 
     Raises:
         DataError: The folder has no image processor, or a required package is missing.

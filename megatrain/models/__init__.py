@@ -1,1 +1,1 @@
-"""Hugging Face models: their units and layouts, and how weights are loaded and exported."""
+"""Hugging Face models: units, layouts, and the loading and exporting of weights."""

@@ -3,7 +3,7 @@
 In transformers 5, some models' parameters differ from the tensors in their files: prefixes differ, and a layer's
 experts are one fused tensor. Transformers describes the differences as a list of transforms. This module first applies
 the list only to names and shapes, on the meta device. The plan is complete before any weight is read or written, so
-missing names and wrong shapes are detected early. Each step of the plan can run alone, with only its own tensors.
+missing names and wrong shapes are detected early. Each step of the plan needs only its own tensors in memory.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class LoadPlan:
         target_steps: Conversion step for each parameter and persistent buffer.
         missing: Parameters and buffers of the model that no checkpoint tensor provides.
         unexpected: Checkpoint tensors that the model does not have.
-        ignored: Names in the model, by checkpoint name, of tensors that the model's class declares ignorable.
+        ignored: Tensors that the model's class allows to ignore: their names in the model, by checkpoint name.
         transforms: Transforms that matched a tensor. An export applies their inverses.
     """
 
@@ -123,7 +123,7 @@ class LoadPlan:
 
 
 def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) -> LoadPlan:
-    """Return the plan for loading a checkpoint into a model. The checkpoint consists of meta tensors by name.
+    """Return the plan for loading a checkpoint into a model. ``checkpoint`` has a meta tensor for each name.
 
     Raises:
         ConversionError: The tensors cannot be converted, for example because experts have different shapes.
@@ -213,7 +213,7 @@ def _restore_file_names(step: Conversion, loaded: LoadPlan, prefix: str) -> None
     """Rename an export step's outputs to their names in the folder. The shapes must be equal."""
     steps = [loaded.target_steps[name] for name in step.source_names if name in loaded.target_steps]
     if not steps:
-        return  # no file contains the tensor, which transformers permits
+        return  # the folder lacks the tensor, which transformers permits
     shapes = {name: shape for loading in steps for name, shape in loading.source_shapes.items()}
     new_names = {}
     for name, value in step.targets.items():
@@ -286,7 +286,7 @@ def _find_missing(model: PreTrainedModel, places: Mapping[str, torch.Tensor], fo
 
 
 def _ignored_patterns(model: PreTrainedModel) -> list[str]:
-    """Return patterns of tensor names that transformers ignores, because old or larger checkpoints contain them."""
+    """Return patterns for the tensor names that transformers ignores because old or larger checkpoints contain them."""
     patterns = list(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):

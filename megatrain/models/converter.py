@@ -1,7 +1,7 @@
 """Interface of converters. A converter adapts a model. Each converter is a file that the core never imports.
 
 The core builds a folder's skeleton, finds its units, streams their weights through the forwards, and writes the weights
-back. Some models or runs need more: adapters, experts in parts, images, or attention within documents. Converters add
+back. Some models or runs need more: adapters, split experts, images, or attention within documents. Converters add
 this by overriding methods of `ModelConverter`. By default, each method does nothing. The methods are listed in the
 order in which the core calls them. ``CONVERTERS`` in ``megatrain/models/table.py`` lists the converters. Each converter
 decides whether a run needs it. The core receives the required converters as a tuple and calls them in this order.
@@ -41,7 +41,7 @@ WeightSource = Callable[["UnitLayout"], AbstractContextManager[ReadMaster]]
 
 
 class ModelConverter:
-    """Base class of converters. A converter belongs to a single graph and can keep state.
+    """Base class of converters. A converter serves a single graph and can keep state.
 
     Attributes:
         freezes_weights: Whether the converter freezes the model's weights. Frozen weights can be quantized.
@@ -51,7 +51,7 @@ class ModelConverter:
 
     @classmethod
     def for_model(cls, settings: ModelSettings) -> ModelConverter | None:
-        """Return a new converter for one graph, or None if the run does not need one. By default, every run does."""
+        """Return a new converter for one graph, or None if the run needs none. By default, every run needs one."""
         return cls()
 
     # -- the skeleton, whose parameters are on the meta device --------------------------------------------------------
@@ -77,11 +77,11 @@ class ModelConverter:
         return name
 
     def is_unit(self, module: nn.Module) -> bool:
-        """Return whether a module is one unit although its parameters belong to its submodules."""
+        """Return whether a module is one unit even though its submodules own its parameters."""
         return False
 
     def is_optional(self, module: nn.Module) -> bool:
-        """Return whether micro-batches can skip a unit. Each step still visits it."""
+        """Return whether micro-batches can skip a unit. Each step still visits the unit once."""
         return False
 
     def split_layer(self, model: PreTrainedModel, layer: nn.Module) -> Sequence[InnerUnit]:
@@ -123,7 +123,7 @@ class ModelSettings:
 
 
 class ConverterSpec(Protocol):
-    """A converter's settings in a config. They create a new converter for each graph."""
+    """Settings of a converter in a config, which create a new converter for each graph."""
 
     def converter(self) -> ModelConverter:
         """Create a converter for one graph."""
@@ -131,7 +131,7 @@ class ConverterSpec(Protocol):
 
 
 class ConvertedGraph(Protocol):
-    """The interface of a model graph that converters and exports use."""
+    """Part of a model graph that converters and exports use."""
 
     @property
     def model(self) -> PreTrainedModel: ...
@@ -150,7 +150,7 @@ class InnerUnit:
 
     Attributes:
         path: Path inside the layer.
-        part: Part of a larger module, or None if ``module`` is a whole module of the model.
+        part: Part of a larger module that the unit runs, or None if ``module`` is one of the model's own modules.
     """
 
     path: str
@@ -183,13 +183,13 @@ class LayerPart(Protocol):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Key for grouping. Parts with equal keys need the same computation and memory."""
+        """Grouping key. Parts with equal keys need the same amounts of computation and memory."""
 
     def has_routing(self, arguments: Sequence[Any]) -> bool:
-        """Return whether a call's arguments contain real routing values. In a trace they do not."""
+        """Return whether a call's arguments contain real routing values, which a trace does not have."""
 
     def is_idle(self, arguments: Sequence[Any]) -> bool:
-        """Return whether a call is known to route no token to this part. Can synchronize with the device."""
+        """Return whether it is known that a call routes no token to this part. Can synchronize with the device."""
 
     def chance_of_no_token(self, arguments: Sequence[Any]) -> float:
         """Return the probability that a given token is not routed to this part if routing is uniform."""

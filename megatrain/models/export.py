@@ -1,8 +1,8 @@
 """Export of a trained model to a Hugging Face folder, unit by unit, with verification and an atomic rename.
 
 The files are written to a hidden folder next to the target. This folder is renamed after all files have been verified.
-An export needs RAM for the leases of its source and for one small piece of a tensor. A conversion that does more than
-stack, join, cut and transpose also needs RAM for all of its tensors.
+An export needs RAM for leased layouts of its source and for one small piece of a tensor. A conversion that does more
+than stack, join, cut and transpose also needs RAM for all of its tensors.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def export_dtype(table: ExportConfig, compute_dtype: torch.dtype) -> torch.dtype
     return compute_dtype if table.dtype == "auto" else getattr(torch, table.dtype)
 
 
-#: Bytes per element of the widest dtype that weights are read in.
+#: Bytes per element of the widest dtype in which weights are read.
 _MAX_DTYPE_BYTES = 4
 
 
@@ -92,9 +92,9 @@ class ShardPlan:
 
 
 def plan_shards(tensors: Mapping[str, Tensor], max_shard_nbytes: int) -> list[ShardPlan]:
-    """Distribute meta tensors, in writing order, to files with at most ``max_shard_nbytes`` of weights each.
+    """Distribute meta tensors, in writing order, over files with at most ``max_shard_nbytes`` of weights each.
 
-    As in transformers, a tensor larger than this gets its own file.
+    As in transformers, a tensor that is larger gets its own file.
     """
     assert max_shard_nbytes > 0, max_shard_nbytes
     groups: list[list[str]] = [[]]
@@ -135,7 +135,7 @@ def plan_file(file_name: str, names: list[str], tensors: Mapping[str, Tensor]) -
 
 
 class ShardWriter:
-    """Writer and verifier of the planned weight files of a folder.
+    """Writer and verifier for a folder's planned weight files.
 
     Attributes:
         checksums: Checksum of each tensor's bytes in the file, by name (xxh3-64, hexadecimal).
@@ -209,7 +209,7 @@ class ShardWriter:
         _fsync(paths)
         for path in filter(Path.is_file, paths):
             with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that `verify` reads the drive
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # let `verify` read from the drive
 
     def verify(self, folder: TensorReader | None = None) -> None:
         """Read all headers and tensors back, and compare checksums.
@@ -387,14 +387,14 @@ def _plan_steps(
     inputs: dict[str, Tensor] = {}
     for name, place in places.items():
         if name not in dropped:
-            # A converter may have added parameters, which the plain class lacks.
+            # A converter may have added parameters that the plain class lacks.
             target_dtype = dtypes.get(name, dtype) if name in parameters else place.dtype
             inputs[name] = torch.empty(place.shape, dtype=target_dtype, device="meta")
     return plan_export(model, inputs, None if origin is None else origin.plan), inputs
 
 
 def _layouts_by_name(graph: ConvertedGraph) -> dict[str, list[str]]:
-    """Return, for every name of a parameter, the layouts that contain the parameter or its parts."""
+    """Return the names of the layouts that contain a parameter or its parts, by parameter name, tied names included."""
     found: dict[str, list[str]] = {}
     for layout in graph.layouts.values():
         for entry in layout.entries:
@@ -443,7 +443,7 @@ def _read_parts(regions: Sequence[Region], weights: _OpenWeights, start: int, st
 
 
 class _OpenWeights:
-    """Reads the tensors of several open layouts, and the model's buffers."""
+    """Reader of the tensors in several open layouts, and of the model's buffers."""
 
     def __init__(self, model: PreTrainedModel, layouts: Sequence[tuple[UnitLayout, ReadMaster]]) -> None:
         self._model = model
@@ -636,7 +636,7 @@ def _create_sibling(out: Path, word: str) -> Path:
 
 
 def write_record(folder: Path, dtype: torch.dtype, checksums: Mapping[str, str], extra_keys: Mapping[str, int]) -> None:
-    """Write ``export.json``. It is an export's last file. Later exports recognize an earlier export by this file.
+    """Write ``export.json``, an export's last file. Later exports recognize a finished export by this file.
 
     Args:
         folder: Folder that contains all other files of the export.

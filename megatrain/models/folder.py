@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 ADAPTER_CONFIG = "adapter_config.json"  # file name that identifies a peft adapter folder
 PIECE_BYTES = 16 << 20  # size of the pieces in which tensors are read and converted
 _MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
-#: Key in ``RunState.model`` for the ``ModelFolder.fingerprint`` of weights that checkpoints do not contain.
+#: Key in ``RunState.model`` for the ``ModelFolder.fingerprint`` of a base model, whose weights are not in checkpoints.
 BASE_CHECKSUM = "base_xxh3_64"
 _NUM_SAMPLES, _SAMPLE_BYTES = 4096, 4096  # maximum number of samples in a fingerprint, and size of each sample
 PLAIN_ADVICE = (
@@ -160,7 +160,7 @@ def _reject_adapter(folder: Path) -> None:
 
 
 def find_quantization(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return ``quantization_config`` from ``config.json``, or from the ``text_config`` in it, or None."""
+    """Return ``quantization_config`` from the top level of ``config.json`` or from its ``text_config``, or None."""
     table, texts = values.get("quantization_config"), values.get("text_config")
     if table is None and isinstance(texts, dict):
         table = texts.get("quantization_config")
@@ -264,7 +264,7 @@ class TensorReader:
         """Fill the contiguous CPU tensor ``destination`` with the tensor's bytes, starting at byte ``skip_nbytes``.
 
         Args:
-            ahead: Whether the kernel also prefetches the same number of bytes after this range.
+            ahead: Whether to let the kernel prefetch the same number of bytes after this range.
         """
         if destination.numel() == 0:
             return
@@ -419,12 +419,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def join_names(names: list[str], limit: int = 6) -> str:
-    """Return a text with the first ``limit`` names and the number of remaining names."""
+    """Return the first ``limit`` names and the number of remaining names, as text for messages."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _read_header(path: Path) -> dict[str, TensorRecord]:
-    """Return the records in a safetensors file. Check that they cover all of its bytes without overlaps."""
+    """Return the records of a safetensors file. Check that they cover all of its data bytes without overlaps."""
     again = "The file is damaged or truncated: copy or download it again"
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Division of a model into units that can be streamed. Determines each parameter's owner and layout in blocks."""
+"""Division of a model into units that can be streamed, with each parameter's owner and position in blocks."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def find_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def _no_split_modules(model: PreTrainedModel) -> set[str]:
-    """Return the class names in `_no_split_modules`. Embeddings are left out, because they are not layers."""
+    """Return the class names in `_no_split_modules`, except embeddings, which are not layers."""
     embeddings = {type(module).__name__ for module in model.modules() if isinstance(module, nn.Embedding)}
     names: set[str] = set()
     for module in model.modules():
@@ -146,7 +146,7 @@ class FreezeError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """Module that the engine runs as a whole. Its weights are bound only during a run.
+    """Module that the engine runs as a whole. Its weights are bound only while it runs.
 
     Attributes:
         index: Position in `ModelGraph.units`.
@@ -159,7 +159,7 @@ class Unit:
         is_container: Whether `module` contains layers. The unit then has only the module's directly owned parameters,
             and the forward visits the unit before the units inside it.
         shares_inputs: Whether earlier units in the layer can have the same inputs. Shared inputs are saved only once.
-        part: The part of a larger module that this unit is, or None for a whole module.
+        part: Part of a larger module that this unit runs, or None if the unit is a whole module.
     """
 
     index: int
@@ -174,7 +174,7 @@ class Unit:
 
     @property
     def share(self) -> float:
-        """Expected fraction of tokens that the unit computes. Below 1 if tokens are routed to it."""
+        """Expected fraction of tokens that the unit processes. Below 1 if tokens are routed to it."""
         return 1.0 if self.part is None else len(self.part.rows) / self.part.total_rows
 
 
@@ -231,7 +231,7 @@ class ModelGraph:
         return tuple(dict.fromkeys(entry.parameter for layout in trained for entry in layout.entries))
 
     def persistent_buffers(self) -> tuple[str, ...]:
-        """Return the names of the buffers that checkpoints contain. All other buffers have their final values."""
+        """Return the names of the buffers that checkpoints contain. All others already have their final values."""
         in_checkpoint = self.model.state_dict(keep_vars=True)
         return tuple(name for name, _ in self.model.named_buffers() if name in in_checkpoint)
 
@@ -284,13 +284,13 @@ def converted_graph(
         text_only=text_only,
         converters=converters,
     )
-    if not is_trained and not freezes:  # a freezing converter has already frozen all parameters but its own
+    if not is_trained and not freezes:  # a freezing converter has already frozen all parameters except its own
         model.requires_grad_(False)
     return graph_of(model, config, converters, freeze=freeze if is_trained else None, dtype=dtype)
 
 
 def find_split_mismatch(graph: ModelGraph, stored: Collection[str]) -> str:
-    """Return the first layer whose experts are split in the graph but not in the stored blocks or vice versa, or "".
+    """Return the first layer whose experts are split only in the graph or only in the stored blocks, or "".
 
     Args:
         stored: Keys of the blocks in a checkpoint.
@@ -325,7 +325,7 @@ def graph_of(
     freeze: Sequence[str] | None,
     dtype: torch.dtype,
 ) -> ModelGraph:
-    """Divide a skeleton into units and layouts. `freeze` patterns set `requires_grad`. None leaves it unchanged."""
+    """Divide a skeleton into units and layouts. `freeze` patterns set `requires_grad`; with None it is unchanged."""
     names = _names_by_parameter(model, converters)
     if freeze is not None:
         _freeze(model, names, freeze)
@@ -355,7 +355,7 @@ def graph_of(
 
 
 class _UnitCollector:
-    """Collects a model's units and the layouts of their parameters.
+    """Collector of a model's units and of the layouts of their parameters.
 
     Args:
         names: Every parameter with all of its names. The owner's name comes first.
@@ -406,7 +406,7 @@ class _UnitCollector:
         """Add a part of a module as a unit.
 
         Args:
-            path: Path of the part. The model itself has no such path.
+            path: Path of the part, which does not exist in the model itself.
             module: Module that runs the part. It has its own parameters.
             inside: Path of the layer that contains the part.
         """

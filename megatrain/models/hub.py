@@ -3,7 +3,7 @@
 Config, tokenizer and index (a few MB) are fetched as soon as a config names a hub id, because a plan needs them. The
 weights are fetched shard by shard when a run begins. The files are stored in the cache that all Hugging Face programs
 share (``HF_HOME``). A download resumes after a broken connection. If the process is killed, only the current shard is
-lost. The token comes from the environment (``HF_TOKEN``) or from ``hf auth login``. Code is never fetched.
+lost. The access token comes from ``HF_TOKEN`` or ``hf auth login``. Code is never fetched.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class HubModel:
 
 @dataclass(frozen=True, slots=True)
 class FetchedFile:
-    """Fetched weight file, number ``number`` of ``count``."""
+    """A weight file that has been fetched: file ``number`` of ``count``."""
 
     name: str
     number: int
@@ -142,7 +142,7 @@ def missing_files(model: HubModel) -> list[str]:
 
 
 def missing_weights(model: HubModel) -> dict[str, int]:
-    """Return the sizes in bytes of all weight files that are not in the cache, by name. Asks the hub.
+    """Return the size in bytes of each weight file that is not in the cache, by name. Queries the hub.
 
     Raises:
         HubError: The hub does not have one of the files, or it cannot be reached.
@@ -241,7 +241,7 @@ def _progress_bar(*, is_shown: bool) -> type[Any] | None:
 
 @contextmanager
 def _convert_errors(name: str, revision: str | None, *, writes: bool = False) -> Iterator[None]:
-    """Convert errors that huggingface_hub raises in the context to ``HubError``."""
+    """Convert huggingface_hub's errors inside the context to ``HubError``."""
     from huggingface_hub import constants, errors
 
     logger = logging.getLogger("huggingface_hub")
@@ -285,7 +285,7 @@ def _convert_errors(name: str, revision: str | None, *, writes: bool = False) ->
         elif isinstance(error, errors.EntryNotFoundError):
             problem = f"lacks a file on the hub: {_first_line(error)}. Use another revision"
         else:
-            raise  # a drive error already has a sufficient message
+            raise  # the message of a drive error is already clear
     except Exception as error:
         if not type(error).__module__.startswith("httpx"):  # huggingface_hub does not convert transport errors
             raise

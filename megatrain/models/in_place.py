@@ -2,10 +2,10 @@
 
 Each fetch of a frozen block assembles the block from ranges of the folder's safetensors files. A range is read into a
 small buffer, bypassing the page cache. It is then cast to the compute dtype and copied to its place in the layout. The
-block is bit-identical to a block with a home in any tier. Nothing is written to the folder. If a file changes during
+block is bit-identical to a block that is stored in a tier. Nothing is written to the folder. If a file changes during
 the run, the run ends with an error.
 
-Blocks of a quantized folder contain the packed bytes unchanged (``packed.py``), whatever their home.
+Blocks of a quantized folder contain the unchanged packed bytes (``packed.py``), whether or not a tier stores them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class FrozenBlock:
-    """Origin of the contents of a block of frozen weights.
+    """File ranges and decoder from which a block of frozen weights is assembled.
 
     Attributes:
         ranges: File ranges that fill the block. Empty if the folder has not been read.
@@ -79,7 +79,7 @@ class FrozenBlock:
 
 
 def frozen_blocks(loader: WeightLoader, layouts: Iterable[UnitLayout], dtype: torch.dtype) -> dict[str, FrozenBlock]:
-    """Return a block, by layout name, for each frozen layout that can be read from the folder range by range.
+    """Return a block for each frozen layout that can be read from the folder range by range, by layout name.
 
     A layout is skipped if the files lack one of its weights or store it in a form that needs a conversion.
 
@@ -140,7 +140,7 @@ def _find_gaps(layout: UnitLayout, dtype: torch.dtype) -> tuple[range, ...]:
 
 
 def buffer_bytes(blocks: Iterable[FrozenBlock], dtype: torch.dtype) -> int:
-    """Return the RAM that all readers together need for buffers and converted pieces. The blocks are not counted."""
+    """Return the bytes of RAM that all readers need for buffers and converted pieces, excluding the blocks."""
     blocks = list(blocks)
     most = 3 * _PIECE_BYTES if any(not block.ranges for block in blocks) else 0  # estimate if the folder is unread
     for each in (one for block in blocks for one in block.ranges):
@@ -220,7 +220,7 @@ class FolderSource:
         try:
             self._check_unchanged(path, os.fstat(fd))
             found = read_all(fd, tensor_bytes(window), first, self._disable_direct)
-            if not self._is_direct:  # the RAM tier does not account for the page cache
+            if not self._is_direct:  # drop the pages from the cache, which the RAM tier does not account for
                 drop_cached(fd, first, nbytes)
         finally:
             os.close(fd)

@@ -1,7 +1,7 @@
 """Random weights from the model's initialization rules, computed one tensor or one range at a time.
 
 The rules run once on the meta device to record their operations on each parameter. Nearly all rules draw random numbers
-in order and change each number separately. Such operations can be repeated range by range. The results are
+in order and change each element separately. Such operations can be repeated range by range. The results are
 bit-identical, and only one range is in memory at a time. All other rules run on whole tensors.
 """
 
@@ -31,12 +31,12 @@ _aten = torch.ops.aten
 _DRAWS = (_aten.normal_.default, _aten.uniform_.default)
 #: Operations that overwrite every element.
 _FILLS = (_aten.zero_.default, _aten.fill_.Scalar)
-#: Element-wise operations in place.
+#: Element-wise in-place operations.
 _CHANGES = (
     _aten.mul_.Scalar, _aten.mul_.Tensor, _aten.add_.Scalar, _aten.add_.Tensor, _aten.div_.Scalar, _aten.div_.Tensor,
     _aten.clamp_.default, _aten.erfinv_.default, _aten.neg_.default, _aten.exp_.default, _aten.sub_.Tensor,
 )  # fmt: skip
-#: torch draws normal numbers in groups of this size. The last group ends where the tensor ends.
+#: torch draws normal numbers in groups of this size. The last group ends at the end of the tensor.
 _GROUP_SIZE = 16
 #: Elements drawn per call when elements are skipped to reach a later range.
 _SKIPPED_ELEMENTS = 1 << 20
@@ -91,11 +91,11 @@ def initialize_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor], se
 class Initializer:
     """Generator of random weights, range by range, bit-identical to weights from ``initialize_tensors``.
 
-    Not thread-safe. Read ranges in the order of the elements, because otherwise earlier elements are drawn again.
+    Not thread-safe. Read ranges in the order of the elements. Otherwise, earlier elements must be drawn again.
 
     Args:
         model: Skeleton of the model. Its parameters can be on the meta device.
-        names: The parameters of a layout. A module's rule draws all of its parameters that are in ``names``, in order.
+        names: Parameters of a layout. A module's rule draws the module's parameters in ``names``, in order.
     """
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str], seed: int) -> None:
@@ -147,7 +147,7 @@ class _Operation:
         position: Index of the next element to draw, or -1 before the first draw.
         state: Generator state before ``position``, or None before the first draw.
         end: Generator state after the last element, or None until the last element has been drawn.
-        leftover: Last elements of the parameter, less than a group, which are drawn but not yet returned.
+        leftover: Last elements of the parameter, fewer than a group, that are drawn but not yet returned.
     """
 
     name: str
@@ -199,7 +199,7 @@ class _Operation:
         return self.end
 
     def _draw_next(self, out: Tensor) -> None:
-        """Draw the next elements into ``out``. The size of each range except the last must be a multiple of a group."""
+        """Draw the next elements into ``out``. Its size must be a multiple of the group size, except at the end."""
         stop = self.position + out.numel()
         rest = self.num_elements - stop
         if self.leftover is not None:
@@ -262,7 +262,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.is_mutable and name is not None:
             self._record_operation(name, func, args, kwargs or {})
         elif torch.Tag.nondeterministic_seeded in func.tags and not _is_on_meta(args, kwargs or {}):
-            self.is_simple = False  # repeating the rule would not draw these random numbers
+            self.is_simple = False  # repeating the recorded operations would not draw these random numbers
         return func(*args, **(kwargs or {}))
 
     def _name(self, tensor: Tensor) -> str | None:
@@ -316,7 +316,7 @@ def _record(model: PreTrainedModel, names: Sequence[str], seed: int) -> _Rules |
                 with recorder:
                     cast("Any", owner)._init_weights(module)
     except (RuntimeError, NotImplementedError):
-        return None  # a rule reads values, which meta tensors do not have
+        return None  # a rule reads a tensor's values, which meta tensors do not have
     operations = {name: recorder.operations[owners[name]] for name in names}
     firsts = [each[0] if each else None for each in operations.values()]
     # If no operation fills a parameter completely, torch's `reset_parameters` must run, even for other parameters.
@@ -349,7 +349,7 @@ def _reset_parameter(module: nn.Module, leaf: str) -> None:
 
 
 def _owner_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Map each name to the first name it is tied to. The module of that first name determines the final values."""
+    """Map each name to the first of its tied names. The module with the first name determines the final values."""
     source_of = {name: group[0] for group in tied_groups(model) for name in group}
     return {name: source_of.get(name, name) for name in names}
 
@@ -373,7 +373,7 @@ def _bind(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Iterator[Non
 def _find_modules(
     model: PreTrainedModel, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """Yield (name, module, model whose rules apply) for the modules that own ``tensors`` and for all their ancestors.
+    """Yield (name, module, model with the rules) for each module that owns ``tensors``, and for all its ancestors.
 
     As in transformers, children come first, because a parent's rule can change its descendants. For example, GPT-2
     scales the last projection of each block.

@@ -26,7 +26,7 @@ _MAX_BF16 = 3.38e38  # largest number that is finite in bf16
 @dataclass(frozen=True)
 class _Int4:
     parts: tuple[str, ...]
-    packed: tuple[str, ...]  # names of the tensors with the numbers, the scales and, if asymmetric, the zero points
+    packed: tuple[str, ...]  # names of the tensors of numbers, of scales and, if asymmetric, of zero points
     shape: tuple[int, int]
     group_size: int  # number of columns in a group
     dtype: torch.dtype  # dtype of the scales
@@ -71,7 +71,7 @@ class _Int4:
     def is_finite(self, name: str, packed: Tensor) -> bool:
         if name != self.packed[1]:
             return True
-        # Multiply by the largest packed number for this check, because all products must be finite.
+        # All products are finite if the product with the largest packed number is.
         return bool((packed.view(self.dtype).float().abs() * _LARGEST_NUMBER <= _MAX_BF16).all())
 
 

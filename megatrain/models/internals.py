@@ -1,4 +1,4 @@
-"""List of the transformers internals that this package uses, and a check that the installed version has them.
+"""List of the transformers internals that the package uses, and a check that the installed version has them.
 
 Any Hugging Face decoder can be trained without special cases, because transformers' own code determines masks, weight
 names and initial values. This requires parts of transformers that are not public. The tables below list all of them.
@@ -71,7 +71,7 @@ IMAGE_INTERNALS = {
 
 
 class TransformersVersionError(Exception):
-    """Error for a transformers version without internals that this package uses. The message lists them."""
+    """Error for a transformers version that lacks internals. The message lists the missing internals."""
 
 
 def missing_internals(names: Iterable[str]) -> list[str]:

@@ -1,8 +1,8 @@
 """Loader of a Hugging Face folder's weights into flat blocks, one range at a time.
 
 The caller owns the memory and chooses the range of a block. The loader itself needs RAM for one small piece of a
-tensor. If the conversion from the files to the model does more than stack, join, cut and transpose, it needs RAM for
-all of its tensors.
+tensor. A conversion from the files to the model that does more than stack, join, cut and transpose needs RAM for all of
+its tensors.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _SAME_MODEL = "Do config.json and the weights belong together? Copy or download 
 
 @dataclass(frozen=True)
 class Origin:
-    """Facts about the folder from which a model was loaded, for an export.
+    """Facts that an export needs about the folder from which a model was loaded.
 
     Attributes:
         plan: Plan with which the folder was loaded.
         passthrough: Tensors that an export copies.
-        trained: Names of the model's tensors that an export writes. A tied tensor has all its names in the files.
+        trained: Names of the model's tensors that an export writes, including every name of a tied tensor in the files.
     """
 
     folder: ModelFolder
@@ -70,12 +70,12 @@ class WeightLoader:
             the loader stores the transforms that the folder needs in the model. An export uses them.
 
     Attributes:
-        origin: Facts about the folder for an export.
+        origin: Facts about the folder that an export needs.
         largest_extra_nbytes: Peak memory so far, in bytes. The caller's memory is not counted.
 
     Raises:
-        ModelFolderError: A parameter is missing, the model does not have a tensor, a shape or dtype does not fit, or
-            the folder is damaged.
+        ModelFolderError: A parameter is missing, the model lacks one of the folder's tensors, a shape or dtype does not
+            fit, or the folder is damaged.
     """
 
     def __init__(self, path: Path | str, model: PreTrainedModel) -> None:
@@ -125,7 +125,7 @@ class WeightLoader:
     def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
         """Load a range of a layout's block into ``out``. Elements between parameters are unchanged.
 
-        Read the ranges in order, because the loader keeps only the latest result of a conversion of whole tensors.
+        Read the ranges in order, because the loader keeps only the result of the latest whole-tensor conversion.
 
         Args:
             layout: A layout of the model's graph.
@@ -145,7 +145,7 @@ class WeightLoader:
         """Fill ``out`` with a parameter's elements, starting at element ``start``."""
         step, start = self._find_step(entry.parameter), entry.first + start
         with torch.no_grad():
-            if step is None:  # transformers permits and initializes a parameter that the folder lacks
+            if step is None:  # transformers permits that the folder lacks this parameter, and initializes it
                 self._initializer(layout).read(entry.parameter, start, out)
             else:
                 self._run_step(step, entry.parameter, start, out)

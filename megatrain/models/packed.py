@@ -1,7 +1,7 @@
-"""Blocks that contain the packed bytes of quantized weights. They are decoded in the compute tier.
+"""Blocks that contain the packed bytes of quantized weights, which are decoded in the compute tier.
 
 In a quantized folder, a frozen layout is one block of bytes. It contains the unchanged packed bytes of the quantized
-weights, and all other weights in the compute dtype. Tiers and links therefore move only the small form. Decoded weights
+weights, and all other weights in the compute dtype. Tiers store and links move only this small form. Decoded weights
 exist only in the compute tier, for one tick. ``Packing.decode`` computes them from the leased block. The result is
 bit-identical to decoding on the host. ``in_place.py`` reads such blocks from files.
 """
@@ -49,10 +49,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class PlainWeight:
-    """A box of a tensor that is not quantized.
+    """A box of elements from a tensor that is not quantized.
 
     Attributes:
-        source: The box in the file.
+        source: Location of the box in the file.
         target: Location of the elements in the layout's weights.
         offset: First byte of the box in a block of packed bytes. The box is contiguous there.
     """
@@ -104,7 +104,7 @@ class Packing:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of further blocks with encoded weights. Empty, because the weights' own block contains all bytes."""
+        """Keys of additional blocks with encoded weights. Empty, because the layout's own block contains all bytes."""
         return ()
 
     def decode(self, block: Tensor, weights: Tensor) -> None:
@@ -170,7 +170,7 @@ def pack(
     folder: ModelFolder,
     dtype: torch.dtype,
 ) -> Packing | None:
-    """Return a layout's packing, or None if the folder lacks a weight or a weight needs more than moving elements.
+    """Return a layout's packing, or None if a weight is missing or needs a conversion that changes its elements.
 
     Args:
         regions_of: Function that returns the regions of the folder's tensors that form a parameter.

@@ -1,4 +1,4 @@
-"""Pass-through tensors: tensors of a model's folder that are not loaded, but copied to an export unchanged.
+"""Pass-through tensors: tensors in a model's folder that are not loaded, but copied unchanged to an export.
 
 They use no memory, because an export copies them directly from the folder. They include buffers, tensors that
 transformers ignores, and tensors of modules that a converter removes from the skeleton, such as a vision tower in a run
@@ -64,7 +64,7 @@ class _PassthroughWeight(Tensor):
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Place where a parameter or buffer is registered in a module.
+    """A parameter or buffer, and where it is registered in the model.
 
     Attributes:
         name: Name in the model.
@@ -98,7 +98,7 @@ class PassthroughModules:
 
     @contextmanager
     def registered(self) -> Iterator[None]:
-        """Register the meta tensors again in the context, so that the model lists their names."""
+        """Register the meta tensors again while the context is open, so that the model lists their names."""
         for place in self._places:
             place.registry[place.leaf] = place.value
         try:
@@ -121,8 +121,8 @@ def remove_tensors(
 
     Args:
         paths: Paths of the outermost removed modules, and names of single removed parameters.
-        names: Names of those tensors that model files contain.
-        places: Place where each tensor is registered.
+        names: Names of the tensors that model files contain.
+        places: Tensors to remove, with the places where they are registered.
     """
     for place in places:
         _replace_by_placeholder(model, place)
@@ -181,7 +181,7 @@ class PassthroughTensors:
         return self.combine_checksums(checksums)
 
     def combine_checksums(self, checksums: Mapping[str, str]) -> str:
-        """Return the same checksum as `checksum`, computed from the xxh3-64 checksum of each tensor's bytes."""
+        """Return the result of `checksum`, computed from each tensor's xxh3-64 checksum instead of from its bytes."""
         digest = xxhash.xxh3_64()
         for name in sorted(self.names):
             record = self.folder.records[name]

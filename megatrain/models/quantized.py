@@ -1,4 +1,4 @@
-"""Decoders for quantized weights. A decoder returns a few rows at a time, in fp32.
+"""Decoders for quantized weights. A decoder returns any range of a weight's numbers, in fp32.
 
 Four public formats are supported. Their tensors are found by name:
 
@@ -59,7 +59,7 @@ class Decoder(Protocol):
 
     Attributes:
         parts: Names of the weight's tensors in the files.
-        packed: The ``parts`` from which the numbers are computed. All other parts are read when the decoder is created.
+        packed: The ``parts`` that decoding reads. All other parts are read once, when the decoder is created.
         shape: Shape of the weight in decoding order.
         is_transposed: Whether the model swaps the last two dimensions of the weight.
     """
@@ -176,7 +176,7 @@ class _Fp8:
 
     def is_finite(self, name: str, packed: Tensor) -> bool:
         if name == self.parts[1]:
-            # Multiply only by the largest fp8 number instead of computing all products.
+            # All products are finite if the product with the largest fp8 number is.
             return bool((packed.view(torch.float32).abs() * torch.finfo(self.dtype).max <= _MAX_BF16).all())
         magnitude = packed & 0x7F
         return not bool((magnitude == 0x7F if self.dtype == torch.float8_e4m3fn else magnitude >= 0x7C).any())
@@ -234,7 +234,7 @@ def _e2m1_pairs(device: torch.device) -> Tensor:
 
 
 def _make_pair_table(table: Tensor, *, high_first: bool) -> Tensor:
-    """Return the two numbers that each byte encodes, ``(256, 2)``, given a table of 16 numbers."""
+    """Return the two numbers that each possible byte encodes, ``(256, 2)``, given the table of the 16 4-bit codes."""
     low, high = table.repeat(16), table.repeat_interleave(16)
     return torch.stack([high, low] if high_first else [low, high], dim=-1)
 

@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["ReadSpan", "Region", "trace_regions", "read_regions", "region_of"]
 #: Maximum number of elements to read per requested element. A box with wider gaps is read row by row.
 _MAX_WASTE = 1.5
-#: Rows shorter than this are read together with their gaps, because a call per row costs more than the extra bytes.
+#: Rows that span fewer elements are read together with their gaps, because one call per row would cost more.
 _SHORT_ROW = 1 << 14
 
 
 class ReadSpan(Protocol):
-    """Function that reads source tensors."""
+    """Function that reads a range of a source tensor."""
 
     def __call__(self, source: str, first: int, count: int, place: Tensor | None, /) -> Tensor:
         """Return elements ``first`` to ``first + count`` of a source, in memory order, as a 1-D tensor.
@@ -99,7 +99,7 @@ class Region:
         if start <= self.target_start and self.target_start + span <= stop:
             yield self
             return
-        # The region has more than one element here, because a single element is completely inside or outside the range.
+        # The region has several elements here, because a single element would be either inside or outside the range.
         size, stride = self.shape[0], self.target_strides[0]
         row_span = _span(self.shape[1:], self.target_strides[1:])
         first_whole = max(0, -(-(start - self.target_start) // stride))
@@ -187,7 +187,7 @@ def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 class _AliasingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode in which ``contiguous`` and ``clone`` return views. The strides of an output then locate its elements."""
+    """Mode in which ``contiguous`` and ``clone`` return views, so that an output's strides locate its elements."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default:

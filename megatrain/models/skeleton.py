@@ -66,7 +66,7 @@ def resolve_config(
 
 
 def _format_method(quantization: Any) -> str:
-    """Return the method in a `quantization_config` as `` (METHOD)``, or "" if no method is given."""
+    """Return the method of a `quantization_config` in parentheses after a space, or "" if it has no method."""
     if not isinstance(quantization, dict):
         return f" ({type(quantization).__name__})"
     is_bitsandbytes = any(key.startswith("load_in_") for key in quantization)  # early folders do not store the method
@@ -191,7 +191,7 @@ def _explain_failure(error: Exception, text_only: bool) -> str:
 
 
 def _keep_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Change parameters to fp32 that transformers always keeps in fp32, as `from_pretrained` does."""
+    """Convert the parameters that `from_pretrained` always keeps in fp32 to fp32."""
     parameters = dict(model.named_parameters())
     for name in _names_in_fp32(model, parameters, dtype):
         if parameters[name].is_floating_point():
@@ -199,7 +199,7 @@ def _keep_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _names_in_fp32(model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> list[str]:
-    """Return the names of the tensors that `from_pretrained` keeps in fp32 when it is called with `dtype`."""
+    """Return the names of the tensors that `from_pretrained` keeps in fp32 even if `dtype` is another dtype."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)
@@ -225,7 +225,7 @@ def loaded_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
 def _create_buffers(model: PreTrainedModel) -> None:
     """Allocate all buffers and fill them according to the model's initialization rules.
 
-    Meanwhile, parameters are flagged as initialized, so that the rules fill only buffers. Floating-point buffers start
+    Parameters are temporarily flagged as initialized, so that the rules fill only buffers. Floating-point buffers start
     as NaN, which reveals buffers without a rule. If such a buffer is persistent, the checkpoint provides its values.
     """
     from transformers import initialization

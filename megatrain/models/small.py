@@ -52,7 +52,7 @@ _COUNTS: dict[str, int] = {
     for name in names.split()
 }
 
-#: Config keys of a scan: expansion, number of heads and head width.
+#: Config keys of a state-space scan: expansion factor, number of heads and head width.
 _SCAN_KEYS = (
     ("mamba_expand", "mamba_n_heads", "mamba_d_head"),
     ("mamba_expand", "n_mamba_heads", "mamba_headdim"),
@@ -119,7 +119,7 @@ def build(config: PretrainedConfig, attn_implementation: str, seed: int, *, need
 
 
 def _shrunken_configs(config: PretrainedConfig, num_layers: int) -> Iterator[PretrainedConfig]:
-    """Yield scaled-down configs to try: narrow; narrow but with the original head width; with all original widths."""
+    """Yield scaled-down configs to try: first all widths reduced, then all but the head width, then no widths."""
     for keeps_head_dim, keeps_widths in ((False, False), (True, False), (True, True)):
         values = config.to_dict()
         for name in ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"):
@@ -183,7 +183,7 @@ def _shrink_depth(values: dict[str, Any], key: str, num_layers: int) -> None:
 
 
 def _fit_scan_width(values: dict[str, Any], hidden_key: str) -> None:
-    """Set a scan's head width. Some families require that all heads together are as wide as the expansion."""
+    """Set a scan's head width. Some families require that the heads' total width equals the expanded width."""
     for expand, heads, width in _SCAN_KEYS:
         if all(isinstance(values.get(name), int) for name in (expand, heads)) and width in values:
             inner = values[expand] * values[hidden_key]
@@ -278,7 +278,7 @@ def write_small_model(
 
 
 def _write_tokenizer(folder: Path) -> Path:
-    """Write a tokenizer whose words spell the token ids. The folder has no ``config.json``."""
+    """Write a tokenizer whose words are named after their token ids. The folder has no ``config.json``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder.mkdir()

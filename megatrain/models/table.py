@@ -23,7 +23,7 @@ NoRemoteCode = Annotated[
 ]
 
 
-#: Converters of a model, in the order in which they change it: the file in ``megatrain/converters``, and the class.
+#: Converters in the order in which they change a model: the file in ``megatrain/converters``, and the class.
 CONVERTERS = (
     "multimodal.MultimodalModules",
     "adapters.Adapters",

@@ -1,6 +1,6 @@
 """Task heads. A task head replaces a language model's head, for example in a reward model.
 
-A reward model usually starts from a language model's folder. The folder has no reward head, so the reward head starts
+A reward model usually starts from a language model's folder. That folder has no reward head, so the reward head starts
 with random weights. An export omits the language model's head (``lm_head``) and changes ``config.json``. A converter
 records the task head on the skeleton. The loader and the export read it there.
 """
@@ -66,7 +66,7 @@ def head_modules(model: PreTrainedModel) -> list[str]:
 
 
 def other_class_advice(names: Iterable[str]) -> str:
-    """Return advice for a folder whose model class is for another task, or "" if it is a language model."""
+    """Return advice for a folder whose model class is for an unsupported task, or "" if the task is supported."""
     other = next((name for name in names if name.endswith(_OTHER_TASKS)), None)
     if other is None:
         return ""
