@@ -1,1 +1,1 @@
-"""Converters for quirks of models, one file each. The core defines ``models/converter.py`` and imports no converter."""
+"""Converters for features and quirks of models, one file each. The core never imports a converter."""

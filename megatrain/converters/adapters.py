@@ -2,8 +2,8 @@
 
 peft injects its layers into the skeleton, so peft's code selects modules and computes scaling, dropout and DoRA. The
 engine streams adapter weights like all other weights. A unit has one trained block with adapters and one frozen block
-with the model's weights. The model's weights are named as without adapters, for example
-``model.layers.0.self_attn.q_proj.weight``. Adapter weights are named as in the adapter file, for example
+with the model's weights. Adapters do not change the names of the model's weights, for example
+``model.layers.0.self_attn.q_proj.weight``. Adapter weights have the same names as in the adapter file, for example
 ``model.layers.0.self_attn.q_proj.lora_A.weight``.
 """
 
@@ -126,7 +126,7 @@ def _one_line(error: Exception) -> str:
 class _PeftLayer:
     """Peft layer in a model. ``parent._modules[leaf]`` is ``layer``, which wraps ``base``.
 
-    Experts have one nested peft layer per weight, so there can be further layers between ``layer`` and ``base``.
+    Experts have one nested peft layer per weight, so there can be other peft layers between ``layer`` and ``base``.
     """
 
     path: str
@@ -137,7 +137,7 @@ class _PeftLayer:
 
 
 class Adapters(ModelConverter):
-    """Converter that adds LoRA layers to a graph, and knows the names of the graph's tensors.
+    """Converter that adds LoRA layers to a graph, and maps tensor names between the graph and adapter files.
 
     Args:
         table: Config table ``[lora]``.
@@ -159,10 +159,10 @@ class Adapters(ModelConverter):
         return None if settings.lora is None else cls(settings.lora, settings.table.images)
 
     def convert(self, model: PreTrainedModel) -> None:
-        """Inject LoRA layers into a skeleton, and freeze all weights outside of ``modules_to_save``.
+        """Inject LoRA layers into a skeleton, and freeze all weights except those in ``modules_to_save``.
 
-        In a model that reads images, only the language model gets adapters. Trained image modules are saved whole. If
-        the config specifies an adapter folder, the folder determines the modules.
+        In a model that reads images, only the language model gets adapters. Trained image modules are saved completely.
+        If the config specifies an adapter folder, the folder determines the modules.
 
         Raises:
             AdapterError: If no module matches, or if a module or a setting is not supported.
@@ -192,8 +192,8 @@ class Adapters(ModelConverter):
         from peft.tuners.lora import LoraLayer
 
         self._places: list[_PeftLayer] = []
-        self._layers: dict[str, Any] = {}  # by path, including nested layers
-        self._by_weight: dict[str, str] = {}  # weight of the model -> path of its peft layer
+        self._layers: dict[str, Any] = {}  # peft layers by path, including nested layers
+        self._by_weight: dict[str, str] = {}  # path of the peft layer by the name of the model's weight
         for path, module in model.named_modules():
             if not isinstance(module, LoraLayer):
                 continue
@@ -211,7 +211,7 @@ class Adapters(ModelConverter):
         return isinstance(module._modules.get("base_layer"), nn.Module)
 
     def plain_name(self, name: str) -> str:
-        """Convert a tensor's name to the name without adapters, or, for adapters, to the name in an adapter file."""
+        """Return a model tensor's name without adapters, or an adapter tensor's name in adapter files."""
         parts = name.split(".")
         for end in range(len(parts) - 1, 0, -1):
             path = ".".join(parts[:end])
@@ -270,13 +270,13 @@ class Adapters(ModelConverter):
                     view.zero_()
 
     def dora_modules(self, names: Sequence[str]) -> list[str]:
-        """Return the modules whose weights `initialize` needs to initialize the tensors ``names``."""
+        """Return the DoRA modules whose base weights `initialize` needs for the adapter tensors ``names``."""
         return [name.rpartition(".lora_")[0] for name in names if name.endswith(".lora_magnitude_vector")]
 
     # -- merging -----------------------------------------------------------------------------------------------------
 
     def tensors_of_weight(self, name: str) -> tuple[str, ...]:
-        """Return the names of a weight's adapter tensors; empty if the weight has no adapter."""
+        """Return the names of the adapter tensors that change a weight. Empty if the weight has no adapter."""
         path = self._by_weight.get(name)
         if path is None:
             return ()
@@ -329,7 +329,7 @@ class Adapters(ModelConverter):
         """Check that the adapters can be merged into the model's weights.
 
         Raises:
-            ExportTargetError: If a module with an adapter shares its weight with a different module.
+            ExportTargetError: If a module with an adapter shares its weight with another module.
         """
         with self.plain_model():
             shared = {name: names for names in tied_groups(graph.model) for name in names}
@@ -391,10 +391,10 @@ def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, non
     if images == "trained" and is_new:
         config.modules_to_save = [*(config.modules_to_save or ()), *non_text_modules(model, audio=False)]
     saved_modules = config.modules_to_save
-    # Hide these modules from peft, which would copy them. The engine trains them in place.
+    # Hide these modules from peft, which would copy them, because the engine trains them in place.
     config.modules_to_save = None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft's warnings about tied weights and transformers
+        warnings.simplefilter("ignore")  # peft warns about tied weights and about transformers
         try:
             peft.inject_adapter_in_model(config, model, adapter_name=_NAME, low_cpu_mem_usage=True)
         except ValueError as error:
@@ -417,7 +417,7 @@ def _check_patterns(config: Any, names: Sequence[str], table: LoraConfig) -> Non
         AdapterError: If a pattern is invalid or takes too long.
     """
     layers = config.layers_pattern or ()
-    kinds: dict[str, Sequence[str]] = {  # pattern template of peft -> values of the setting that peft inserts
+    kinds: dict[str, Sequence[str]] = {  # for each of peft's pattern templates, the values that peft inserts into it
         "{}": [each for each in (config.target_modules, config.exclude_modules) if isinstance(each, str)],
         r"(?:^|.*?\.){}\.(?P<idx>\d+)\.": [layers] if isinstance(layers, str) else layers,
         r"(^|.*\.){}($|\..*)": config.modules_to_save or (),
@@ -461,7 +461,7 @@ def _check_layer(where: str, path: str, layer: Any) -> None:
 
 
 def _extend_excluded(excluded: Any, paths: Sequence[str]) -> str:
-    """Extend peft's ``exclude_modules`` by some modules and their submodules."""
+    """Return peft's ``exclude_modules`` extended by the modules at ``paths`` and their submodules."""
     patterns = [rf"({'|'.join(map(re.escape, paths))})(\..*)?"]
     if isinstance(excluded, str):
         patterns.append(f"({excluded})")
@@ -471,7 +471,7 @@ def _extend_excluded(excluded: Any, paths: Sequence[str]) -> str:
 
 
 def _with_adapted_parameter(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a module with an adapted parameter. This function replaces the forward of peft's ``ParamWrapper``.
+    """Run a module whose parameter has an adapter. This function replaces the forward of peft's ``ParamWrapper``.
 
     peft's forward registers a parametrization, which needs an ``nn.Parameter``, but the parameter is a leased view.
     """
@@ -489,7 +489,7 @@ def _with_adapted_parameter(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_supported(config: Any, model: PreTrainedModel) -> None:
-    """Raise an error that names the unsupported features of peft that a config uses."""
+    """Raise an error that names the unsupported peft features in a config."""
     kinds = {
         "bias": config.bias != "none",
         "lora_bias": config.lora_bias,
@@ -632,7 +632,7 @@ _OLD_MAGNITUDE = re.compile(r"\.lora_magnitude_vector(\.weight)?$")
 
 
 class AdapterWeights:
-    """Tensors of an adapter folder, with names as in `Adapters`.
+    """Tensors in an adapter folder, under the names that `Adapters` uses.
 
     Raises:
         AdapterError: If the tensors do not match these adapters, because their model or settings differ.
@@ -656,7 +656,7 @@ class AdapterWeights:
             _OLD_MAGNITUDE.sub(".lora_magnitude_vector", name.removeprefix(FILE_PREFIX)): name
             for name in self._file.records
         }
-        #: Model's name -> file's name of each weight that peft saved with an adapter of an embedding.
+        #: Name in the file, by name in the model, of each weight that peft saved next to an embedding's adapter.
         self.base_copies = {
             name.replace(_BASE_LAYER, ".weight"): name
             for name in self._name_in_file
@@ -691,7 +691,7 @@ class AdapterWeights:
             )
 
     def fill(self, views: Mapping[str, Tensor]) -> None:
-        """Read tensors from the folder into CPU tensors of any float dtype."""
+        """Read tensors from the folder into CPU tensors of any floating-point dtype."""
         for name, view in views.items():
             view.copy_(self._file.read(self._name_in_file[name]))
             if not bool(torch.isfinite(view).all()):
@@ -711,7 +711,7 @@ def export_adapter(
     """Export a graph's adapters to a folder that peft can load, including the tokenizer's files.
 
     Args:
-        source: Function that returns a context in which the masters of one layout can be read.
+        source: Function that returns a context in which one layout's master weights can be read.
         out_dir: New folder; see `export_model`.
         base_model: Folder or hub id of the base model, for ``adapter_config.json``.
         dtype: Dtype of the exported adapters.

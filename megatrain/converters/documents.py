@@ -1,6 +1,6 @@
 """Attention within the documents of a row, without an [S, S] mask.
 
-transformers describes a mask by functions of two positions and, for sdpa, converts it to a [rows, 1, S, S] tensor. This
+transformers describes a mask as functions of two positions and, for sdpa, converts it to a [rows, 1, S, S] tensor. This
 converter attaches a pattern to these functions: causal, a window, or boundaries between documents. If a mask consists
 of such patterns, it becomes a `DocumentMask`, which holds only the lengths of the documents. sdpa attention then runs
 on each document (`_attend_each`), or as one kernel for all documents if the device supports it (`_varlen`). Any other
@@ -75,7 +75,7 @@ class Documents:
         The starts are an int32 tensor on the device, which is copied without a host sync.
         """
         tokens = self.num_rows * self.row_tokens
-        # Limit the number, because the backward needs workspace for at least FLASH_ROWS rows per document.
+        # Limit the documents per call, because the backward needs workspace for at least FLASH_ROWS rows per document.
         most = max(1, tokens // FLASH_ROWS)
         found: list[tuple[slice, int, Tensor]] = []
         at = 0
@@ -146,7 +146,7 @@ _QUERIES = METADATA_QUERIES | {"__get__", "__repr__", "untyped_storage"}
 
 
 def _materialize(value: Any, where: str) -> Any:
-    """Return an operation's arguments with their masks made dense."""
+    """Return an operation's arguments with dense masks in place of `DocumentMask` objects."""
     if isinstance(value, DocumentMask):
         return value.dense(where)
     if isinstance(value, tuple | list):
@@ -161,7 +161,7 @@ def _materialize(value: Any, where: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Pattern:
-    """Pattern that a mask function of transformers describes. Other functions have an unknown pattern.
+    """Attention pattern of one of transformers' mask functions. The patterns of other functions are unknown.
 
     Attributes:
         is_causal: Whether no token attends to later tokens.
@@ -210,8 +210,8 @@ _OPTIONAL = "remap_positions_for_packed_sequence"
 def _mask_functions() -> dict[str, Callable[..., Any]]:
     """Return replacements, by name, for transformers' functions that create or join masks. They also attach patterns.
 
-    A window has the same effect on row positions as on document positions, because tokens attend only to their own
-    document. If transformers lacks some of these functions, nothing is replaced, and all patterns are unknown.
+    It makes no difference whether a window counts positions in the row or in the document, because tokens attend only
+    to their own document. If transformers lacks one of these functions, nothing is replaced, and patterns are unknown.
     """
     from transformers import masking_utils
 
@@ -323,13 +323,13 @@ def _documents_of(given: Mapping[str, Any]) -> Documents | None:
         return None
     marks = padding if pattern.boundaries is None else pattern.boundaries
     lengths, may_be_parts = (length,) * num_rows, False
-    # Plan for documents as long as their rows, which need the most memory.
+    # In a trace, assume documents as long as their rows, because these need the most memory.
     if isinstance(marks, FakeTensor):
         may_be_parts = bool(masking_utils.is_tracing(marks))
     elif marks is not None:
         if marks.shape != (num_rows, length):
             return None
-        values = np.asarray(marks.tolist())  # read from the host mirror, if there is one
+        values = np.asarray(marks.tolist())  # reads the host mirror if the tensor has one
         if padding is not None and not _ends_in_padding(values):
             return None
         lengths = tuple(length for row in values for length in _run_lengths(row))
@@ -374,8 +374,8 @@ def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        special = any(kwargs.get(name) is not None for name in others)  # arguments such as a bias or a soft cap
-        # With dropout, run whole rows, because separate runs would draw different random numbers than transformers.
+        special = any(kwargs.get(name) is not None for name in others)  # for example a bias or a soft cap
+        # With dropout, run whole rows, because separate calls would draw other random numbers than transformers does.
         if (
             special
             or dropout
@@ -484,7 +484,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, sca
 
 
 class _Varlen(torch.autograd.Function):
-    """Flash attention of torch over concatenated sequences. The wrapper in torch 2.10 does not support windows."""
+    """torch's flash attention over concatenated sequences. torch's own wrapper (2.10) does not support windows."""
 
     @staticmethod
     def forward(

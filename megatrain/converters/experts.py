@@ -1,7 +1,7 @@
-"""Fused experts of a mixture, cut into parts that are separate units.
+"""Fused experts of mixture-of-experts layers, cut into parts that are separate units.
 
 In transformers, one module holds all experts of a layer in a few 3-D tensors, `[experts, ...]`. Its inputs are tokens,
-the chosen experts of each token, and the routing weights. No other module of the layer reads the tensors. If the
+the experts chosen for each token, and the routing weights. No other module of the layer reads the tensors. If the
 tensors are larger than a part, the module's forward becomes a sum over parts. Each part is a module with some of
 the experts, and returns the contribution of these experts to each token. The original tensors stay on the meta device
 under their names, and only the parts have weights.
@@ -49,16 +49,16 @@ def places_of_experts(chosen: Tensor, first: int, stop: int) -> Tensor:
 
 @places_of_experts.register_fake
 def _fake_places(chosen: Tensor, first: int, stop: int) -> Tensor:
-    """Return a result of maximum size for memory planning, because all tokens can be routed to one part."""
+    """Return a fake result of maximum size, so that plans allow for all tokens being routed to one part."""
     return chosen.new_empty(chosen.numel())
 
 
 class ExpertsInParts(ModelConverter):
-    """Converter that cuts layers with large fused experts into units: parts of the experts, and all other modules."""
+    """Converter that cuts layers with large fused experts into units: parts of the experts, and the other modules."""
 
     @classmethod
     def for_model(cls, settings: ModelSettings) -> ExpertsInParts | None:
-        """Return a converter if the config asks for parts of experts."""
+        """Return a converter if the config lets experts be split."""
         return cls() if settings.table.split_experts else None
 
     def convert(self, model: PreTrainedModel) -> None:
@@ -66,7 +66,7 @@ class ExpertsInParts(ModelConverter):
         self._num_elements = sum(parameter.numel() for parameter in model.parameters())
 
     def split_layer(self, model: PreTrainedModel, layer: nn.Module) -> Sequence[InnerUnit]:
-        """Return the units of a layer, or no units if the layer has no experts that are larger than a part."""
+        """Return the units of a layer. Return no units if the layer's experts fit in one part."""
         cut = {id(each.module): each.parts for each in _cut_experts(layer, self._num_elements)}
         if not cut:
             return ()
@@ -81,7 +81,7 @@ class ExpertsInParts(ModelConverter):
 
 
 class ExpertsPart(nn.Module):
-    """`LayerPart` with some of the experts of a layer.
+    """`LayerPart` with some of a layer's experts.
 
     Args:
         first: Index of the first expert.
@@ -97,7 +97,7 @@ class ExpertsPart(nn.Module):
         self.rows = range(first, stop)
         self.total_rows = int(experts.num_experts)  # type: ignore[arg-type]
         self._siblings: tuple[ExpertsPart, ...] = (self,)
-        # Use a tuple, so that torch does not register the module, whose parameters belong to all experts.
+        # A tuple keeps torch from registering the module as a submodule: its parameters belong to all experts.
         self._whole: tuple[Any] = (experts,)
         for name, parameter in experts.named_parameters(recurse=False):
             shape = (stop - first, *parameter.shape[1:])
@@ -113,7 +113,7 @@ class ExpertsPart(nn.Module):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Key that is equal for two parts if they need the same computation and memory."""
+        """Grouping key. Parts with equal keys need the same computation and memory."""
         shapes = tuple((name, tuple(each.shape), each.requires_grad) for name, each in self.named_parameters())
         return (type(self._whole[0]), shapes)
 
@@ -122,14 +122,14 @@ class ExpertsPart(nn.Module):
         """All parts of the layer, in the order in which they are called."""
         return self._siblings
 
-    # `arguments` are the arguments of ``forward``. The second argument holds each token's chosen experts.
+    # In these methods, `arguments` are those that ``forward`` gets. The second one holds each token's chosen experts.
 
     def has_routing(self, arguments: Sequence[Any]) -> bool:
-        """Return whether a call's chosen experts have values. In a trace they have none."""
+        """Return whether the chosen experts of a call are known. In a trace they are not."""
         return _routed_experts(arguments[1]) is not None
 
     def is_idle(self, arguments: Sequence[Any]) -> bool:
-        """Return whether no token of a call is routed to the part. Synchronizes the host once per routing."""
+        """Return whether a call routes no token to the part. Synchronizes the host once per routing."""
         hit = _routed_experts(arguments[1])
         return hit is not None and hit.isdisjoint(self.rows)
 
@@ -139,7 +139,7 @@ class ExpertsPart(nn.Module):
         return math.comb(others, num_chosen) / math.comb(self.total_rows, num_chosen)
 
     def placeholder_result(self, arguments: Sequence[Tensor]) -> Tensor:
-        """Return a placeholder for the result. Weights get gradients only if no argument requires a gradient."""
+        """Return a placeholder for the result. Weights are autograd inputs only if no argument requires a gradient."""
         weights = () if any(tensor.requires_grad for tensor in arguments) else tuple(self.parameters())
         made: Tensor = _PlaceholderResult.apply(*arguments, *weights)  # type: ignore[no-untyped-call]
         return made
@@ -164,7 +164,7 @@ class ExpertsPart(nn.Module):
         def linear(rows: Tensor, name: str) -> Tensor:
             weight: Tensor = getattr(self, name)
             bias: Tensor | None = getattr(self, f"{name}_bias") if whole.has_bias else None
-            # Make gradients zero instead of None, because other experts of the layer have gradients.
+            # Return zero gradients instead of None, because the layer's other experts have gradients.
             if not len(places):
                 width = weight.shape[-1 if whole.is_transposed else -2]
                 zeros = [each[(0,) * each.dim()] * 0 for each in (weight, bias) if each is not None]
@@ -181,7 +181,7 @@ class ExpertsPart(nn.Module):
 
 
 class _PlaceholderResult(torch.autograd.Function):
-    """Placeholder for the computation of some experts. Returns fp32 results, and gradients for all inputs."""
+    """Autograd function that replaces experts in a trace. Returns fp32 results, and gradients for all inputs."""
 
     @staticmethod
     def forward(ctx: Any, stream: Tensor, *others: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ class _PlaceholderResult(torch.autograd.Function):
         return tuple(torch.empty_like(tensor) if needed else None for tensor, needed in pairs)
 
 
-#: Attribute of a tensor of chosen experts. It caches the set of chosen experts on the host.
+#: Attribute of a tensor of chosen experts, which caches the set of these experts on the host.
 _ROUTED = "_megatrain_hit_experts"
 
 
@@ -211,17 +211,17 @@ def _routed_experts(chosen: Tensor) -> frozenset[int] | None:
 
 @dataclass(frozen=True)
 class _CutExperts:
-    """Parts of one module of experts."""
+    """Parts of one expert module."""
 
     module: nn.Module
     parts: tuple[ExpertsPart, ...]
 
 
 def _cut_experts(layer: nn.Module, model_elements: int) -> list[_CutExperts]:
-    """Cut modules of experts that are larger than a part, and replace their forwards by sums over the parts.
+    """Cut expert modules that are larger than a part. Replace each module's forward with a sum over its parts.
 
     Args:
-        layer: Layer that the model calls once per forward, and that reads parameters only in submodules.
+        layer: Layer that the model calls once per forward, and whose parameters are only read by submodules.
         model_elements: Number of elements in the whole model, which determines the size of the parts.
     """
     found: list[_CutExperts] = []
@@ -241,11 +241,11 @@ def has_experts_to_cut(layers: Iterable[nn.Module], model_elements: int) -> bool
 
 
 def _modules_to_cut(layer: nn.Module, model_elements: int) -> Iterator[tuple[nn.Module, int]]:
-    """Yield each module of experts that is larger than a part, with the number of experts per part."""
+    """Yield each expert module that is larger than a part, with the number of experts per part."""
     most_elements = EXPERTS_ELEMENTS * max(1, -(-model_elements // (EXPERTS_ELEMENTS * MAX_EXPERTS_PARTS)))
     adapted = {id(module._modules.get("base_layer")) for module in layer.modules()}
     for module in layer.modules():
-        # Skip modules whose weights are changed by an adapter during the forward.
+        # Skip modules whose weights an adapter changes during the forward.
         if module is layer or id(module) in adapted or not _is_fused(module):
             continue
         size = sum(parameter.numel() for parameter in module.parameters())
@@ -274,7 +274,7 @@ def _is_fused(module: nn.Module) -> bool:
 
 
 def _summing_forward(module: nn.Module, parts: Sequence[ExpertsPart]) -> Callable[..., Tensor]:
-    """Return a forward for all experts that adds the results of the parts in order."""
+    """Return a forward for an expert module that adds the results of its parts in order."""
     signature = inspect.signature(type(module).forward)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
@@ -292,7 +292,7 @@ def _surrounding_modules(layer: nn.Module, experts: Container[int]) -> Iterator[
 
     Args:
         layer: Layer with several units.
-        experts: Ids of the modules of experts.
+        experts: Python ids of the expert modules.
 
     Raises:
         ValueError: If a module that contains experts directly owns parameters.
@@ -315,7 +315,7 @@ def _surrounding_modules(layer: nn.Module, experts: Container[int]) -> Iterator[
 
 
 def _drop_attention_weights(model: PreTrainedModel, layer: nn.Module) -> None:
-    """Make a layer's attention return None instead of attention weights [rows, heads, S, S], like fused kernels.
+    """Make a layer's attention return None instead of its attention weights [rows, heads, S, S], like fused kernels.
 
     If a layer is one unit, its forward frees the attention weights. If attention is a separate unit, the layer would
     keep the weights of all micro-batches until its last part has run, without using them. transformers' output
@@ -342,7 +342,7 @@ def _places_of_attention_weights(model: PreTrainedModel) -> Iterator[tuple[type[
 
 
 def _drop_result(forward: Callable[..., Any], index: int) -> Callable[..., Any]:
-    """Wrap a forward so that it returns None at one index of its results."""
+    """Wrap a forward so that the item at ``index`` of its result is None."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rules for parameters of transformers' models in which several matrices are fused.
+"""Rules for parameters in transformers' models that fuse several matrices.
 
 A rule is selected by module and parameter name. It computes the sizes of the matrices from the module that owns the
 parameter. If the sizes do not match the parameter's shape, the parameter is reported as fused in an unknown way.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["find_fused"]
 
-#: Names of parameters that probably contain several matrices, whose outputs the model splits.
+#: Names of parameters that probably fuse several matrices. The model splits their output.
 _FUSED_NAMES = re.compile(
     r"qkv|query_key_value|^c_attn$|gate_up|up_gate|gate_and_up|^in_proj(_ba)?$|^kv_(proj|b_proj)$|^w13$"
 )
@@ -70,7 +70,7 @@ def _gates_in_each_head(owner: Any, length: int) -> FusedMatrix:
 
 _Rule = Callable[[Any, int], FusedMatrix]
 
-#: Rules by the end of the owner's class name and the name of the parameter or its module.
+#: Rules by the last part of the owner's class name, and by the name of the parameter or of its module.
 _RULES: Mapping[tuple[str, str], _Rule] = {
     ("Phi3Attention", "qkv_proj"): _query_and_grouped_key_value,
     ("Phi4MultimodalAttention", "qkv_proj"): _query_and_grouped_key_value,

@@ -1,4 +1,4 @@
-"""Reward heads, which return one number per text and replace the language model's head.
+"""Reward heads, which replace the language model's head and return one number per text.
 
 The model is transformers' class for sequence classification with one label. Its forward determines the pooling: a
 decoder uses the last token before padding, and BERT uses the first token. The outputs are small, so unlike a language
@@ -90,7 +90,7 @@ class Head(ModelConverter):
     def convert(self, model: PreTrainedModel) -> None:
         """Wrap the model's forward so that it also computes the loss."""
         prefix = re.escape(model.base_model_prefix)
-        # Set this after the model is built, because otherwise the embedding would not train the padding token's row.
+        # Set this after building the model, because the embedding would otherwise not train the padding token's row.
         model.config.pad_token_id = self._spec.pad_token_id
         # The pooler belongs to the head, because checkpoints of masked language models have no pooler.
         head_names = rf"^(?!{prefix}\.)|^{prefix}\.pooler\."
@@ -132,7 +132,7 @@ def _run_with_loss(
 def reward_loss(
     logits: Tensor, labels: Tensor, margin: Tensor | None = None, *, center: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of all pairs' losses, which are the same as in TRL's RewardTrainer, and the number of pairs.
+    """Return the sum of all pairs' losses, as in TRL's RewardTrainer, and the number of pairs.
 
     The loss of a pair is ``-log sigmoid(chosen - rejected - margin) + center * (chosen + rejected)**2``.
 

@@ -1,4 +1,4 @@
-"""Kernels of the package liger-kernel for a model's norms and gated MLPs.
+"""Use of liger-kernel's kernels for a model's norms and gated MLPs.
 
 The package's rotary embedding is not used, because it replaces a function for the whole process. Its cross entropies
 are not used, because they need whole rows of logits, and the head computes logits in parts.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["apply_liger_kernels", "check_liger_kernels", "has_liger_kernels"]
 
 _KEY = "model.use_liger_kernel = true"
-#: Arguments of liger's functions. A function without one of these parameters does not get it.
+#: Arguments that disable liger's other kernels. A function that lacks one of these parameters does not get it.
 _LEFT_OUT = {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
 _NO_MLP = {"swiglu": False, "geglu": False}
 
@@ -56,7 +56,7 @@ def apply_liger_kernels(model: PreTrainedModel, *, with_mlps: bool) -> None:
     function = _find_function(model)
     wanted = {**_LEFT_OUT, **({} if with_mlps else _NO_MLP)}
     known = inspect.signature(function).parameters
-    # The function changes the modules of this model, and classes for later models. The classes are restored below.
+    # liger's function changes the modules of this model, and classes for later models. The classes are restored below.
     namespace = vars(sys.modules[type(model).__module__])
     before = dict(namespace)
     try:

@@ -1,4 +1,4 @@
-"""Modules of a model that do not read text, such as a vision tower with its projection, or an audio encoder.
+"""Modules that do not read text, such as a vision tower with its projection, or an audio encoder.
 
 If rows have no images, these modules are not loaded, and exports contain unchanged copies (``models/passthrough.py``).
 If rows have images, the modules are streamed and either frozen or trained. Micro-batches without images skip them.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Images", "MultimodalModules", "non_text_modules", "text_modules"]
 
-#: Whether image modules are not loaded, streamed but frozen, or trained.
+#: Treatment of image modules: not loaded, streamed but frozen, or trained.
 Images = Literal["off", "frozen", "trained"]
 
 
@@ -31,7 +31,7 @@ class MultimodalModules(ModelConverter):
     """Converter that passes through, freezes or trains the modules of a model that do not read text.
 
     Args:
-        images: Whether image modules are passed through, frozen or trained. Audio modules are never trained.
+        images: Treatment of image modules. Audio modules are never trained.
     """
 
     def __init__(self, images: Images) -> None:
@@ -40,7 +40,7 @@ class MultimodalModules(ModelConverter):
 
     @classmethod
     def for_model(cls, settings: ModelSettings) -> MultimodalModules | None:
-        """Return a converter, or None if no folder has the model's weights, so nothing can be passed through."""
+        """Return a converter, or None if there is no model folder from which modules could be passed through."""
         images = settings.table.images
         return None if images == "off" and settings.table.train_from_scratch else cls(images)
 
@@ -57,7 +57,7 @@ class MultimodalModules(ModelConverter):
             _remove_non_text(model)
 
     def convert(self, model: PreTrainedModel) -> None:
-        """Keep the model. Its modules are read later, because other converters can still replace them."""
+        """Store the model, whose modules are read later, because other converters can still replace them."""
         self._model = model
 
     def is_optional(self, module: nn.Module) -> bool:

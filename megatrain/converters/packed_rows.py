@@ -1,9 +1,9 @@
-"""Check on a small copy whether a model computes the documents of a packed row separately.
+"""Check, on a small copy of a model, that the documents of a packed row are computed separately.
 
 In a packed row, positions start again at each document. Attention respects this boundary if the model passes positions
 to the mask. Recurrences, scans and short convolutions usually carry their state across the boundary. Some attention
 also ignores the boundary (distance biases, masks built without positions). transformers does not declare which models
-separate documents. The check therefore computes a document twice, alone and after another document, and compares.
+separate documents. The check therefore compares a document's logits alone and after another document.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ _HAS_IMAGES = "rows with images have special positions and masks"
 _MAY_MIX = "it may not keep apart the texts that share a row"
 
 _TOKENS = (37, 41)  # lengths of both documents, longer than a small copy's attention window
-_ROWS = 4  # several rows, because in a single row the chosen experts or keys could agree by chance
+_ROWS = 4  # several rows, because the chosen experts or keys of a single row could be equal by chance
 _FIRST_TOKEN = 3  # lower ids are usually special tokens
-#: Tolerance relative to the largest logit. Summation order causes at most 1e-5, and mixed documents at least 1e-3.
+#: Tolerance relative to the largest logit. Summation order changes logits by at most 1e-5, mixing by at least 1e-3.
 _TOLERANCE = 1e-4
-_FEW_LAYERS, _MANY_LAYERS = 3, 16  # layers of the copy: 16 if 3 layers do not contain all module classes
+_FEW_LAYERS, _MANY_LAYERS = 3, 16  # layers in the copy; 16 if the first 3 do not contain all module classes
 
-_reasons: dict[object, str | None] = {}  # cache, because all alternatives of a plan check the same model
+_reasons: dict[object, str | None] = {}  # cache, because a planner checks the same model for every alternative
 
 
 def choose_packing(
     model: ModelSpec, graph: ModelGraph, packing: PackingMode, *, is_default: bool
 ) -> tuple[PackingMode, str]:
-    """Return a packing that the model supports, and a warning if it is not the default.
+    """Return a packing mode that the model supports, and a warning if it is not the default.
 
     "concat" does not separate texts, so every text model supports it.
 
     Args:
-        is_default: Whether the config does not set packing.
+        is_default: Whether the config leaves the packing mode at its default.
 
     Raises:
         UnsupportedModelError: If the config sets packing, but the model would mix documents.
@@ -90,7 +90,7 @@ def choose_packing_of_model(model: ModelSpec, packing: PackingMode, *, is_defaul
 def find_mixing_reason(graph: ModelGraph, attn_implementation: str) -> str | None:
     """Return the reason why a model may mix the documents of a row, or None if it computes them separately.
 
-    The check runs on the CPU. A model that separates documents only on a GPU therefore also gets a reason.
+    The check runs on the CPU, so it also returns a reason for a model that separates documents only on a GPU.
 
     Args:
         graph: Graph of the model, without weights.
@@ -99,7 +99,7 @@ def find_mixing_reason(graph: ModelGraph, attn_implementation: str) -> str | Non
     if passthrough_modules(graph.model) is not None:
         # The small copy is a text model, so image modules cannot be checked.
         return f"as it also reads images, {_MAY_MIX}"
-    attention = "auto" if attn_implementation.startswith("flash") else attn_implementation  # needs a GPU
+    attention = "auto" if attn_implementation.startswith("flash") else attn_implementation  # flash needs a GPU
     kinds = _module_classes(graph.model)
     key = (type(graph.config), graph.config.to_json_string(use_diff=False), attention, frozenset(kinds))
     if key not in _reasons:

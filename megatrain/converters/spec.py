@@ -43,7 +43,7 @@ def build_graph(
 
     Args:
         config_or_folder: Hugging Face configuration, or a folder with `config.json`.
-        table: The ``[model]`` table; None to use ``keys``, and the defaults of all other keys.
+        table: The ``[model]`` table, or None to build it from ``keys`` and defaults.
         lora: As in `ModelSettings`.
         task_spec: As in `ModelSettings`.
         dtype: As in `converted_graph`.
@@ -75,10 +75,10 @@ class ModelSpec:
         table: The ``[model]`` table.
         folder: Hugging Face folder with config.json and safetensors.
         tokenizer_folder: Folder with the tokenizer's files.
-        hub: Hub model, if ``folder`` is in the hub's cache; None for a local folder.
-        lora: Settings of the adapters that are trained instead of the model, if any.
+        hub: Hub model if ``folder`` is in the hub's cache, or None for a local folder.
+        lora: Settings of the adapters that are trained instead of the model, or None.
         is_trained: Whether weights are trained. If False, all weights are frozen.
-        task_spec: Settings of the converter that changes a language model into the task's model, if any.
+        task_spec: Settings of the converter that turns a language model into the task's model, or None.
     """
 
     table: ModelConfig

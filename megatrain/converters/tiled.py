@@ -4,8 +4,8 @@ A row is the hidden state of one token. If a submodule computes each row indepen
 forward saves only the input, and its backward recomputes one piece at a time. Internal activations therefore need
 memory for the rows of only one piece.
 
-Such position-wise submodules are found by a trial on a small copy of the model with random weights. A whole input and
-its pieces must have the same outputs and gradients.
+Such position-wise submodules are found by a trial run on a small copy of the model with random weights. A whole input
+and its pieces must have the same outputs and gradients.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 __all__ = ["TiledForward", "find_position_wise", "is_position_wise", "tile_mlps"]
 
-_TOKENS = (2, 7)  # rows and tokens of the trial input
+_TOKENS = (2, 7)  # shape of the trial input: sequences and tokens per sequence
 _PIECES = (1, 5, 3, 5)
 _RTOL, _ATOL = 1e-3, 1e-5  # allow for fp32 sums in a different order
-_MIN_MATRICES = 2  # an MLP has at least two; a single projection has almost no internal activations
+_MIN_MATRICES = 2  # an MLP has at least two matrices; a single projection has almost no internal activations
 
-#: Signature of a layer: (path, class) of its larger submodules. Layers with the same signature count as equal.
+#: Signature of a layer: (path, class) of each larger submodule. Layers with the same signature are treated alike.
 _Signature = tuple[tuple[str, str], ...]
 
 
@@ -51,7 +51,7 @@ def tile_mlps(graph: ModelGraph, rows: int) -> tuple[str, ...]:
         rows: Maximum number of rows per piece, at least 1.
 
     Raises:
-        UnsupportedModelError: If no submodule of the layers is position-wise, or if the trial is not possible.
+        UnsupportedModelError: If no submodule of a layer is position-wise, or if the trial run that finds them fails.
     """
     names = find_position_wise(graph)
     for name in names:
@@ -98,7 +98,7 @@ class TiledForward:
         """Run one piece, and return its output [rows, H].
 
         Raises:
-            UnsupportedModelError: If an output recorder collects values in the module, as it would do so per piece.
+            UnsupportedModelError: If an output recorder collects values in the module, because it would run per piece.
         """
         from transformers.utils.output_capturing import _active_collector
 
@@ -157,7 +157,7 @@ class _TiledFunction(torch.autograd.Function):
         tiled: TiledForward = ctx.tiled
         hidden, *weights = ctx.saved_tensors
         _, needs_hidden, *need_weights = ctx.needs_input_grad
-        # These leaves add each piece's gradients of matrices directly to the accumulators.
+        # Backward adds each piece's matrix gradients through these leaves directly to the accumulators.
         leaves = [new_leaf(w, requires_grad=need) for w, need in zip(weights, need_weights, strict=True)]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         sums: list[Tensor | None] = [None] * len(wanted)
@@ -209,12 +209,12 @@ def find_position_wise(graph: ModelGraph) -> tuple[str, ...]:
     In a model that reads images, only the text layers are searched, because images have few tokens.
 
     Raises:
-        UnsupportedModelError: If there are no such submodules, or if the small copy lacks a kind of layer.
+        UnsupportedModelError: If there are no such submodules, or if a layer has no counterpart in the small copy.
     """
     small = small_model(graph.config.get_text_config(), "auto", seed=0, needs_head=False)
     proven = _position_wise_paths(small)
     names: list[str] = []
-    # Remove adapters, which are also position-wise, because with adapters no layer would match the small copy.
+    # Remove adapters, because the small copy has none, so no layer with adapters would match its layers.
     with graph.plain_model():
         for unit in graph.units:
             if not unit.is_layer or unit.index in graph.optional_units:
@@ -259,7 +259,7 @@ def _outermost(module: nn.Module, path: str, calls: dict[nn.Module, list[int | N
 
 
 def _call_widths(model: Any, layers: Any) -> dict[nn.Module, list[int | None]]:
-    """Run the model once, and return the input width of each call by submodule.
+    """Run the model once, and return the input width of every call of each submodule.
 
     The width is None if the call does not take and return a single tensor of hidden states.
     """
