@@ -1,1 +1,1 @@
-"""Tasks of the config, and the forward passes of a run outside its steps."""
+"""Training tasks, and the forward passes that a run makes outside its training steps."""

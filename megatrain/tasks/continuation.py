@@ -33,11 +33,11 @@ __all__ = ["Continuation", "StoppedError"]
 
 
 class StoppedError(Exception):
-    """Stop request between two passes. No lease or transfer is active."""
+    """A stop was requested between two passes. No lease or transfer is active."""
 
 
 class Continuation:
-    """Generates text after prompts with the weights in a store. Must be used by only one thread.
+    """Generator of text after prompts, with the weights in a store. Must be used by only one thread.
 
     Args:
         plan: Plan of the passes for a batch of prompts.
@@ -80,7 +80,7 @@ class Continuation:
 
         Raises:
             StoppedError: ``should_stop`` returned True.
-            VisitOrderError: The prompts do not call the same layers, or they call layers that were not planned.
+            VisitOrderError: The prompts call different layers, or they call layers that are not in the plan.
         """
         from transformers import DynamicCache
 
@@ -174,7 +174,7 @@ class Continuation:
 
 
 class _CurrentAccess:
-    """``GenerationAccess`` that forwards to the current pass's access. The first pass has a different access."""
+    """``GenerationAccess`` that forwards calls to the current pass's access. The first pass has a separate access."""
 
     def __init__(self, accesses: Sequence[StoreAccess]) -> None:
         self.access = accesses[0]
@@ -188,7 +188,7 @@ class _CurrentAccess:
         return self.access.weights(unit, visit)
 
     def skip_weights(self, unit: Any, visit: int) -> None:
-        """Skip the lease of a visit's weights. The weights are not moved."""
+        """Skip the lease of a visit's weights, which are then not moved."""
         self.access.skip_weights(unit, visit)
 
     def announce_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:

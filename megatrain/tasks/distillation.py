@@ -43,7 +43,7 @@ class TeacherRows:
 
 @dataclass(frozen=True, slots=True)
 class Distillation(Loss):
-    """Training on a teacher's scores: ``alpha * cross entropy + (1 - alpha) * temperature**2 * KL(teacher, student)``.
+    """Loss on a teacher's scores: ``alpha * cross entropy + (1 - alpha) * temperature**2 * KL(teacher, student)``.
 
     Both terms are means over the tokens with a label. The forward KL divergence is computed at the temperature, over
     the teacher's k most likely tokens. ``rest`` determines how all other tokens are treated.
@@ -67,11 +67,11 @@ class Distillation(Loss):
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes of one token's teacher scores: ids, log-probabilities, and the log-probability of the rest."""
+        """Bytes of teacher scores per token: ids, log-probabilities, and the log-probability of the rest."""
         return 8 * self.k + 4
 
     def read(self, batch: Mapping[str, Tensor], shifted: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        """Return the teacher's scores for the rows with a label. Empty if the micro-batch has no scores."""
+        """Return the teacher's scores for the rows with a label, or an empty dict if the micro-batch has no scores."""
         return {key: batch[key].flatten(0, 1).index_select(0, positions) for key in TEACHER_KEYS if key in batch}
 
     def synthetic_inputs(self, num_rows: int, device: torch.device) -> dict[str, Tensor]:
@@ -83,7 +83,7 @@ class Distillation(Loss):
         return DistillationRows(self, TeacherRows(*(placed[key] for key in TEACHER_KEYS))) if placed else PLAIN
 
     def targets(self, teacher: TeacherRows) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities of the k tokens and of the rest, as targets for the student."""
+        """Return the student's targets: the teacher's log-probabilities of the k tokens, and of the rest."""
         log_probs = teacher.log_probs.float()
         if self.rest == "renormalize":
             log_probs = log_probs - log_probs.logsumexp(1, keepdim=True)
@@ -107,7 +107,7 @@ class DistillationRows(MicroBatchLoss):
 
 
 class DistillTask(TextTask):
-    """Task that trains on texts with a teacher's score for every label."""
+    """Task that trains on texts with a teacher's scores for every label."""
 
     @staticmethod
     def loss_of(training: TrainingConfig, table: DistillConfig) -> Loss:
@@ -183,14 +183,14 @@ class RunningDistillation:
         found = values.sub_(log_sum).exp_()  # the student's probabilities; the padding column has probability 0
         of_top = found.gather(1, at)
         if spec.rest == "bucket":
-            # For tokens outside the k tokens, subtract the token's share of the bucket from its probability.
+            # For every token outside the teacher's k tokens, subtract its share of the bucket from its probability.
             share = torch.exp(self._log_rest_p - (self._rest - log_sum.squeeze(1)))
             found.mul_((1 - torch.where(self._rest.isneginf(), 0, share)).unsqueeze(1))
         elif spec.rest == "ignore":
             mass = self._log_p.exp().sum(1, keepdim=True)
             found.mul_(mass)
             of_top = of_top * mass
-        # Each token has one column, so scatter instead of adding. Tokens of other ranges use the padding column.
+        # Scatter without adding, because each token has its own column. Tokens of other ranges use the padding column.
         found = found.scatter_(1, at, of_top - self._log_p.exp())[:, :-1]
         found = found.mul_((1 - spec.alpha) * spec.temperature / self._num_items)
         if self._cross_entropy is not None:
@@ -201,7 +201,7 @@ class RunningDistillation:
         return torch.logaddexp(self._rest, self._top_scores.logsumexp(1))
 
     def _scale_logits(self, logits: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits divided by the temperature, each teacher token's column, and whether the token is in the range.
+        """Return the scaled logits, the column of each teacher token, and whether the token is in this range.
 
         An additional padding column represents the tokens outside this range of the vocabulary.
         """

@@ -34,12 +34,12 @@ class PreferenceTask:
 
     @staticmethod
     def loss_of(training: TrainingConfig | None, table: PreferenceConfig) -> PreferenceLoss:
-        """Return the loss over preferences."""
+        """Return the preference loss that ``[preference]`` configures."""
         return PreferenceLoss(**{field.name: getattr(table, field.name) for field in fields(PreferenceLoss)})
 
     @staticmethod
     def findings(table: PreferenceConfig, dataset: TokenDataset) -> Sequence[RowFinding]:
-        """Return the number of examples. Add a warning if all labels are the same, and a note if answers are scored."""
+        """Return the number of examples, a warning if all labels are equal, and a note if answers are scored."""
         loss = PreferenceTask.loss_of(None, table)
         found = [RowFinding("ok", f"{dataset.kind.summary(dataset.roles)} for {loss.loss_type}")]
         if not loss.is_paired and len(set(dataset.roles[::2].tolist())) < 2:
@@ -50,11 +50,11 @@ class PreferenceTask:
         return found
 
     def accumulator(self) -> PreferenceMetrics:
-        """Return an accumulator for a set's examples."""
+        """Return an accumulator for the metrics of a set's examples."""
         return PreferenceMetrics(self._loss)
 
     def prepare(self, context: PrepareContext) -> Mapping[str, Any]:
-        """Add the reference model's log-probabilities to the loaders, if the loss needs them."""
+        """Add the reference model's log-probabilities to the loaders if the loss needs them."""
         if not self._loss.needs_reference:
             return {}
         reference = Reference(
@@ -77,7 +77,7 @@ class PreferenceMetrics:
         self._loss, self._collected, self._num_passes = loss, CollectedExamples(), 0
 
     def head(self, runner: LayerRunner, micro_batches: MicroBatches) -> _Answers:
-        """Return each micro-batch together with the log-probabilities of its answers."""
+        """Return each micro-batch with the log-probabilities of its answers."""
         return list(zip(micro_batches, runner.log_probs(micro_batches), strict=True))
 
     def add(self, found: _Answers) -> None:

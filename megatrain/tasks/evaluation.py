@@ -1,4 +1,4 @@
-"""Evaluations between two steps. The training engine computes the losses of held-out rows."""
+"""Evaluations between training steps, in which the training engine computes the losses of held-out rows."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class EvaluationSpec:
         return f"{name}_average" if weights == "average" and len(self.weights) > 1 else name
 
     def evaluation_names(self, names: Iterable[str]) -> list[str]:
-        """Return the names of all evaluations at one step, in order. ``names`` are the names of the sets."""
+        """Return the names of all evaluations at a step, in order. ``names`` contains the names of the sets."""
         names = list(names)
         return [self.name_of(name, weights) for weights in self.weights for name in names]
 
@@ -118,7 +118,7 @@ class EvaluationSet:
 
     Attributes:
         loader: Loader of the rows. Each evaluation uses one epoch.
-        num_micro_batches: Number of micro-batches in one step of the loader.
+        num_micro_batches: Number of micro-batches in each of the loader's steps.
         num_together: Number of micro-batches that share a pass.
         own: Micro-batches of a pass that this rank evaluates, or None for all micro-batches.
     """
@@ -156,7 +156,7 @@ def load_evaluation_sets(
 
     Args:
         on_message: Called with reports on the rows.
-        training: Training dataset. Its held-out rows are an evaluation set. None to load it if it is needed.
+        training: Training dataset, whose held-out rows are an evaluation set. None to load it if needed.
         on_warning: Called with a warning for each set that lost many rows or tokens.
 
     Raises:
@@ -183,9 +183,9 @@ def load_evaluation_sets(
 
 
 def deal_micro_batches(run: RunSpec, rows: int) -> list[range]:
-    """Return the micro-batches of a pass that each rank evaluates. Each micro-batch has ``rows`` rows.
+    """Return the range of a pass's micro-batches that each rank evaluates. Each micro-batch has ``rows`` rows.
 
-    Every rank has at least one micro-batch, and not more rows than in training. Metrics do not depend on the division.
+    Every rank gets at least one micro-batch, and at most its number of rows in training. Metrics do not depend on this.
     """
     of_training = [
         len(run.lanes.micro_batches_of_rank(rank, run.batch.num_micro_batches)) for rank in range(run.world.size)
@@ -241,13 +241,13 @@ def count_pass_traffic(plan: Plan, num_passes: int) -> dict[str, int]:
 
 
 class Evaluator:
-    """Evaluates a run at the configured steps. Must be used by the training thread.
+    """Evaluator of a run at the configured steps. Must be used by the training thread.
 
     Args:
         steps_per_epoch: Number of steps in an epoch of training.
-        should_stop: Called between passes. An interrupted evaluation is not reported. All ranks call it and must get
-            the same result, so it can be a collective.
-        before: Latest evaluations before the run was resumed, by name. They are not repeated at the same step.
+        should_stop: Called between passes, on all ranks. It must return the same result on all of them, so it can be a
+            collective. An interrupted evaluation is not reported.
+        before: Latest evaluations before a resume, by name. They are not repeated at the same step.
         plans: Plans of the passes, or None to use the result of ``plan_evaluations``.
         samplers: Samplers by the kind of weights that they use. Empty if samples are off.
 
@@ -281,7 +281,7 @@ class Evaluator:
         self._should_stop = should_stop
         self.latest_evaluations = dict(before)
         self._passes: dict[EvaluatedWeights, Passes] = {}
-        # The first evaluation creates the collectives, because by then the ranks have joined their group.
+        # Created by the first evaluation, because the ranks have joined their group only by then.
         self._collectives: Collectives | SingleRank | None = None
 
     def is_due(self, step: int) -> bool:
@@ -328,7 +328,7 @@ class Evaluator:
         """Evaluate and report every set that has not been evaluated at this step. Use the current weights.
 
         All updates must be finished, and the compute tier must not keep copies for a later step. Afterwards, the store
-        has no schedule. A collective: all ranks must call it at the same steps.
+        has no schedule. This is a collective: all ranks must call it at the same steps.
         """
         if self._collectives is None:
             self._collectives = make_collectives(self._plan.run.world, self._plan.program.compute_tier)
@@ -389,7 +389,7 @@ class _SplitRow:
 
 
 def _split_rows(dataset: TokenDataset, data_seed: int, count: int, max_new_tokens: int) -> list[_SplitRow]:
-    """Return a set's first rows, split before the first token in the loss. For preferences, use the first answers.
+    """Return a set's first rows, split before the first token in the loss. For preferences, use each first answer.
 
     A text that is entirely in the loss is split in the middle.
     """
@@ -410,7 +410,7 @@ def _split_rows(dataset: TokenDataset, data_seed: int, count: int, max_new_token
 
 
 class Sampler:
-    """Generates samples between two steps by continuing rows of evaluation sets with the current weights.
+    """Generator of samples between training steps, which continue rows of evaluation sets with the current weights.
 
     The most likely token is always selected, so samples depend only on the weights. The KV cache uses the memory of
     gradients, activations and workspace, so that no tier exceeds its capacity.
@@ -448,7 +448,7 @@ class Sampler:
             gather: Collective that returns the values of all ranks.
 
         Raises:
-            ConfigError: A row and its new tokens need more positions than the model has.
+            ConfigError: A row with its new tokens needs more positions than the model has.
             DoesNotFitError: A tier is too small.
             UnsupportedModelError: The model cannot generate with streamed weights.
         """
@@ -476,7 +476,7 @@ class Sampler:
 
         generation = planned(num_micro_batches)
         fitting = generation.plan.run.batch.num_micro_batches
-        least = min(gather(fitting))  # some ranks can have memory for fewer micro-batches
+        least = min(gather(fitting))  # other ranks may only have memory for fewer micro-batches
         if least < fitting:
             generation = planned(least)
         return cls(plan, generation, rows, tokenizer, num_new)
@@ -501,7 +501,7 @@ class Sampler:
     ) -> list[Sample]:
         """Generate a set's samples. Return no samples if a stop was requested.
 
-        As for ``Evaluator.run``, all updates must be finished. A collective: all ranks must call it.
+        As for ``Evaluator.run``, all updates must be finished. This is a collective: all ranks must call it.
 
         Args:
             should_stop: Called before each pass. All ranks must get the same result.

@@ -1,6 +1,6 @@
 """Forward passes over batches with a store's weights, for evaluations, a reference model, and scores.
 
-A head is a function of the layer runner that computes the result of a pass. All other code is the same for all passes.
+A head is a function that computes a pass's result with the layer runner. All other code is the same for all passes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Result = TypeVar("Result")
 
 
 class Passes:
-    """Runs forward passes. Must be used by only one thread, when all updates are finished.
+    """Runner of forward passes. Must be used by only one thread, after all updates are finished.
 
     Args:
-        plan: Plan of passes, or of a training step whose forward then serves as a pass.
+        plan: Plan of passes, or of a training step, whose forward is then run as a pass.
         timeline: Timeline that records every op, or None to record nothing.
         activity: Progress of the current pass, for a live view.
         collectives: Collectives of the ranks that share the weights, or None for a single process.
-        stays: Copies that stay in the compute tier between passes, according to the plan of passes.
+        stays: Copies that the plan of passes keeps in the compute tier between passes.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Passes:
             should_stop: Called after each pass, on all ranks.
 
         Raises:
-            VisitOrderError: In eval mode, the model calls its units in a different order.
+            VisitOrderError: The model calls its units in a different order in eval mode than in the plan.
         """
         schedule = self._engine.program.schedule(self._plan.placement.homes, num_passes)
         set_schedule(self._store, schedule, self._plan.run.advanced.prefetch_bytes)

@@ -1,9 +1,9 @@
-"""Preference losses: functions of whole answers' log-probabilities, and their gradients per answer.
+"""Preference losses, which are functions of whole answers' log-probabilities, and their gradients per answer.
 
 An example consists of two rows of a micro-batch. Rows 0 to P - 1 contain the first answers of P examples, and rows P to
 2P - 1 their second answers. For a pair, these are the chosen and the rejected answer. For an unpaired example (KTO),
-the first row contains the answer, and the second row the example's prompt with another example's answer. KTO estimates
-the divergence from the reference model with the second rows.
+the first row contains the answer, and the second row the example's prompt with another example's answer. From the
+second rows, KTO estimates the divergence from the reference model.
 
 The losses depend on the logits only through each answer's summed log-probability. The gradient is therefore the
 cross-entropy gradient multiplied by one weight per answer. The weight is known only after all rows of an example have
@@ -47,10 +47,10 @@ _LENGTH_NORMALIZED = ("orpo", "simpo")  # losses that use the mean over an answe
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """Divisors for the terms of a step's loss.
+    """Divisors of the terms in a step's loss.
 
     Attributes:
-        num_chosen_tokens: Total number of tokens in first answers.
+        num_chosen_tokens: Total number of tokens in the first answers.
     """
 
     num_examples: int
@@ -59,7 +59,7 @@ class StepSize:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Examples:
-    """All P examples of a micro-batch. Empty rows are left out.
+    """All P examples in a micro-batch. Empty rows are left out.
 
     Attributes:
         counts: Number of labelled tokens in each row of the micro-batch, including empty rows.
@@ -84,7 +84,7 @@ class Examples:
         return self.rows.shape[1]
 
     def sums(self, row_logps: Tensor) -> Tensor:
-        """Sum the log-probabilities of each row's labelled tokens. Return one sum per row."""
+        """Return each row's sum of log-probabilities over its labelled tokens."""
         # Do not use `index_add_`, because its order of additions varies on a GPU.
         return torch.stack([part.sum() for part in torch.split(row_logps, list(self.counts))])
 
@@ -259,7 +259,7 @@ class PreferenceLoss(Loss):
 
 
 def _log_one_minus_exp(values: Tensor) -> Tensor:
-    """Return ``log(1 - exp(x))`` for negative numbers. The result is accurate both near 0 and far from 0."""
+    """Return ``log(1 - exp(x))`` for negative ``x``, accurately both near 0 and far from 0."""
     is_near = values > -0.693
     near = torch.log(-torch.expm1(torch.where(is_near, values, -1.0)))
     far = torch.log1p(-torch.exp(torch.where(is_near, -1.0, values)))
@@ -279,7 +279,7 @@ class ComparedRows(MicroBatchLoss):
         return True
 
     def for_rows(self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool) -> RowsLoss:
-        """Return an accumulator for the rows' log-probabilities. ``compare`` sets the rows' weights later."""
+        """Return an accumulator for the rows' log-probabilities. ``compare`` later sets the rows' gradient weights."""
         return RunningSoftmax(labels, vocab_size, 1)
 
     def compare(self, rows: Sequence[RowsLoss]) -> tuple[Tensor, Sequence[PartialMean]]:
@@ -296,7 +296,7 @@ class ComparedRows(MicroBatchLoss):
 
 @dataclass(eq=False)
 class CollectedExamples:
-    """Examples of an evaluation. Stores a few numbers per example on the host, because ranks exchange this object."""
+    """Examples of an evaluation. Holds only a few host numbers per example, because ranks exchange this object."""
 
     _batches: list[tuple[Tensor, dict[str, Tensor]]] = field(default_factory=list)
     _parts: list[int] = field(default_factory=list)
@@ -307,7 +307,7 @@ class CollectedExamples:
         Args:
             batch: Micro-batch with ``REFERENCE`` and ``DESIRABLE``.
             shifted: Labels of the next token.
-            part: Number of the pass in which they were computed.
+            part: Number of the pass that computed them.
         """
         described = describe_examples(batch, shifted)
         self._batches.append((torch.tensor(logps, dtype=torch.float32)[described["rows"]], described))

@@ -15,7 +15,7 @@ __all__ = ["GenerationSettings", "PromptError", "generation_options", "prompt_to
 
 
 class PromptError(Exception):
-    """A prompt cannot be continued. The message states the reason and the remedy."""
+    """Error for a prompt that cannot be continued. The message states the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def _check_template(tokenizer: Any, messages: Sequence[dict[str, str]]) -> None:
 def prompt_tokens(
     tokenizer: Any, prompt: str, system: str = "", history: Sequence[dict[str, str]] = ()
 ) -> torch.Tensor:
-    """Return a prompt's tokens, ``(1, tokens)``. The prompt is a chat turn, or plain text without a chat template.
+    """Return a prompt's tokens, ``(1, tokens)``. The prompt is a chat turn, or plain text if there is no chat template.
 
     Args:
         system: System message, or "" for no system message.
@@ -87,7 +87,7 @@ def generation_options(settings: GenerationSettings, tokenizer: Any, available_p
     """Return the arguments of transformers' ``generate``, except the prompt.
 
     Args:
-        available_positions: Maximum number of new tokens that the model's positions allow.
+        available_positions: Number of positions that the model has left for new tokens.
     """
     options: dict[str, Any] = {"max_new_tokens": min(available_positions, settings.max_new_tokens)}
     if settings.temperature == 0:

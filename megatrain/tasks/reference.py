@@ -1,7 +1,7 @@
 """Reference of a preference loss: the initial model's log-probability of every answer.
 
 The training engine computes the log-probabilities once, before the first step, with evaluation passes over all rows.
-A second model is therefore never in memory. They are stored in two places. The run's folder keeps them for a resumed
+A second model is therefore never in memory. The results are stored twice. The run's folder keeps them for a resumed
 run, which no longer has the initial weights. The token cache keeps them for other runs with the same model and rows.
 """
 
@@ -43,7 +43,7 @@ __all__ = ["FOLDER_NAME", "RECORD", "Reference", "num_reference_passes"]
 
 #: Name of the folder in ``output_dir`` and in the token cache.
 FOLDER_NAME = "reference"
-#: Key in ``RunState.model`` for the checksums of the log-probabilities, which are keyed by the rows' checksum.
+#: Key in ``RunState.model`` for the checksum of each loader's log-probabilities, by checksum of the loader's rows.
 RECORD = "reference_xxh3_64"
 _FORMAT = 1
 _ENDING = ".logps"
@@ -52,7 +52,7 @@ Logps = npt.NDArray[np.float32]
 
 
 class ReferenceFileError(Exception):
-    """A file of log-probabilities is incomplete, or belongs to another model or to other rows."""
+    """Error for a file of log-probabilities that is damaged, or belongs to another model or to other rows."""
 
 
 def num_reference_passes(plan: Plan, loader: BatchLoader) -> int:
@@ -62,7 +62,7 @@ def num_reference_passes(plan: Plan, loader: BatchLoader) -> int:
 
 
 class Reference:
-    """Adds reference log-probabilities to loaders, read from a file or computed.
+    """Source of reference log-probabilities, which are read from a file or computed, and added to loaders.
 
     Args:
         timeline: Timeline that records ops while it is on.
@@ -124,7 +124,7 @@ class Reference:
         return None if self._cache is None else self._cache / FOLDER_NAME / (key + _ENDING)
 
     def _read_cached(self, loader: BatchLoader) -> Logps | None:
-        """Return log-probabilities that an earlier run with the same model and rows has cached, or None."""
+        """Return the log-probabilities that an earlier run with the same model and rows has cached, or None."""
         key = self._key(loader)
         cached, count = self._cache_file(key), len(loader.dataset)
         if cached is not None and cached.exists():
@@ -149,7 +149,7 @@ class Reference:
         cached = self._cache_file(key)
         _write(path, key, values)
         if cached is not None:
-            # Ignore errors of the cache, because the values are also in the run's folder.
+            # Ignore cache errors, because the values are also stored in the run's folder.
             with suppress(OSError):
                 _write(cached, key, values)
         self._on_message(f"reference: log-probabilities of {count:,} answers computed in {seconds}, stored in {path}")
@@ -190,7 +190,7 @@ class Reference:
         return values
 
     def _key(self, loader: BatchLoader) -> str:
-        """Return a key of 32 hex digits that depends on everything that determines the values."""
+        """Return a key of 32 hex digits that depends on everything that determines the log-probabilities."""
         run = self._plan.run
         self._digest = self._digest or self._model_digest()
         parts = {
@@ -219,7 +219,7 @@ class Reference:
         parts: dict[str, Any] = {"config": checksum((folder / "config.json").read_bytes())}
         files = [] if model.table.train_from_scratch else sorted(folder.glob("*.safetensors"))
         if model.lora is not None:
-            # New adapters do not change results before the first step, except for rounding with DoRA.
+            # New adapters do not change the initial model's results, except that DoRA changes how they are rounded.
             parts["dora"] = model.lora.use_dora
             if model.lora.adapter_name_or_path is not None:
                 files.append(Path(model.lora.adapter_name_or_path) / ADAPTER_WEIGHTS)
@@ -264,7 +264,7 @@ class Reference:
         )
 
     def _search_cache(self, loader: BatchLoader, wanted: str) -> Logps | None:
-        """Return the values in a cached file that has the checksum ``wanted``, or None."""
+        """Return the log-probabilities in a cached file with the checksum ``wanted``, or None."""
         if self._cache is None:
             return None
         for path in sorted((self._cache / FOLDER_NAME).glob(f"*{_ENDING}")):
@@ -285,11 +285,11 @@ def _file_checksum(path: Path) -> str:
 
 
 def _read(path: Path, key: str | None, count: int) -> Logps:
-    """Return the values in a file.
+    """Return the log-probabilities in a file.
 
     Args:
         key: Key that the file must have, or None to accept any key.
-        count: Expected number of values.
+        count: Expected number of log-probabilities.
 
     Raises:
         ReferenceFileError: The file is damaged, or it belongs to another model or to other rows.
@@ -311,7 +311,7 @@ def _read(path: Path, key: str | None, count: int) -> Logps:
 
 
 def _write(path: Path, key: str, values: Logps) -> None:
-    """Write a file atomically."""
+    """Write log-probabilities to a file atomically."""
     body = values.tobytes()
     header = {"format": _FORMAT, "key": key, "count": len(values), "checksum": checksum(body)}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Reward task (``task = "reward"``): trains a model that scores texts, on pairs with a preferred text."""
+"""Reward task (``task = "reward"``): trains a model that scores texts, using pairs with a preferred text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RewardTask(TextTask):
 
     @staticmethod
     def findings(table: Any, dataset: TokenDataset) -> Sequence[RowFinding]:
-        """Return the number of pairs."""
+        """Return a finding with the number of pairs."""
         return [RowFinding("ok", dataset.kind.summary(dataset.roles))]
 
     def accumulator(self) -> MetricAccumulator:
@@ -45,7 +45,7 @@ class RewardMetrics:
         self._found: list[npt.NDArray[np.float64]] = []
 
     def head(self, runner: LayerRunner, micro_batches: MicroBatches) -> list[npt.NDArray[np.float64]]:
-        """Return the rewards and margins of the pairs in each of a pass's micro-batches."""
+        """Return the rewards and margins of the pairs in each micro-batch of a pass."""
         outputs = runner.outputs(micro_batches)
         return [rewards(batch, logits) for batch, logits in zip(micro_batches, outputs, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Names of tasks and facts about them, and config tables [preference], [reward], [distill] and [evaluation]."""
+"""Task names, facts about each task, and config tables [preference], [reward], [distill] and [evaluation]."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ TaskName = Literal["sft", "pretrain", "distill", "dpo", "reward"]
 
 
 class TaskTable(Table):
-    """Base class of the config tables of single tasks."""
+    """Base class of config tables that belong to one task."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yield the problems of the table in a config with its task."""
+        """Yield the problems of this table in a config that selects the table's task."""
         yield from ()
 
 
@@ -135,13 +135,13 @@ class DistillConfig(TaskTable, json_schema_extra=all_alter("yes")):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A key with values that a task does not support.
+    """A key that a task supports only with certain values.
 
     Attributes:
         key: Dotted name of a key or table.
         allowed: Values that the task supports.
-        message: Sentence about any other value. ``{key}``, ``{value}`` and ``{task}`` (``task = ...``) are replaced.
-        remedy: What to write instead.
+        message: Error for any other value. ``{key}``, ``{value}`` and ``{task}`` (``task = ...``) are replaced.
+        remedy: Advice on what to write instead.
     """
 
     key: str
@@ -150,7 +150,7 @@ class Refusal:
     remedy: str = "Leave the key out"
 
     def problem(self, task: str, value: object) -> Problem | None:
-        """Return the problem with a value of the key in a config with this task, or None if the value is allowed."""
+        """Return the problem that a value of this key has in a config with this task, or None if it is allowed."""
         if value in self.allowed:
             return None
         shown = "" if isinstance(value, Table) else format_value(value)
@@ -158,7 +158,7 @@ class Refusal:
         return Problem(self.key, message, self.remedy)
 
 
-#: Keys that a task refuses by default, because a new loss is not cross entropy and reads only text.
+#: Refusals of a task by default: most losses other than cross entropy do not support these keys and read only text.
 REFUSED_BY_DEFAULT = (
     *(
         Refusal(key, (0.0,), "{key} changes the cross entropy, which {task} does not train on", "Leave it out")
@@ -170,7 +170,7 @@ REFUSED_BY_DEFAULT = (
 
 @dataclass(frozen=True, slots=True)
 class TaskFacts:
-    """Facts about a task, for generated configs, for checks, and to select the task's class and row kind.
+    """Facts about a task, for generating and checking configs, and for selecting the task's class and row kind.
 
     Attributes:
         description: Description of the task's rows and loss.
@@ -178,16 +178,16 @@ class TaskFacts:
         learning_rate: Default learning rate for training all parameters of a pretrained model.
         lora_learning_rate: Default learning rate for training only adapters.
         class_path: Module and class of the task in this package, such as ``text.TextTask``.
-        rows: Function that returns the task's row kind: module in `megatrain/data`, and name. It gets the task's config
-            table, or None for the default table.
+        rows: Function that returns the task's row kind as "module.NAME" within `megatrain/data`, given the task's
+            config table, or None for the default table.
         table: Name of the task's config table, or "" if it has none.
         is_packed: Whether a row of a micro-batch can contain several documents.
         is_streamed: Whether the task supports `data.streaming`.
         has_lm_head: Whether the model has a language model head.
         train_on: Default of `data.train_on`, or None for the default of its table.
-        example: Name of one example, in messages.
+        example: Noun for one example, in messages.
         refusals: Keys that the task does not support.
-        refusal_elsewhere: The task's table or key that all other tasks refuse, or None.
+        refusal_elsewhere: Refusal of the task's table or key by all other tasks, or None.
     """
 
     description: str

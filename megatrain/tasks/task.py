@@ -47,16 +47,16 @@ class SetMetrics:
 
 
 class MetricAccumulator(Protocol):
-    """Accumulates the results of an evaluation's passes."""
+    """Accumulator for the results of an evaluation's passes."""
 
     def head(self, runner: LayerRunner, micro_batches: MicroBatches) -> Any:
-        """Run the layers for one pass. Return the input for ``add``."""
+        """Run the layers for one pass, and return the result for ``add``."""
 
     def add(self, found: Any) -> None:
         """Add the result of ``head`` for one pass."""
 
     def compute(self, gather: Gather[Any]) -> SetMetrics:
-        """Return the metrics over all ranks' rows, equal on all ranks and for any division of the rows."""
+        """Return the metrics over the rows of all ranks, which are equal on all ranks and for any division of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class PrepareContext:
 
 @dataclass(frozen=True, slots=True)
 class RowFinding:
-    """Finding of the command `check` about a task's rows.
+    """Finding about a task's rows that the command `check` reports.
 
     Attributes:
         severity: "ok", "note" (useful to know) or "warning" (rarely intended).

@@ -31,7 +31,7 @@ class TextTask:
 
     @staticmethod
     def findings(table: Any, dataset: TokenDataset) -> Sequence[RowFinding]:
-        """Return no findings, because the report on the rows is sufficient."""
+        """Return no findings, because the report on the rows already covers plain texts."""
         return ()
 
     def accumulator(self) -> MetricAccumulator:
