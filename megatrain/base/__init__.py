@@ -1,1 +1,1 @@
-"""The lowest layer: errors, records, names and formats for all packages. Imports only ``tiered``."""
+"""Lowest layer: errors, records, names and formats that all packages use. Imports only ``tiered``."""

@@ -12,7 +12,7 @@ __all__ = ["Change", "ConfigChanges"]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One key with two values.
+    """A key whose value differs between two configs.
 
     Attributes:
         key: Dotted key, e.g. ``optimizer.groups.0.learning_rate``.
@@ -31,10 +31,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class ConfigChanges:
-    """All keys with different values, in the order of the config.
+    """All keys whose values differ, in the order of the config.
 
     Attributes:
-        altering: Changes that affect the numbers that the run computes.
+        altering: Changes that affect the results of the run.
         free: Changes that do not affect the results.
     """
 

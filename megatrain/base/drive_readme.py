@@ -1,4 +1,4 @@
-"""The README in a folder on a drive. It warns users not to delete the folder, because it contains checkpoints."""
+"""README for a folder on a drive. It warns users not to delete the folder, because it contains checkpoints."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ folder.
 
 
 def write_readme(drive: Path, checkpoints: Path) -> None:
-    """Write the README of a folder on a drive. Ignores failures. The caller holds the folder's lock.
+    """Write the README into a folder on a drive, ignoring failures. The caller must hold the folder's lock.
 
     Args:
-        checkpoints: Directory of generations of the run or store that now uses the folder.
+        checkpoints: Directory with the generations of the run or store that now uses the folder.
     """
     stores = [checkpoints]
     for _, folder in snapshot_folders([drive]):
@@ -49,7 +49,7 @@ def write_readme(drive: Path, checkpoints: Path) -> None:
     runs = dict.fromkeys(store.parent if store.name == CHECKPOINTS_NAME else store for store in stores)
     text = _TEXT.format(runs="\n".join(f"  {run}" for run in runs), folder=drive)
     path, temporary = drive / README_NAME, drive / f".{README_NAME}.tmp"
-    with contextlib.suppress(OSError):  # other writes of the run report a full drive
+    with contextlib.suppress(OSError):  # if the drive is full, the run's other writes report it
         if path.is_file() and path.read_text(encoding="utf-8", errors="replace") == text:
             return
         try:

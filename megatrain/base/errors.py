@@ -13,7 +13,7 @@ __all__ = ["ConfigError", "ModelFolderError", "Problem", "UnsupportedModelError"
 
 
 class UnsupportedModelError(Exception):
-    """The model cannot be trained. The message names the model, the missing property and the remedy."""
+    """Error for a model that cannot be trained. The message names the model, the missing property and the remedy."""
 
     def __init__(self, model: str, problem: str) -> None:
         self.model = model
@@ -45,10 +45,10 @@ class Problem:
 
 
 class ConfigError(Exception):
-    """A config cannot be used.
+    """Error for a config that cannot be used.
 
     Attributes:
-        problems: All problems (at least one), in the order of the file.
+        problems: All problems (at least one), in the order of the config file.
         source: The config file.
     """
 
@@ -65,7 +65,7 @@ class ConfigError(Exception):
 
 
 class ModelFolderError(Exception):
-    """A model folder cannot be used. The message names the problem, the place and the remedy.
+    """Error for a model folder that cannot be used. The message names the problem, the place and the remedy.
 
     Attributes:
         path: The file or folder at fault.

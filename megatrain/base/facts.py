@@ -1,4 +1,4 @@
-"""Facts about a machine and a model. They determine the sizes in a first config."""
+"""Facts about a machine and a model, which determine the sizes in a new config."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Known facts about a model. ``path`` is a folder or a hub name. Unknown numbers are 0."""
+    """Known facts about a model. ``path`` is a folder or a hub id. Unknown numbers are 0."""
 
     path: str
     num_parameters: int = 0

@@ -47,14 +47,14 @@ PART_ALIGNMENT_ELEMENTS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One parameter in a flat block.
+    """Location of a parameter in a flat block.
 
     Attributes:
         name: Full parameter name as in `model.named_parameters()`.
         shape: Shape of the parameter; `()` for a scalar.
-        offset: First element in the block, a multiple of `ALIGNMENT_ELEMENTS`.
-        part_of: Model parameter, if this entry is only a range of its first dimension. "" for a whole parameter.
-        first: First element of this range in the model's parameter.
+        offset: Index of its first element in the block, a multiple of `ALIGNMENT_ELEMENTS`.
+        part_of: The model's parameter, if this entry is only a range of its first dimension. "" for a whole parameter.
+        first: Index of this entry's first element in the model's parameter.
     """
 
     name: str
@@ -65,7 +65,7 @@ class TensorEntry:
 
     @property
     def parameter(self) -> str:
-        """Name of the parameter in the model."""
+        """Name of the model's parameter."""
         return self.part_of or self.name
 
     @property
@@ -76,15 +76,15 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
-    """All parameters of one block group.
+    """Layout of one block group's parameters.
 
     Attributes:
         name: Name of the block group: the unit's name, or `<unit>.frozen` for the frozen part of a partly frozen unit.
-        entries: Parameters in definition order, without overlap.
+        entries: Locations of the parameters in definition order, without overlap.
         num_elements: Length of the block in elements including padding, a multiple of `ALIGNMENT_ELEMENTS`.
         trainable: Whether the group has gradients and optimizer state.
-        parts: Consecutive ranges of elements. Each has separate blocks for state and gradient. A small group has one
-            part.
+        parts: Consecutive ranges of elements. Each part has separate blocks for state and gradient. A small group has
+            only one part.
     """
 
     name: str
@@ -114,7 +114,7 @@ class UnitLayout:
 
 
 def build_layout(name: str, parameters: Iterable[tuple[str, Sequence[int]]], trainable: bool) -> UnitLayout:
-    """Return a layout with consecutive parameters, each at an aligned offset.
+    """Return a layout in which the parameters follow each other at aligned offsets.
 
     Args:
         parameters: `(full name, shape)` of every parameter, in definition order.
@@ -130,10 +130,10 @@ def build_layout(name: str, parameters: Iterable[tuple[str, Sequence[int]]], tra
 
 
 def split_into_parts(layouts: Iterable[UnitLayout]) -> list[UnitLayout]:
-    """Split each layout that is larger than one part, and return all layouts.
+    """Split each layout that is larger than a part, and return all layouts.
 
-    If a model would have more than `MAX_PARTS` parts, its parts are larger, because planning and leasing take time for
-    each block.
+    If a model would have more than `MAX_PARTS` parts, larger parts are used, because every block takes time to plan and
+    to lease.
     """
     whole = list(layouts)
     total = sum(layout.num_elements for layout in whole)
@@ -154,7 +154,7 @@ def _parts(layout: UnitLayout, part_elements: int) -> tuple[range, ...]:
 def _part_end(entries: Sequence[TensorEntry], start: int, limit: int) -> int:
     """Return the end of a part: the last row boundary in the second half of `start` to `limit`, else `limit`.
 
-    Parts with whole rows are matrices, so a gradient can be split without making it contiguous.
+    A part that consists of whole rows is a matrix, so a gradient can be split without making it contiguous.
     """
     for end in range(limit, (start + limit) // 2, -PART_ALIGNMENT_ELEMENTS):
         entry = next(entry for entry in reversed(entries) if entry.offset <= end)
@@ -169,11 +169,11 @@ def build_layouts(path: str, parameters: Mapping[str, nn.Parameter], *, by_dtype
 
     Args:
         path: Name of the unit and of the first layout.
-        parameters: Full name -> parameter, in definition order.
+        parameters: Parameters by full name, in definition order.
         by_dtype: Whether each dtype gets separate blocks.
 
     Returns:
-        Layouts of trained parameters first: `<unit>`, `<unit>.frozen`. For other dtypes: `<unit>.<dtype>`,
+        Layouts `<unit>` and `<unit>.frozen`, trained parameters first. Other dtypes are in `<unit>.<dtype>` and
             `<unit>.<dtype>.frozen`.
     """
     kinds: dict[tuple[bool, torch.dtype | None], list[tuple[str, torch.Size]]] = {}
@@ -190,7 +190,7 @@ def build_layouts(path: str, parameters: Mapping[str, nn.Parameter], *, by_dtype
 
 
 def entries_within(layout: UnitLayout, start: int, stop: int) -> Iterator[tuple[TensorEntry, int, int]]:
-    """Yield each parameter in a range of a block, with the start and stop of its elements inside the range.
+    """Yield each parameter in a range of a block, with the start and stop of the parameter's elements in the range.
 
     Args:
         layout: Layout of the block.
@@ -203,7 +203,7 @@ def entries_within(layout: UnitLayout, start: int, stop: int) -> Iterator[tuple[
 
 
 def views(flat: Tensor, layout: UnitLayout) -> dict[str, Tensor]:
-    """Return views of `flat` for all parameters, by full name. Copies nothing.
+    """Return views of `flat` for all parameters, by full name. No data is copied.
 
     Args:
         flat: 1-D tensor with `layout.num_elements` elements, of any dtype on any device.
@@ -218,10 +218,10 @@ def views(flat: Tensor, layout: UnitLayout) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The section of a parameter in one part: some of its rows, or a range of one row.
+    """Section of a parameter within one part: some of its rows, or a range of one row.
 
     Attributes:
-        start: First element in the part's block.
+        start: Index of the first element in the part's block.
         rows: Indexes along the parameter's first dimension. A scalar has one row.
         inside: Range of elements in a single row. None for whole rows.
     """
@@ -240,12 +240,12 @@ class Piece:
         return tensor[self.rows.start : self.rows.stop] if tensor.dim() else tensor
 
     def view(self, block: Tensor) -> Tensor:
-        """Return this piece as a view of the part's block."""
+        """Return the view of the part's block that contains this piece."""
         return block.narrow(0, self.start, math.prod(self.shape)).view(self.shape)
 
 
 def pieces(entry: TensorEntry, parts: Sequence[range]) -> Iterator[Piece]:
-    """Yield the pieces of a parameter, in order."""
+    """Yield the pieces into which the parts divide a parameter, in order."""
     row_elements = entry.numel // entry.shape[0] if entry.shape and entry.shape[0] else entry.numel
     for number, part in enumerate(parts):
         start, stop = max(part.start, entry.offset), min(part.stop, entry.offset + entry.numel)
@@ -267,10 +267,10 @@ def pieces(entry: TensorEntry, parts: Sequence[range]) -> Iterator[Piece]:
 
 
 class SplitTensor:
-    """A parameter's tensor that is split over several blocks.
+    """A parameter's tensor, split over several blocks.
 
     Args:
-        places: The parameter's pieces, with their views of blocks.
+        places: The parameter's pieces, each with the view of its block.
     """
 
     def __init__(self, places: Sequence[tuple[Piece, Tensor]]) -> None:
@@ -288,14 +288,14 @@ class SplitTensor:
 
 
 def pieces_of_parts(parts: Sequence[range], layout: UnitLayout) -> Sequence[Sequence[Piece]]:
-    """Return the pieces of each parameter of a layout."""
+    """Return the pieces into which the parts divide each parameter of a layout."""
     return [tuple(pieces(entry, parts)) for entry in layout.entries]
 
 
 def views_of_pieces(
     blocks: Sequence[Tensor], parameter_pieces: Sequence[Sequence[Piece]], layout: UnitLayout
 ) -> dict[str, Tensor | SplitTensor]:
-    """Return each parameter by full name: a view of its block, or `SplitTensor` over several blocks.
+    """Return each parameter by full name: a view of its block, or a `SplitTensor` over several blocks.
 
     Args:
         blocks: 1-D tensors, one for each part.

@@ -1,4 +1,4 @@
-"""Limits on CPU time and memory for untrusted input: patterns, templates, YAML aliases."""
+"""Limits on CPU time and memory for processing untrusted input: patterns, templates, YAML aliases."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 __all__ = ["MAX_CPU_S", "MAX_EXTRA_BYTES", "LimitError", "run_limited"]
 
-#: Limits for one call. A typical pattern or template needs 1 ms and less than 1 MB.
+#: Limits on one call. A typical pattern or template needs 1 ms and less than 1 MB.
 MAX_CPU_S = 10
-MAX_EXTRA_BYTES = 1 << 30  # address space in addition to what the caller's process uses
-_WALL_S = 300.0  # limit for a process that waits instead of computing
+MAX_EXTRA_BYTES = 1 << 30  # address space in addition to the caller's usage
+_WALL_S = 300.0  # wall-clock limit, for a process that waits instead of computing
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -28,14 +28,14 @@ Result = TypeVar("Result")
 
 
 class LimitError(Exception):
-    """The function reached a limit, or its process ended early, so there is no result. The message names the cause."""
+    """Error for a function without a result, because it reached a limit or its process ended. The message says why."""
 
 
 def run_limited(function: Callable[[], Result]) -> Result:
     """Call a function in a forked process with limits, and return its result.
 
-    A separate process is needed, because a regular expression or template in this process could not be interrupted or
-    limited in memory.
+    A separate process is needed, because in this process, a regular expression or template could not be interrupted,
+    and its memory could not be limited.
 
     Args:
         function: Function that returns a JSON value. It must not use a device, start threads or change files.
@@ -70,7 +70,7 @@ def run_limited(function: Callable[[], Result]) -> Result:
 
 
 def _reason(code: int) -> str:
-    """Return the reason why a child has no result, given its exit status. A negative status means a signal."""
+    """Return the reason why a child has no result, given its exit status. A negative status is a signal number."""
     if code == -signal.SIGXCPU:
         return f"it takes more than {MAX_CPU_S} s of processor time"
     if code == -signal.SIGKILL:
@@ -84,7 +84,7 @@ def _run_child(function: Callable[[], Any], write_fd: int) -> None:
     """Call the function, write its result or its error, and end this process. Never returns."""
     code = 1
     try:
-        gc.disable()  # so that the child does not destroy the parent's objects
+        gc.disable()  # the child must not run destructors of the parent's objects
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGXCPU):
             signal.signal(number, signal.SIG_DFL)
         _limit(resource.RLIMIT_CORE, 0)
@@ -105,7 +105,7 @@ def _run_child(function: Callable[[], Any], write_fd: int) -> None:
 
 
 def _limit(kind: int, soft: int, hard: int | None = None) -> None:
-    """Set a limit of this process, unless the current limit is stricter."""
+    """Set a resource limit on this process, unless the current limit is stricter."""
     _, current = resource.getrlimit(kind)
     hard = soft if hard is None else hard
     hard = hard if current == resource.RLIM_INFINITY else min(hard, current)

@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 
-#: Folders for checkpoints and their whole copies, inside ``output_dir``.
+#: Folders for checkpoints and for complete copies of checkpoints, inside ``output_dir``.
 CHECKPOINTS_NAME = "checkpoints"
 COPIES_NAME = "copies"
 #: Record of the ranks' generations that form one checkpoint, inside either folder.
@@ -31,10 +31,10 @@ RANKS_NAME = "RANKS.json"
 RESOLVED_NAME = "config.resolved.toml"
 #: The trained model, inside ``output_dir``.
 FINAL_NAME = "final"
-#: Weights inside a model's folder: one file, or the index of several files.
+#: Weights inside a model's folder: a single file, or the index of several files.
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-#: Lock file of a folder, with the name that ``tiered`` uses.
+#: Lock file in a folder. ``tiered`` uses the same name.
 LOCK_NAME = "LOCK"
 
 #: A folder with one of these files contains a model or an adapter.
@@ -45,14 +45,14 @@ ELEMENTWISE_OPTIMIZERS = ("adamw", "lion", "sgd")
 
 
 def trained_model(folder: Path) -> Path:
-    """Given a run's folder, return the folder of its trained model. Return any other folder unchanged."""
+    """Return the folder of the trained model if ``folder`` is a run's folder, else return ``folder`` unchanged."""
     final = folder / FINAL_NAME
     has_own, has_final = (any((each / name).is_file() for name in _MODEL_FILES) for each in (folder, final))
     return final if has_final and not has_own else folder
 
 
 def run_of_final(folder: Path) -> Path | None:
-    """Return the run that wrote its trained model to a folder, or None."""
+    """Return the folder of the run that wrote its trained model to ``folder``, or None."""
     folder = folder.absolute()
     is_of_run = folder.name == FINAL_NAME and (folder.parent / CHECKPOINTS_NAME).is_dir()
     return folder.parent if is_of_run else None

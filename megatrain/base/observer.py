@@ -1,6 +1,6 @@
-"""A run's reports, as records and as lines of text, and the protocol for its observers.
+"""Reports of a run, as records and as lines of text, and the protocol for observers of a run.
 
-The console, ``status.json``, ``metrics.jsonl`` and every tracker receive the same ``StepMetrics`` for a step.
+The console, ``status.json``, ``metrics.jsonl`` and every tracker receive the same ``StepMetrics`` object for a step.
 Imports no torch.
 """
 
@@ -17,7 +17,7 @@ from tiered.units import GiB, MiB, format_duration, format_size
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """Base of dataclasses that are stored as JSON objects."""
+    """Base class of dataclasses that are stored as JSON objects."""
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values. Non-finite floats become text, because strict JSON has no NaN."""
@@ -25,7 +25,7 @@ class StoredRecord:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the record from the output of ``to_json``. Ignores unknown keys.
+        """Create a record from the output of ``to_json``, ignoring unknown keys.
 
         Raises:
             TypeError: A field is missing or has the wrong type.
@@ -53,11 +53,11 @@ def _parse_numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """Facts about a run, known when training starts.
+    """Facts about a run that are known when training starts.
 
     Attributes:
         task: ``sft``, ``pretrain`` or ``dpo``.
-        device: Compute device, ``cpu`` or ``cuda:0``.
+        device: Compute device, such as ``cpu`` or ``cuda:0``.
         tokens_per_step: Token positions in a step, including padding.
     """
 
@@ -74,22 +74,22 @@ class StepMetrics(StoredRecord):
     """Metrics of one optimizer step.
 
     Attributes:
-        step: Steps done, including this one.
-        epoch: Number of passes over the data, as a fraction.
-        loss: Mean over the step's trained tokens before the update.
-        grad_norm: Global norm before clipping.
+        step: Number of finished steps, including this one.
+        epoch: Number of passes over the data so far, including fractions.
+        loss: Mean loss over the step's trained tokens, before the update.
+        grad_norm: Global gradient norm before clipping.
         num_real_tokens: Tokens without padding.
         num_trained_tokens: Tokens with a label.
-        step_s: Seconds of this step.
-        mean_step_s: Mean over the last 20 steps of this process, or over all its steps if there are fewer.
-        eta_s: Estimated seconds until the last step.
-        warmup_steps: Steps over which the learning rate rises.
-        tier_used_bytes: Tier -> bytes of slots in use after the step.
-        tier_capacity_bytes: Tier -> bytes of all its slots.
-        stall_s: Cause -> seconds that this step waited.
-        written_bytes: Path on a drive -> bytes written during this step.
-        link_bytes: ``"ram->nvme"`` -> bytes moved for use in this step.
-        link_busy_s: ``"ram->nvme"`` -> seconds of this step with at least one transfer in progress.
+        step_s: Duration of this step in seconds.
+        mean_step_s: Mean duration of this process's last 20 steps, or of all its steps if there are fewer, in seconds.
+        eta_s: Estimated seconds until the last step ends.
+        warmup_steps: Number of steps over which the learning rate rises.
+        tier_used_bytes: Bytes of the slots in use after the step, by tier.
+        tier_capacity_bytes: Bytes of all slots, by tier.
+        stall_s: Seconds that this step waited, by cause.
+        written_bytes: Bytes written during this step, by path on a drive.
+        link_bytes: Bytes moved for use in this step, by link, such as ``"ram->nvme"``.
+        link_busy_s: Seconds of this step with at least one transfer in progress, by link.
         ranks: Metrics of this step for each of several processes: ``step_s``, ``tier_used_bytes``,
             ``stall_s``, ``link_bytes``, ``written_bytes``, ``rss_bytes`` and ``is_paused``. All other fields
             describe rank 0.
@@ -97,7 +97,7 @@ class StepMetrics(StoredRecord):
         process_usage: ``user_s``, ``system_s`` and ``page_faults`` of the process during this step.
         model_flops: Floating-point operations, excluding recomputation and padding. 0 if unknown.
         hardware_flops: All floating-point operations; see ``megatrain.trace.counting.step_flops``. 0 if unknown.
-        preferences: Means for a preference loss, by TRL's names: ``rewards/accuracies``, ``logps/chosen`` ...
+        preferences: Mean metrics of a preference loss, by TRL's names: ``rewards/accuracies``, ``logps/chosen`` ...
     """
 
     step: int
@@ -127,22 +127,22 @@ class StepMetrics(StoredRecord):
 
     @property
     def real_tokens_per_s(self) -> float:
-        """Tokens without padding, per second of this step."""
+        """Tokens per second in this step, excluding padding."""
         return self.num_real_tokens / self.step_s if self.step_s > 0 else 0.0
 
     @property
     def trained_tokens_per_s(self) -> float:
-        """Tokens with a label, per second of this step."""
+        """Tokens with a label per second in this step."""
         return self.num_trained_tokens / self.step_s if self.step_s > 0 else 0.0
 
     @property
     def model_flops_per_s(self) -> float:
-        """Floating-point operations per second of this step, excluding recomputation and padding."""
+        """Floating-point operations per second in this step, excluding recomputation and padding."""
         return self.model_flops / self.step_s if self.step_s > 0 else 0.0
 
     @property
     def hardware_flops_per_s(self) -> float:
-        """All floating-point operations per second of this step."""
+        """All floating-point operations per second in this step."""
         return self.hardware_flops / self.step_s if self.step_s > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class EvaluationMetrics(StoredRecord):
     """Metrics of one evaluation set at one step.
 
     Attributes:
-        step: Steps done before the evaluation.
+        step: Number of steps finished before the evaluation.
         name: Name of the evaluation set, as in metrics.
         loss: Mean cross entropy over all tokens with a label, without dropout, smoothing or auxiliary terms. For
             preferences, mean preference loss over all examples.
@@ -194,7 +194,7 @@ class EvaluationMetrics(StoredRecord):
 
     @property
     def perplexity(self) -> float:
-        """``exp(loss)``. Meaningless for preference losses."""
+        """Perplexity, ``exp(loss)``. Meaningless for preference losses."""
         try:
             return math.exp(self.loss)
         except OverflowError:
@@ -202,7 +202,7 @@ class EvaluationMetrics(StoredRecord):
 
     @property
     def quality(self) -> str:
-        """Metrics that follow the loss in a console line."""
+        """Metrics to print after the loss in a console line."""
         return format_preferences(self.preferences) or f"perplexity {self.perplexity:.2f}"
 
     def to_json(self) -> dict[str, Any]:
@@ -218,12 +218,12 @@ class CheckpointMetrics(StoredRecord):
     """Metrics of a checkpoint that is on disk.
 
     Attributes:
-        step: Steps done at the checkpoint.
+        step: Number of steps finished at the checkpoint.
         path: Directory of the checkpoints.
         nbytes: Size of all blocks.
-        written_bytes: Bytes of blocks that were copied from memory.
-        linked_bytes: Bytes of blocks that were hard-linked on drives.
-        seconds: Time until the checkpoint survives a power cut.
+        written_bytes: Bytes of the blocks that were copied from memory.
+        linked_bytes: Bytes of the blocks that were hard-linked on drives.
+        seconds: Time until the checkpoint would survive a power cut.
         stall_s: Part of ``seconds`` during which training was paused.
     """
 
@@ -241,22 +241,22 @@ class RunSummary(StoredRecord):
     """Results of a run.
 
     Attributes:
-        num_steps: Steps done, including those before a resume.
-        mean_losses: Means over the first and over the last ``num_averaged`` steps. None if unknown.
+        num_steps: Number of finished steps, including those before a resume.
+        mean_losses: Mean losses over the first and over the last ``num_averaged`` steps. None if unknown.
         num_averaged: Number of steps in each mean of ``mean_losses``.
         seconds: Training time over all starts, without the export.
         num_real_tokens: Tokens without padding, over all steps.
         num_trained_tokens: Tokens with a label, over all steps.
-        tier_peak_bytes: Tier -> peak of the bytes in use.
-        tier_capacity_bytes: Tier -> bytes of all its slots.
-        link_bytes: ``"ram->nvme"`` -> bytes moved since this start.
-        link_paths: Link -> data path that it uses: ``cuda``, ``posix-direct``, ``kvikio-gds`` ...
-        written_bytes: Path on a drive -> bytes written since this start.
+        tier_peak_bytes: Peak bytes in use, by tier.
+        tier_capacity_bytes: Bytes of all slots, by tier.
+        link_bytes: Bytes moved since this start, by link, such as ``"ram->nvme"``.
+        link_paths: Data path of each link: ``cuda``, ``posix-direct``, ``kvikio-gds`` ...
+        written_bytes: Bytes written since this start, by path on a drive.
         export_dir: Exported Hugging Face folder. None without an export.
         interrupted: Whether the run was stopped early.
         saved_step: Step of the newest checkpoint. None without a checkpoint.
-        evaluations: Set -> its last evaluation.
-        num_processes: Number of processes. Figures of tiers, links, drives and memory describe rank 0.
+        evaluations: Last evaluation of each set.
+        num_processes: Number of processes. Metrics of tiers, links, drives and memory describe rank 0.
     """
 
     num_steps: int
@@ -288,7 +288,7 @@ def _parse_metrics(values: Mapping[str, Any] | None) -> StepMetrics | None:
     return None if values is None else StepMetrics.from_json(values)
 
 
-#: Annotation of a field -> the function that converts its JSON value.
+#: Functions that convert JSON values, by the annotation of the field.
 _READERS: dict[str, Callable[[Any], Any]] = {
     "int": int,
     "float": float,
@@ -300,9 +300,9 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 class RunObserver:
-    """The protocol for observers of a run. By default, every method does nothing.
+    """Protocol for observers of a run. By default, every method does nothing.
 
-    The training thread calls the methods; any thread can call ``on_message``. Methods must be quick and not raise
+    The training thread calls the methods; any thread can call ``on_message``. Methods must be quick and must not raise
     errors.
     """
 
@@ -329,7 +329,7 @@ class RunObserver:
 
 
 class Observers(RunObserver):
-    """Calls several observers, in order."""
+    """Observer that calls several observers in order."""
 
     def __init__(self, observers: Iterable[RunObserver]) -> None:
         self._observers = tuple(observers)
@@ -348,7 +348,7 @@ for _name in [name for name in vars(RunObserver) if name.startswith("on_")]:
 
 
 def format_checkpoint(metrics: CheckpointMetrics) -> str:
-    """Return the console line of a checkpoint."""
+    """Return the console line for a checkpoint."""
     parts = {"written": metrics.written_bytes, "linked": metrics.linked_bytes}
     how = ", ".join(f"{format_size(nbytes)} {name}" for name, nbytes in parts.items() if nbytes)
     how = f" ({how})" if metrics.linked_bytes else ""
@@ -357,7 +357,7 @@ def format_checkpoint(metrics: CheckpointMetrics) -> str:
 
 
 def format_evaluation(metrics: EvaluationMetrics) -> str:
-    """Return the console line of an evaluation."""
+    """Return the console line for an evaluation."""
     return (
         f"eval  {metrics.name} at step {metrics.step}: loss {metrics.loss:z.4f}, {metrics.quality} "
         f"({metrics.num_tokens:,} tokens in {metrics.seconds:.1f} s)"
@@ -383,7 +383,7 @@ def _on_one_line(text: str) -> str:
 
 
 def format_step(metrics: StepMetrics) -> str:
-    """Return the console line of a step."""
+    """Return the console line for a step."""
     width = len(str(metrics.max_steps))
     parts = [
         f"step {metrics.step:>{width}}/{metrics.max_steps} {100.0 * metrics.step / metrics.max_steps:.1f}%",
@@ -414,7 +414,7 @@ def format_preferences(figures: Mapping[str, float]) -> str:
 
 
 def format_lr(metrics: StepMetrics) -> str:
-    """Return the learning rate and the progress of the warm-up, whose first step has rate 0."""
+    """Return the learning rate and the progress of the warm-up, which starts at a rate of 0."""
     text = f"{metrics.lr:.1e}" if metrics.lr else "0"
     if metrics.step > metrics.warmup_steps:
         return text
@@ -454,6 +454,6 @@ def format_rank(figures: Mapping[str, Any]) -> str:
 
 
 def format_stalls(stall_s: Mapping[str, float]) -> str:
-    """Return the seconds waited per cause, without causes below 50 ms, or "" if none is left."""
+    """Return the seconds waited by cause, omitting causes below 50 ms, or "" if all are omitted."""
     seen = [f"{cause} {seconds:.1f}s" for cause, seconds in stall_s.items() if seconds >= _MIN_SHOWN_STALL_S]
     return f"wait {' '.join(seen)}" if seen else ""

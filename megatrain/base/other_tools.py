@@ -1,4 +1,4 @@
-"""The keys of other tools: how ``megatrain-tier import`` treats each, and the config key that replaces it.
+"""Keys of other tools: how ``megatrain-tier import`` treats each key, and the config key that replaces it.
 
 Plain data that imports nothing from the project. The config package uses it for advice on unknown keys, and
 ``megatrain.extras.translate`` to translate files. A row that also changes the value names a conversion of that package.
@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 Tool = Literal["llamafactory", "axolotl", "trl", "deepspeed", "megatrain"]
-#: Tools whose files are translated -> their names in messages.
+#: Names in messages of the tools whose files are translated.
 TOOL_TITLES: dict[Tool, str] = {
     "llamafactory": "LLaMA-Factory",
     "axolotl": "Axolotl",
@@ -30,11 +30,11 @@ class Row(NamedTuple):
     Attributes:
         conversion: How ``import`` reads the value: a conversion of :mod:`megatrain.extras.translate.conversions`,
             "with others" for a key that a rule of the tool combines with others, "unneeded" or "lost".
-        config_key: The dotted config key; "" without an equivalent.
+        config_key: Dotted name of the equivalent config key, or "".
         reason: Reason why the key, or a value outside ``choices``, is unneeded or lost.
         note: Advice for a user who writes the key into a config of this project, in addition to ``config_key``.
         tool: Title of the tool that has the key.
-        choices: The tool's value -> the value in the config, None for the default.
+        choices: Value in the config, or None for the default, by the tool's value.
     """
 
     conversion: str
@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
     @property
     def is_set(self) -> bool:
-        """Whether a value of the key sets a config key."""
+        """Whether the key's value is translated to a config key."""
         return bool(self.config_key) and self.conversion not in ("unneeded", "lost")
 
     def advice(self) -> str:
@@ -83,7 +83,7 @@ def _lost(reason: str, config_key: str = "", note: str | None = None, tool: str 
 
 
 def _lost_unless(same: Any, reason: str) -> Row:
-    """Return a row for a lost key, with the single value that matches the behavior of this project."""
+    """Return a row for a key without an equivalent, whose value ``same`` matches this project's behavior."""
     return Row("lost", "", reason, reason, "", {same: None})
 
 
@@ -146,7 +146,7 @@ _ATTENTION = _choice(
     _AUTO_ATTENTION,
 )
 
-#: transformers' TrainingArguments, and further keys that LLaMA-Factory, TRL and Axolotl share.
+#: Keys of transformers' TrainingArguments, and other keys that LLaMA-Factory, TRL and Axolotl share.
 _SHARED = _with_tool(_TRANSFORMERS, {
     **_in_table("", "run_name seed data_seed full_determinism"),
     **_in_table("training.", """per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps
@@ -533,7 +533,7 @@ OTHER_KEYS = {
     }),
 }  # fmt: skip
 
-#: Tool -> its keys, dotted if they are in a section.
+#: Keys of each tool, dotted if they are in a section.
 KEYS: dict[Tool, dict[str, Row]] = {
     "llamafactory": {**_SHARED, **_LLAMA_FACTORY_KEYS},
     "axolotl": {**_SHARED, **_AXOLOTL_KEYS},
@@ -542,23 +542,23 @@ KEYS: dict[Tool, dict[str, Row]] = {
     "megatrain": _MEGATRAIN_KEYS,
 }
 
-#: Old names that the config accepts with a warning -> the dotted config key.
+#: Dotted config keys, by the old names that the config accepts with a warning.
 ACCEPTED_KEYS: dict[str, str] = {key: name.config_key for key, name in _SHARED.items() if name.tool == TRANSFORMERS_4}
 
-#: Switches of transformers 4 that are always on here; accepted with a warning when true.
+#: Switches of transformers 4 that are always on in this project. They are accepted with a warning if true.
 ALWAYS_ON: dict[str, str] = {
     "gradient_checkpointing": "training.recompute determines what the backward pass recomputes",
     "activation_checkpointing": "training.recompute determines what the backward pass recomputes",
 }
 
-#: Last parts of keys that get no advice: too general, or equal or similar to config keys.
+#: Last parts of keys that get no advice, because they are too general or resemble config keys.
 _AMBIGUOUS = frozenset(
     {"cache_dir", "checkpoint", "dataset", "device", "devices", "enabled", "name", "optimizer", "path", "type"}
 )
 
 
 def _translations() -> dict[str, Row]:
-    """Return the row of each name that gets advice; if several tools share a name, the first table wins."""
+    """Return the row of each name that gets advice. If several tools share a name, the first table wins."""
     found: dict[str, Row] = {}
     skipped = {*ACCEPTED_KEYS, *ALWAYS_ON, *_AMBIGUOUS}
     for table in (_SHARED, _LLAMA_FACTORY_KEYS, _MEGATRAIN_KEYS, _AXOLOTL_KEYS, _TRL_KEYS, _DEEPSPEED_KEYS, OTHER_KEYS):
@@ -571,7 +571,7 @@ def _translations() -> dict[str, Row]:
     return found
 
 
-#: Last part of another tool's key -> its replacement, for unknown keys of the config.
+#: Replacements for unknown keys in a config, by the last part of another tool's key.
 TRANSLATIONS: dict[str, Row] = _translations()
 
 #: Tables and keys that are planned for later releases: reported as planned, not as typos.

@@ -15,7 +15,7 @@ __all__ = ["LockHolder", "UnreachableRunError", "catches_signal", "check_reachab
 
 
 class UnreachableRunError(Exception):
-    """A run is alive, but this process cannot reach it. The message states the reason and the remedy."""
+    """Error for a running process that this process cannot reach. The message states the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class LockHolder:
     """The running process that holds the lock of a run's folder.
 
     Attributes:
-        pid: None if the lock contains no pid.
-        host: None if the lock contains no host.
+        pid: Process id, or None if the lock does not contain it.
+        host: Host name, or None if the lock does not contain it.
         text: Contents of the lock, for messages.
     """
 

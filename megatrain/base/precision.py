@@ -1,7 +1,7 @@
 """Exact fp32 master weights, stored as a bf16 high half and an int16 low half.
 
 The high half is the master rounded to bf16, with ties away from zero. A bf16 device computes with this half. The low
-half is the low 16 bits of the master. In integers, with all arithmetic modulo 2**32::
+half is the low 16 bits of the master. In integer arithmetic modulo 2**32::
 
     high = (bits + 0x8000) >> 16        low = bits & 0xFFFF, read as int16
     bits = (high << 16) + low           # a negative low half subtracts the carry that rounding added to high
@@ -22,7 +22,7 @@ from torch import Tensor
 
 __all__ = ["MASTER_ELEMENTS", "decode", "encode", "high_half"]
 
-#: Number of fp32 weights in memory at a time while blocks are filled: 64 MiB.
+#: Number of fp32 weights that are in memory at a time while blocks are filled (64 MiB).
 MASTER_ELEMENTS = 16 << 20
 _CONVERT_ELEMENTS = 1 << 18
 """Elements converted at a time, so that temporaries fit into the cache and are much smaller than the block."""

@@ -14,7 +14,7 @@ __all__ = ["Activity", "ActivitySnapshot", "PendingSave"]
 
 @dataclass(frozen=True, slots=True)
 class ActivitySnapshot(StoredRecord):
-    """The activity of a run at one moment.
+    """Activity of a run at one moment.
 
     Attributes:
         doing: ``"step"``, or another activity, e.g. ``"loading weights"``.
@@ -28,7 +28,7 @@ class ActivitySnapshot(StoredRecord):
         notice: Text that stays visible, e.g. that the run is stopping.
         done_bytes: Bytes that the activity (e.g. loading) has moved so far.
         num_bytes: Total bytes of the activity. 0 if not measured in bytes.
-        saved_bytes: Bytes written so far of a checkpoint. Checkpoints are written concurrently with other activities.
+        saved_bytes: Bytes of a checkpoint written so far. Checkpoints are written concurrently with other activities.
         checkpoint_bytes: Size of this checkpoint. 0 if no checkpoint is being written.
     """
 
@@ -48,7 +48,7 @@ class ActivitySnapshot(StoredRecord):
 
 
 class PendingSave(Protocol):
-    """The protocol for a checkpoint that is being written. ``Commit`` implements it."""
+    """Protocol for a checkpoint that is being written. ``Commit`` implements it."""
 
     @property
     def is_done(self) -> bool: ...
@@ -70,8 +70,8 @@ class Activity:
         is_watched: Whether a live view will soon show a new ``notice``.
         notice: See ``ActivitySnapshot``. Set by ``RunSignals``.
         micro_batch: See ``ActivitySnapshot``. Set by the engine.
-        saving: Checkpoint whose write began last. Set by the saver.
-        is_paused: Returns whether the run waits for free space on a drive. Set when the run has a store.
+        saving: Latest checkpoint whose write has begun. Set by the saver.
+        is_paused: Function that returns whether the run waits for space on a drive. Set when the run has a store.
     """
 
     def __init__(self) -> None:

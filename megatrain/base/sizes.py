@@ -1,4 +1,4 @@
-"""Parses and formats sizes, rates and durations in a config, and defines their JSON Schema patterns.
+"""Parsing and formatting of sizes, rates and durations in a config, and their JSON Schema patterns.
 
 A size is a number of bytes with a unit, a share of the machine's total, or "auto". A duration is in seconds.
 """
@@ -56,11 +56,11 @@ class Size:
         return self.nbytes is None and self.fraction is None
 
     def resolve(self, total_bytes: int, *, auto_bytes: int | None = None) -> int:
-        """Return the size in bytes on a machine with ``total_bytes``.
+        """Return the size in bytes on a machine that has ``total_bytes``.
 
         Args:
-            total_bytes: Value of 100%.
-            auto_bytes: Value of "auto". Default: ``total_bytes``.
+            total_bytes: Size that corresponds to 100%.
+            auto_bytes: Size that corresponds to "auto", or None for ``total_bytes``.
         """
         if self.nbytes is not None:
             return self.nbytes
@@ -107,7 +107,7 @@ class Size:
 
 
 def parse_rate(value: object) -> float:
-    """Return the bytes per second of a rate such as ``"2.0GB/s"``.
+    """Parse a rate such as ``"2.0GB/s"``, and return it in bytes per second.
 
     Raises:
         ValueError: Not a size per second.
@@ -130,7 +130,7 @@ def exact_size(nbytes: int) -> str:
 
 
 def parse_interval(value: object) -> float:
-    """Return the total seconds of a positive duration such as ``"1h30min"``.
+    """Parse a positive duration such as ``"1h30min"``, and return it in seconds.
 
     Raises:
         ValueError: Not text, no unit, an unknown unit, or zero. The message states the remedy.

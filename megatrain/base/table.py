@@ -1,4 +1,4 @@
-"""Declarations of config tables. A table is a frozen pydantic model; each field holds all facts about one key.
+"""Base of config tables. A table is a frozen pydantic model, in which each field holds all facts about one key.
 
 Each table belongs to the package that reads it (``megatrain.optim.table``). ``megatrain.config.schema`` combines the
 tables. These modules must import fast.
@@ -57,11 +57,11 @@ __all__ = [
 
 T = TypeVar("T")
 
-# JSON Schema has keywords for type, bounds, description, examples and default. This project's keywords begin with x-.
+# JSON Schema covers type, bounds, description, examples and default. This project's own keywords begin with x-.
 
 #: Whether a different value changes the results of a resumed run. "no": keys about placement, output and retention. "by
-#: contents": keys that name the weights, which are in the checkpoint, or the data, which is compared by fingerprint.
-#: Without a checkpoint, these keys would change the results.
+#: contents": keys that select weights, which the checkpoint contains, or data, which is compared by fingerprint. In a
+#: new run, these keys do change the results.
 Alters = Literal["yes", "by contents", "no"]
 HF = "transformers, TRL, LLaMA-Factory"
 HF_AXOLOTL = "transformers, TRL, LLaMA-Factory, Axolotl"
@@ -83,7 +83,7 @@ def key(
         default: Default value. Without it, the key is required.
         alters: Whether a different value changes the results of a resumed run. None to use the table's value.
         same_name: Tools in which the key has the same name and meaning.
-        used_if: Another key in the table -> values of that key for which this key has an effect.
+        used_if: Another key in the table, with its values for which this key has an effect.
         field_options: Further arguments of ``pydantic.Field``: bounds, ``examples``, ``default_factory``.
     """
     facts: dict[str, Any] = {"x-alters": alters, "x-same-name": same_name, "x-used-if": used_if}
@@ -110,7 +110,7 @@ class _SchemaKeywords:
 
 
 def refusal(wrong: str, write: str) -> _SchemaKeywords:
-    """Return an annotation with the message for wrong values: ``KEY = VALUE <wrong>. <write>``."""
+    """Return an annotation with the error message for wrong values: ``KEY = VALUE <wrong>. <write>``."""
     return _SchemaKeywords({"x-wrong": wrong, "x-write": write})
 
 
@@ -119,7 +119,7 @@ def is_path(*special_values: str, name: str | None = None) -> _SchemaKeywords:
 
     Args:
         special_values: Values that are not paths.
-        name: Pattern of hub names. A value that matches and is not an existing file is a name on the hub.
+        name: Pattern for names on the hub. A value that matches is such a name unless it is an existing file.
     """
     return _SchemaKeywords({"x-path": {"words": special_values, "name": name}})
 
@@ -147,13 +147,13 @@ def as_names(value: object) -> object:
 
 
 def without_secrets(url: str) -> str:
-    """Replace passwords and signatures in a URL with three stars."""
-    shown = re.sub(r"(://)\S*:\S*@", r"\1***@", url)  # S3 keys may contain slashes
+    """Return a URL in which passwords and signatures are replaced by three stars."""
+    shown = re.sub(r"(://)\S*:\S*@", r"\1***@", url)  # match slashes, because S3 keys may contain them
     return re.sub(r"\?[^/]*=.*", "?***", shown) if "://" in url else url
 
 
 def plain_size(value: object) -> object:
-    """Convert text with a unit to a number of bytes."""
+    """Convert a size with a unit, such as "4GB", to a number of bytes."""
     if isinstance(value, str):
         return parse_size(value)
     return Size.parse(value).nbytes  # rejects a number without a unit

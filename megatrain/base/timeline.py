@@ -1,4 +1,4 @@
-"""A timeline of traced steps for Perfetto: computation, transfers and stalls.
+"""Timeline of traced steps for Perfetto, with computation, transfers and stalls.
 
 The file is in Chrome's Trace Event Format (JSON), for https://ui.perfetto.dev and chrome://tracing. Imports no torch.
 """
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from tiered import Event
 
 TIMELINE_NAME = "trace.json"
-#: The first rows. A row for each link follows when the link's first event arrives.
+#: The first rows of a timeline. Each link gets a row when its first event arrives.
 COMPUTE, WAITING = "compute", "waiting"
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One bar of a row. Times are seconds of ``time.perf_counter``."""
+    """One bar in a row of the timeline. Times are in seconds, from ``time.perf_counter``."""
 
     row: str
     name: str
@@ -34,7 +34,7 @@ class Span:
 
 
 class TimedOp(Protocol):
-    """Fields of a tape op that a timeline reads."""
+    """Protocol with the fields of a tape op that a timeline reads."""
 
     @property
     def tick(self) -> int: ...
@@ -47,11 +47,11 @@ class TimedOp(Protocol):
 
 
 class Timeline:
-    """Collects spans while ``is_recording``. Thread-safe, because links report from their own threads.
+    """Collector of spans while ``is_recording``. Thread-safe, because links report from their own threads.
 
     Attributes:
         is_recording: Whether spans are collected.
-        read_usage: Called at each op, returns tier -> bytes in use. If None, no usage is collected.
+        read_usage: Function, called at each op, that returns the bytes in use by tier. None to collect no usage.
     """
 
     def __init__(self) -> None:
@@ -64,12 +64,12 @@ class Timeline:
 
     @property
     def spans(self) -> list[Span]:
-        """The collected spans, ordered by start."""
+        """The collected spans, sorted by start time."""
         with self._lock:
             return sorted(self._spans, key=lambda span: span.start_s)
 
     def on_event(self, event: Event) -> None:
-        """Add an event of a store (``TieredStore(on_event=...)``)."""
+        """Add an event that a store reports (``TieredStore(on_event=...)``)."""
         if not self.is_recording:
             return
         if event.kind == "stall":
@@ -131,7 +131,7 @@ class Timeline:
 
 
 def _lanes(spans: list[Span]) -> Iterator[tuple[int, Span]]:
-    """Yield each span with the first lane where it overlaps no other span."""
+    """Yield each span with the first lane in which it overlaps no other span."""
     ends_s: list[float] = []
     for span in spans:
         lane = next((number for number, end_s in enumerate(ends_s) if end_s <= span.start_s), len(ends_s))

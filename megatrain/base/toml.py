@@ -1,4 +1,4 @@
-"""Formats values in TOML syntax for files and messages."""
+"""Formatting of values in TOML syntax, for files and messages."""
 
 from __future__ import annotations
 
