@@ -1,1 +1,1 @@
-"""A run's folder, loggers, status, record, and handling of signals."""
+"""Folder, loggers, status and records of a run, and its signal handling."""

@@ -1,6 +1,6 @@
-"""A run's folder, locked while the run uses the folder, and the checkpoint from which a run would continue.
+"""Folder of a run, which is locked while the run uses it, and search for the checkpoint from which a run continues.
 
-Only locking imports torch and the store, so that ``status``, ``save`` and ``stop`` respond at once.
+Only locking imports torch and the store, so the commands ``status``, ``save`` and ``stop`` respond at once.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 __all__ = ["LOG_NAME", "LockKeeper", "RunFolder", "committed_step"]
 
-#: File in ``output_dir`` with the output of a run that has no terminal.
+#: Name of the file in ``output_dir`` that gets the output of a run without a terminal.
 LOG_NAME = "run.log"
-#: Patterns for the files that a run writes into its folder, and for their temporary names.
+#: Name patterns of the files that a run writes into its folder, including temporary files.
 _WRITTEN = ("*.json", "*.jsonl", "*.toml", "*.log", "*.html", "*.tmp", "*.partial*", ".*")
 _LOCK_ATTEMPTS = 5  # retry, because find_owner briefly takes the lock
 _LOCK_RETRY_S = 0.02
 
 
 def describe_world_writable(folders: Iterable[Path]) -> str:
-    """Return a sentence that lists the folders that all users of this machine can write to, or "".
+    """Return a sentence that lists the folders to which all users of this machine can write, or "".
 
-    Folders with the sticky bit do not count, because there users can only remove their own files.
+    Folders with the sticky bit are left out, because users can only remove their own files from them.
     """
     found = []
     for folder in folders:
@@ -61,16 +61,16 @@ class RunFolder:
     """A run's folder, which is locked during the ``with`` block.
 
     Args:
-        path: ``output_dir``, created if missing. On exit, a created folder is removed if it has only the lock and the
-            status.
+        path: ``output_dir``, created if missing. On exit, a folder that was created is removed if it contains only the
+            lock and the status.
 
     Attributes:
-        dead_owner: Process that died while it held the lock. Set on entering.
+        dead_owner: Process that died while it held the lock, or None. Set on entry.
 
     Raises:
-        LockedError: On entering: a living run holds the lock.
-        UnusableDirectoryError: On entering: a file that the run would write is a symbolic link.
-        OSError: On entering: the folder cannot be created or locked.
+        LockedError: On entry, if a running process holds the lock.
+        UnusableDirectoryError: On entry, if a file that the run would write is a symbolic link.
+        OSError: On entry, if the folder cannot be created or locked.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -108,7 +108,7 @@ class RunFolder:
         """Lock the folder again and return a message if the lock file was removed, else return None.
 
         Raises:
-            LockedError: Another run has locked the folder since.
+            LockedError: Another run has locked the folder in the meantime.
             OSError: The folder was removed.
         """
         with self._mutex:
@@ -119,7 +119,7 @@ class RunFolder:
             if not self.path.is_dir():
                 text = "the folder was removed while this run used it, and its checkpoints with it"
                 raise OSError(errno.ENOENT, text, str(self.path))
-            lock, self._lock = self._lock, None  # a second release would close descriptors of other files
+            lock, self._lock = self._lock, None  # a second release would close other files' descriptors
             if lock is not None:
                 lock.release()
             self._lock = _lock(self.path)
@@ -130,7 +130,7 @@ class RunFolder:
         )
 
     def _remove_if_unused(self) -> None:
-        """Remove the folder if entering created it and it has only the lock and the status."""
+        """Remove the folder if this object created it and it contains only the lock and the status."""
         if self.path not in self._created_folders or not self.path.is_dir():
             return
         if not {LOCK_NAME, STATUS_NAME}.issuperset(os.listdir(self.path)):
@@ -143,7 +143,7 @@ class RunFolder:
 
 
 class LockKeeper(RunObserver):
-    """Observer that checks every second and after each step that the run still holds its folder's lock.
+    """Observer that checks, every second and after each step, that the run still holds its folder's lock.
 
     Args:
         on_message: Called with messages for the user.
@@ -153,7 +153,7 @@ class LockKeeper(RunObserver):
         self._folder, self._on_message = folder, on_message
 
     def check_lock(self) -> None:
-        """Lock the folder again if its lock file is gone. Raises errors after the step."""
+        """Lock the folder again if its lock file is gone. Ignore errors, which ``on_step`` raises."""
         with contextlib.suppress(TieredError, OSError):
             self._report()
 
@@ -184,7 +184,7 @@ def _lock(path: Path) -> DirectoryLock:
 
 
 def committed_step(path: Path | str) -> int | None:
-    """Return the step from whose checkpoint or copy a run in this folder would continue, or None.
+    """Return the step of the checkpoint or copy from which a run in this folder would continue, or None.
 
     Reads only manifests and file names. Checksums are verified later, when the blocks are read.
     """

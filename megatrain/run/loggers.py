@@ -1,4 +1,4 @@
-"""Loggers for a run's figures, selected by ``logging.report_to``: ``metrics.jsonl`` and accelerate's trackers."""
+"""Loggers for a run's metrics, selected by ``logging.report_to``: ``metrics.jsonl`` and accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["METRICS_NAME", "Logger", "MetricsLog", "TrackerLog", "check_loggers"
 
 METRICS_NAME = "metrics.jsonl"
 TENSORBOARD_NAME = "tensorboard"
-#: File with this run's data by tracker: the run's id at the tracker, and the last logged steps.
+#: File with this run's data for each tracker: the run's id in the tracker, and the last logged steps.
 TRACKERS_NAME = "trackers.json"
 
 
@@ -48,7 +48,7 @@ class Logger(RunObserver):
 
 @dataclass(frozen=True, slots=True)
 class LoggingSpec:
-    """Destinations of a run's figures.
+    """Destinations of a run's metrics.
 
     Attributes:
         run_name: Name of the run, as trackers show it.
@@ -94,7 +94,7 @@ def make_loggers(
 
     Args:
         spec: Names and destinations of the loggers.
-        continued_from: Number of finished steps, if this run continues a checkpoint.
+        continued_from: Number of finished steps if this run continues from a checkpoint, or None for a new run.
         on_notice: Called when a tracker fails. The run continues without the tracker.
 
     Raises:
@@ -117,12 +117,12 @@ class MetricsLog(Logger):
     """Logger that appends a JSON object for each step, evaluation and checkpoint to a file, without buffering.
 
     Evaluations have ``"event": "evaluation"``, and checkpoints have ``"event": "checkpoint"``. Steps have no ``event``.
-    If the drive is full, figures are kept until there is space.
+    If the drive is full, lines are kept in memory until there is space.
 
     Args:
         path: Path of the file, in an existing folder.
-        continued_from: Number of finished steps, if this run continues a checkpoint. Lines for later steps are dropped,
-            because these steps will be logged again. For a new run, an earlier file is moved to ``metrics.old.jsonl``.
+        continued_from: Number of finished steps if this run continues from a checkpoint. Lines of later steps are
+            dropped, because these steps are logged again. If None, an old file is moved to ``metrics.old.jsonl``.
     """
 
     def __init__(self, path: Path, *, continued_from: int | None = None) -> None:
@@ -136,7 +136,7 @@ class MetricsLog(Logger):
         self._unwritten = b""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        # The error of a full drive must not replace an error that is being raised.
+        # An error from a full drive must not replace an error that is already being raised.
         with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
             self.close()
 
@@ -156,7 +156,7 @@ class MetricsLog(Logger):
         """Close the file. Idempotent.
 
         Raises:
-            OSError: Lines that a full drive rejected still cannot be written.
+            OSError: The drive is still full, so some lines cannot be written.
         """
         fd, self._fd = self._fd, -1
         if fd < 0:
@@ -182,7 +182,7 @@ class MetricsLog(Logger):
 
 
 def last_evaluations(path: Path, step: int) -> dict[str, EvaluationMetrics]:
-    """Return each set's last evaluation up to a step from a ``metrics.jsonl``; empty if it cannot be read."""
+    """Return each set's last evaluation up to a step from ``metrics.jsonl``, or no evaluations if it cannot be read."""
     found = {}
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -198,7 +198,7 @@ def last_evaluations(path: Path, step: int) -> dict[str, EvaluationMetrics]:
 
 
 def _drop_later_steps(path: Path, last_step: int) -> None:
-    """Rewrite the file without lines for later steps and without a line that a crash truncated."""
+    """Rewrite a metrics file without the lines of later steps and without a line that a crash truncated."""
     partial = path.with_name(path.name + ".partial")
     with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
         new.writelines(line for line in old if _has_step_up_to(last_step, line))
@@ -220,9 +220,9 @@ class _TrackerStart:
     """Arguments for starting a tracker.
 
     Attributes:
-        spec: Project and name of the run at the tracker.
-        run_id: Id of the run at the tracker. None if the tracker generates the id.
-        is_new: Whether the run must be created at the tracker.
+        spec: Project and name of the run in the tracker.
+        run_id: Id of the run in the tracker. None if the tracker generates the id.
+        is_new: Whether the run must be created in the tracker.
         first_step: First step that this process logs.
     """
 
@@ -237,14 +237,14 @@ class _Tracker:
     """Settings for one of accelerate's trackers.
 
     Attributes:
-        arguments: Returns the keyword arguments of the tracker.
-        make_id: Generates the id of a new run. None if the tracker generates the id.
-        read_id: Reads the run's id from the started tracker.
+        arguments: Function that returns the tracker's keyword arguments.
+        make_id: Function that generates the id of a new run. None if the tracker generates the id.
+        read_id: Function that reads the run's id from the started tracker, or None if the id is known.
         stores_duplicates: Whether the tracker would store a repeated step twice. If so, steps that the tracker already
             has are not sent.
         on_start: Called with the started tracker.
-        finish: Ends the run. Called with the tracker and the summary; the summary is None after an error.
-        accepts_nan: Whether the tracker accepts non-finite figures.
+        finish: Function that ends the run, given the tracker and the summary. The summary is None after an error.
+        accepts_nan: Whether the tracker accepts non-finite values.
     """
 
     arguments: Callable[[_TrackerStart], dict[str, Any]]
@@ -261,7 +261,7 @@ def _log_config_text(tracker: Any, start: _TrackerStart) -> None:
 
 
 def _log_config_once(tracker: Any, start: _TrackerStart) -> None:
-    # Log parameters only once: MLflow refuses a different value, and a continued run already has them.
+    # Log parameters only once, because a continued run already has them, and MLflow rejects changed values.
     if start.is_new:
         tracker.store_init_configuration(_flatten(start.spec.values))
 
@@ -283,7 +283,7 @@ def _finish_mlflow(tracker: Any, summary: RunSummary | None) -> None:
 
 _TRACKERS: dict[str, _Tracker] = {
     "tensorboard": _Tracker(
-        # Files of earlier starts stay. With purge_step, TensorBoard hides steps in these files that are logged again.
+        # Files of earlier starts stay. With purge_step, TensorBoard hides the steps in them that are logged again.
         lambda start: {
             "run_name": TENSORBOARD_NAME,
             "logging_dir": str(start.spec.output_dir),
@@ -292,7 +292,7 @@ _TRACKERS: dict[str, _Tracker] = {
         on_start=_log_config_text,
         accepts_nan=True,
     ),
-    # WANDB_MODE=offline needs no network. The service keeps the first figures of a repeated step.
+    # WANDB_MODE=offline needs no network. If a step is logged twice, the service keeps the first values.
     "wandb": _Tracker(
         lambda start: {
             "run_name": start.spec.table.project,
@@ -354,13 +354,13 @@ _TRACKERS: dict[str, _Tracker] = {
 class TrackerLog(Logger):
     """Logger for one of accelerate's trackers. The tracker shows all starts of a run as one run.
 
-    Training does not depend on a tracker. After its first error, which is reported, a tracker gets no more figures.
+    Training does not depend on a tracker. After a tracker's first error, which is reported, it gets no more metrics.
 
     Args:
         name: Name in ``logging.report_to``.
-        spec: Project and name of the run at the tracker.
-        continued_from: Number of finished steps if this run continues a checkpoint, or None to create a new run at the
-            tracker.
+        spec: Project and name of the run in the tracker.
+        continued_from: Number of finished steps if this run continues from a checkpoint, or None to create a new run in
+            the tracker.
         on_notice: Called with the text of the first error.
     """
 
@@ -370,7 +370,7 @@ class TrackerLog(Logger):
         self._name, self._settings, self._on_notice = name, _TRACKERS[name], on_notice
         self._path = spec.output_dir / TRACKERS_NAME
         known = _read_json(self._path).get(name) if continued_from is not None else None
-        self._saved: dict[str, Any] = known if isinstance(known, dict) else {}  # id, and kind of figures -> last step
+        self._saved: dict[str, Any] = known if isinstance(known, dict) else {}  # id, and last step by kind of metrics
         self._tracker: Any = None
         try:
             self._start(spec, 0 if continued_from is None else continued_from + 1)
@@ -386,7 +386,7 @@ class TrackerLog(Logger):
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
         scalars = scalars_of_checkpoint(metrics)
         if self._name == "wandb":
-            # wandb rejects figures for an earlier step, and training has continued while the checkpoint was written.
+            # Log without a step: wandb rejects earlier steps, and training continued while the checkpoint was written.
             self._try(lambda tracker: tracker.log({**scalars, "checkpoint/step": metrics.step}, commit=False))
         else:
             self._log("checkpoint", scalars, metrics.step)
@@ -395,12 +395,12 @@ class TrackerLog(Logger):
         self._finish(summary)
 
     def close(self) -> None:
-        """End the run at the tracker as failed, unless it has ended."""
+        """Mark the run as failed in the tracker, unless it has already ended."""
         self._finish(None)
 
     def _start(self, spec: LoggingSpec, first_step: int) -> None:
         tracking = importlib.import_module("accelerate.tracking")
-        # accelerate's logging requires this state. It is on the CPU, because the run uses the device.
+        # accelerate's logging requires this state. Keep it on the CPU, because the run uses the device.
         importlib.import_module("accelerate").PartialState(cpu=True)
         is_new = "id" not in self._saved
         if is_new:
@@ -420,13 +420,13 @@ class TrackerLog(Logger):
         shown = {name: value for name, value in scalars.items() if self._settings.accepts_nan or math.isfinite(value)}
         self._try(lambda tracker: tracker.log(shown, step=step))
         if self._settings.stores_duplicates and self._tracker is not None:
-            # Write this after the figures. If the process is killed in between, a point is duplicated; otherwise it
-            # would be lost.
+            # Write this after the metrics, so that a kill in between duplicates a point in the tracker instead of
+            # losing it.
             self._saved[kind] = step
             self._remember()
 
     def _remember(self) -> None:
-        """Write the run's id at the tracker and the last logged steps."""
+        """Write the run's id in the tracker and the last logged steps to ``TRACKERS_NAME``."""
         partial = self._path.with_name(self._path.name + ".partial")
         with contextlib.suppress(OSError):  # the drive may be full
             partial.write_text(json.dumps({**_read_json(self._path), self._name: self._saved}) + "\n", encoding="utf-8")
@@ -437,7 +437,7 @@ class TrackerLog(Logger):
         self._tracker = None
 
     def _try(self, action: Callable[[Any], object]) -> None:
-        """Call an action with the tracker, unless the tracker was dropped or has ended."""
+        """Call an action with the tracker, unless the tracker has failed or ended."""
         if self._tracker is not None:
             try:
                 action(self._tracker)
@@ -458,7 +458,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested values with dotted names. Values that are not scalars become text."""
+    """Return nested values under dotted names. Values that are not scalars are converted to text."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -469,7 +469,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def scalars_of_step(metrics: StepMetrics) -> dict[str, float]:
-    """Return the figures of a step, by curve name."""
+    """Return the metrics of a step, by curve name."""
     values: dict[str, float] = {
         "train/loss": metrics.loss,
         "train/grad_norm": metrics.grad_norm,
@@ -492,7 +492,7 @@ def scalars_of_step(metrics: StepMetrics) -> dict[str, float]:
 
 
 def scalars_of_evaluation(metrics: EvaluationMetrics) -> dict[str, float]:
-    """Return the figures of an evaluation, by curve name."""
+    """Return the metrics of an evaluation, by curve name."""
     name = f"eval/{metrics.name}"
     if metrics.preferences:
         return {f"{name}_loss": metrics.loss} | {f"{name}_{key}": each for key, each in metrics.preferences.items()}
@@ -500,7 +500,7 @@ def scalars_of_evaluation(metrics: EvaluationMetrics) -> dict[str, float]:
 
 
 def scalars_of_checkpoint(metrics: CheckpointMetrics) -> dict[str, float]:
-    """Return the figures of a checkpoint, by curve name."""
+    """Return the metrics of a checkpoint, by curve name."""
     return {
         "checkpoint/GiB": metrics.nbytes / GiB,
         "checkpoint/seconds": metrics.seconds,

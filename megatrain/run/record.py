@@ -1,4 +1,4 @@
-"""A run's record: ``plan.json``, written at each start, and ``summary.json``, written at each end."""
+"""Record files of a run: ``plan.json``, written at each start, and ``summary.json``, written at each end."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _FORMAT = 1
 
 
 def write_plan(plan: Plan, continued_from: int | None) -> Path:
-    """Write the plan to ``output_dir`` at the start of a run, and return the file.
+    """Write the plan to ``output_dir`` at the start of a run, and return the path of the file.
 
-    The file of a continued run lists all its starts.
+    For a continued run, the file lists all starts of the run.
 
     Args:
-        continued_from: Number of finished steps if the run continues. None for a new run, which replaces an earlier
-            run's record.
+        continued_from: Number of finished steps if the run continues. None for a new run, which replaces the record of
+            an earlier run.
 
     Raises:
         OSError: The file cannot be written.
@@ -55,7 +55,7 @@ def write_plan(plan: Plan, continued_from: int | None) -> Path:
 
 
 def write_summary(summary: RunSummary, output_dir: Path) -> None:
-    """Add a summary to ``summary.json``. Errors are ignored, so that a full or broken drive does not fail the run."""
+    """Add a summary to ``summary.json``, ignoring errors, so that a full or broken drive does not fail the run."""
     path = output_dir / SUMMARY_NAME
     ends = [*read_entries(path, "ends"), {"at": now_text(), **summary.to_json()}]
     with contextlib.suppress(OSError):
@@ -65,10 +65,10 @@ def write_summary(summary: RunSummary, output_dir: Path) -> None:
 def summary_if_done(
     checkpoint: Checkpoint, num_steps: int, output_dir: Path, dtype: str, rule: BestSpec
 ) -> RunSummary | None:
-    """Return the summary of a run that has finished all steps and written its model, otherwise None.
+    """Return the summary of a run if it has finished all steps and written its model, otherwise None.
 
     Args:
-        num_steps: Total number of steps of the run.
+        num_steps: Total number of steps in the run.
         dtype: Dtype of the export, or "auto" for the compute dtype.
         rule: Rule for the best evaluation.
     """
@@ -117,7 +117,7 @@ def _plan_values(plan: Plan) -> dict[str, Any]:
 
 
 def _describe_machine(run: RunSpec, device: str) -> dict[str, Any]:
-    """Return the machine of the run: processor, RAM, GPU, and its drives."""
+    """Return facts about the run's machine: processor, RAM, GPU and drives."""
     from megatrain.machine.cgroups import total_ram_bytes
     from megatrain.machine.file_systems import file_system_of
     from megatrain.machine.profiles import cpu_name, load_profile

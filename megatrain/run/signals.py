@@ -17,7 +17,7 @@ __all__ = ["RunSignals"]
 
 _STOP = (signal.SIGTERM, signal.SIGINT)
 _STOPPING = "stopping after this step, and saving; signal again to stop immediately without saving"
-#: A second signal within this time can be the same stop: a terminal signals the group, and a parent may forward it.
+#: A second signal within this time can be the same request: a terminal signals the group, and a parent may forward it.
 SAME_STOP_S = 0.5
 
 
@@ -26,18 +26,18 @@ class RunSignals:
 
     SIGTERM, SIGINT and SIGHUP (the terminal was closed) request a stop after the step. SIGUSR1 requests a checkpoint. A
     second SIGTERM or SIGINT raises ``KeyboardInterrupt`` in the main thread, and so does the first if the step cannot
-    end. A second SIGHUP does not raise, because a user who closes a terminal does not ask to discard work. An ignored
-    SIGHUP (``nohup``) stays ignored.
+    end. A second SIGHUP does not raise, because closing a terminal is not a request to discard work. An ignored SIGHUP
+    (``nohup``) stays ignored.
 
     Args:
         stops_after_step: Whether a stop waits for the end of the step. If not, the first SIGTERM, SIGINT or SIGHUP
             raises at once.
-        is_stuck: Returns whether the step waits for space on a drive, and may therefore never end.
+        is_stuck: Function that returns whether the step waits for space on a drive, and may therefore never end.
         activity: Receives the notice for the user. If None or not displayed, the notice goes to stderr.
 
     Attributes:
         stop_requested: Whether the run must end after its step.
-        save_requested: Whether the run must save after its step. The caller then resets it.
+        save_requested: Whether the run must save after its step. The caller resets this flag after saving.
         is_hung_up: Whether the terminal was closed.
     """
 
@@ -81,9 +81,9 @@ class RunSignals:
         self._has_steps_left = False
 
     def reraise_interrupt(self) -> None:
-        """Raise ``KeyboardInterrupt`` again if a signal raised it but the step still finished.
+        """Raise ``KeyboardInterrupt`` again if a signal handler raised it but the step still finished.
 
-        Python drops an exception in a destructor or weakref callback, and the handler may run inside one.
+        The handler may run inside a destructor or weakref callback, in which Python drops exceptions.
         """
         if self._has_raised:
             raise KeyboardInterrupt
@@ -111,7 +111,7 @@ class RunSignals:
             self._raise()
         self.is_hung_up = True
         if not self.stop_requested:
-            # Without a terminal, there is no notice. A SIGTERM or SIGINT after SAME_STOP_S counts as the second signal.
+            # Give no notice, because the terminal is gone. A SIGTERM or SIGINT after SAME_STOP_S is a second request.
             self.stop_requested, self._requested_s = True, time.monotonic()
 
     def _on_save(self, number: int, frame: FrameType | None) -> None:

@@ -41,7 +41,7 @@ __all__ = [
 STATUS_NAME = "status.json"
 _INTERVAL_S = 1.0
 _READ_ATTEMPTS, _READ_RETRY_S = 3, 0.02
-#: After this many seconds without an update, a run probably hangs, because it writes every second.
+#: Seconds without an update after which a run probably hangs, because a run writes its status every second.
 SILENT_S = 15.0
 
 State = Literal["starting", "training", "paused", "exporting", "done", "stopped", "failed"]
@@ -55,11 +55,11 @@ class RunStatus(StoredRecord):
     Attributes:
         state: ``starting`` until the first step, ``paused`` while a drive is full, or one of ``FINAL_STATES``.
         step: Number of finished steps.
-        metrics: Figures of the last step. None before the first step.
+        metrics: Metrics of the last step. None before the first step.
         checkpoint_step: Step of the newest checkpoint. None without a checkpoint.
         checkpoint_at: Time at which this checkpoint was finished.
-        evaluations: Set -> JSON values of its last evaluation: ``step``, ``loss``, ``perplexity``, and for preferences
-            also ``preferences``.
+        evaluations: JSON values of each set's last evaluation: ``step``, ``loss``, ``perplexity``, and for preference
+            losses also ``preferences``.
         activity: Activity of the run at the time of writing; see ``ActivitySnapshot``.
         exit_code: Exit code of the process. None while the process runs.
         message: Last message for the user. For a failed run, the reason.
@@ -97,8 +97,8 @@ def read_status(path: Path | str) -> RunStatus | None:
 def write_status(path: Path | str, status: RunStatus) -> None:
     """Replace a folder's ``status.json`` atomically. Raises no error if the drive is full or broken.
 
-    On a full drive, the existing file is overwritten in place, which needs no space: users must still see that the run
-    is waiting for space. If a reader finds the file partly written, it reads the file again.
+    On a full drive, the existing file is overwritten in place, which needs no space, because users must still see that
+    the run is waiting for space. A reader that finds a partly written file reads it again.
     """
     temporary = Path(path, f".{STATUS_NAME}.tmp")
     text = json.dumps(replace(status, updated_at=now_text()).to_json(), allow_nan=False) + "\n"
@@ -114,7 +114,7 @@ def write_status(path: Path | str, status: RunStatus) -> None:
 
 
 def _overwrite(path: Path, data: bytes) -> None:
-    """Overwrite a file within the blocks that it already has. Write nothing if the data needs more blocks."""
+    """Overwrite a file within its existing disk blocks. Write nothing if the data needs more blocks."""
     with path.open("r+b") as file:
         known = os.fstat(file.fileno())
         max_bytes = max(known.st_size, known.st_blocks * 512)
@@ -126,13 +126,13 @@ def _overwrite(path: Path, data: bytes) -> None:
 class StatusWriter(RunObserver):
     """Observer that keeps ``status.json`` up to date. Writes nothing before the first event.
 
-    A context manager. Enter it inside the context of the run's folder. From the start of training, a thread writes the
-    current activity once a second. If an exception leaves the context, it is recorded as the end of the run.
+    This is a context manager to enter inside the context of the run's folder. From the start of training, a thread
+    writes the current activity once a second. An exception that leaves the context is recorded as the end of the run.
 
     Args:
         path: The run's locked folder. The previous run's status stays there until the first event. The new status
-            starts from it, up to the checkpoint that this run continues.
-        exit_code_of: Returns the process's exit code after an error or a summary.
+            keeps its values up to the checkpoint from which this run continues.
+        exit_code_of: Function that returns the process's exit code for an error or a summary.
         on_interval: Called once a second on the writing thread. Must not raise errors.
     """
 
@@ -166,7 +166,7 @@ class StatusWriter(RunObserver):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Unlock the folder only after this, because the next owner must be the only writer.
+        # Stop the thread before the folder is unlocked, because the next owner must be the only writer.
         self._stop_event.set()
         if self._thread is not None:
             self._thread.join()
@@ -180,7 +180,7 @@ class StatusWriter(RunObserver):
         self._write(True, state=state, **({} if message is None else {"message": message}))
 
     def fail(self, message: str, exit_code: int) -> None:
-        """Record the end of the run, from any thread. The process then ends without leaving the context."""
+        """Record a failed end of the run, from any thread. The process then ends without leaving the context."""
         if self._last_write_s is not None:
             self._stop_event.set()
             self._write(True, state="failed", message=message, exit_code=exit_code, activity={})
@@ -193,7 +193,7 @@ class StatusWriter(RunObserver):
             self._thread.start()
 
     def on_step(self, metrics: StepMetrics) -> None:
-        is_last = metrics.step == metrics.max_steps  # the run saves and exports next
+        is_last = metrics.step == metrics.max_steps  # after the last step, the run saves and exports
         self._write(
             is_last,
             state="exporting" if is_last else "training",
@@ -204,7 +204,7 @@ class StatusWriter(RunObserver):
         )
 
     def on_message(self, text: str) -> None:
-        """Write a message. The state can change to or from ``paused`` at the same time."""
+        """Write a message, and update the state, because the run may have paused or resumed."""
         state = self._status.state
         if self._activity.is_paused():
             state, self._was_done = "paused", False
@@ -239,7 +239,7 @@ class StatusWriter(RunObserver):
     def _write(self, force: bool, **changes: Any) -> None:
         """Change the status, and write it at most once a second unless ``force`` is set."""
         with self._lock:
-            if self._was_done:  # keeps "done" if this start does nothing
+            if self._was_done:  # keep the state "done" if this start has nothing to do
                 return
             if self._stop_event.is_set() and "exit_code" not in changes and self._status.exit_code is not None:
                 return
@@ -251,7 +251,7 @@ class StatusWriter(RunObserver):
 
 
 def _initial_status(path: Path, run_name: str) -> RunStatus:
-    """Return a run's first status: the previous run's status, up to the checkpoint that this run continues."""
+    """Return a run's first status: the previous status up to the checkpoint from which this run continues."""
     status = RunStatus("starting", run_name=run_name)
     saved, before = usable_checkpoint(path), read_status(path)
     if saved is None or saved.step is None:

@@ -1,4 +1,4 @@
-"""The tables [logging] and [profile]: output and records of a run."""
+"""Config tables [logging] and [profile]: output and records of a run."""
 
 from __future__ import annotations
 
