@@ -81,7 +81,7 @@ def write_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], 
 
 
 def read_all(fd: int, view: memoryview, offset: int, on_buffered: Callable[[], None] | None = None) -> int:
-    """Fill ``view`` with the bytes at ``offset``. Return the number of bytes read, fewer if the file ends."""
+    """Fill ``view`` with the bytes at ``offset``. Return the number of bytes read; fewer means the file ended."""
     done = 0
     while done < len(view):
         try:

@@ -1,4 +1,4 @@
-"""Leases grant and end access to copies. This module also pins and evicts copies."""
+"""Management of leases, which give access to copies. Also handles pins and evictions of copies."""
 
 from __future__ import annotations
 
@@ -378,7 +378,7 @@ class Leasing:
             self.movement.changed.wait()
 
     def wait_for_locked(self, waiting: WaitReason, block: Block) -> None:
-        """Wait once, because the newest bytes of ``block`` have not reached its home.
+        """Wait once for progress in writing the newest bytes of ``block`` to its home.
 
         Raises:
             CapacityError: waiting cannot help. Can also raise ``LeaseError``.
@@ -390,7 +390,7 @@ class Leasing:
     # -- placement ---------------------------------------------------------------------------------------------
 
     def discard(self, keys: Sequence[str]) -> None:
-        """Drop all contents of blocks; see ``TieredStore.discard``."""
+        """Drop the contents of blocks; see ``TieredStore.discard``."""
         with self.movement.changed:
             for key in keys:
                 block = self.block(key)

@@ -1,4 +1,4 @@
-"""Locks of files and directories, and their holders. Does not import torch."""
+"""Locks on files and directories, and their holders. Does not import torch."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
         Raises:
             ValueError: the block has a different shape, dtype or home. ``register`` and ``acquire`` can raise other
                 errors.
-            TypeError: the value is neither a tensor nor an array, or it is an array whose dtype torch does not have.
+            TypeError: the value is neither a tensor nor an array, or it is an array whose dtype torch does not support.
         """
         tensor = as_tensor(key, tensor)
         is_new = key not in self
@@ -160,7 +160,7 @@ def as_tensor(key: str, value: object) -> torch.Tensor:
 
     Raises:
         TypeError: the value is neither a tensor nor an array, the tensor is not dense or has no contents, or torch does
-            not have the array's dtype.
+            not support the array's dtype.
     """
     if isinstance(value, torch.Tensor):
         if value.is_meta:

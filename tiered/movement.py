@@ -104,7 +104,7 @@ class Movement:
         """Take the next step toward a valid copy of ``block`` in ``tier``. Return the reason to wait, or None if valid.
 
         Args:
-            tick: tick that needs the copy. Without ``on_demand``, only copies with later uses are evicted.
+            tick: tick that needs the copy. Without ``on_demand``, only copies whose next use is later are evicted.
 
         Raises:
             UninitializedBlockError: the block has no contents.
@@ -358,7 +358,7 @@ class Movement:
         self.advance_eviction(block, copy)
 
     def advance_eviction(self, block: Block, copy: Copy) -> None:
-        """Take the next step of a requested eviction. Does nothing while a pin, lease or transfer uses the copy."""
+        """Advance a requested eviction, unless a lease or transfer uses the copy. A pin cancels the eviction."""
         if not copy.drop_when_clean or block.writer is not None:
             return
         if copy.pins:
@@ -385,7 +385,7 @@ class Movement:
 
     @property
     def has_blocked(self) -> bool:
-        """Whether a write-back waits for space in an intermediate tier."""
+        """Whether a write-back is waiting for space in an intermediate tier."""
         return bool(self._blocked)
 
     def blocked_slots(self) -> Mapping[tuple[str, int], int]:
@@ -465,7 +465,7 @@ def submit_two_hops(links: Mapping[tuple[str, str], Link], block: Block, copy: C
         middle: intermediate copy, which has a slot. If this copy is valid, the first hop is omitted.
 
     Returns:
-        One transfer that ends with the second hop.
+        A transfer that ends when the second hop ends.
     """
     assert copy.slot is not None and middle.slot is not None
     nbytes, home = block.spec.nbytes, block.home

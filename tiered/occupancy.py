@@ -50,7 +50,7 @@ class Occupancy:
         self.copy_bytes[copy.tier] += slot.slot_bytes
 
     def count_valid_copy(self) -> None:
-        """Count a change for a copy that became valid, if this can free space in intermediate tiers."""
+        """Increment ``num_changes`` after a copy became valid, if this can free space in intermediate tiers."""
         self.num_changes += len(self._tiers) > 2
 
     def release_slot(self, copy: Copy) -> None:

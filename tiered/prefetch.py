@@ -282,5 +282,5 @@ class Prefetcher:
         if waiting is not None and waiting.cause == "space":
             return "space"
         copy = block.copy_in(access.tier)
-        copy.prefetched = copy.state is CopyState.FILLING  # False if the bytes are on an earlier hop
+        copy.prefetched = copy.state is CopyState.FILLING  # False if the bytes are moving on an earlier hop
         return "" if copy.slot is not None else "another hop"

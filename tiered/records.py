@@ -28,7 +28,7 @@ class Copy:
         leased_at: tick of the last lease.
         transfer: latest transfer that filled or drained the copy, in progress or ended.
         prefetched: whether the prefetcher fetched the copy and no lease has used it yet.
-        drop_when_clean: whether the copy is evicted after its write-back.
+        drop_when_clean: whether the copy is evicted as soon as it is clean and unused.
     """
 
     __slots__ = (
@@ -80,7 +80,7 @@ class Block:
         self.copies: dict[str, Copy] = {spec.home: Copy(spec.home, is_home=True)}
         self.writer: Lease | None = None
         self.num_transfers = 0  # transfers in progress, over all copies
-        self.version = 0  # number of released writes
+        self.version = 0  # number of write leases released so far
         self.slot_bytes: dict[str, int] = {}  # cached slot sizes, by tier
 
     def copy_in(self, tier: str) -> Copy:

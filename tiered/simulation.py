@@ -169,7 +169,7 @@ class SimulatedChannel:
 
 
 class SimulatedLink:
-    """One direction of transfers between two tiers.
+    """Simulated one-way link between two tiers.
 
     Args:
         channel: rate and queue. Links can share a channel, for example both directions of a drive.

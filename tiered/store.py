@@ -55,8 +55,8 @@ class TieredStore(BlockMapping):
             tier uses this drive.
         on_notice: called with a sentence for the user, on any thread. By default, the sentence is logged as a warning.
         max_inflight_bytes: maximum bytes that prefetches move at the same time.
-        on_event: called for every movement and stall. The store's lock is held, so it must be quick and must not call
-            the store.
+        on_event: called for every movement and stall with the store's lock held. The function must be quick and must
+            not call the store.
         clock: virtual time, for simulated tiers and links.
 
     Raises:
@@ -136,7 +136,7 @@ class TieredStore(BlockMapping):
 
     @property
     def is_paused(self) -> bool:
-        """Whether a write waits for space on a full drive."""
+        """Whether a write is waiting for space on a full drive."""
         return self._generations.full.is_waiting or any(tier.is_waiting for tier in self._movement.pausing_tiers)
 
     @property
@@ -146,7 +146,7 @@ class TieredStore(BlockMapping):
 
     @property
     def keep_generations(self) -> int:
-        """Number of newest generations that a commit keeps, in addition to the generations of ``keep_also``."""
+        """Number of newest generations that a commit keeps, in addition to those that ``keep_also`` names."""
         return self._generations.num_kept
 
     def keep_also(self, named: Callable[[], Collection[int]] | None) -> None:
@@ -271,7 +271,7 @@ class TieredStore(BlockMapping):
         Do not call it while holding a lease that another ``acquire_many`` may wait for.
 
         Raises:
-            ValueError: a key occurs twice. Also the errors of ``acquire``.
+            ValueError: a key occurs twice. Also raises the errors of ``acquire``.
         """
         return self._leasing.acquire_many(requests, stream=stream, timeout_s=timeout_s)
 

@@ -75,7 +75,7 @@ class Commit:
 
     @property
     def is_done(self) -> bool:
-        """Whether the commit has succeeded or failed, so that ``wait`` does not block."""
+        """Whether the commit has succeeded or failed. If so, ``wait`` does not block."""
         return self._ended.is_set()
 
     @property
@@ -323,7 +323,7 @@ class FrozenBlocks:
                 )
 
     def _write(self, frozen: _FrozenCopy, need_bytes: int) -> tuple[str, ...]:
-        """Write a leased block. If the drive is full, wait for ``need_bytes`` of space (for all leased blocks)."""
+        """Write a leased block. If the drive is full, wait until ``need_bytes`` (for all leased blocks) are free."""
         spec, path, owner_tier = frozen.block.spec, str(self._identity.path), self._owner_tier
         if owner_tier is not None:
             owner_tier.count_wear({owner_tier.paths.index(path): array_bytes(spec)})

@@ -40,7 +40,7 @@ class DrivePlace:
 
 
 def drive_places(manifest: Manifest, directory: Path) -> tuple[DrivePlace, ...]:
-    """Return the places of all file tier paths in a manifest. ``directory`` now contains the generations."""
+    """Return a place for each file tier path in a manifest. ``directory`` is the generations' current directory."""
     name = generation_name(manifest.generation)
     places: dict[Path, DrivePlace] = {}
     for tier, paths in ((tier, paths) for tier, paths in manifest.paths.items() if paths):
@@ -67,7 +67,7 @@ def holds_part(path: Path | str, manifest: Manifest) -> bool:
 
 
 def _belongs_to_other_store(path: Path, store: str) -> bool:
-    """Return whether a path has only snapshots of another store, for example of a run next to the copy."""
+    """Return whether all snapshots on a path belong to other stores, for example to a run next to the copy."""
     owners = {read_note(note).get("id", store) for note in path.glob(f"{SNAPSHOT_FOLDER}/*/{OWNER_NAME}")}
     return bool(owners) and store not in owners
 

@@ -67,7 +67,7 @@ Register = Callable[..., BlockSpec]
 
 
 class Generations:
-    """A store's generations: commits, prunes and loads them. At most one commit is in progress.
+    """Manager of a store's generations: commits, prunes and loads them. At most one commit is in progress.
 
     Args:
         path: directory of the generations, or None if the store cannot commit.
@@ -492,7 +492,7 @@ def _as_transfer_error(failure: BaseException, path: Path, generation: int | Non
 
 @dataclass(frozen=True, slots=True)
 class _Loader:
-    """Loader of a store's blocks from a generation: by hard links where possible, otherwise by reading.
+    """Loader that fills a store's blocks from a generation, by hard links where possible and otherwise by reading.
 
     Attributes:
         identity: identity of the store. Files are adopted only from this store's snapshots.

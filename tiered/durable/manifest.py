@@ -25,7 +25,7 @@ SNAPSHOT_FOLDER = "snap"
 #: Format version of manifests. Readers accept older versions and refuse newer versions.
 MANIFEST_VERSION = 1
 
-#: Maximum size of a block in bytes. Larger sizes are refused, because a reader lists all 16 MiB pieces.
+#: Maximum size of a block in bytes. Larger sizes are refused, because readers list every 16 MiB piece.
 _MAX_BYTES = 1 << 44
 
 _BODY_PREFIX = '{"body": '
@@ -212,7 +212,7 @@ def _block_record(fields: Mapping[str, Any]) -> BlockRecord:
 
 
 def current_generation(directory: str | os.PathLike[str]) -> int | None:
-    """Return the generation number in the top file, or None if there is no such file. It may not be the newest one.
+    """Return the generation number in the top file, or None without this file. A newer generation may exist.
 
     Raises:
         GenerationError: the file is damaged or newer than this package.

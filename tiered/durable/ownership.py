@@ -27,7 +27,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Owner of a folder: a store's id, and its directory of generations in the note. Both are "" if unreadable."""
+    """Owner in a folder's note: the store's id, and its directory of generations then. Both are "" if unreadable."""
 
     id: str
     path: str

@@ -163,7 +163,7 @@ class GenerationReader:
             self.check(key, files, read_array(files, spec, byte_view(out)))
 
     def _read_small(self, spec: BlockSpec, into: torch.Tensor) -> bool:
-        """Read a block if it is one small file in the generation's folder. Return whether this read valid contents.
+        """Read a block if it is one small file in the generation's folder. Return whether valid contents were read.
 
         The array's document with the file sizes is not read, because the checksum is sufficient.
         """
@@ -171,7 +171,7 @@ class GenerationReader:
         if not 0 < spec.nbytes <= SMALL_BYTES or not self._is_local(record) or self._owner(self._folder) == "foreign":
             return False
         file = f"{self._folder}/{spec.key}/c/0"
-        if self._moved and os.path.islink(file):  # The link may lead to a drive at its recorded path.
+        if self._moved and os.path.islink(file):  # The link may still lead to a drive's old location.
             return False
         return (read_small(file, into),) == record.xxh3_64
 
@@ -185,7 +185,7 @@ class GenerationReader:
         Reads only the pieces that contain these bytes, because every piece of 16 MiB has its own checksum.
 
         Raises:
-            ValueError: the range is invalid. Also the errors of ``read``.
+            ValueError: the range is invalid. Also raises the errors of ``read``.
         """
         spec = self.spec(key)
         if not 0 <= start <= stop <= spec.nbytes:
@@ -242,7 +242,7 @@ class GenerationReader:
     def problems(
         self, on_block: Callable[[BlockRecord], None] | None = None, *, with_top: bool = True
     ) -> Iterator[str]:
-        """Read the whole generation, and yield a sentence about every problem and its file.
+        """Read the whole generation, and yield one sentence per problem, which names the file.
 
         Args:
             on_block: called with each block's record after the block is checked.

@@ -99,7 +99,7 @@ class WholeCopies:
                 copy ends.
 
         Returns:
-            Figures of the copy. The copy has the generation's number, or a larger number if that one is taken.
+            Number and sizes of the copy. The number is the generation's, or a larger one if that is taken.
 
         Raises:
             CorruptBlockError: the generation or the copy is damaged.

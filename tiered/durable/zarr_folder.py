@@ -1,8 +1,8 @@
 """zarr documents in a store's folder. ``latest`` leads to the current generation, and documents list their members.
 
-To find the members of a group, zarr lists its folder and warns about every other file (manifests, locks, notes of
-ownership). If the group's document contains the members' metadata (consolidated metadata), zarr does not list the
-folder. These documents are only for viewers: the store never reads them, and ignores errors in writing them.
+To find the members of a group, zarr lists its folder and warns about every other file (manifests, locks,
+ownership notes). If the group's document contains the members' metadata (consolidated metadata), zarr does not list the
+folder. These documents are only for viewers: the store never reads them, and ignores errors when writing them.
 """
 
 from __future__ import annotations

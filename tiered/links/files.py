@@ -122,7 +122,7 @@ class _FileTransfer:
             return checksum(view)
 
     def finish_task(self, error: BaseException | None) -> bool:
-        """Count an ended task. Return whether it was the last one."""
+        """Count a task that has ended. Return whether it was the last one."""
         with self._lock:
             self.error = self.error or error
             self._num_left -= 1

@@ -1,4 +1,4 @@
-"""File I/O of a tier with kvikio, NVIDIA's I/O library."""
+"""File I/O for tiers with kvikio, NVIDIA's I/O library."""
 
 from __future__ import annotations
 

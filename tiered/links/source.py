@@ -153,7 +153,7 @@ class _SourceRead:
         self._lock = threading.Lock()
 
     def finish_part(self, error: BaseException | None) -> bool:
-        """Count an ended part. Return whether it was the last one."""
+        """Count a part that has ended. Return whether it was the last one."""
         with self._lock:
             self.error = self.error or error
             self._num_left -= 1

@@ -197,7 +197,7 @@ def device_view(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def host_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a host view of a UnifiedTier's tensor without a copy. The caller waits for the device's work first.
+    """Return a host view of a UnifiedTier's tensor without a copy. The device must have finished its work on it.
 
     Args:
         tensor: contiguous tensor of a lease, or a part of this tensor. Keep it alive while the view is used.

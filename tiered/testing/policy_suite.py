@@ -13,7 +13,7 @@ _NUM_CASES = 50
 
 
 class PolicySuite(ABC):
-    """Tests of a policy. Subclass it and define ``make_policy``; pytest collects the tests::
+    """Tests for a policy. Subclass it and define ``make_policy``; pytest collects the tests::
 
     class TestMyPolicy(PolicySuite):
         def make_policy(self) -> EvictionPolicy:

@@ -1,4 +1,4 @@
-"""Search for, measurement of and removal of leftovers from dead processes in a tier's folders."""
+"""Functions that find, measure and remove leftovers of dead processes in a tier's folders."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class TierDirectory:
         self._lock.check()
 
     def _check_link_counts(self) -> None:
-        """Refuse a file system without link counts, which are needed to know the files that commits have linked.
+        """Refuse a file system without link counts, because the counts show which files commits have linked.
 
         A file system without hard links is accepted here, but the first commit fails.
         """

@@ -195,7 +195,7 @@ class GpuTier:
         return None if buffer is None else Slot(self.name, nbytes, slot_bytes, buffer)
 
     def free(self, slot: Slot) -> None:
-        """Return the slot to the pool. The next user of its buffer waits for the recorded work."""
+        """Return the slot's buffer to the pool. The buffer's next user waits for the recorded work."""
         buffer = buffer_of(slot)
         if slot.slot_bytes:
             self._pool.give(slot.slot_bytes, buffer)

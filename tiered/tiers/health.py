@@ -153,7 +153,7 @@ class _BusyMeter:
         self.nbytes += nbytes
 
     def advance(self, now_s: float) -> None:
-        """Add the busy time up to now."""
+        """Add the busy time up to ``now_s``."""
         if self._num_active:
             self.busy_s += now_s - self._since_s
         self._since_s = now_s

@@ -120,7 +120,7 @@ os.register_at_fork(after_in_child=_reserve_addresses_in_child)
 
 
 def _managed_ram_kb() -> int:
-    """Return the kilobytes of RAM that the kernel manages now. A virtual machine may start with part of its RAM."""
+    """Return the kilobytes of RAM that the kernel manages now. A virtual machine may start with only part of it."""
     found = re.search(r"^MemTotal:\s+(\d+)", _MEMORY.read_text(encoding="ascii"), re.MULTILINE)
     return int(found[1]) if found else 0
 

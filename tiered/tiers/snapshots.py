@@ -190,7 +190,7 @@ class Snapshots:
         sync_paths(paths, sync_path)
 
     def count(self, nbytes: int) -> None:
-        """Add bytes that a commit wrote to a snapshot on the first path to ``nbytes``. ``drop`` removes the files."""
+        """Add to ``self.nbytes`` the size of files that a commit wrote to a snapshot. ``drop`` removes these files."""
         with self.lock:
             self.nbytes += nbytes
             self.trim_pools()
@@ -281,7 +281,7 @@ class Snapshots:
             _link(source.files, adopted.files)
             self.nbytes -= adopted.nbytes  # The files are live again, not only in snapshots.
             self._link_to_first_path(adopted.files, "live", own.key)
-            write_document(live / own.key, document)  # An existing document stays.
+            write_document(live / own.key, document)  # Keeps an existing document.
             self.trim_pools()
 
     def _resize(self, slot: Slot, slot_bytes: int) -> None:
