@@ -40,7 +40,7 @@ class AbsentWeightError(RuntimeError):
         )
 
 
-#: Torch's own property, without the override in a parameter's class.
+#: Torch's original properties, without the overrides in a parameter's class.
 _DATA: Any = Tensor.data
 _GRADIENT: Any = Tensor.grad
 _BLOCK = "_megatrain_block"
@@ -131,7 +131,7 @@ class PresentParameter(_OffloadedParameter):
 
 
 class StoredParameter(_OffloadedParameter):
-    """Class of a parameter while its values are in the store, otherwise ``PresentParameter``.
+    """Class of a parameter whose values are only in the store. While they are in memory, it is ``PresentParameter``.
 
     The parameter has the correct shape, dtype and device, but uses the memory of only one element. Reading its values
     raises ``AbsentWeightError``, so wrong values are never returned. ``grad`` is None, or a placeholder if the store
@@ -187,7 +187,7 @@ def holder_of(parameter: Tensor) -> ParameterHolder | None:
 
 
 def attach(parameter: nn.Parameter, block: ParameterHolder, device: torch.device) -> None:
-    """Make a parameter absent and assign it to its block. ``device`` is the device reported by the parameter."""
+    """Make a parameter absent and assign it to its block. It then reports ``device`` as its device."""
     own_class = type(parameter)
     make_absent(parameter, device)
     parameter.__dict__[_BLOCK] = block
@@ -208,7 +208,7 @@ def make_absent(parameter: nn.Parameter, device: torch.device) -> None:
 
 
 def make_present(parameter: nn.Parameter, values: Tensor) -> None:
-    """Bind a parameter to its values: a view of a slot with the parameter's shape and dtype."""
+    """Bind a parameter to its values: a view of leased memory with the parameter's shape and dtype."""
     with torch.inference_mode(False):
         parameter.__class__ = parameter.__dict__[_CLASS]
         _DATA.__set__(parameter, values)

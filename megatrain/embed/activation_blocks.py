@@ -1,7 +1,7 @@
 """Blocks of a store for saved tensors.
 
-Sizes and order are unknown before the first forward, and the garbage collector frees the memory. A stored tensor
-therefore has a block only while a graph needs it.
+The sizes and the order of saved tensors are unknown before the first forward, and the garbage collector determines when
+they are freed. A stored tensor therefore has a block only while a graph needs it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tiered.units import PAGE_BYTES, round_up
 
 @dataclass(slots=True, eq=False)
 class ActivationBlock:
-    """A registered block of bytes, with the transfer that was requested last."""
+    """A registered block of bytes, with its most recently requested transfer."""
 
     key: str
     home: str

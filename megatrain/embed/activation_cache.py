@@ -26,7 +26,7 @@ _MAX_FETCHES = 16
 
 @dataclass(slots=True)
 class ActivationStats:
-    """Statistics of an ``offload_activations`` since its creation.
+    """Statistics of an ``offload_activations`` context since its creation.
 
     Attributes:
         offloaded_bytes: Bytes written to blocks.
@@ -64,10 +64,10 @@ class _Route:
 
 
 class ActivationCache:
-    """Writes and reads storage elements in blocks of one store. Thread-safe.
+    """Cache of storage elements in blocks of one store. Thread-safe.
 
-    The last ``lookahead_bytes`` stay in the staging tier, because the backward needs them first. Older elements move to
-    their homes during the forward. Reading elements prefetches the elements that were stored before them.
+    The newest ``lookahead_bytes`` stay in the staging tier, because the backward needs them first. Older elements move
+    to their homes during the forward. Reading elements prefetches the elements that were stored before them.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class ActivationCache:
         return memory
 
     def _look_ahead(self, stored: StoredElements) -> None:
-        """Prefetch a block and the blocks that the backward needs next, in reverse order of storing."""
+        """Prefetch a block and the blocks that were stored before it, because the backward needs them next."""
         route = self._route(stored.device)
         num_fetches, ahead_bytes = 0, 0
         for number in range(stored.number, max(-1, stored.number - _MAX_STEPS_BACK), -1):

@@ -256,7 +256,7 @@ class _StoredTensor(_OffloadedTensor):
 
 
 def _storages_of(modules: Iterable[nn.Module]) -> dict[int, WeakStorage]:
-    """Return weak references to the storages of parameters and buffers, by address. They prevent address reuse."""
+    """Return weak references to the storages of parameters and buffers, by address. They keep addresses reserved."""
     found = {}
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):

@@ -37,7 +37,7 @@ class _SavedWeight(SavedTensor):
 
 
 class BackwardLeases:
-    """Leases of the backward. A unit's weights stay leased until the backward needs another unit's weights.
+    """Weight leases for the backward. A unit's weights stay leased until the backward needs another unit's weights.
 
     A graph node drops its weights after it has run. The number of tensors that share the memory shows whether a node
     still uses the weights, so only unused leases are released. Used by the thread that runs autograd.
@@ -68,7 +68,7 @@ class BackwardLeases:
                 lease.release()
 
     def close(self, block: WeightBlock) -> None:
-        """Release a lease before its block changes. Raise ``WeightInUseError`` if a graph still uses the weights."""
+        """Release a lease before the block changes. Raise ``WeightInUseError`` if a graph still uses the weights."""
         if block not in self._leases:
             return
         lease, num_references = self._leases[block]

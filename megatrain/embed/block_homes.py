@@ -69,8 +69,8 @@ class SharedState:
     """State shared by the offloaded modules, optimizers and activations of one store.
 
     Attributes:
-        working_bytes: Bytes of RAM reserved for copies of blocks from other tiers. Homes do not use them.
-        num_changes: Number of updates and other writes of weights and state so far.
+        working_bytes: Bytes of RAM reserved for copies of blocks from other tiers. No block's home may use them.
+        num_changes: Number of changes to weights and state so far, by updates or by other writes.
         last_commit: (num_changes, generation) of the last commit or load.
         mark: Random text that distinguishes the committed generation from other generations with the same number.
     """
@@ -154,7 +154,7 @@ class SharedState:
 
     @contextmanager
     def working_room(self, nbytes: int = 0) -> Iterator[None]:
-        """Raise ``working_bytes`` to at least ``nbytes``. Restore it if the context ends with an error."""
+        """Increase ``working_bytes`` to at least ``nbytes``. Restore it if the context ends with an error."""
         before = self.working_bytes
         self.working_bytes = max(before, nbytes)
         try:
@@ -200,7 +200,7 @@ def shared_state(store: TieredStore) -> SharedState:
 
 
 def free_home_bytes(store: TieredStore, name: str) -> int:
-    """Return a tier's free space for homes, in bytes. Space of copies counts as free, because copies can be evicted."""
+    """Return a tier's free space for homes, in bytes. Copies count as free space: they can be evicted."""
     tier = store.tier(name)
     if tier.device is None:
         return tier.usage().free_bytes  # a drive has no copies, and its generations also use space
@@ -208,7 +208,7 @@ def free_home_bytes(store: TieredStore, name: str) -> int:
 
 
 def _generation_bytes(store: TieredStore, name: str, block: HomeRequest) -> int:
-    """Return the bytes that generations of a block use on a drive in addition to its home."""
+    """Return the bytes that a block's copies in generations use on a drive, in addition to its home."""
     tier = store.tier(name)
     return tier.slot_bytes(block.nbytes) * store.keep_generations if block.durable and tier.durable else 0
 

@@ -41,8 +41,8 @@ class GradientBlock:
         parameters: Parameters by name in the layout.
 
     Attributes:
-        updater: Applies the last step's update before the next step's first gradient arrives. The update reads this
-            block.
+        updater: Optimizer group that applies the last step's update, which reads this block, before the next step's
+            first gradient is added.
         num_changes: Number of gradients added or removed so far.
     """
 

@@ -34,7 +34,7 @@ class Settings:
 
     Attributes:
         rule: Update rule with the settings of the parameter's group.
-        step: Number of this update of the parameter, from 1.
+        step: Number of the update among this parameter's updates, starting at 1.
         lr: Learning rate of the parameter's group.
     """
 
@@ -46,7 +46,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class GroupUpdate:
-    """Update of a group that is not applied yet.
+    """Update of a group that has not been applied yet.
 
     Attributes:
         settings: Settings of each parameter that has a gradient, by name.
@@ -60,10 +60,10 @@ class GroupUpdate:
 
 
 class StateGroup(ABC):
-    """Layout of parameters with one state block per kind. The constructor registers the blocks, filled with zeros.
+    """Parameters that share one block per kind of state. The constructor registers the blocks, filled with zeros.
 
     Args:
-        root: Prefix of the keys of the group's blocks.
+        root: Key prefix of the group's blocks.
         parameters: Parameters by name in the layout.
         homes: Allowed home tiers of the state, preferred first.
 
@@ -72,7 +72,7 @@ class StateGroup(ABC):
         is_offloaded: Whether the parameters are in an offloaded module.
         shard: (index, number of shards) if the blocks contain only this process's shard; None if they are whole.
         gradient_factor: Factor by which all gradients are multiplied, in addition to clipping.
-        names: Segment names, by name in the layout. They must not depend on the location of the state.
+        names: Segment names, by name in the layout. They must not depend on where the state is stored.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class StateGroup(ABC):
         return self.gradients.num_changes
 
     def leased_keys(self) -> list[str]:
-        """Return the keys of all blocks that an update leases in RAM together."""
+        """Return the keys of all blocks that an update leases in RAM at the same time."""
         return [*self.keys.values(), *([] if self.gradients is None else [self.gradients.key])]
 
     @abstractmethod
@@ -164,7 +164,7 @@ class StateGroup(ABC):
             self.store.evict(key, "ram")
 
     def segment(self, entry: TensorEntry, settings: Settings, start: int, *, first: int = 0) -> Segment:
-        """Return the range that a parameter occupies in a block, together with the parameter's update settings.
+        """Return the range that a parameter occupies in a block, with the parameter's update settings.
 
         Args:
             first: Index of the range's first element within the parameter.
@@ -181,7 +181,7 @@ class StateGroup(ABC):
         )
 
     def state_view(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
-        """Return a flat view of a parameter's state of one kind."""
+        """Return a flat view of a parameter's state of the given kind."""
         return flat.narrow(0, self.starts[kind][entry.name], self.kinds[kind].length_of(entry))
 
     @property
@@ -201,7 +201,7 @@ class StateGroup(ABC):
         """Swap masters and their averages in place. A second call restores both.
 
         Args:
-            names: Names of the parameters that have been updated, as keys.
+            names: Mapping whose keys are the names of the parameters that have been updated.
 
         Raises:
             WeightInUseError: The weights are in use.
@@ -244,7 +244,7 @@ class OffloadedGroup(StateGroup):
         self.is_offloaded = True
 
     def attach(self) -> None:
-        """Become the updater of the weights."""
+        """Register this group as the updater of its weights."""
         assert self.weights.updater is None, self.layout.name
         self.weights.updater = self.gradients.updater = self
 
@@ -268,7 +268,7 @@ class OffloadedGroup(StateGroup):
         self._deferred.finish(self)
 
     def leased_keys(self) -> list[str]:
-        """Return the keys of all blocks that an update leases in RAM together, including the weights."""
+        """Return the keys of all blocks that an update leases in RAM at the same time, including the weights."""
         return [self.weights.key, *super().leased_keys()]
 
     def update(self, pending: GroupUpdate) -> None:
@@ -339,7 +339,7 @@ class OffloadedGroup(StateGroup):
 
 
 class InterruptedUpdateError(RuntimeError):
-    """Updates were applied only partially, so some weights have made the step and others have not."""
+    """Updates were applied only partially, so only some weights contain the step's changes."""
 
 
 class DeferredUpdates:
@@ -374,7 +374,7 @@ class DeferredUpdates:
 
     @contextmanager
     def recording_interrupts(self, *, is_atomic: bool = True) -> Iterator[None]:
-        """Record whether an error or an interrupt ends an update inside the context halfway.
+        """Record whether an error or an interrupt stops an update halfway inside the context.
 
         Args:
             is_atomic: Whether all updates belong to one group, so that errors of the store occur before any change.

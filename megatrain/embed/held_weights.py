@@ -15,7 +15,7 @@ from tiered import checksum
 
 
 class HeldWeights:
-    """A lease of a part's weights, and the parameters as views of it. The constructor makes the parameters present.
+    """A lease of a part's weights, and the parameters that view it. The constructor makes the parameters present.
 
     Args:
         missing_names: Names of parameters that have no values yet.
@@ -53,7 +53,7 @@ class HeldWeights:
         self._versions[name] = self._part.parameters[name]._version
 
     def changed_names(self, missing_names: AbstractSet[str]) -> frozenset[str]:
-        """Return the names of the changed parameters. Values that replaced ``data`` are copied to a writable lease."""
+        """Return the changed parameters' names. Copy values that replaced ``data`` to the lease, if it is writable."""
         changed = set()
         with torch.no_grad():
             for name, place in views(self.lease.tensor, self._part.layout).items():

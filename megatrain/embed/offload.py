@@ -53,7 +53,7 @@ def offload(
     same order. Otherwise, all ranks raise ``RanksDifferError``.
 
     Args:
-        name: Prefix of the keys of the module's blocks. Modules in the same store need different prefixes.
+        name: Key prefix of the module's blocks. Modules in the same store need different prefixes.
         weights: Allowed home tiers, preferred first. "auto" uses RAM while it has space, then drives.
         gradients: Allowed home tiers, as for ``weights``.
         leave: Globs of parameter names. Matching parameters are not moved.

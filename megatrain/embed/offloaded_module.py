@@ -30,11 +30,11 @@ def offloaded_module(model: nn.Module) -> OffloadedModule | None:
 def gathered(of: nn.Module | Tensor | Iterable[Tensor], *, writable: bool = False) -> Iterator[None]:
     """Hold the weights of a module, or some parameters, in the compute tier. ``writable`` permits changes.
 
-    All weights are held together, so gather layer by layer if they do not fit together. Parameters outside of stores
+    All weights are held at the same time, so gather layer by layer if they do not fit. Parameters outside of stores
     are skipped. Computations with the weights are differentiable inside and after the context.
 
     Raises:
-        CapacityError: The weights do not fit together.
+        CapacityError: The weights do not fit in the compute tier at the same time.
         WeightInUseError: Weights were changed without ``writable``, or a view of a weight outlives the context.
     """
     parameters = [of] if isinstance(of, Tensor) else of.parameters() if isinstance(of, nn.Module) else of
@@ -56,7 +56,7 @@ class OffloadedModule:
 
     Attributes:
         blocks: Blocks that contain the module's parameters, in definition order.
-        window: Leases of the backward.
+        window: Weight leases for the backward.
     """
 
     def __init__(self, units: Sequence[UnitPart], homes: Homes, access: LocalBlocks) -> None:
@@ -161,7 +161,7 @@ class _UnitHooks:
 
 
 def _register(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
-    """Install a first and a last hook of a module's forward, and hide them from compilers."""
+    """Install a hook before and a hook after a module's forward, and hide both from compilers."""
     disable: Callable[[Any], Any] = torch.compiler.disable
     module.register_forward_pre_hook(disable(before), prepend=True)
     module.register_forward_hook(disable(after), always_call=True)

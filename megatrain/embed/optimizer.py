@@ -66,7 +66,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             parameter. It starts with the weights before the first step, and every update changes it. See
             ``averaged_parameters``.
         state: Allowed home tiers of the state, preferred first. "auto" uses RAM while it has space, then drives.
-        name: Prefix of the block keys of ordinary parameters. Optimizers in the same store need different prefixes.
+        name: Key prefix for blocks of ordinary parameters. Optimizers in the same store need different prefixes.
         checkpoint: Content of ``state_dict``. "generation": the number of a committed generation in the store, which
             each rank saves and loads separately. "tensors": tensors, as ``torch.distributed.checkpoint`` requires.
             "auto": tensors if a parameter is sharded, otherwise a generation.
@@ -116,7 +116,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.steps = self._counter.steps
         self._updates = OrdinaryUpdates(self.threads)
         self._saved = SavedState(self)
-        self._measured_gradients: object = None  # state of the gradients whose norm is grad_norm
+        self._measured_gradients: object = None  # versions of the gradients whose norm is grad_norm
         self._has_consumed = False  # whether step() consumed gradients since the last zero_grad()
         self._is_averaged = False  # whether masters and averages are swapped
         super().__init__(params, defaults)
@@ -144,13 +144,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         return {"threads": self.threads, "state_dtype": self.state_dtype, "seed": self.seed}
 
     def widest_settings(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return settings whose state is sufficient for every group."""
+        """Return settings whose update rule needs all state that any group needs."""
         return settings
 
     def kinds_of(
         self, settings: Mapping[str, Any], split_master: bool, parameters: Mapping[str, nn.Parameter]
     ) -> Sequence[StateKind]:
-        """Return the kinds of state of a block's parameters. ``parameters`` has their names in the layout as keys."""
+        """Return the kinds of state for a block's parameters. ``parameters`` maps names in the layout to parameters."""
         return self.make_update_rule(self.widest_settings(settings)).state_kinds(split_master)
 
     def torch_names_of(self, parameter: nn.Parameter) -> Mapping[str, str]:

@@ -15,9 +15,9 @@ from megatrain.optim.base import StateKind
 from tiered import TieredStore
 from tiered.errors import CapacityError
 
-#: Function (has split masters, parameters by name in their layout) -> kinds of state.
+#: Function that returns the kinds of state, given whether masters are split and the parameters by name in the layout.
 MakeKinds = Callable[[bool, Mapping[str, nn.Parameter]], Sequence[StateKind]]
-#: Bytes per parameter for the states and gradients of two groups: the updated group and the group being fetched.
+#: Bytes per parameter for the state and gradients of two groups: one is being updated, the other is being fetched.
 _BYTES_AT_ONCE = 2 * (12 + 4)
 
 
@@ -25,9 +25,9 @@ class OptimizerGroups:
     """Groups of one optimizer's parameters that have state in a store.
 
     Args:
-        name: Prefix of the block keys of ordinary parameters.
+        name: Key prefix for blocks of ordinary parameters.
         homes: Allowed home tiers of the state, preferred first, or "auto".
-        extra_kinds: State of all parameters in addition to the state that their update rule needs.
+        extra_kinds: Kinds of state for all parameters, in addition to the kinds that their update rule needs.
 
     Attributes:
         groups: Groups of parameters that share state blocks.
@@ -113,7 +113,7 @@ class OptimizerGroups:
 
 
 def _check_update_memory(store: TieredStore, groups: Iterable[StateGroup]) -> None:
-    """Raise an error if RAM cannot hold the blocks of an update in addition to homes."""
+    """Raise an error if RAM cannot hold the blocks of an update in addition to the blocks whose home is RAM."""
     ram, room = store.tier("ram"), free_home_bytes(store, "ram")
     known = {spec.key: spec for spec in store.blocks()}
     for group in groups:

@@ -303,7 +303,7 @@ def _update_master(blocks: Mapping[str, Tensor], values: Tensor) -> None:
 
 
 def group_parameters(parameters: Sequence[nn.Parameter]) -> Iterator[tuple[int, list[nn.Parameter]]]:
-    """Yield (this process's number of elements, consecutive parameters with the same dtype and device) per group."""
+    """Yield each group: this process's number of elements, and consecutive parameters of one dtype and device."""
     together: list[nn.Parameter] = []
     fewest, most = _GROUP_ELEMENTS
     values = [local_of(parameter) for parameter in parameters]

@@ -27,7 +27,7 @@ Homes = Mapping[str, str]
 
 
 class WeightLease(Protocol):
-    """A lease of a whole weight block, or a full copy gathered from shards."""
+    """A lease of a complete weight block, or a full copy gathered from shards."""
 
     @property
     def tensor(self) -> Tensor:
@@ -45,7 +45,7 @@ class WeightLease(Protocol):
 
 
 class LocalBlocks:
-    """Access to blocks that this process stores completely. With the subclass ``ModuleRanks``, it stores shards.
+    """Access to blocks that this process stores completely. Its subclass ``ModuleRanks`` accesses sharded blocks.
 
     Attributes:
         tier: Tier in which blocks are leased.

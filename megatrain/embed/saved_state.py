@@ -1,4 +1,4 @@
-"""Save and load optimizer state: as a generation of the store, or as tensors under torch's names."""
+"""Saves and loads optimizer state, either as a generation of the store or as tensors with torch's names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tiered.errors import GenerationError
 
 _log = logging.getLogger(__name__)
 
-#: Version of the format of ``SavedState.record``.
+#: Format version of ``SavedState.record``.
 _FORMAT = 1
 #: Key of a record's random text, which distinguishes generations with the same number.
 _MARK = "mark"
@@ -59,7 +59,7 @@ class _SavedOptimizer(Protocol):
 
 
 class SavedState:
-    """Saves and loads the state of one optimizer."""
+    """Saver and loader for the state of one optimizer."""
 
     def __init__(self, optimizer: _SavedOptimizer) -> None:
         self._optimizer = optimizer
@@ -221,7 +221,7 @@ class SavedState:
                 group.state_view("weight", lease.tensor, entry).copy_(upper)
 
     def _moment(self, group: StateGroup, kind: str, entry: TensorEntry) -> Tensor:
-        """Return a flat fp32 copy of a parameter's state of one kind."""
+        """Return a flat fp32 copy of a parameter's state of the given kind."""
         with self._store.acquire(group.keys[kind], "ram") as lease:
             part = group.state_view(kind, lease.tensor, entry)
             if part.dtype != torch.uint8:
@@ -231,7 +231,7 @@ class SavedState:
                 return mapped_copy(decode_moments(part, own, is_signed(kind)), self._store)
 
     def _set_moment(self, group: StateGroup, kind: str, entry: TensorEntry, values: Tensor | None) -> None:
-        """Set a parameter's state of one kind, rounded to nearest. ``values`` is flat, or None for zeros."""
+        """Set a parameter's state of the given kind, rounded to nearest. ``values`` is flat, or None for zeros."""
         with self._store.acquire(group.keys[kind], "ram", "rw") as lease:
             part = group.state_view(kind, lease.tensor, entry)
             if part.dtype != torch.uint8:

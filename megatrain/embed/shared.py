@@ -102,7 +102,7 @@ class ModuleRanks(LocalBlocks):
         return self.shards.num_elements(range(layout.num_elements))
 
     def num_gathered_elements(self, layout: UnitLayout) -> int:
-        """Return the total number of elements of all shards of a layout."""
+        """Return the total number of elements in the shards of all ranks, including padding."""
         return self.size * self.num_elements(layout)
 
     def owned_range(self, layout: UnitLayout) -> range:
@@ -347,7 +347,7 @@ class SharedGradients(GradientBlock):
                 self.view(sums, entry).zero_()
 
     def partial_squares(self, threads: KernelThreads) -> list[float]:
-        """Return the sum of squares of each 65,536 elements of this rank's shard, in order."""
+        """Return the sums of squares of consecutive chunks of 65,536 elements in this rank's shard, in order."""
         owned = len(self.ranks.owned_range(self.layout))
         with self._store.acquire(self.key, "ram") as lease:
             found: list[float] = partial_squares(lease.tensor[:owned], threads).tolist()
@@ -401,7 +401,7 @@ class SharedGroup(OffloadedGroup):
         self.gradient_factor = 1.0 / self.ranks.lanes.count  # turns the sum over all lanes into their mean
 
     def state_view(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
-        """Return a flat view of a parameter's state of one kind. It is empty if other ranks own the whole parameter."""
+        """Return a flat view of a parameter's state of the given kind. It is empty if this rank owns none of it."""
         shard, granularity = self._owned, self.kinds[kind].granularity
         start = min(max(entry.offset, shard.start), shard.stop) - shard.start
         stop = max(start, min(entry.offset + entry.numel, shard.stop) - shard.start)

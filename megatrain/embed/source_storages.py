@@ -18,7 +18,7 @@ from megatrain.engine.unit.graph_keeping import version_probe
 _ALIGNMENT_BYTES = 512
 #: Store the whole storage if it is at most this many times as large as the tensor.
 _MAX_WHOLE_RATIO = 2
-#: Use a stored whole storage for a tensor if it is at most this many times as large as the tensor.
+#: A tensor uses a block with its whole storage if the storage is at most this many times as large as the tensor.
 _MAX_SHARED_RATIO = 4
 #: Dtypes for bitwise copies, by element size in bytes.
 _COPY_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -154,7 +154,7 @@ class SourceStorage:
         self.keeper: ref[Any] | None = None
 
     def is_current(self, version: int) -> bool:
-        """Return whether the storage is unchanged, and a tensor with this version has the recorded contents."""
+        """Return whether the storage is unchanged, so that a tensor with this version has the recorded contents."""
         return self._probe._version == self._version == version
 
     def memory(self) -> torch.UntypedStorage | None:

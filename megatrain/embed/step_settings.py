@@ -16,7 +16,7 @@ _MAX_RULES = 64
 
 
 class StepCounter:
-    """Counts the updates of parameters and makes the settings of each update. Equal settings share one update rule.
+    """Counter for parameters' updates, which also makes the settings of each update. Equal settings share one rule.
 
     Args:
         names: Names of the group settings on which an update rule depends.

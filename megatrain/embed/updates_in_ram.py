@@ -45,7 +45,7 @@ class _KernelTable:
 
     Attributes:
         cache_key: All values on which the rows depend, to detect changes.
-        rows: Kernel arguments, one column per address and the size. Each step fills in the addresses of gradients.
+        rows: Kernel arguments: one column per address, and one for the size. Each step fills in gradient addresses.
         parameter_index: Index of each row's parameter.
         offsets: Index of each row's first element in its parameter.
         calls: Rows (first, stop) of each kernel call.
@@ -59,7 +59,7 @@ class _KernelTable:
 
 
 class OrdinaryUpdates:
-    """Applies the updates of ordinary groups, batched if a group's tensors are all in RAM.
+    """Updater for ordinary groups, which batches the updates of groups whose tensors are all in RAM.
 
     One kernel call updates many small parameters, which keeps all threads busy at little cost per parameter. Addresses
     are collected again only after a tensor has moved. Results are bit-identical to ``OrdinaryGroup.update``.
@@ -70,7 +70,7 @@ class OrdinaryUpdates:
         self._tables: dict[int, _KernelTable] = {}
 
     def apply(self, updates: Mapping[OrdinaryGroup, GroupUpdate]) -> None:
-        """Apply batched updates, then the others in order. Prefetch the next one's state during each of the others."""
+        """Apply batched updates, then the others in order. During each of those, prefetch the state for the next."""
         mine, alike = _batch_updates(updates)
         if mine:
             store, grad_scale = mine[0].store, updates[mine[0]].grad_scale
@@ -187,7 +187,7 @@ def _make_table(
 def _find_address(
     group: OrdinaryGroup, kind: str, name: str, parameter: Tensor, addresses: Mapping[str, int]
 ) -> tuple[int, int]:
-    """Return (address, element size) of a parameter's state of one kind, or zeros if this kind is not stored."""
+    """Return (address, element size) of a parameter's state of the given kind, or zeros if it is not stored."""
     if kind == "weight":
         return parameter.data_ptr(), parameter.dtype.itemsize
     if kind not in group.keys:

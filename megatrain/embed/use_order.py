@@ -10,7 +10,7 @@ _EVENTS_AHEAD = 3
 
 
 class UseOrder:
-    """Learned access order. It expects the event (a unit's forward or backward) that followed last time.
+    """Learned access order. It predicts the event (a unit's forward or backward) that last followed the current one.
 
     The engine compiles its order into a tape, but a host trainer can add micro-batches, evaluate in between or skip
     modules. A wrong prediction costs a fetch and never causes an error. Used by one thread at a time.

@@ -59,14 +59,14 @@ class WeightBlock:
 
     Args:
         homes: Home tiers of the part's blocks, by key.
-        access: Access to the whole or sharded blocks of the module.
+        access: Access to the module's complete or sharded blocks.
         owner: Offloaded module that contains the part.
 
     Attributes:
         gradients: Gradients of the parameters; None if the parameters are frozen.
         missing_names: Names of parameters that were created on the meta device and are not loaded yet.
         updater: Group of the optimizer; None without an optimizer.
-        version: Number of changes of the weights, including deferred updates.
+        version: Number of changes to the weights, including deferred updates.
     """
 
     def __init__(self, part: Part, homes: Homes, access: LocalBlocks, owner: WeightOwner) -> None:

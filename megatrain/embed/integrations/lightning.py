@@ -134,7 +134,7 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         _check_optimizers(trainer, self.optimizers, released)
 
     def setup_precision_plugin(self) -> None:
-        """Make the tiered optimizers clip gradients, and not the precision plugin."""
+        """Make the tiered optimizers clip gradients instead of the precision plugin."""
         super().setup_precision_plugin()
         plugin = self.precision_plugin
         if "clip_grad_by_norm" not in vars(plugin):

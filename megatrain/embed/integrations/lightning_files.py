@@ -25,7 +25,7 @@ class KeptGenerations:
 
     Args:
         folder: Folder of the store's generations.
-        exists: Returns whether a checkpoint file still exists.
+        exists: Function that returns whether a checkpoint file still exists.
     """
 
     def __init__(self, folder: str, exists: Callable[[str], bool]) -> None:

@@ -50,7 +50,7 @@ def follow(generation: Any, model: nn.Module, store: TieredStore) -> None:
 
 
 def _releasing(method: Callable[..., Any], store: TieredStore) -> Callable[..., Any]:
-    """Return a method of the engine that releases the store's copies in GPU memory before and after the call.
+    """Wrap a method of the engine so that it releases the store's copies in GPU memory before and after the call.
 
     A sleeping engine allocates its weights at the start of ``sync_weights``, and its cache right afterwards.
     """

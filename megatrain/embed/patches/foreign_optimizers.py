@@ -1,4 +1,4 @@
-"""A check in every optimizer of torch: an ordinary optimizer must not update offloaded parameters."""
+"""A check in torch's optimizers: ordinary optimizers must not update offloaded parameters."""
 
 from __future__ import annotations
 
