@@ -152,7 +152,7 @@ class Checkpoint:
         return RunState.from_meta(self.meta, where=self.where)
 
     def is_in_stores(self, output_dir: Path, size: int) -> bool:
-        """Return whether the stores of a run of ``size`` ranks contain the checkpoint and can reuse its files."""
+        """Return whether the checkpoint is in the stores of a run with ``size`` ranks, which can reuse its files."""
         return self.folder == output_dir / CHECKPOINTS_NAME and self.stores == store_paths(size)
 
     def belongs_to(self, output_dir: Path) -> bool:
@@ -192,7 +192,7 @@ class Checkpoint:
 def merge_by_save(own: Sequence[Checkpoint], others: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Merge two sequences by save number. On a tie, the entry of the first sequence comes first.
 
-    Each sequence keeps its order. An unreadable checkpoint stays directly behind its predecessor.
+    Each sequence keeps its order. An unreadable checkpoint directly follows the next newer one of its sequence.
 
     Args:
         own: Checkpoints, newest first.

@@ -124,7 +124,7 @@ class LocalCopier:
     # -- which checkpoints are copied --------------------------------------------------------------------------
 
     def _is_due(self, number: int) -> bool:
-        """Return whether the number is at least ``copy_every`` saves after the newest copy."""
+        """Return whether checkpoint ``number`` is at least ``copy_every`` saves newer than the newest copy."""
         if self._copy_every is None:
             return False
         newest = self._newest()

@@ -252,7 +252,7 @@ def _chunk_sizes(snap: Path, store: object) -> dict[int, int]:
 
 
 def _count_files(block: BlockRecord, places: Sequence[Path]) -> int | None:
-    """Return the number of files of a block's array, or None if the array's document is missing."""
+    """Return the number of files in a block's array, or None if the array's document is missing."""
     for place in places:
         try:
             grid = read_note(place / "zarr.json")["chunk_grid"]

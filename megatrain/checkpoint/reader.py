@@ -23,7 +23,7 @@ __all__ = ["CheckpointReader"]
 class CheckpointReader:
     """Reader for the blocks of a checkpoint.
 
-    The reader takes no lock. It reads and verifies whole pieces of each rank's shard. If parts have
+    The reader takes no lock. It reads and verifies each rank's shard in fixed-size pieces. If parts have
     moved, the reader searches the drives in the run's last config.
 
     Attributes:

@@ -50,7 +50,7 @@ RESULT_ENTRIES = {
     "decays": "the parameters that weight decay applies to, as a checksum of their names",
 }
 _DECAY_KEY = "optimizer.weight_decay_exclude"
-_BLOCK_FORMAT_KEYS = ("optimizer.state_dtype",)  # keys that set the format of blocks, which no run converts
+_BLOCK_FORMAT_KEYS = ("optimizer.state_dtype",)  # keys that set the format of blocks; a run cannot convert it
 
 
 class ConfigChangedError(Exception):

@@ -91,7 +91,7 @@ class Saver:
         The write continues in the background after this method returns, unless ``wait`` or ``async_save = false``.
 
         Args:
-            ready: Context in which weights and state have their final values after the last step.
+            ready: Function that returns a context in which weights and state include the last step's update.
 
         Raises:
             CheckpointError: The drive has too little free space, and ``on_disk_full`` is "error".
@@ -130,7 +130,7 @@ class Saver:
 
         Raises:
             CheckpointError: A rank could not write its part.
-            TransferError: The run has a single process, which could not write the checkpoint.
+            TransferError: The checkpoint of a single process could not be written.
         """
         if self._in_flight is None:
             return

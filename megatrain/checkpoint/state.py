@@ -41,7 +41,7 @@ class CheckpointError(Exception):
     """A checkpoint cannot be used or written. The message contains the checkpoint, the cause and the remedy."""
 
 
-#: Target tokens of a micro-batch by device type, for checkpoints that do not record them.
+#: Target number of tokens per micro-batch, by device type, for checkpoints that do not record it.
 _UNRECORDED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
@@ -51,7 +51,7 @@ class DecidedSettings:
 
     Attributes:
         num_lanes: Number of gradient lanes (``training.gradient_lanes``).
-        micro_batch_tokens: Target tokens of a micro-batch. None if neither this number nor the device is recorded.
+        micro_batch_tokens: Target number of tokens per micro-batch. None if neither it nor the device is recorded.
         muon_fused: ``optimizer.muon_fused``; "whole" in checkpoints older than this key.
     """
 
@@ -91,7 +91,7 @@ class RunState:
 
     Attributes:
         max_steps: Planned number of steps, which determines the learning rate schedule.
-        num_updates: Steps whose gradient was applied; the optimizer's step count.
+        num_updates: Number of steps whose gradient was applied, which is the optimizer's step count.
         epoch: Data position: epoch of the next step, starting at 0.
         epoch_step: Data position: number of the next step in its epoch, starting at 0.
         num_real_tokens: Number of tokens processed so far, without padding.
@@ -176,7 +176,7 @@ class RunState:
             raise CheckpointError(f"{where} has {name} = {first['input']!r:.40}: it is damaged. {_ANOTHER}") from error
 
     def with_loss(self, loss: float) -> RunState:
-        """Return the state with the loss of one more step added."""
+        """Return the state after recording the loss of one more step."""
         first, last = self.first_losses, (*self.last_losses, loss)[-NUM_LOSSES:]
         if len(first) < NUM_LOSSES and len(first) == self.step:  # older versions recorded no first losses
             first = (*first, loss)

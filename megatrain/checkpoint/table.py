@@ -150,7 +150,7 @@ class CheckpointSpec:
 
     Attributes:
         drives: Folders of the NVMe tier, which contain parts of checkpoints.
-        on_full: Reaction of a save to a full drive: pause training until space is free, or raise an error.
+        on_full: How a save reacts to a full drive: it pauses training until space is free, or raises an error.
     """
 
     table: CheckpointConfig

@@ -1,4 +1,4 @@
-"""Performs the two phases of a save, together with all other ranks of a run (see `document.py`)."""
+"""Performs the two phases of a save in cooperation with all other ranks of the run (see `document.py`)."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ class CheckpointWriter:
 
         Raises:
             CheckpointError: A rank could not write its part. The document is unchanged.
-            TransferError: The run has a single process, which could not write its generation.
+            TransferError: The generation of a single process could not be written.
         """
         folder, ranks = self.folder, self._wait_for_all_ranks(commit)
         number = ranks[0].generation

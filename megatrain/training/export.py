@@ -170,7 +170,7 @@ class _CheckpointWeights:
 
     @contextmanager
     def weights(self, layout: UnitLayout) -> Iterator[ReadMaster]:
-        """Yield a reader of a unit's fp32 master weights. Implements ``WeightSource``."""
+        """Yield a reader for a unit's fp32 master weights. Implements ``WeightSource``."""
         self._unit = layout.name
         weights = stored_parts(weight_key(layout.name), self._reader.blocks)
         # Frozen weights have no averages.

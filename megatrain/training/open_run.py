@@ -190,7 +190,7 @@ class OpenRun:
         self._activity, self._on_message = activity, on_message
 
     def load(self, candidates: Sequence[Checkpoint] = ()) -> Checkpoint | None:
-        """Load weights and optimizer state like ``Weights.load``, then reserve the memory of training steps."""
+        """Load weights and optimizer state with ``Weights.load``, then reserve memory for training steps."""
         reserve(self.store, self.plan.placement.generation_bytes)
         register_blocks(self.store, self.plan, durable=True)
         checkpoint = self.weights.load(candidates)
@@ -203,7 +203,7 @@ class OpenRun:
         return checkpoint
 
     def _report_memory(self) -> None:
-        """Report the time to make RAM resident and page-locked, unless it was short."""
+        """Report how long it took to make RAM resident and page-locked, unless it was short."""
         ram = self.store.tier("ram")
         if not isinstance(ram, RamTier) or ram.populate_s + ram.pin_s < _MIN_REPORTED_S:
             return

@@ -78,7 +78,7 @@ class Preparation:
         self.check_limits()
         if group.world.is_first:
             self.check_folders()
-        # A run that was exported may need neither weights nor space. The data will show whether steps are left.
+        # After an export, the run may need neither weights nor space. The data will show whether steps are left.
         if not (self.run.output_dir / FINAL_NAME / RECORD_FILE).is_file():
             _ = self.weights  # raises if weights are unusable or a drive is full
         self.activity.begin("reading the data")
@@ -150,7 +150,7 @@ class Preparation:
 
     @cached_property
     def num_steps(self) -> int:
-        """Number of steps of the run."""
+        """Number of steps in the run."""
         return self.loader.num_steps(self.run.num_epochs, self.run.max_steps)
 
     @cached_property

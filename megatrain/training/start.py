@@ -329,7 +329,7 @@ def with_decay_checksum(checkpoint: Checkpoint, plan: Plan) -> Checkpoint:
 
 
 def _decays_checksum(plan: Plan, exclude: Sequence[str]) -> str:
-    """Return a checksum of the names of all trained parameters with weight decay."""
+    """Return a checksum over the names of all trained parameters that have weight decay."""
     entries = [entry for layout in plan.graph.layouts.values() if layout.trainable for entry in layout.entries]
     names = {entry.parameter for entry in entries if decays(entry, exclude)}
     return checksum("\n".join(sorted(names)).encode())

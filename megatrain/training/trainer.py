@@ -123,7 +123,7 @@ class Trainer:
             ScheduleError: The warm-up is longer than the run.
             DataError: The data cannot be used.
             BeyondMachineError: The tiers' sizes exceed this machine.
-            ConfigError: ``output_dir`` cannot be written, or the path of a drive is not on a drive.
+            ConfigError: ``output_dir`` cannot be written, or an NVMe path is not on a drive.
             ExportError: The folder for the exported model contains other files.
             CheckpointError: A checkpoint cannot be used or written.
             ConfigChangedError: Config changes would alter the results of the run that wrote the checkpoint.

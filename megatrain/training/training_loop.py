@@ -119,7 +119,7 @@ class TrainingLoop:
         return int(self.state.lr_schedule["warmup_steps"]) if self._run.optimizer.has_warmup else 0
 
     def _begin_steps(self) -> tuple[StepEngine, StepMeter]:
-        """Create the engine and the meter of its steps, and schedule the first steps."""
+        """Create an engine and a meter for its steps, and schedule the first steps."""
         step, opened, steps_per_epoch = self.state.step, self._opened, self._prepared.loader.steps_per_epoch
         engine = opened.make_engine(self._num_steps_to_next_stop, first_step=step, num_updates=self.state.num_updates)
         return engine, StepMeter(self._plan, opened.store, engine, steps_per_epoch=steps_per_epoch, first_step=step)

@@ -140,7 +140,7 @@ def product_flops_per_s(
     *,
     sums_bytes_per_s: float = math.inf,
 ) -> float:
-    """Return the FLOP/s of a layer's matrix products, at the largest size that completes in a tenth of the time.
+    """Return the FLOP/s of a layer's matrix products, at the largest size that takes at most a tenth of ``seconds``.
 
     Six products are timed: for a projection and for a matrix of the MLP, the forward, the input gradient, and the
     weight gradient with its addition to an fp32 sum. The inputs are random, because a processor draws less power with

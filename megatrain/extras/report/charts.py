@@ -19,7 +19,7 @@ from megatrain.extras.report.text import binary_unit
 __all__ = ["FRAME", "NUM_COLORS", "Chart", "Curve", "Drawing", "lay_out", "make_charts"]
 
 NUM_COLORS = 6
-#: Maximum number of points of a curve.
+#: Maximum number of points per curve.
 MAX_COLUMNS = 240
 _SMOOTHED_FROM = 40  # minimum number of steps for a smoothed curve
 _SMOOTHED_OVER = 0.03  # time constant of smoothing, as a fraction of the run
@@ -67,7 +67,7 @@ class Chart:
 
 
 class PlotFrame(NamedTuple):
-    """Size of a chart's view box, and position of the plot in it."""
+    """Size of a chart's view box, and the position of the plot inside it."""
 
     width: int = 560
     height: int = 220
