@@ -228,7 +228,7 @@ class StepEngine:
 
     @property
     def moved_bytes(self) -> Mapping[str, int]:
-        """Bytes moved in addition to blocks, by link: matrices of Muon, and traffic between ranks."""
+        """Bytes moved in addition to blocks, by link: Muon's matrices, and traffic between ranks."""
         if not isinstance(self._updater.matrices, DeviceOrthogonalizer):
             return dict(self._collectives.moved_bytes)
         tier, nbytes = self._program.compute_tier, self._updater.matrices.moved_bytes

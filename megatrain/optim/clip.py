@@ -151,7 +151,7 @@ class SquaredNorm:
 
 
 def squared_norms(gradients: Sequence[Tensor], threads: KernelThreads) -> list[float]:
-    """Return `squared_norm` of each gradient, with only a few kernel calls.
+    """Return `squared_norm` of each gradient, computed in only a few kernel calls.
 
     Args:
         gradients: Contiguous fp32 or bf16 CPU tensors of any shape.

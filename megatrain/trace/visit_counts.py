@@ -1,4 +1,4 @@
-"""Counts of a trace, one record for each visit."""
+"""Counts that a trace collects, one record for each visit."""
 
 from __future__ import annotations
 

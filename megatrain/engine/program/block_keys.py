@@ -48,7 +48,7 @@ def stored_parts(key: str, stored: Mapping[str, BlockRecord]) -> list[tuple[rang
 
 
 def kind_of_key(key: str) -> str:
-    """Return the kind that a block's key names, for example ``weight``, ``low``, ``m`` or ``grad``."""
+    """Return the kind of block that a key names, for example ``weight``, ``low``, ``m`` or ``grad``."""
     return key.rpartition("/")[2].partition(".")[0]
 
 

@@ -26,7 +26,7 @@ class Encoding(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Size of the encoded blocks of every process, in bytes."""
+        """Total bytes of the encoded blocks over all processes."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -52,7 +52,7 @@ class AveragedWeight:
 
     Attributes:
         keys: Keys of the average's blocks, in order of the state's parts.
-        nbytes: Size of the average's blocks of every process.
+        nbytes: Total bytes of the average's blocks over all processes.
     """
 
     keys: tuple[str, ...]

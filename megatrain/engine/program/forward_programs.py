@@ -67,7 +67,7 @@ def reading_averages(program: StepProgram, graph: ModelGraph, kind: str) -> Step
 
 
 def frozen_program(graph: ModelGraph, *, compute_tier: str, frozen: FrozenWeights) -> StepProgram:
-    """Return a program for a model that is not trained. It has one block per layout's weight, and no ticks."""
+    """Return a program for a model that is not trained. It has one weight block per layout, and no ticks."""
     blocks: dict[str, BlockPlan] = {}
     for layout in graph.layouts.values():
         encoding, stays = frozen.encodings.get(layout.name), layout.name in frozen.in_place

@@ -60,7 +60,7 @@ def saving_results(
 
     Args:
         visits: Visits that have savable results, save none yet and do not keep their graphs.
-        with_products: Whether to save product results in addition to attention results.
+        with_products: Whether to save matmul results in addition to attention results.
     """
     blocks, ticks = dict(program.blocks), list(program.ticks)
     for number, tick in enumerate(ticks):

@@ -98,7 +98,7 @@ class LayoutSplits:
 
 @dataclass(frozen=True, slots=True)
 class GroupUpdates:
-    """Settings of weight updates: when they run, in which tier, and what they move in addition to blocks.
+    """Settings for weight updates: when they run, in which tier, and what they move in addition to blocks.
 
     Layouts are identified by index.
 

@@ -114,7 +114,7 @@ def kept_graphs(
 
 
 def computing_bytes(trace: VisitTrace, program: StepProgram) -> list[int]:
-    """Return the peak memory that each tick needs for results of operators and for gradient sums.
+    """Return the peak memory that each tick needs for operator results and gradient sums.
 
     Ticks that keep a graph, and ticks that lease parts one at a time, get the maximum over all other ticks.
     """

@@ -10,7 +10,7 @@ from types import TracebackType
 
 
 class BackgroundUpdates:
-    """Thread that runs updates one at a time, in the order in which they were started. All calls come from one thread.
+    """Thread that runs updates one at a time, first in, first out. All calls come from one thread.
 
     The caller must wait for a block's update before it uses the block, and then receives the update's error. On exit,
     the context waits for all updates even after an error, because code that catches the error can free their memory.
@@ -31,12 +31,12 @@ class BackgroundUpdates:
         self._running.append((frozenset(keys), self._executor.submit(update)))
 
     def wait_for(self, keys: Collection[str]) -> None:
-        """Wait until no update uses any of these blocks. Raise the first error of an update."""
+        """Wait until no update uses any of these blocks. Raise the first error if updates have failed."""
         uses = [number for number, (used, _) in enumerate(self._running, 1) if not used.isdisjoint(keys)]
         self._wait_for_first(uses[-1] if uses else 0)
 
     def wait(self) -> None:
-        """Wait for all updates. Raise the first error of an update."""
+        """Wait for all updates. Raise the first error if updates have failed."""
         self._wait_for_first(len(self._running))
 
     def _wait_for_first(self, count: int) -> None:

@@ -112,7 +112,7 @@ class _UpdatedPart:
 
 
 class Updater:
-    """Updater of layouts, which calls the optimizer of the tier in which an update runs.
+    """Updater of layouts. It calls the optimizer for the tier in which an update runs.
 
     Attributes:
         trained: Trained layouts with their segments, by index of the layout.

@@ -79,7 +79,7 @@ class InputSaving:
         return self.visit, index
 
     def matrices(self, run: UnitRun, *, needed: bool) -> dict[int, str]:
-        """Return the names, by id, of bound weights whose matmuls the recompute needs, or of those that it skips."""
+        """Return the names, by id, of bound weights whose matmuls the recompute needs or, if not ``needed``, skips."""
         if not (self._unneeded or needed):
             return {}
         owners = run.bound.matrices()

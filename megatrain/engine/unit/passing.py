@@ -146,7 +146,7 @@ def _embedding_of_parts(indexes: Tensor, weight: SplitWeight, padding_idx: int |
     return looked_up(indexes, rows, weight, padding_idx, weight.target)
 
 
-#: Temporary memory that a look-up on a device uses in addition to its result.
+#: Bytes of temporary memory that a look-up on a device uses in addition to its result.
 _LOOK_UP_NBYTES = 16 << 20
 
 

@@ -143,7 +143,7 @@ class SuspendedForward:
 
 
 def suspend(call: UnitCall) -> Any:
-    """Suspend the current `SuspendedForward` at a unit call, and return the result with which it is resumed."""
+    """Suspend the current `SuspendedForward` at a unit call, and return the result that `resume` provides."""
     parent = greenlet.getcurrent().parent
     assert parent is not None, "a unit was called outside of a suspended forward"
     result: Callable[[], Any] = parent.switch(call)
