@@ -1,6 +1,6 @@
 """Positions of a unit's tensors in one flat block.
 
-All kinds of blocks of a unit (weight, low half, m, v, gradient) have the same element offsets, so they share one
+A unit's blocks of different kinds (weight, low half, m, v, gradient) have the same element offsets, so they share one
 layout.
 """
 

@@ -307,7 +307,7 @@ class RunObserver:
     """
 
     def on_ready(self, step: int | None) -> None:
-        """Called after all checks before training. ``step`` is the checkpoint's step, or None for a new run."""
+        """Called when all checks before training have passed. ``step`` is the checkpoint's step, or None if new."""
 
     def on_start(self, info: RunInfo) -> None:
         """Called before training starts."""

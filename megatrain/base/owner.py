@@ -44,7 +44,7 @@ def find_owner(path: Path | str) -> LockHolder | None:
 
 
 def check_reachable(path: Path | str, owner: LockHolder) -> None:
-    """Check that the owner's pid is valid here. The owner may be on another machine or in another container.
+    """Check that this process can use the owner's pid, which can belong to another machine or container.
 
     Raises:
         UnreachableRunError: The owner is on another machine, in another container, or belongs to another user.
@@ -70,7 +70,7 @@ def check_reachable(path: Path | str, owner: LockHolder) -> None:
 
 
 def send_signal(path: Path | str, owner: LockHolder, number: int) -> None:
-    """Send a signal to a folder's owner.
+    """Send a signal to the process that holds the lock of a run's folder.
 
     Raises:
         UnreachableRunError: See ``check_reachable``.

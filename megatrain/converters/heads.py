@@ -2,9 +2,9 @@
 
 The model is transformers' class for sequence classification with one label. Its forward determines the pooling: a
 decoder uses the last token before padding, and BERT uses the first token. The outputs are small, so unlike a language
-model's head, this head does not run in pieces. Only the loss is different from transformers' loss, which is the mean
-over a micro-batch, because a step needs the mean over all its pairs. The model's forward therefore runs without labels,
-and the loss is computed from its outputs.
+model's head, this head does not run in pieces. Only the loss differs: transformers returns the mean over a micro-batch,
+but a step needs the mean over all its pairs. The model's forward therefore runs without labels, and the loss is
+computed from its outputs.
 
 Labels are stored one position after the text, so that the engine shifts and counts them as in a language model.
 """

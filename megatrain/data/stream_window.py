@@ -22,7 +22,7 @@ from megatrain.data.token_dataset import TokenDataset
 
 #: Indices of random streams. The order of epochs and the dataset use streams 0 to 3.
 _SHARDS, _ROWS, _ORDER = 4, 5, 6
-#: Maximum rows and characters in a window. The rows of a window are tokenized together and kept in RAM.
+#: Maximum rows and characters in a window, whose rows are kept in RAM.
 WINDOW_ROWS = 4096
 WINDOW_CHARACTERS = 1 << 24
 _ROWS_AT_ONCE = 512
@@ -63,7 +63,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """Rows that were drawn and encoded together.
+    """Rows that are drawn and encoded as a group.
 
     Attributes:
         cursor: Position in the streams before the window.

@@ -25,7 +25,7 @@ _Answer = tuple[list[int], list[bool]]
 
 
 class AnswerRows(PairRows):
-    """Row kind for single answers with a label. A pair of answers counts as one good and one bad answer."""
+    """Row kind for single answers with a label. A pair is treated as one good and one bad answer."""
 
     key_name = "answers"
 

@@ -149,7 +149,7 @@ def hold_out(dataset: TokenDataset, val_size: float, data_seed: int) -> TokenDat
     The choice of rows depends only on the data and ``data_seed``. All documents of a row are held out together.
 
     Args:
-        val_size: If below 1, the fraction of rows to hold out (rounded, at least one row); else the number of rows.
+        val_size: Fraction of rows to hold out if below 1 (rounded, at least one row), else number of rows to hold out.
             Dropped rows are not counted.
 
     Raises:

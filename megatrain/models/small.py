@@ -165,7 +165,7 @@ def _shrink(
 
 
 def _shrink_depth(values: dict[str, Any], key: str, num_layers: int) -> None:
-    """Keep the first layers. Keep enough of them to include every type of layer in the config's per-layer lists."""
+    """Keep only the first layers, but enough to include every layer type in the config's per-layer lists."""
     depth = int(values[key])
     lists = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == depth}
     kept = min(depth, num_layers)

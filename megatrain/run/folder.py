@@ -1,4 +1,4 @@
-"""Folder of a run, which is locked while the run uses it, and search for the checkpoint from which a run continues.
+"""Folder of a run, locked while the run uses it. Also finds the checkpoint from which a run in a folder continues.
 
 Only locking imports torch and the store, so the commands ``status``, ``save`` and ``stop`` respond at once.
 """

@@ -67,7 +67,7 @@ class Distillation(Loss):
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes of teacher scores per token: ids, log-probabilities, and the log-probability of the rest."""
+        """Bytes of teacher scores per token: ids, log-probabilities, and the log-probability of all other tokens."""
         return 8 * self.k + 4
 
     def read(self, batch: Mapping[str, Tensor], shifted: Tensor, positions: Tensor) -> dict[str, Tensor]:
@@ -83,7 +83,7 @@ class Distillation(Loss):
         return DistillationRows(self, TeacherRows(*(placed[key] for key in TEACHER_KEYS))) if placed else PLAIN
 
     def targets(self, teacher: TeacherRows) -> tuple[Tensor, Tensor]:
-        """Return the student's targets: the teacher's log-probabilities of the k tokens, and of the rest."""
+        """Return the student's targets: the teacher's log-probabilities of the k tokens, and of all other tokens."""
         log_probs = teacher.log_probs.float()
         if self.rest == "renormalize":
             log_probs = log_probs - log_probs.logsumexp(1, keepdim=True)
