@@ -1,1 +1,1 @@
-"""Planning before training: the memory of a step, the placement of blocks, and the resulting traffic."""
+"""Planning before training: the memory that a step needs, the placement of blocks, and the resulting traffic."""

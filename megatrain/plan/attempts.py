@@ -1,4 +1,4 @@
-"""Candidate programs of a training step, in the order in which the planner tries them.
+"""Candidate programs for a training step, in the order in which the planner tries them.
 
 The planner uses the first program that fits its tiers. The programs differ in peak memory and traffic, but their
 results are bit-identical.
@@ -33,19 +33,19 @@ from tiered.units import PAGE_BYTES, round_up
 
 _Count = Literal["auto"] | int
 _ALL_LAYERS = 1 << 20  # exceeds the number of layers of any model
-#: Weights are gathered at most this many visits ahead, and only into memory that is otherwise free.
+#: Maximum number of visits by which weights are gathered ahead. Only memory that is otherwise free is used.
 MOST_GATHERS_AHEAD = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """Candidate programs of a run's step, in the order in which the planner tries them.
+    """Candidate programs for a run's step, in the order in which the planner tries them.
 
     Attributes:
         run: Run of the model, or a copy with a different gradient dtype, tiers or order of micro-batches.
-        profile: Measured rates, which decide the blocks whose home is GPU memory.
+        profile: Measured rates, which decide which blocks have their home in GPU memory.
         capacities: Capacities in bytes, by tier. They override the run's capacities.
-        most_ahead: Maximum number of visits that a multi-process run gathers weights ahead.
+        most_ahead: Maximum number of visits by which a run with several processes gathers weights ahead.
         passes_parts: Whether to process the vocabulary one part at a time if possible. None lets the planner choose.
     """
 
@@ -57,14 +57,14 @@ class Attempts:
     passes_parts: bool | None = None
 
     def first_fit(self) -> KeptGraphs | Shortfall:
-        """Place the first program that fits. If none fits, return a shortfall of the tier that failed last."""
+        """Place the first program that fits. If none fits, return the shortfall of the tier that was too small last."""
         found: list[Shortfall] = []
         for program in self.programs():
             placed = self.place(program)
             if not isinstance(placed, Shortfall):
                 return self._gather_further_ahead(placed)
             found.append(placed)
-        # Later programs need less memory, except that the two ways to process the vocabulary are in no fixed order.
+        # Later programs need less memory. Only the two ways to process the vocabulary come in no fixed order.
         return min((each for each in found if each.tier == found[-1].tier), key=lambda each: each.need_bytes)
 
     def programs(self) -> Iterator[StepProgram]:
@@ -95,7 +95,7 @@ class Attempts:
         return (1, 0) if is_possible else (0,)
 
     def _gather_further_ahead(self, placed: KeptGraphs) -> KeptGraphs:
-        """Gather weights as far ahead as allowed, if no block's home has to change. Return the resulting step.
+        """Gather weights as far ahead as allowed without changing any block's home. Return the resulting step.
 
         This hides gathers that take longer than computing one layer. Gathers must not delay copies of other blocks, so
         the largest working set must fit in memory twice.
@@ -113,7 +113,7 @@ class Attempts:
         return found if fits_twice and placement.traffic_bytes == placed.placement.traffic_bytes else placed
 
     def _vocabulary_variants(self, builder: ProgramBuilder) -> Iterator[StepProgram]:
-        """Yield programs that hold the whole vocabulary or process it one part at a time, the cheaper program first."""
+        """Yield programs that process the vocabulary as a whole or one part at a time, the cheaper program first."""
         run, graph, trace = self.run, self.model.graph, self.model.trace
         # A loss that compares rows needs all rows' logits before the head recomputes any, so the head keeps no logits.
         keeps_parts = not run.objective.loss.compares_rows
@@ -156,7 +156,7 @@ class Attempts:
         )
 
     def _budgets(self, program: StepProgram) -> dict[str, TierBudget]:
-        """Return the budgets of a program's tiers, including its workspace."""
+        """Return the tiers' budgets for a program, including its workspace."""
         run, model = self.run, self.model
         workspace = step_workspace_bytes(model.graph, model.trace, program, run.num_together, run.traced_on)
         budgets = with_workspace(tier_budgets(run, workspace), teacher_bytes(run), model.compute_tier)
@@ -167,7 +167,7 @@ class Attempts:
         return budgets
 
     def _update_workspace_bytes(self) -> dict[str, int]:
-        """Return the scratch bytes of updates by tier, if the optimizer needs any."""
+        """Return the scratch bytes that updates need, by tier. Empty if the optimizer needs none."""
         model, optimizer = self.model, self.model.optimizer
         layouts = [layout for layout in model.graph.layouts.values() if layout.trainable]
         if isinstance(optimizer, MatrixOptimizer) and model.compute_tier != "ram":
@@ -181,7 +181,7 @@ class Attempts:
 
 
 def _layers_kept(run: RunSpec) -> tuple[_Count, _Count]:
-    """Return the configured numbers of last layers that keep graphs and that save results.
+    """Return how many of the last layers keep their graphs, and how many save results, as configured.
 
     Compiled layers save no results. With several processes, layers keep no graphs, because a weight's full copy has no
     home tier that could hold it until the backward.
@@ -209,7 +209,7 @@ def logit_parts_in_workspace(trace: VisitTrace) -> int:
 
 
 def _fits_entirely(budget: TierBudget, program: StepProgram) -> bool:
-    """Return whether all blocks of a step fit in a tier in addition to the workspace."""
+    """Return whether a tier can hold all blocks of a step and the workspace."""
     blocks = sum(budget.slot_bytes(block.nbytes) for block in program.blocks.values())
     return blocks + budget.workspace_bytes <= budget.capacity_bytes
 

@@ -1,4 +1,4 @@
-"""Parts of a run's tiers that blocks cannot use (workspaces, buffers), and the rules for homes in GPU memory."""
+"""Memory of a run's tiers that blocks cannot use (workspaces, buffers), and the rules for homes in GPU memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def teacher_bytes(run: RunSpec) -> int:
 
 
 def with_workspace(budgets: Mapping[str, TierBudget], nbytes: int, compute_tier: str) -> dict[str, TierBudget]:
-    """Add ``nbytes`` of workspace to RAM, and to a separate compute tier, which gets a copy of the same data."""
+    """Add ``nbytes`` of workspace to RAM, and to a compute tier other than RAM, which gets a copy of the same data."""
     found = dict(budgets)
     for tier in dict.fromkeys(("ram", compute_tier)):
         found[tier] = replace(found[tier], workspace_bytes=found[tier].workspace_bytes + round_up(nbytes, PAGE_BYTES))
@@ -66,7 +66,7 @@ def with_residents(
         return budgets
     kinds = set(run.placement.residents)
     if not program.updates.in_compute_tier:
-        kinds.discard("optimizer")  # updates outside of GPU memory read the state
+        kinds.discard("optimizer")  # updates in RAM read the state
     gpu = profile.gpu if profile is not None else None
     rate = profile.adamw_params_per_s.get(_weight_dtype_name(program)) if profile is not None else None
     residency = Residency(frozenset(kinds))
@@ -87,7 +87,7 @@ def _weight_dtype_name(program: StepProgram) -> str:
 
 def filling_bytes(program: StepProgram) -> int:
     """Return the RAM needed to load or save the largest layout's weights together with their fp32 masters."""
-    most, elements = 0, Counter[str]()  # elements by whole layout, because an export gathers all parts and shards
+    most, elements = 0, Counter[str]()  # elements by complete layout, because an export gathers all parts and shards
     for block in program.blocks.values():
         if block.kind == "weights":
             elements[block.whole] += block.num_elements * program.sharding.shards.size

@@ -1,4 +1,4 @@
-"""Bytes of one checkpoint of a run, by the place that keeps them."""
+"""Bytes of one checkpoint, split into those written to ``output_dir`` and those that stay on drives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CheckpointBytes:
 
     Attributes:
         in_output_dir: Bytes that are written to ``output_dir``, because no durable tier contains them.
-        on_drives: Bytes that stay on the drives. A whole copy also writes them to ``output_dir``.
+        on_drives: Bytes that stay on the drives. A complete copy also writes them to ``output_dir``.
         traffic: Bytes moved to RAM from tiers that are neither addressable nor durable, by link.
     """
 
@@ -27,7 +27,7 @@ class CheckpointBytes:
 
     @classmethod
     def of(cls, program: StepProgram, placement: Placement, budgets: Mapping[str, TierBudget]) -> Self:
-        """Return the bytes of a checkpoint of placed blocks."""
+        """Return the bytes of a checkpoint, given the homes of the blocks."""
         nbytes, moved = {True: 0, False: 0}, Counter[str]()
         for key, home in placement.homes.items():
             budget, block = budgets[home], program.blocks[key]

@@ -1,4 +1,4 @@
-"""Number of buffers that the copies of consecutive ticks need, by size."""
+"""Number of buffers of each size that copies need in consecutive ticks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TickCopies:
 
     Attributes:
         held: Copies held for the whole tick, or staying until a later tick.
-        passing: Groups that the tick leases one at a time.
+        passing: Copies in groups that the tick leases one at a time.
     """
 
     held: dict[str, int]
@@ -35,9 +35,9 @@ class CopyWindows:
     def __init__(self, copies: Sequence[TickCopies]) -> None:
         self._num_ticks = len(copies)
         in_group = Counter[int]()
-        kinds: dict[tuple[bool, int], int] = {}  # (whether it passes, size) -> number of the kind
+        kinds: dict[tuple[bool, int], int] = {}  # (whether it passes, size) -> index of the kind
         last: dict[tuple[bool, str], int] = {}
-        uses: list[tuple[int, int, int]] = []  # (tick, tick of the copy's previous use, kind)
+        uses: list[tuple[int, int, int]] = []  # (tick, tick of the copy's previous use, index of the kind)
         keys: list[tuple[bool, str]] = []
         for number, of_tick in enumerate(copies):
             for passes, group in ((False, of_tick.held), *((True, group) for group in of_tick.passing)):

@@ -1,4 +1,4 @@
-"""Seconds that a step keeps processors busy: timed, counted by the trace, or assumed from the number of parameters.
+"""Seconds for which a step keeps processors busy: timed, from the trace's counts, or assumed from the parameter count.
 
 Rates are measured by doctor or marked as assumed. While a GPU computes, the host launches later kernels, so the slower
 of the two determines the time of a step. Without a GPU, the two times add up.
@@ -24,11 +24,10 @@ from megatrain.trace.counting import is_counted
 #: Attention rate as a fraction of the matmul rate, assumed if not measured. On an H100, flash attention reaches 0.55 in
 #: the forward and 0.4 in a deterministic backward. CPU kernels reach 0.4 to 0.7.
 _ATTENTION_SHARE = 0.5
-#: Kernel launches per second of one thread, assumed if not measured. The value is from a server CPU with 2 cores.
+#: Kernel launches per second of one thread, assumed if not measured. Measured on a server CPU with 2 cores.
 _LAUNCHES_PER_S = 25_000.0
-#: Cost of a GPU launch in CPU launches: it is higher because of streams, the allocator and torch's CUDA dispatch. The
-#: other numbers are the cost of a lease (with its share of an update's launches) and of a transfer, in launches. All
-#: three were measured in steps without kernels (docs/null_gpu.md).
+#: Cost of a GPU launch in CPU launches (streams, allocator, torch's CUDA dispatch); cost of a lease, with its share of
+#: an update's launches, and of a transfer, in launches. Measured in steps without kernels (docs/null_gpu.md).
 _LAUNCH_FOR_GPU, _LAUNCHES_PER_LEASE, _LAUNCHES_PER_TRANSFER = 1.05, 1.4, 8.0
 _ADAMW_TOUCHED = 28  # doctor's kernels read master, m, v and an fp32 gradient, and write back the first three
 _COUNTED = "computing       products, attention and other operators at their rates"
@@ -39,12 +38,12 @@ _UNCOUNTED = (
 
 @dataclass(frozen=True, slots=True)
 class DeviceCosts:
-    """Rates and costs of computing on one device.
+    """Compute rates of one device, and the host's cost per operation on it.
 
     Attributes:
         product_flops_per_s: Rate of large matmuls.
-        attention_flops_per_s: Rate of fused attention. Only computed pairs of tokens count.
-        moved_bytes_per_s: Bytes per second that all other operators read and write.
+        attention_flops_per_s: Rate of fused attention. Masked pairs of tokens that the kernel skips do not count.
+        moved_bytes_per_s: Memory rate of all other operators: bytes read and written per second.
         seconds_per_launch: Host time of a launch, including the surrounding Python code.
         seconds_per_lease: Host time of a lease, including its share of the update launches.
         seconds_per_transfer: Host time to start and end a transfer over the bus, without the lease.
@@ -108,7 +107,7 @@ def _describe_assumed_rates(machine: MachineProfile, device: str, key: str) -> I
 
 
 class HostSeconds(NamedTuple):
-    """Seconds of the host's Python code in a step. ``launching_s`` grows with the tokens. 0 if unknown or timed."""
+    """Seconds per step in the host's Python code; 0 if unknown or timed. ``launching_s`` grows with the tokens."""
 
     launching_s: float = 0.0
     leasing_s: float = 0.0
@@ -117,7 +116,7 @@ class HostSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCosts(ABC):
-    """Seconds of the processors in a step of one plan, which has ``num_tokens`` tokens."""
+    """Seconds for which a plan's step of ``num_tokens`` tokens keeps the processors busy."""
 
     plan: Plan
     num_tokens: int
@@ -137,12 +136,12 @@ class StepCosts(ABC):
 
     @property
     def updates_s(self) -> float | None:
-        """Seconds of the host's updates, or None if a rate is unknown."""
+        """Seconds of updates on the host, or None if a rate is unknown."""
         return _host_updates_s(self.plan, self.machine)
 
     @property
     def host(self) -> HostSeconds:
-        """Seconds of the host's Python code."""
+        """Seconds that a step spends in the host's Python code."""
         return HostSeconds()
 
     def share_of(self, phase: Phase) -> float:
@@ -153,7 +152,7 @@ class StepCosts(ABC):
 
 @dataclass(frozen=True)
 class TimedCosts(StepCosts):
-    """Seconds of the ticks of timed steps on a CPU. They include the host's Python code."""
+    """Costs taken from timed steps on a CPU. Their seconds include the host's Python code."""
 
     ticks: MeasuredTicks
 
@@ -179,7 +178,7 @@ class TimedCosts(StepCosts):
 
 @dataclass(frozen=True)
 class CountedCosts(StepCosts):
-    """Seconds of the work that the trace counted, at the rates of the device."""
+    """Costs of the work that the trace counted, at the device's rates."""
 
     device: DeviceCosts
 
@@ -205,19 +204,19 @@ class CountedCosts(StepCosts):
 
     @cached_property
     def _phases(self) -> dict[Phase, Work]:
-        """Work of a micro-batch, by phase."""
+        """Work to compute one micro-batch, by phase."""
         sums = sums_of_phases(self.plan)
         return {phase: work + sums.get(phase, NO_WORK) for phase, work in work_of_phases(self.plan).items()}
 
     @cached_property
     def _work(self) -> Work:
-        """Work of a micro-batch."""
+        """Work to compute one micro-batch, summed over all phases."""
         return sum(self._phases.values(), NO_WORK)
 
 
 @dataclass(frozen=True)
 class AssumedCosts(StepCosts):
-    """Seconds assumed from the number of parameters, at the rate of large matrix products. The rate may be unknown."""
+    """Costs assumed from the number of parameters, at the rate of large matrix products. The rate may be unknown."""
 
     flops_per_s: float | None
 
@@ -258,9 +257,9 @@ def _host_updates_s(plan: Plan, machine: MachineProfile) -> float | None:
 
 
 def gpu_updates_s(plan: Plan, machine: MachineProfile) -> float | None:
-    """Return the GPU's seconds for updates in GPU memory, from their bytes and the GPU's rate.
+    """Return the GPU's seconds for updates in GPU memory: the bytes they touch, divided by the memory rate.
 
-    The result includes the GPU's orthogonalization for updates that otherwise run on the host.
+    The result includes orthogonalization on the GPU for updates whose other parts run on the host.
     """
     products = _orthogonalization_s(plan, machine) if plan.device.type == "cuda" else 0.0
     if not plan.updates.num_weights(on_gpu=True):

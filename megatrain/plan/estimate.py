@@ -1,4 +1,4 @@
-"""Estimates for a step and a run: busy seconds of processors, links and drives, and bytes written to drives."""
+"""Estimates for a step and a run: how long processors, links and drives are busy, and bytes written to drives."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def nvme_written_bytes(traffic: Mapping[str, int]) -> int:
 
 
 def _slowest_drive_s(moved: Iterable[tuple[str, float, float]], drives: Mapping[str, DriveProfile]) -> float | None:
-    """Return the seconds of the busiest drive, or None if a drive was not measured.
+    """Return the seconds for which the slowest drive is busy, or None if a drive was not measured.
 
     Args:
         moved: Tuples of drive key, bytes read and bytes written. Paths on the same file system have the same key.
@@ -69,7 +69,7 @@ def split(nbytes: int, shape: StepShape) -> dict[str, int]:
 
 
 def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estimate:
-    """Return the estimate for a step of a plan at the rates of a profile."""
+    """Estimate a step of a plan at the rates of a profile."""
     written = split(nvme_written_bytes(plan.traffic), shape)
     run = None
     if shape.num_steps is not None:
@@ -102,7 +102,7 @@ def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estima
 
 
 def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> Iterator[OutsideTraffic]:
-    """Yield the drive traffic of a training run at its start, at its first checkpoint and at its end."""
+    """Yield a training run's drive traffic outside steps: at its start, at its first checkpoint, and at its end."""
     if not plan.updates.ticks:
         return
     run, homes = plan.run, plan.placement.homes
@@ -112,7 +112,7 @@ def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> 
     masters_on_drives = sum(block.nbytes for block in masters if homes[block.key] == "nvme")
     weights = [block for block in durable if block.kind == "weights"]
     in_place = sum(block.nbytes for block in weights if plan.budgets_by_tier[homes[block.key]].is_read_only)
-    loaded = 1 - in_place / max(1, sum(block.nbytes for block in weights))  # weights in place are read at each use
+    loaded = 1 - in_place / max(1, sum(block.nbytes for block in weights))  # weights used in place are not loaded
     folder_bytes = 0 if run.model.table.train_from_scratch else int(loaded * weight_file_bytes(run.model.folder))
     layouts = plan.graph.layouts.values()
     is_adapter = adapters_of(plan.graph) is not None and not run.export.merge
@@ -158,15 +158,15 @@ class _LinkTimes:
         self.unmeasured_paths = [path for path, drive in self._drives.items() if drive is None]
 
     def of_constant_blocks(self) -> dict[str, float | None]:
-        """Return the seconds of a step's blocks whose sizes do not depend on the number of tokens."""
+        """Return the seconds per step to move the blocks whose sizes do not depend on the number of tokens."""
         return self.seconds(self._traffic.of_step(self._has_constant_size))
 
     def num_gpu_transfers(self, *, constant: bool = False) -> int:
-        """Return the number of transfers to and from a GPU in a step, optionally only of blocks of constant size."""
+        """Return how many blocks a step moves to and from a GPU, optionally counting only blocks of constant size."""
         return self._traffic.num_transfers("gpu", self._has_constant_size if constant else None)
 
     def seconds(self, traffic: Mapping[str, int]) -> dict[str, float | None]:
-        """Return the seconds of each link that moves bytes, or None for a link that was not measured."""
+        """Return for how many seconds each link that moves bytes is busy, or None for a link that was not measured."""
         seconds: dict[str, float | None] = {}
         for name, budget in self._plan.budgets_by_tier.items():
             if not budget.is_addressable:
@@ -188,7 +188,7 @@ class _LinkTimes:
         return seconds
 
     def _storage_s(self, tier: str, read: int, written: int) -> float | None:
-        """Return the seconds of the links of a storage tier, or None if they were not measured."""
+        """Return for how many seconds a storage tier's links are busy, or None if they were not measured."""
         run, known = self._plan.run, self._machine.drives
         if tier == "nvme":
             num_ranks = run.world.local_size  # all ranks of a host share its drives
@@ -210,14 +210,14 @@ class _LinkTimes:
 
     @property
     def computing_s_per_nvme_byte(self) -> float:
-        """Compute slowdown per moved byte, as the mean over the paths weighted by their shares of the bytes."""
+        """Seconds by which each byte moved to or from a drive delays computing: mean over paths, weighted by bytes."""
         shares = zip(self._shape.weights, self._drives.values(), strict=True)
         lost = sum(weight * (drive.computing_s_per_byte or 0.0) for weight, drive in shares if drive is not None)
         return lost / sum(self._shape.weights) if lost else 0.0
 
 
 class _StepTime:
-    """Busy seconds of a step's resources, and how they overlap.
+    """Time of a step, given how long each resource is busy and which resources overlap.
 
     While a GPU computes, the host updates other layers and launches later kernels. A CPU does all of this sequentially.
     Links and drives overlap with all processors.
@@ -230,7 +230,7 @@ class _StepTime:
     def __init__(self, costs: StepCosts, links: _LinkTimes) -> None:
         self._costs, self._links, self._tokens = costs, links, costs.num_tokens
         self._on_gpu = costs.plan.device.type == "cuda"
-        # Whether all micro-batches of a step pass through a layer before the next layer.
+        # Whether all micro-batches of a step pass through one layer before any of them reaches the next layer.
         self._runs_together = costs.plan.run.batch.order == "layer"
         found = {
             "compute": costs.computing_s,
@@ -243,7 +243,7 @@ class _StepTime:
         self.unmeasured = tuple(name for name, seconds in found.items() if seconds is None)
 
     def bound(self) -> tuple[float, str]:
-        """Return the seconds of a step and the resource that limits it."""
+        """Return the seconds per step, and the resource that determines them."""
         sequential = [name for name in _PROCESSORS if name in self.seconds and not (self._on_gpu and name == "host")]
         compute, hiding_s = self._s("compute"), self._s("compute") * self._hiding_share
         busy_s = compute - hiding_s + max(hiding_s, self._s("optimizer")) + self._s("gpu optimizer")
@@ -290,7 +290,7 @@ class _StepTime:
         return self.seconds.get(name, 0.0)
 
     def _transfers_s(self, *, constant: bool = False) -> float:
-        """Return the host's seconds to start and end GPU transfers, optionally only of blocks of constant size."""
+        """Return the host's seconds to start and end GPU transfers, optionally only for blocks of constant size."""
         per_transfer_s = self._costs.host.per_transfer_s if self._on_gpu else 0.0
         return per_transfer_s and self._links.num_gpu_transfers(constant=constant) * per_transfer_s
 
@@ -341,7 +341,7 @@ def _notes(
 
 
 def _striping(shape: StepShape) -> Sequence[str]:
-    """Return a note that the NVMe paths are assumed to be equally fast, if no rates are known or configured."""
+    """Return the note that NVMe paths are assumed to be equally fast, if no rates are known or configured."""
     if len(shape.paths) < 2 or shape.has_rates:
         return ()
     return (
@@ -360,8 +360,8 @@ class RunLength:
     Attributes:
         num_steps: Number of steps, or None if only the data determines it.
         num_tokens: Number of tokens; 0 if only the data determines it.
-        seconds: Seconds of all steps, or None if a rate was not measured.
-        moved_bytes: Bytes by link, including the updates after the last step.
+        seconds: Duration of all steps in seconds, or None if a rate was not measured.
+        moved_bytes: Bytes moved over each link, including the updates after the last step.
         written_bytes: Bytes written to all drives of ``[[tiers.nvme]]``.
         share_of_limit: Written bytes as a fraction of the drives' write limits, or None if a drive has no limit.
         saved_bytes: Bytes that checkpoints write to ``output_dir``.
@@ -382,7 +382,7 @@ def run_length(plan: Plan, num_steps: int | None, step_s: float | None) -> RunLe
 
     Args:
         num_steps: Number of steps according to the data, or None to use the config's ``max_steps``.
-        step_s: Seconds of a step, or None if a rate was not measured.
+        step_s: Seconds per step, or None if a rate was not measured.
     """
     if num_steps is None:
         num_steps = plan.run.max_steps

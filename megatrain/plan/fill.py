@@ -1,8 +1,8 @@
-"""Search for the number of layers that save results, which shortens steps in which blocks move.
+"""Search for how many layers should save results, to shorten steps in which blocks move.
 
-If no block moves, results use memory that is otherwise free (kept.py). If blocks move, results also move or displace
-blocks that then move. Results are added in descending order of operations saved per byte, from the last layer
-backwards, until steps get no shorter (docs/decisions/0082-searches-for-room-stay-apart.md).
+If no block moves, results use otherwise free memory (kept.py). If blocks move, results also move, or displace blocks.
+Results are added in descending order of operations saved per byte, from the last layer backwards, until steps get no
+shorter (docs/decisions/0082-searches-for-room-stay-apart.md).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _PARTS = 24
 
 @dataclass(frozen=True, slots=True)
 class _Results:
-    """Savable results of a visit.
+    """Results that a visit can save.
 
     Attributes:
-        more_nbytes: Bytes per micro-batch, in addition to earlier entries for the same visit.
+        more_nbytes: Bytes per micro-batch that this entry adds to earlier entries for the same visit.
         with_products: Whether to save results of matmuls in addition to results of attention.
     """
 
@@ -40,7 +40,7 @@ class _Results:
 def with_results(
     plan: Plan, placed: Callable[[StepProgram], Plan | None], seconds: Callable[[Plan], float], *, on_drives_bytes: int
 ) -> Plan:
-    """Return the plan that saves the number of results with the shortest step, or ``plan`` if saving does not help.
+    """Return the plan whose number of saved results gives the shortest step, or ``plan`` if saving does not help.
 
     A binary search first tries the largest number of results that fits. It assumes that each result saves as much time
     as the previous one, until memory is full or a link is the bottleneck.
@@ -48,7 +48,7 @@ def with_results(
     Args:
         plan: Plan of a step that moves blocks.
         placed: Function that places and estimates a program, or returns None if it does not fit or writes too much.
-        seconds: Function that returns the seconds of a step.
+        seconds: Function that returns a plan's seconds per step.
         on_drives_bytes: Bytes of results, or of blocks displaced by results, that may go to drives.
     """
     order = _results_in_order(plan)
@@ -88,7 +88,7 @@ def _results_in_order(plan: Plan) -> Sequence[_Results]:
 
 
 def _free_bytes(plan: Plan) -> float:
-    """Return the free bytes for results, or infinity with a read-only tier, because its blocks can be evicted."""
+    """Return the bytes free for results, or infinity if a tier is read-only, because its blocks can be evicted."""
     placement, budgets = plan.placement, plan.budgets_by_tier
     if any(budget.is_read_only for budget in budgets.values()):
         return math.inf

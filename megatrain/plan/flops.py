@@ -1,4 +1,4 @@
-"""Work of a step, counted by the trace or assumed from the number of parameters."""
+"""Operations and memory traffic of a step, counted by the trace or assumed from the number of parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatrain.plan.kept import num_parameters_run_once
 from megatrain.plan.plan import Plan
 from megatrain.trace.counting import is_counted
 
-#: FLOPs per parameter and token if the trace could not count them: forward 2, recompute 2, backward 4.
+#: FLOPs per parameter and token, used if the trace could not count them: forward 2, recompute 2, backward 4.
 FLOPS_PER_PARAM_TOKEN = 8
 _FORWARD_FLOPS, _RECOMPUTE_FLOPS, _BACKWARD_FLOPS, _HEAD_FLOPS = 2, 2, 4, 6
 #: Bytes per gradient element and micro-batch: a matmul reads and writes the fp32 sum.
@@ -21,11 +21,10 @@ _SUM_NBYTES = 8
 
 
 def flops_per_token(plan: Plan) -> float:
-    """Return the FLOPs of a step per token, including recomputed layers.
+    """Return a step's FLOPs per token, including recomputed layers.
 
-    The count excludes work that causal attention kernels skip, and experts that a token does not use. Without counts in
-    the trace, the result is ``8 N`` for N parameters, minus ``2 N`` for the parameters of layers that are not
-    recomputed.
+    The count excludes work that causal attention kernels skip, and experts that a token does not use. Without counts,
+    the result is ``8 N`` for N parameters, minus ``2 N`` for the parameters of layers that are not recomputed.
     """
     if is_counted(plan.trace):
         return sum(work.computed_flops for work in _visits_work(plan).values()) / plan.trace.num_tokens
@@ -34,7 +33,7 @@ def flops_per_token(plan: Plan) -> float:
 
 
 def tick_flops(plan: Plan) -> list[float]:
-    """Return the FLOPs per token of each tick of the program, 0 for updates. Their sum is ``flops_per_token``."""
+    """Return each tick's FLOPs per token; 0 for updates. Their sum is ``flops_per_token``."""
     ticks, blocks = plan.program.ticks, plan.program.blocks
     counted = _visits_work(plan) if is_counted(plan.trace) else None
     same = Counter((tick.phase, tick.visit) for tick in ticks)

@@ -48,14 +48,14 @@ from tiered.units import PAGE_BYTES, round_up
 
 #: Number of fp32 copies of a micro-batch's logits that sampling a token needs (warped, sorted, softmax and so on).
 _COPIES_OF_LOGITS = 8
-#: Rates for passes between the steps of a run: none, because the counts of a traced step include its backward.
+#: Rates for passes between a run's steps: none, because the traced step's counts include a backward.
 _UNTIMED = LoadedProfile(None)
 #: Number of copies of a pass's scores: the computed scores, the scores by document, and the written rows.
 _COPIES = 3
 
 
 def forward_run(run: RunSpec) -> RunSpec:
-    """Return a run with a frozen model and without checkpoints, so that the run needs no drives for checkpoints."""
+    """Return the run with its model frozen and checkpoints disabled, so that it needs no drive space for them."""
     checkpoint = replace(run.checkpoint, table=run.checkpoint.table.without_saves())
     return replace(run, model=replace(run.model, is_trained=False), checkpoint=checkpoint)
 
@@ -101,7 +101,7 @@ def _traced_forward(
 
 
 def _plan(model: TracedModel, program: StepProgram, budgets: Mapping[str, TierBudget], stay_share: float = 0) -> Plan:
-    """Return the plan of a program in these budgets."""
+    """Place a program in tiers with these budgets, and return its plan."""
     run, profile = model.run, model.run.tiers.machine.rates()
     known = with_folder(budgets, program, buffer_bytes(model.in_place.values(), model.graph.dtype))
     known = with_residents(known, run, program, profile.machine if run.device.type == "cuda" else None)
@@ -196,7 +196,7 @@ def plan_generation(run: RunSpec) -> GenerationPlan:
 def _trace_generation(
     run: RunSpec, graph: ModelGraph, rows: int, max_length: int
 ) -> tuple[VisitTrace, Mapping[int, int]]:
-    """Return the visits of a pass, and the bytes of the KV cache by visit."""
+    """Return the visits of a pass, and the KV cache's bytes by visit."""
     with (
         deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic),
         fakes_standing_for_gpu(enabled=run.is_traced_elsewhere),
@@ -227,7 +227,7 @@ def with_prompts(run: RunSpec, rows: int, num_prompts: int, max_length: int) -> 
     Args:
         rows: Prompts of a micro-batch, at most ``num_prompts``.
         num_prompts: Prompts per batch, rounded up to whole micro-batches.
-        max_length: Tokens of a prompt and its completion.
+        max_length: Maximum number of tokens in a prompt and its completion together.
     """
     num_rows = -(-num_prompts // rows) * rows
     batch = replace(run.batch, num_rows=num_rows, max_length=max_length, given_rows=rows, order="layer")
@@ -296,7 +296,7 @@ def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) ->
 def _placed_samples(
     plan: Plan, run: RunSpec, trace: VisitTrace, cache_nbytes: Mapping[int, int]
 ) -> GenerationPlan | Shortfall:
-    """Return the plan for the prompts of ``run``, or the shortfall of a tier that is too small for them."""
+    """Return the plan for ``run``'s prompts, or the shortfall of a tier that is too small for them."""
     graph = plan.graph
     first, program = _generation_programs(plan.program, graph, trace, cache_nbytes, run.batch.num_micro_batches)
     workspace = dict.fromkeys(plan.budgets_by_tier, 0)

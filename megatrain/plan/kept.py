@@ -1,7 +1,7 @@
 """Choice of the visits that keep their graphs, or save results, in free memory of the compute tier.
 
 A kept graph avoids a second forward of its unit and the transfers of the unit's inputs. It takes memory from the unit's
-forward to its backward. Graphs of the last visits live shortest, so the last visits come first
+forward to its backward. The last visits keep their graphs for the shortest time, so they come first
 (docs/decisions/0015-keep-graphs-where-memory-is-left.md). Saved results of attention or of all matmuls take less memory
 than a graph and avoid most of the recompute. They are stored in blocks, like a unit's inputs
 (docs/decisions/0027-saving-attention-alone.md, docs/decisions/0081-results-of-products.md).
@@ -35,7 +35,7 @@ class KeptGraphs:
 
     Attributes:
         budgets: Budgets of the tiers. The compute tier's workspace includes the kept graphs.
-        nbytes: Bytes that the kept graphs add to the peak workspace. The graphs can take more in total.
+        nbytes: Bytes that the kept graphs add to the peak workspace. The graphs together can be larger.
     """
 
     program: StepProgram
@@ -45,7 +45,7 @@ class KeptGraphs:
 
 
 class GraphKeeper:
-    """Search for the visits of a program that keep graphs, and the visits that save results.
+    """Search for a program's visits that should keep graphs, and for those that should save results.
 
     Args:
         program: Program of a step that keeps no graphs.
@@ -69,9 +69,9 @@ class GraphKeeper:
         self._without_graphs = peak_bytes(self._in_visits)
 
     def solve(self, graphs: Literal["auto"] | int, results: Literal["auto"] | int = 0) -> KeptGraphs | Shortfall:
-        """Return the placement with its kept graphs and results, or a shortfall if a tier is too small.
+        """Return the placement with the chosen graphs and results, or a shortfall if a tier is too small.
 
-        The tier can be too small for the requested numbers, or for any choice.
+        The tier can be too small for the requested numbers of layers, or even without graphs and results.
 
         Args:
             graphs: ``auto`` keeps graphs of all last layers that fit, if the compute tier fetches nothing. A number
@@ -102,7 +102,7 @@ class GraphKeeper:
         return placement if isinstance(placement, Shortfall) else KeptGraphs(program, budgets, placement, nbytes)
 
     def _fill_free_memory(self, found: KeptGraphs, *, graphs: bool, results: bool) -> KeptGraphs:
-        """Keep graphs, or results, of all last visits that fit without changing the placement.
+        """Keep graphs or results for all of the last visits that fit without changing the placement.
 
         The kind that saves more operations per byte comes first.
         """
@@ -141,7 +141,7 @@ class GraphKeeper:
         return [number for number, visit in enumerate(self.trace.visits) if visit.is_recomputed]
 
     def _last_visits(self, num_layers: int, visits: Sequence[int]) -> Iterator[int]:
-        """Yield ``visits`` in reverse order, back to the first visit of the last ``num_layers`` layers."""
+        """Yield ``visits``, last visit first, until the last ``num_layers`` layers are complete."""
         above = ""
         for visit in reversed(visits) if num_layers else ():
             unit = self._graph.units[self.trace.visits[visit].unit]
@@ -179,7 +179,7 @@ class _FreeMemory:
         }
 
     def spend(self, what: What) -> None:
-        """Keep graphs or results of the last visits while memory is left. Drop kinds that save less recompute."""
+        """Keep graphs or results for the last visits while memory is left. Drop kinds that save less recompute."""
         if what == "graphs":
             visits = frozenset(self._keeper.candidates())
         else:
@@ -201,12 +201,12 @@ class _FreeMemory:
         return True
 
     def _added_bytes(self, kept: Mapping[What, frozenset[int]]) -> int:
-        """Return the bytes that are added to activation blocks."""
+        """Return by how many bytes activation blocks grow: new results, minus inputs that kept graphs replace."""
         slot_bytes, visits = self._found.budgets[self._tier].slot_bytes, self._keeper.trace.visits
         blocks = self._found.program.blocks
         new_graphs = kept["graphs"] - self._found.program.recompute.kept_graphs
         dropped = [key for visit in new_graphs for key in self._inputs[visit]]
-        # Each block of a visit's first input needs one block of results.
+        # A visit has one block of results for each block of its first input.
         added = sum(self._num_slots(visit) * slot_bytes(visits[visit].results.nbytes) for visit in kept["results"])
         added += sum(self._num_slots(visit) * slot_bytes(visits[visit].attention.nbytes) for visit in kept["attention"])
         return added - sum(slot_bytes(blocks[key].nbytes) for key in dropped)
@@ -216,7 +216,7 @@ class _FreeMemory:
         return len(inputs) // len(self._keeper.trace.visits[visit].saved)
 
     def kept(self) -> KeptGraphs:
-        """Return the resulting program and placement."""
+        """Return the program and placement with what has been kept so far."""
         found, tier, trace = self._found, self._tier, self._keeper.trace
         nbytes = self._keeper.nbytes(self._kept["graphs"])
         program = keeping_graphs(found.program, self._kept["graphs"] - found.program.recompute.kept_graphs)
@@ -258,7 +258,7 @@ def operations_per_byte(trace: VisitTrace) -> dict[What, float]:
 
 
 def _flops_and_bytes(results: Iterable[SavableResults]) -> tuple[int, int]:
-    """Return the total operations and total bytes of results."""
+    """Return the total operations that these results save, and their total bytes."""
     found = list(results)
     return sum(each.work.computed_flops for each in found), sum(each.nbytes for each in found)
 

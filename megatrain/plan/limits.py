@@ -25,7 +25,7 @@ from tiered.units import GiB, MiB, format_size
 
 
 class BeyondMachineError(Exception):
-    """Raised if the config requests more than this machine has, before anything is allocated."""
+    """Error for a config that requests more than this machine has. Raised before anything is allocated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class DrivePath:
 
     @property
     def room(self) -> str:
-        """Total and free size as text."""
+        """Total and free bytes of the file system, as text."""
         return f"{format_size(self.total_bytes)}, {format_size(self.free_bytes)} of it free"
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ def drive_paths(drives: Sequence[NvmeTierConfig]) -> list[DrivePath]:
 
 
 def refuse(objections: Sequence[Objection]) -> None:
-    """Raise an error if an objection prevents the run.
+    """Raise an error if any of the objections prevents the run.
 
     Raises:
         ConfigError: If a path is not on the expected drive, or no size can be chosen.
@@ -109,7 +109,7 @@ def refuse(objections: Sequence[Objection]) -> None:
 def find_objections(
     tiers: TierSpecs, device: torch.device, needs: Mapping[str, int] | None = None
 ) -> tuple[Objection, ...]:
-    """Compare the needs of a run with its machine. Return the objections, with notes last.
+    """Compare what a run needs with what its machine has. Return the objections, with notes last.
 
     Args:
         needs: Smallest capacity that the plan needs, by tier, or None without a plan.

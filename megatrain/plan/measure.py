@@ -1,4 +1,4 @@
-"""Measurement of a step's ticks on this machine. The engine runs steps of the real model with aliased blocks.
+"""Timing of a step's ticks on this machine. The engine runs steps of the real model, but blocks share memory.
 
 All blocks share a limited amount of memory (``SharedMemoryTier``), so a model larger than RAM can be measured. Kernels,
 shapes, leases and updates are real. Weights and tokens are random, and the learning rate is 0.
@@ -35,14 +35,14 @@ from tiered import Belady, TieredStore
 from tiered.ext import HostSlab, Slot, TierUsage, view_as
 from tiered.units import PAGE_BYTES, MiB, format_duration, format_size, round_up
 
-#: Far more than a CPU's caches hold, so that data is evicted from the caches before a step reads it again.
+#: Far more than a CPU's caches hold. Data is therefore evicted from the caches before a step reads it again.
 KIND_BYTES = 256 * MiB
 
 _LARGEST_WEIGHT = 0.03  # so that activations neither grow from layer to layer nor become denormal
 
 
 class _Ring(NamedTuple):
-    """Key of a list of slabs. The blocks with the same kind, dtype and slot size alias these slabs round-robin."""
+    """Kind, dtype and slot size of blocks that alias one list of slabs round-robin."""
 
     kind: str
     dtype: torch.dtype
@@ -180,7 +180,7 @@ MicroBatches = Sequence[Mapping[str, torch.Tensor]]
 
 
 class NotMeasurableError(Exception):
-    """Raised if the steps of a plan cannot be timed on this machine. The message contains the reason."""
+    """Error for a plan whose steps cannot be timed on this machine. The message contains the reason."""
 
 
 def measure_ticks(
@@ -216,7 +216,7 @@ def measure_ticks(
     tier = SharedMemoryTier(blocks, _kind_bytes(plan, workspace, kind_bytes))
     threads = KernelThreads()
     try:
-        # Limit freed memory as in a run, because a lower limit makes steps slower.
+        # Keep as much freed memory as a run does, because a lower limit makes steps slower.
         most_bytes = before_bytes + tier.memory_bytes + plan.kept_bytes + HEAP_BYTES
         most_bytes += max(computing_bytes(trace, plan.program))
         with TieredStore([tier], Belady()) as store, freed_memory_kept(store, most_bytes):
@@ -285,7 +285,7 @@ def _medians(steps: Sequence[_TimedStep]) -> tuple[list[float], float]:
 
 @dataclass(frozen=True, slots=True)
 class _TimedStep:
-    """Seconds of one step: for each tick, by number, and in total."""
+    """Seconds of each tick, by number, and of the whole step, for one timed step."""
 
     seconds: tuple[float, ...]
     total_s: float
@@ -331,7 +331,7 @@ class _StepRunner:
         # Set the compute tier to RAM. A step computes the same even if the plan emulates a GPU.
         updates = replace(plan.program.updates, in_compute_tier=False)
         program = replace(plan.program, compute_tier="ram", updates=updates)
-        # Set a schedule as in a run, because the prefetcher's work also takes time.
+        # Set a schedule as in a run, because the prefetcher also takes time.
         store.set_schedule(program.schedule(homes, _MOST_STEPS_OF_A_RUN))
         self._engine = StepEngine(
             store,
@@ -383,7 +383,7 @@ def timed(
     """Return a plan with timed steps, or the plan itself if its steps cannot be timed.
 
     Args:
-        on_progress: Function called with the name of the measurement.
+        on_progress: Function called with a description of the measurement when it starts.
         on_problem: Function called with the reason if steps are not timed.
     """
     on_progress("steps of this model")

@@ -26,7 +26,7 @@ from tiered.units import format_size
 
 #: Allowed home tiers by kind of block, preferred first. ``in place`` is for weights read from the model's folder.
 Homes = Mapping[Kind | Literal["in place"], Sequence[str]]
-#: Function that rounds content bytes up to a tier's slot bytes.
+#: Function that rounds the bytes of a block's contents up to the bytes of its slot in a tier.
 SlotBytes = Callable[[int], int]
 #: Share of the compute tier that buffers for more than two ticks must leave free, because layers may allocate more
 #: memory than the trace recorded.
@@ -86,10 +86,10 @@ class Placement:
     Attributes:
         homes: Home tier by block key.
         home_bytes: Slot bytes by tier and kind.
-        working_bytes: Bytes by tier of a tick's largest working set without homes, or of loading a layout's weights if
-            that needs more.
+        working_bytes: Bytes by tier of the largest working set of any tick, without homes, or of loading a layout's
+            weights if that needs more.
         median_working_bytes: Low median of all ticks' working sets, by tier.
-        traffic_bytes: Block bytes moved per step between the first and the last step, by link ``"src->dst"``.
+        traffic_bytes: Block bytes moved in each step except the first and the last, by link ``"src->dst"``.
         first_traffic_bytes: Block bytes of a first step, which has nothing to update, by link.
         last_traffic_bytes: Block bytes of the updates after the last step, by link.
         workspace_bytes: Bytes outside of blocks, by tier.
@@ -97,7 +97,7 @@ class Placement:
         generation_bytes: Bytes reserved for committed generations in addition to the live blocks, by tier.
         buffers: Number of buffers for copies, by tier and slot bytes. They are created before the first step. In a tier
             without an entry, a copy may first have to free a buffer of a different size.
-        missing_bytes: Additional bytes that fixed buffers for each size would need, by tier, for runs on a GPU.
+        missing_bytes: Bytes by which a tier is too small for fixed buffers of each size, by tier, for runs on a GPU.
     """
 
     homes: Mapping[str, str]
@@ -133,8 +133,8 @@ class PlacementSolver:
 
     Args:
         tiers: Budgets, fast to slow.
-        open_bytes: Bytes kept free of homes for prefetched copies and write-backs, by tier.
-        stay_share: Share of the free memory, after homes and working sets, that copies may take between uses.
+        open_bytes: Bytes that homes must leave free for prefetched copies and write-backs, by tier.
+        stay_share: Share of the memory left by homes and working sets that copies may occupy between two uses.
         given: Homes of blocks that already exist, by key.
 
     Attributes:
@@ -172,7 +172,7 @@ class PlacementSolver:
             if tick.phase == "update":
                 for key, _ in tick.uses:
                     self.deciding.setdefault(key, []).append(number)
-        #: Bytes of each block's slot, by tier and key.
+        #: Slot bytes of each block, by tier and key.
         self.slots = {
             tier.name: {key: tier.slot_bytes(block.nbytes) for key, block in program.blocks.items()} for tier in tiers
         }
@@ -200,13 +200,14 @@ class PlacementSolver:
         full = state.overfull(ahead=False)
         if full is not None:
             return self._shortfall(full, state)
-        # Without a GPU, reallocating buffers costs page faults. Those matter less than the memory of fixed buffers.
+        # Without a GPU, reallocated buffers cost page faults, which matter less than the memory that fixed buffers
+        # take.
         kept = [name for name in ("gpu", "ram") if self.program.compute_tier == "gpu"]
         room = {name: BufferBudget(state.copies_by_tick(name), state.room_for_copies(name)) for name in kept}
         return HomeAssignment(state, room)
 
     def _best_fill(self) -> _Fill:
-        """Return the homes that save most traffic. If they overflow the last tier, return homes that use less of it."""
+        """Return the homes that save the most traffic. If they overflow the last tier, use less of that tier."""
         state = self._fill(self._promotion_key)
         last = self.order[-1]
         if self.tiers[last].generations and state.overfull(ahead=False) == last:
@@ -236,7 +237,7 @@ class PlacementSolver:
         return state
 
     def _make_residents(self, state: _Fill, *, ahead: bool) -> None:
-        """Make the compute tier the home of all blocks. If they do not fit, move the blocks that save most time."""
+        """Make the compute tier the home of all blocks. If they do not fit, move those that save the most time."""
         if self._residents is None:
             return
         move = partial(state.try_move, tier=self.program.compute_tier, ahead=ahead)
@@ -262,7 +263,7 @@ class PlacementSolver:
         return residency is not None and block.kind in residency.kinds and is_there
 
     def open_bytes(self, tier: str) -> int:
-        """Return the bytes of a tier that stay free of homes, in addition to the ticks' working sets."""
+        """Return how many bytes homes must leave free in a tier, in addition to the ticks' working sets."""
         return self._open_bytes.get(tier, 0)
 
     def _homes(self, block: BlockPlan) -> Sequence[str]:
@@ -272,7 +273,7 @@ class PlacementSolver:
         return self._allowed["in place" if block.in_place else block.kind]
 
     def _promotion_key(self, block: BlockPlan) -> tuple[float, ...]:
-        """Return a sort key: bytes saved per byte held, descending, then the kind, so that each kind stays together."""
+        """Return a sort key: descending by traffic saved per byte held, then by kind, to keep each kind together."""
         return (-float(self._num_moves[block.key]), KINDS.index(block.kind))
 
     def _relief_key(self, block: BlockPlan) -> tuple[float, ...]:
@@ -364,12 +365,12 @@ class HomeAssignment:
 
     @property
     def missing_bytes(self) -> dict[str, int]:
-        """Additional bytes that buffers would need, by tier."""
+        """Bytes by which each tier is too small for its buffers. Tiers with enough memory are left out."""
         return {name: room.missing_bytes for name, room in self.buffer_room.items() if room.missing_bytes}
 
 
 class _Fill:
-    """Homes that a search changes, with the resulting bytes of each tier and tick."""
+    """Homes that a search changes, and the bytes that result from them in each tier and tick."""
 
     def __init__(self, solver: PlacementSolver, homes: dict[str, str]) -> None:
         self.solver, self.homes = solver, homes
@@ -387,7 +388,7 @@ class _Fill:
             self._recount(number)
 
     def _recount(self, number: int) -> None:
-        """Recount the working set of a tick."""
+        """Compute a tick's working set again after homes have changed."""
         tick, used_in, solver = self._ticks[number], self._used_in[number], self.solver
         groups = (tick.held, *tick.passing)
         found = {name: [0] * len(groups) for name in solver.order}
@@ -411,7 +412,7 @@ class _Fill:
         return self._home_bytes[tier] + other_bytes + self.largest_working_set(tier, ahead=ahead)
 
     def room_for_stays(self, tier: str, share: float) -> list[int]:
-        """Return the free bytes for stays at every tick, after the copies of the tick and of a neighboring tick."""
+        """Return the bytes left for stays at every tick, after the copies for the tick and for one neighboring tick."""
         sets = self._working[tier].by_tick
         pairs = [
             a + max(before, after)
@@ -425,7 +426,7 @@ class _Fill:
     def choose_buffers(self, tier: str, stays: Stays) -> dict[int, int]:
         """Return the number of buffers by slot bytes, enough for the longest run of consecutive ticks that fits.
 
-        The remaining memory goes to the sizes that move most bytes. The copies of two ticks are assumed to fit.
+        The remaining memory goes to the sizes that move the most bytes. The copies of two ticks are assumed to fit.
         """
         copies, room = self.copies_by_tick(tier, stays), self.room_for_copies(tier)
         if tier == self.solver.program.compute_tier:

@@ -1,4 +1,4 @@
-"""Records of a plan, which contains all decisions made before a run starts. ``megatrain.plan.show`` prints them."""
+"""Records that make up a plan: all decisions made before a run starts. ``megatrain.plan.show`` prints them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megatrain.plan.times import Estimate, MeasuredTicks, StepShape
 
 @dataclass(frozen=True, slots=True)
 class TracedModel:
-    """Model of a run before placement. It does not depend on tier sizes or gradient dtypes.
+    """Traced model of a run, before blocks are placed. It does not depend on tier sizes or gradient dtypes.
 
     Attributes:
         run: Run, with packing and kernels chosen for the model.
         padded: Whether rows may have padding or hold several documents.
-        trace: Visits of the model's units in a step, with memory and FLOPs for one micro-batch.
+        trace: Visits of the model's units in a step, with the memory and FLOPs that one micro-batch needs.
         optimizer: Optimizer for updates in RAM.
         device_optimizer: Optimizer for groups in GPU memory, or None.
         host_updates: Reason why all updates run in RAM despite a GPU tier, or "".
@@ -61,8 +61,8 @@ class Plan:
     Attributes:
         run: Run of the traced model, or a variant with a different order of micro-batches.
         budgets_by_tier: Budgets of the tiers, fast to slow.
-        estimate: Time of a step and its writes to drives, at rates measured on this machine.
-        ticks: Seconds of each tick, if steps of this model were timed. No decision depends on them.
+        estimate: Estimated step time and writes to drives, at the rates measured on this machine.
+        ticks: Seconds per tick, if steps of this model were timed. No decision depends on them.
         kept_bytes: Workspace bytes of the compute tier for graphs that are kept until the backward.
         objections: Reasons against running the plan on this machine.
         library_memory: Sentence about the GPU memory left to libraries, or "" without a GPU.
@@ -91,12 +91,12 @@ class Plan:
 
     @property
     def device(self) -> torch.device:
-        """Device that computes."""
+        """Device that computes the layers."""
         return self.run.device
 
     @property
     def shape(self) -> StepShape:
-        """Inputs of the estimate, apart from the plan."""
+        """Inputs of the estimate other than the plan itself."""
         run, tiers = self.run, self.run.tiers
         paths = [drive.path for drive in tiers.table.nvme]
         return StepShape(run.num_own_tokens, run.max_steps, paths, tiers.rates, tiers.has_rates)
@@ -125,5 +125,5 @@ class Plan:
 
     @cached_property
     def updates(self) -> StepUpdates:
-        """Updates of a step."""
+        """Updates in a step, and the memory in which they run."""
         return StepUpdates(self.program, self.placement.homes, self.device)

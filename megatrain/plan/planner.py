@@ -1,4 +1,4 @@
-"""Planning of a run: model graph, program of a step, placement. Planning reads no data and allocates nothing."""
+"""Planning of a run: model graph, program for a step, placement. Planning reads no data and allocates nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatrain.plan.simulate import measured_rates
 from megatrain.plan.times import Estimate
 from megatrain.plan.traced import trace_model
 
-#: Results that layers save may increase writes to drives by at most this factor, unless the config requests them.
+#: Factor by which results that layers save may at most increase writes to drives, unless the config requests them.
 _MOST_WEAR = 1.1
 
 
@@ -46,12 +46,12 @@ def plan_run(
     Args:
         padded: Whether rows may have padding or hold several documents. None derives it from the data: False for
             micro-batches of one row with one document.
-        with_remedies: Whether an error lists config changes that reduce the need. Finding them takes a few more plans.
+        with_remedies: Whether an error lists config changes that reduce the needed bytes, which takes a few more plans.
         like: Plan of the same model, dtype and objective with different tiers or a different batch. Planning reuses its
             model, and its trace if micro-batches have the same shape on the same kind of device. This saves most of the
             time.
         capacities: Capacities in bytes, by tier. They override the run's capacities.
-        most_ahead: Maximum number of visits that several processes gather weights ahead.
+        most_ahead: Maximum number of visits by which several processes gather weights ahead.
         passes_parts: Whether to process the vocabulary one part at a time if possible. None lets the planner choose.
 
     Raises:
@@ -77,7 +77,7 @@ def plan_run(
 
 
 def _plan_first_fit(attempts: Attempts) -> Plan | Shortfall:
-    """Plan the shortest step for the first program that fits. Return the smallest shortfall if none fits."""
+    """Plan the shortest step with the first program that fits. If none fits, return the smallest shortfall."""
     run, model, profile = attempts.run, attempts.model, attempts.profile
     placed = attempts.first_fit()
     if isinstance(placed, Shortfall):
@@ -109,10 +109,10 @@ def _with_configured_streaming(plan: Plan, profile: LoadedProfile) -> Plan:
 
 
 def _with_shortest_step(plan: Plan, profile: LoadedProfile) -> Plan:
-    """If blocks move, shorten a step with free memory for copies, results that layers save, and streamed updates."""
+    """If blocks move, shorten the step: leave memory free for copies, save results of layers, and stream updates."""
     if not any(plan.traffic.values()):
         return plan
-    own = (plan,) if plan.program.recompute.kept_graphs else ()  # other homes can displace the weights of these graphs
+    own = (plan,) if plan.program.recompute.kept_graphs else ()  # other homes can displace weights that graphs use
     plan = _with_results(fastest(chain(with_open_room(plan, profile), own)), profile)
     if plan.run.advanced.stream_updates != "auto":
         return plan
@@ -138,7 +138,7 @@ def _may_run_one_at_a_time(plan: Plan) -> bool:
 
 
 def _needs_drives(plan: Plan) -> bool:
-    """Return whether weights and state do not fit without drives."""
+    """Return whether weights and state fit only with drives."""
     state_nbytes = sum(block.nbytes for block in plan.program.blocks.values() if block.kind in DURABLE_KINDS)
     others = (each for each in plan.budgets_by_tier.values() if each.is_addressable or each.is_read_only)
     return state_nbytes > sum(each.capacity_bytes for each in others)
@@ -152,7 +152,7 @@ def _uses_drives(plan: Plan) -> bool:
 def _is_shorter(plan: Plan, other: Plan) -> bool:
     """Return whether a step of ``plan``, with one micro-batch at a time, takes less time than a step of ``other``.
 
-    The estimates are compared. Without rates, ``plan`` must compute less and must not move more bytes than ``other``.
+    Estimated times decide. Without rates, ``plan`` must compute less and must not move more bytes than ``other``.
     """
     seconds, other_s = plan.estimate.step_s, other.estimate.step_s
     if seconds is None or other_s is None:
@@ -212,7 +212,7 @@ def _with_results(plan: Plan, profile: LoadedProfile) -> Plan:
 
 
 def _has_similar_wear(plan: Plan, other: Plan) -> bool:
-    """Return whether ``plan`` writes only slightly more to drives than ``other``. More wear needs the user's consent.
+    """Return whether ``plan`` writes little more to drives than ``other``, as more wear needs the user's consent.
 
     The results of layers are many times larger than gradients and state, so only the config can move them to drives.
     """
@@ -222,7 +222,7 @@ def _has_similar_wear(plan: Plan, other: Plan) -> bool:
 def _with_streamed_updates(plan: Plan, count: int) -> StepProgram:
     """Return a program in which the compute tier updates ``count`` groups from RAM, spread over the step.
 
-    While the CPU updates the groups between them, the bus has time to fetch the next streamed group.
+    The groups in between are updated on the CPU, which gives the bus time to fetch the next streamed group.
     """
     program, homes = plan.program, plan.placement.homes
     if not program.updates.in_compute_tier or program.compute_tier == "ram":

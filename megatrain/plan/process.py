@@ -1,4 +1,4 @@
-"""Prediction of the resident memory of a run's process for users who set a container limit. CUDA memory is not counted.
+"""Prediction of a run's resident memory per process, for users who set a container limit. CUDA memory is not counted.
 
 The RAM tier is known exactly. The rest is this process's current memory plus the memory that a run loads later. The
 prediction assumes that ``engine/device/freed_memory.py`` returns freed memory to the system in time.
@@ -24,7 +24,7 @@ _KERNELS_BYTES = 120 * MiB
 _DATA_BYTES = 14 * MiB
 #: Memory of a tokenizer per byte of its ``tokenizer.json``, measured with a vocabulary of 128,000.
 _TOKENIZER_FACTOR = 26
-#: Heap memory of small tensors that steps free but the C library keeps. The benchmark measured 0 to 80 MiB.
+#: Heap memory that the C library keeps after steps have freed small tensors. The benchmark measured 0 to 80 MiB.
 HEAP_BYTES = 40 * MiB
 _KERNELS_MODULE = "megatrain.optim.kernels"
 
@@ -73,11 +73,10 @@ def process_memory(plan: Plan) -> ProcessMemory:
 
 
 def most_resident_bytes(plan: Plan) -> int:
-    """Return the limit of resident memory at the start of an op. It includes the op's workspace.
+    """Return the most resident memory, in bytes, that this process may have when an op starts.
 
-    Below this limit, the process stays in its planned memory, because the op may still allocate the rest of the
-    workspace, such as streams between layers. Call this when the run begins, because memory loaded by then counts as
-    measured.
+    The limit leaves room for the workspace that the op has yet to allocate, such as streams between layers. Call this
+    when the run begins, because the memory that the process has then is part of the result.
     """
     still_free = sum(plan.placement.workspace_bytes.values()) - plan.kept_bytes
     still_free -= max(computing_bytes(plan.trace, plan.program))
@@ -90,7 +89,7 @@ def _tier_bytes(plan: Plan) -> int:
 
 
 def resident_bytes(plan: Plan, tier: str) -> int:
-    """Return the bytes that a tier holds in a run: homes, workspace, and all kept or prefetched copies that fit."""
+    """Return the peak bytes that a run has in a tier: homes, workspace, and all kept or prefetched copies that fit."""
     placement, budget = plan.placement, plan.budgets_by_tier[tier]
     ends: dict[str, set[str]] = {}
     for access in plan.program.accesses(placement.homes):

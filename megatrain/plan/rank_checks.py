@@ -1,4 +1,4 @@
-"""Checks of a config that runs on several ranks."""
+"""Checks whether a run's config supports several ranks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _problems_of_ranks(run: RunSpec) -> Iterator[Problem]:
 
 
 def _too_few_micro_batches(run: RunSpec) -> Problem:
-    """Return the problem that some rank has no micro-batch in a step, with values that solve it."""
+    """Return the problem that a rank would have no micro-batch in a step, with config values that solve it."""
     size, lanes, batch = run.world.size, run.num_lanes, run.batch
     count, together = batch.num_micro_batches, batch.rows_per_example
     # A new run has one lane per process unless the config sets the number.
@@ -87,7 +87,7 @@ def _too_few_micro_batches(run: RunSpec) -> Problem:
         f"training.gradient_accumulation_steps = {count}: with {size} processes each needs a micro-batch, but a step "
         "has only that many"
     )
-    # Prefer smaller micro-batches of the same rows. Otherwise suggest a larger step.
+    # Prefer to split the same rows into smaller micro-batches. Otherwise suggest a larger step.
     finer = (n for n in range(enough, examples + 1) if examples % n == 0 and has_work_for_all(size, lanes, n))
     same = next(finer, None)
     if same is not None:

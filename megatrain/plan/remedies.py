@@ -2,8 +2,8 @@
 
 Gradients that wait for a global norm are a quarter of a run's bytes. The first remedies therefore store gradients in
 bf16 or on a drive, or avoid the norm. Other remedies stream a layer's experts in parts, or run one micro-batch at a
-time so that only one micro-batch's activations exist. Each change is planned, so a change that is reported to fit does
-fit.
+time so that only one micro-batch's activations exist. The run is planned with each change, so a change that is reported
+to fit does fit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatrain.machine.table import NvmeTierConfig
 from megatrain.plan.run_spec import RunSpec
 from megatrain.plan.shortfall import Remedy, Shortfall
 
-#: Maps a run and a tier to the tier's smallest sufficient capacity, or None if another tier is too small.
+#: Function from a run and a tier to the tier's smallest sufficient capacity, or None if another tier is too small.
 LeastBytes = Callable[["RunSpec", str], int | None]
 
 
@@ -61,13 +61,13 @@ def _changes(run: RunSpec, can_cut_experts: bool) -> Iterator[tuple[str, RunSpec
 
 
 def _without_norm(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
-    """Yield config changes that make the global gradient norm unnecessary."""
+    """Yield config changes after which a run needs no global gradient norm."""
     changes = []
     if run.optimizer.nonfinite != "skip" and run.optimizer.max_grad_norm > 0:
         changes.append("optimizer.max_grad_norm = 0")
     if not run.model.table.split_experts:  # clipping by layer excludes split experts
         changes.append('optimizer.clip_scope = "layer"')
-    if changes:  # all these changes have the same need, so plan only one
+    if changes:  # all these changes need the same bytes, so plan only one
         by_layer = run.optimizer.model_copy(update={"clip_scope": "layer"})
         yield ", or ".join(changes), replace(run, optimizer=by_layer)
 
@@ -80,7 +80,7 @@ def _may_cut_experts(run: RunSpec) -> bool:
 
 
 def _with_drive(run: RunSpec) -> RunSpec:
-    """Return the run with a drive as an additional home for each kind of block whose home the planner chooses."""
+    """Return the run with a drive on which the planner may place every kind of block that the config does not place."""
     homes = {kind: list(tiers) for kind, tiers in run.placement.homes.items()}
     for kind in run.placement.residents:
         homes[kind].append("nvme")

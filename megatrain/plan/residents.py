@@ -1,4 +1,4 @@
-"""Choice of the blocks whose home is the compute tier, by the seconds saved per byte."""
+"""Choice of the blocks whose home is the compute tier, by the seconds that each byte there saves."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Residency:
 
     Attributes:
         kinds: Kinds of blocks that may have their home in the compute tier.
-        bus_s_per_byte: Seconds per byte moved between the compute tier and RAM. 1 without measured rates, so that
-            candidates are ranked by bytes.
+        bus_s_per_byte: Seconds per byte moved between the compute tier and RAM. Without measured rates it is 1, which
+            ranks candidates by bytes.
         host_update_s_per_element: Seconds per weight updated in RAM. 0 without measured rates.
     """
 
@@ -42,11 +42,11 @@ class _PlacementCandidate:
 
 @dataclass(frozen=True, slots=True)
 class _CostInputs:
-    """Inputs to a candidate's cost, apart from the tiers' rates.
+    """Inputs to a candidate's cost, other than the tiers' rates.
 
     Attributes:
         keys: Blocks whose homes affect the cost: the candidate's blocks and their groups.
-        pattern: Number shared by candidates that have equal costs whenever the homes of their ``keys``, in order, are
+        pattern: Number shared by candidates whose costs are equal whenever the homes of their ``keys``, in order, are
             equal.
     """
 
@@ -69,7 +69,8 @@ class ResidentChooser:
         self._groups: dict[str, list[tuple[str, ...]]] = {}
         self._moves: dict[tuple[str, str, tuple[str, ...]], int] = {}
         self._uses: dict[str, list[tuple[int, Mode]]] = {key: [] for key in program.blocks}
-        #: Each tick's tier with the current homes. It is cached, because a shared gradient block has hundreds of uses.
+        #: Tier in which each tick runs, given the current homes. Cached, because a shared gradient block has hundreds
+        #: of uses.
         self._tiers_now = [self._tier] * len(program.ticks)
         self._tiers_now_of: dict[str, tuple[str, ...]] = {}  # tiers of a block's uses by key, computed on demand
         #: Update ticks whose tier depends on a block's home, by block key.
@@ -103,7 +104,7 @@ class ResidentChooser:
             return
         updates = [tick for tick in self._program.ticks if tick.phase == "update"]
         for number, tick in enumerate(updates):
-            # Spread residents over the model, because a resident layer leaves time to fetch the next layer.
+            # Spread residents over the model: while a resident layer computes, the next layer can be fetched.
             rank = (-1.0, number * _GOLDEN % 1.0)
             keys = tuple(key for key, _ in tick.uses)
             yield _PlacementCandidate(keys, rank)
@@ -131,7 +132,7 @@ class ResidentChooser:
         Args:
             homes: Tier by block key. ``try_move`` changes it.
             try_move: Function that makes the compute tier the home of blocks, or returns False if they do not fit.
-            is_needed: Function. While it returns True, blocks move even if that costs time.
+            is_needed: Function. While it returns True, blocks move even if that makes the step longer.
         """
         self._tiers_now = [self._program.tier_of(tick, homes) for tick in self._program.ticks]
         self._tiers_now_of.clear()
@@ -171,7 +172,7 @@ class ResidentChooser:
         """Return the candidates whose cost may have changed because blocks of their groups moved."""
         groups = {id(group): group for key in keys for group in self._groups.get(key, ((key,),))}
         related = {key for group in groups.values() for key in group}
-        # A shared block that is already resident moves as often as before, so it affects no other cost.
+        # A shared block that was already resident crosses the bus as often as before, so other costs stay the same.
         related -= {key for key in related if self._is_shared(key) and homes[key] == self._tier}
         return sorted({number for key in related for number in self._candidates_of_key.get(key, ())})
 
@@ -205,7 +206,7 @@ class ResidentChooser:
         return _CostInputs(keys, self._numbers_of_patterns.setdefault(pattern, len(self._numbers_of_patterns)))
 
     def _pattern_of(self, keys: tuple[str, ...]) -> int:
-        """Return a number that key sequences share if their blocks match pairwise in size and use."""
+        """Return a number that is equal for two key sequences if their blocks match pairwise in size and use."""
         if keys not in self._patterns:
             wholes = dict[str, int]()
             pattern = tuple(
@@ -248,12 +249,12 @@ class ResidentChooser:
         return {number: self._program.tier_of(self._program.ticks[number], homes) for number in ticks}
 
     def _load(self, keys: Sequence[str], homes: Mapping[str, str], tiers: Mapping[int, str]) -> tuple[int, int]:
-        """Return the bytes that blocks move over the bus in a step, and the number of elements updated in RAM.
+        """Return the bytes of these blocks that cross the bus in a step, and the number of elements updated in RAM.
 
         Args:
-            tiers: Tier by tick, for ticks whose tier changes.
+            tiers: New tier of each tick that would run in another tier.
         """
-        moved, num_moves = 0, dict[tuple[str, str], int]()  # parts of a whole layout have the same uses
+        moved, num_moves = 0, dict[tuple[str, str], int]()  # all parts of a layout have the same uses
         for key in keys:
             block, home = self._program.blocks[key], homes[key]
             if (block.whole, home) not in num_moves:

@@ -23,26 +23,26 @@ from megatrain.ranks.lanes import Lanes
 from megatrain.ranks.shards import RankLanes, RankShards, Sharding
 from megatrain.ranks.world import World
 
-#: Target tokens of a micro-batch by device type, if the config sets only tokens per step. They are constants because
-#: the split into micro-batches affects results and so must not depend on the machine's memory. A GPU needs more tokens:
+#: Target tokens per micro-batch by device type, if the config sets only tokens per step. They are constants because the
+#: split into micro-batches affects results and so must not depend on the machine's memory. A GPU needs more tokens:
 #: with shorter matrix products, the host could not launch kernels ahead.
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """Rows of a step and their split into micro-batches.
+    """Rows in a step, and their split into micro-batches.
 
     Attributes:
         num_rows: Number of rows in a step. Each has ``max_length`` tokens.
         max_length: Tokens in a row.
-        given_rows: Rows of a micro-batch, or None to choose the number closest to ``aimed_tokens``.
+        given_rows: Rows per micro-batch, or None to choose the number closest to ``aimed_tokens``.
         single_rows: Whether micro-batches have one row by default, because the kernels cannot otherwise separate the
             documents of a row.
         order: "layer" runs all micro-batches through each layer before the next layer.
-        aimed_tokens: Target tokens of a micro-batch; see ``MICRO_BATCH_TOKENS``.
+        aimed_tokens: Target tokens per micro-batch; see ``MICRO_BATCH_TOKENS``.
         num_lanes: Lanes that add the gradients of micro-batches (``ranks/lanes.py``), or None for one per rank.
-        rows_per_example: Number of rows of an example. They must be in the same micro-batch.
+        rows_per_example: Number of rows per example. They must be in the same micro-batch.
     """
 
     num_rows: int
@@ -56,7 +56,7 @@ class BatchSpec:
 
     @property
     def micro_batch_rows(self) -> int:
-        """Rows of a micro-batch: as configured, else the largest divisor within ``aimed_tokens`` that fills all lanes.
+        """Rows per micro-batch: as configured, else the largest divisor within ``aimed_tokens`` that fills all lanes.
 
         The number of processes has no influence, because it can change at each start and must not affect results.
         """
@@ -70,11 +70,11 @@ class BatchSpec:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of a step."""
+        """Number of micro-batches in a step."""
         return self.num_rows // self.micro_batch_rows
 
     def together(self, num_micro_batches: int) -> int:
-        """Return how many of ``num_micro_batches`` run through one layer before any of them runs through the next."""
+        """Return how many of ``num_micro_batches`` pass through one layer before any of them reaches the next layer."""
         return num_micro_batches if self.order == "layer" else 1
 
     @property
@@ -94,7 +94,7 @@ class RunSpec:
         grad_dtype: Dtype of gradients between two visits.
         is_deterministic: Whether only deterministic kernels are allowed.
         objective: Loss that the steps minimize, and noise on the embeddings.
-        num_epochs: Passes over the data if ``max_steps`` is None.
+        num_epochs: Number of passes over the data, used if ``max_steps`` is None.
         max_steps: Maximum number of steps, or None if ``num_epochs`` sets the length.
         recompute: Config of activation checkpointing.
         advanced: Table ``[advanced]``, for example prefetch and eviction.
@@ -127,17 +127,17 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         if self.batch.num_lanes is None and not self.world.is_single:
-            # The config does not set the lanes, but the split of a step into micro-batches depends on them.
+            # Even if the config does not set the lanes, the split of a step into micro-batches depends on them.
             object.__setattr__(self, "batch", replace(self.batch, num_lanes=self.world.size))
 
     @property
     def lanes(self) -> RankLanes:
-        """Assignment of the step's lanes to ranks."""
+        """Assignment of lanes to ranks in a step."""
         return RankLanes(self.num_lanes, self.world.size, self.world.num_hosts)
 
     @property
     def num_lanes(self) -> int:
-        """Lanes that add the gradients of a step's micro-batches."""
+        """Number of lanes that add the gradients of a step's micro-batches."""
         return self.batch.num_lanes or 1
 
     @property
@@ -150,14 +150,14 @@ class RunSpec:
         return replace(self, batch=replace(self.batch, order="micro_batch"), advanced=advanced)
 
     def sharding(self, gathers_ahead: int) -> Sharding:
-        """Return this rank's part of a step that gathers weights ``gathers_ahead`` visits ahead."""
+        """Return this rank's share of a step in which weights are gathered ``gathers_ahead`` visits ahead."""
         rank, size = self.world.rank, self.world.size
         own_lanes = Lanes.of_rank(rank, size, self.num_lanes, self.batch.num_micro_batches)
         return Sharding(RankShards(rank, size), self.lanes, own_lanes, gathers_ahead)
 
     @property
     def own_micro_batches(self) -> range:
-        """Numbers of the micro-batches of a step that this rank computes."""
+        """Indices of the micro-batches in a step that this rank computes."""
         return self.lanes.micro_batches_of_rank(self.world.rank, self.batch.num_micro_batches)
 
     def tokens_of_rank(self, rank: int) -> int:
@@ -188,7 +188,7 @@ class RunSpec:
 
     @property
     def num_together(self) -> int:
-        """Micro-batches of this rank whose activations exist at the same time."""
+        """Number of this rank's micro-batches whose activations exist at the same time."""
         return self.batch.together(len(self.own_micro_batches))
 
     @property
@@ -208,11 +208,11 @@ class RunSpec:
 
     @property
     def flash(self) -> FlashKernels:
-        """Flash-attention kernels. Until a run chooses, these are torch's own."""
+        """Flash-attention kernels that the layers use; torch's own until the run has chosen."""
         kernels = self.model.table.flash_attention
         return "FA2" if kernels == "auto" else kernels
 
     def with_kernels(self, **choices: object) -> RunSpec:
-        """Return the run with these keys of ``[model]`` that choose kernels."""
+        """Return the run with these values for the keys of ``[model]`` that choose kernels."""
         table = self.model.table.model_copy(update=choices)
         return replace(self, model=replace(self.model, table=table))

@@ -1,4 +1,4 @@
-"""Estimated variants of a plan, with other programs or placements, and the choice of the fastest one."""
+"""Variants of a plan with other programs or placements, their estimates, and the choice of the fastest variant."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megatrain.plan.shortfall import Shortfall
 from megatrain.plan.simulate import measured_rates, step_seconds
 
 #: Shares of RAM and GPU memory that the planner tries to leave free for copies if some blocks are streamed
-#: (docs/decisions/0008-open-room.md). The first is the usual share.
+#: (docs/decisions/0008-open-room.md). The first share is the default.
 OPEN_SHARES = (0.1, 0.0, 0.2, 0.35)
-#: Share of that free memory that copies may use until their next use (docs/decisions/0009-stays.md).
+#: Share of that free memory that copies may occupy until their next use (docs/decisions/0009-stays.md).
 STAY_SHARE = 0.9
 _NUM_TRIES = 4
 #: A later plan is preferred only if its step takes less than this fraction of the shortest step so far.
@@ -34,7 +34,7 @@ def replaced(
     placement: Placement | None = None,
     num_tokens: int | None = None,
 ) -> Plan:
-    """Return the plan with another program or placement, and with the estimate of its step.
+    """Return the plan with another program or placement, and with a new estimate of its step.
 
     ``num_tokens`` is the number of tokens in a step, if this rank does not train on all of its tokens.
     """
@@ -65,9 +65,9 @@ def with_open_room(plan: Plan, profile: LoadedProfile, program: StepProgram | No
 
 
 def _with_buffers(solver: PlacementSolver, room: Mapping[str, int]) -> HomeAssignment | Shortfall:
-    """Return homes that leave at least ``room`` bytes free, or more if the buffers for each block size need more."""
+    """Return homes that leave ``room`` bytes free, or more if separate buffers for each block size need more."""
     first = settled = solver.settle(room)
-    for _ in range(_NUM_TRIES):  # each try moves blocks, which may then need buffers of other sizes
+    for _ in range(_NUM_TRIES):  # moved blocks may need buffers of other sizes
         if isinstance(settled, Shortfall) or not settled.missing_bytes:
             break
         room = {tier: nbytes + settled.missing_bytes.get(tier, 0) for tier, nbytes in room.items()}
@@ -76,7 +76,7 @@ def _with_buffers(solver: PlacementSolver, room: Mapping[str, int]) -> HomeAssig
 
 
 def fastest(plans: Iterable[Plan]) -> Plan:
-    """Return the plan whose replayed step is shortest, or the first plan if this machine was not measured.
+    """Return the plan with the shortest replayed step, or the first plan if this machine was not measured.
 
     For a planned machine, also return the first plan, because its rates are imprecise and a large model takes long to
     replay.

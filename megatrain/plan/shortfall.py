@@ -37,7 +37,7 @@ class Shortfall:
     Attributes:
         need_bytes: Smallest sufficient capacity.
         remedies: Config changes that reduce the need.
-        message: Message that replaces the default message with the tier and its bytes. Unused if empty.
+        message: Message to show instead of the default message about the tier and its bytes, or "" for the default.
     """
 
     tier: str
@@ -56,7 +56,7 @@ class Shortfall:
 
 
 class DoesNotFitError(Exception):
-    """Raised if a run does not fit in its tiers, before anything is allocated.
+    """Error for a run that does not fit in its tiers. Raised before anything is allocated.
 
     Attributes:
         tier: Tier that is too small.

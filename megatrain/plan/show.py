@@ -1,4 +1,4 @@
-"""Text of a plan: headline, table rows, messages, and lines of the estimate."""
+"""Parts of a plan's text: headline, table rows, messages, and lines about the estimate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STEPS_OF_WEAR = 1000
 
 
 def headline(plan: Plan) -> str:
-    """Return one line with the model, its dtype and the tokens of a step."""
+    """Return one line with the model, its dtype and the tokens per step."""
     run, count = plan.run, plan.graph.num_parameters
     name = run.model.name.rstrip("/").split("/")[-1]
     size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
@@ -68,7 +68,7 @@ def table_rows(plan: Plan) -> Sequence[tuple[str, Mapping[str, int], str]]:
 
 
 def messages(plan: Plan) -> Sequence[str]:
-    """Return the messages that accompany a plan's table: moves, tiers of updates, guesses."""
+    """Return the messages below a plan's table: blocks that move, the tiers that update weights, and assumptions."""
     estimates = [f"the workspace is estimated: {guess}" for guess in plan.trace.guesses]
     if plan.trace.uncounted:
         estimates.append(f"the FLOPs of a step are unknown: {'; '.join(plan.trace.uncounted)}")
@@ -109,7 +109,7 @@ def process_line(memory: ProcessMemory) -> str:
 
 
 def _recompute_notes(plan: Plan) -> Sequence[str]:
-    """Return a message about the recomputed layers, their cost, and the memory that would avoid recomputing."""
+    """Return messages about the recomputed layers, their cost, and the memory with which no layer is recomputed."""
     trace, recompute = plan.trace, plan.program.recompute
     kept, layers = num_layers_kept(plan.graph, trace, plan.program)
     if kept == layers or not is_counted(trace):
@@ -216,7 +216,7 @@ def _notes(plan: Plan) -> dict[Kind, str]:
 
 
 def estimate_lines(estimate: Estimate) -> Sequence[str]:
-    """Return the lines of an estimate: busy seconds, the step, and writes to drives."""
+    """Return the lines about an estimate: how long resources are busy, the step time, and writes to drives."""
     lines = []
     if estimate.seconds:
         parts = "  ".join(f"{name} {format_duration(seconds)}" for name, seconds in estimate.seconds.items())

@@ -17,10 +17,10 @@ from tiered import Belady, TieredStore
 from tiered.ext import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
 from tiered.units import format_duration
 
-_NUM_WARM_STEPS = 2  # the first step has no update, and the second may start with an empty drive queue
+_NUM_WARM_STEPS = 2  # the first step has no update; the second may start with an empty drive queue
 _NUM_STEPS = 2
 _SHORTEST_S = 1e-6
-_MOST_LOST = 0.9  # transfers slow computing by at most this factor, so that the series converges
+_MOST_LOST = 0.9  # each delay is at most this share of the time before, so that the sum converges
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class SimulatedRates:
     """Rates for the replay, in bytes, FLOPs and parameters per second.
 
     Attributes:
-        nvme_bytes_per_s: Combined rate of reads and writes.
+        nvme_bytes_per_s: Combined rate of reads and writes on all drives.
         bus_bytes_per_s: Rate between RAM and GPU, in each direction.
         flops_per_s: Rate reached in forward and backward, including launches and operators other than matmuls.
         update_params_per_s: Rate of the optimizer kernel on the host.
@@ -36,9 +36,9 @@ class SimulatedRates:
         products_flops_per_s: Rate of a GPU's orthogonalization for updates on the host. None if there is no
             orthogonalization, or if ``update_params_per_s`` includes it.
         peer_bytes_per_s: Rate between this rank and the other ranks on all hosts, in each direction.
-        others_bytes_per_s: Rates of storage tiers other than ``nvme``, by tier name.
-        computing_s_per_nvme_byte: Compute slowdown per byte moved to or from a drive. Used only with timed ticks.
-        seconds_per_nvme_copy: Time of the step's thread per copy to or from a drive. Used only with timed ticks.
+        others_bytes_per_s: Rates of the storage tiers other than ``nvme``, by tier name.
+        computing_s_per_nvme_byte: Seconds by which a byte on a drive's link delays computing, for timed ticks.
+        seconds_per_nvme_copy: Seconds of the step's thread per copy to or from a drive, for timed ticks.
     """
 
     nvme_bytes_per_s: float
@@ -92,11 +92,11 @@ def measured_rates(plan: Plan) -> SimulatedRates | None:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """Mean results of a replayed step after the warm-up.
+    """Results of replayed steps, as means over the steps after the warm-up.
 
     Attributes:
-        compute_s: Seconds of computing, including updates. The rest of the step is stalls.
-        stall_s: Seconds by cause.
+        compute_s: Seconds spent computing, including updates. The rest of the step is stalls.
+        stall_s: Seconds that the step waited, by cause.
         prefetch_on_time: Prefetched copies per step that arrived before their use.
         prefetch_late: Prefetched copies per step for which the step waited.
         prefetch_wasted: Prefetched copies per step that were evicted unused.
@@ -113,7 +113,7 @@ class SimulatedStep:
 
     @property
     def line(self) -> str:
-        """Replay as one line of the report."""
+        """Summary of the replay, as one line of the report."""
         waits = "  ".join(f"{cause} {format_duration(seconds)}" for cause, seconds in self.stall_s.items())
         copies = f"{self.prefetch_on_time:.0f} copies in time, {self.prefetch_late:.0f} late"
         return (
@@ -148,7 +148,7 @@ def replay(plan: Plan, num_tokens: int | None = None) -> SimulatedStep | None:
     """Replay a step at the rates behind the plan's estimate. Return None if a rate was not measured.
 
     Args:
-        num_tokens: Tokens of the step. Default: this rank's tokens.
+        num_tokens: Tokens in the step. Default: this rank's tokens.
     """
     rates = measured_rates(plan)
     if rates is None:
@@ -157,7 +157,7 @@ def replay(plan: Plan, num_tokens: int | None = None) -> SimulatedStep | None:
 
 
 def step_seconds(plan: Plan) -> float | None:
-    """Return the seconds of a step from a replay with stalls, or None if this machine was not measured.
+    """Return the step time in seconds, from a replay that includes stalls, or None if this machine was not measured.
 
     For a planned machine, return the lower bound, because a replay would add less than the uncertainty of the rates.
     """
@@ -178,10 +178,10 @@ class _Replay:
         # gathers ahead, they run concurrently with the layers.
         self.peer_wait_s = 0.0
         self._peer_free_s = 0.0
-        self._gathered_s: dict[tuple[str, int], float] = {}  # arrival times of each tick's full copies
+        self._gathered_s: dict[tuple[str, int], float] = {}  # times at which the full copies for each tick arrive
         self._flops, self._products = tick_flops(plan), matrix_flops(plan)
         self._drive: SimulatedChannel | None = None
-        # The step's thread only queues kernels, so it can run an update on the host while a GPU computes.
+        # For a GPU, the step's thread only queues kernels, so it can run an update on the host while the GPU computes.
         self._is_queued = plan.device.type != "cpu" and plan.ticks is None
         self._queued_s = 0.0  # seconds of GPU ticks since the last host tick
         tiers = [
@@ -218,7 +218,7 @@ class _Replay:
 
     def _links(self) -> list[SimulatedLink]:
         budgets, links = self._plan.budgets_by_tier, []
-        # Reads and writes of a storage tier share a channel even if they bypass RAM, because the bus is faster.
+        # Reads and writes of a storage tier share one channel. A direct path omits the bus, because it is faster.
         storage = {
             name: SimulatedChannel(self.clock, self._rates.of_storage(name))
             for name, budget in budgets.items()
@@ -267,7 +267,7 @@ class _Replay:
         if op.phase == "gather":
             assert op.serves is not None
             self._gathered_s[op.serves, op.visit] = self._peer_free_s
-        # The step waits for each part that is gathered or exchanged inside a tick.
+        # Parts that are gathered or exchanged inside a tick make the step wait each time.
         if op.serves is None or not self._plan.program.sharding.gathers_ahead:
             self._wait_for_peers(self._peer_free_s)
 
@@ -288,7 +288,7 @@ class _Replay:
         return seconds - hidden
 
     def _orthogonalization_s(self, op: Op) -> float:
-        """Return the seconds in which a GPU orthogonalizes for an update on the host instead of computing layers."""
+        """Return how many seconds a GPU spends on orthogonalization for an update on the host instead of on layers."""
         rate = self._rates.products_flops_per_s
         return self._products.get(op.visit, 0) / rate if rate and op.phase == "update" else 0.0
 

@@ -1,4 +1,4 @@
-"""Choice of the copies that stay in a tier from one use to the next, within free memory and buffers."""
+"""Choice of the copies that stay in a tier from one use to the next, as free memory and buffers permit."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def choose_stays(
     room: Mapping[str, Sequence[int]],
     buffers: Mapping[str, BufferBudget] | None = None,
 ) -> Stays:
-    """Return the stays that fit. Stays that take memory for fewer ticks are chosen first.
+    """Return the copies that stay. Copies that take memory for fewer ticks are chosen first.
 
     Args:
-        slot_bytes: Function by tier that rounds content bytes up to slot bytes.
+        slot_bytes: For each tier, a function that rounds the bytes of a block's contents up to slot bytes.
         room: Free bytes for stays at every tick, by tier.
-        buffers: Buffers that must still fit, by tier; updated for each chosen stay.
+        buffers: Buffers that must still fit, by tier. Each chosen stay is added to them.
     """
     left = {tier: list(by_tick) for tier, by_tick in room.items()}
     chosen: dict[tuple[int, str], int] = {}
@@ -86,7 +86,7 @@ def _possible_stays(
             if key in tick.spent or mode == "w":  # the next use does not read the current contents
                 continue
             between = [range(start + 1, stop)] if stop > start else [range(start + 1, length), range(stop)]
-            # A tick's working set includes only the largest passing group, but every copy that stays.
+            # Working sets count held blocks, but only one passing group, so other copies take extra memory.
             ends = [end for end in (start, stop) if key not in dict(program.ticks[end].held)]
             nbytes = slot_bytes[tier](program.blocks[key].nbytes)
             yield RetainedCopy(key, tier, start, stop, tuple(each for each in between if each), tuple(ends), nbytes)
@@ -106,7 +106,7 @@ def _pairs_with(ticks: Iterable[int], num_ticks: int) -> set[int]:
 
 
 class BufferBudget:
-    """Buffers for the copies of any two consecutive ticks, counted per size, within a number of bytes."""
+    """Buffers for the copies that two consecutive ticks need, counted per size, within a limit in bytes."""
 
     def __init__(self, copies: Sequence[TickCopies], room_bytes: int) -> None:
         counts = CopyWindows(copies).counts(2)

@@ -1,4 +1,4 @@
-"""Updates of a step, and the memory in which they run."""
+"""Updates in a step, and the memory in which each runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class StepUpdates:
 
     Args:
         homes: Home tier by block key.
-        device: Device that computes.
+        device: Device that computes the layers.
 
     Attributes:
-        ticks: All updates.
-        in_gpu_memory: Updates that run in GPU memory, or in the part of RAM that emulates it.
+        ticks: Ticks of all updates.
+        in_gpu_memory: Ticks of updates that run in GPU memory, or in the part of RAM that emulates it.
     """
 
     def __init__(self, program: StepProgram, homes: Mapping[str, str], device: torch.device) -> None:

@@ -27,7 +27,7 @@ def model_for_passes(plan: Plan) -> StreamedModel:
 
 
 def step_recipe(plan: Plan) -> StepRecipe:
-    """Return the recipe from which an engine computes the steps of the run."""
+    """Return the recipe with which an engine computes the run's steps."""
     run, graph, optimizer = plan.run, plan.graph, plan.traced.optimizer
     return StepRecipe(
         optimizer,
@@ -43,7 +43,7 @@ def step_recipe(plan: Plan) -> StepRecipe:
 
 
 def warm_up(plan: Plan) -> None:
-    """Compile or load the update kernels of the host and the device, so that the first step does not have to."""
+    """Compile or load the host's and the device's update kernels now, to keep this out of the first step."""
     gradients = {block.dtype for block in plan.program.blocks.values() if block.kind == "gradients"}
     formats = [(plan.graph.dtype.itemsize == 2, dtype) for dtype in gradients]
     plan.traced.optimizer.warm_up(formats)

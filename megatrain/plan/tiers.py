@@ -73,7 +73,7 @@ def open_store(
 
 
 def claim_folders(plan: Plan) -> None:
-    """Claim the parents of the rank folders. Free the files of ended runs in folders with other rank numbers.
+    """Claim the parents of the rank folders, and free files that ended runs left in folders of other ranks.
 
     Without these claims, a single process could not later use a folder that only ranks have used. On each host, the
     first rank calls this function before any rank opens its store.
@@ -139,7 +139,7 @@ def register_blocks(store: TieredStore, plan: Plan, *, durable: bool) -> None:
 
 
 def unregister_transient_blocks(store: TieredStore, plan: Plan) -> None:
-    """Release the gradients, activations, workspace and buffers of training steps. The store must have no schedule."""
+    """Release a plan's gradients, activations, workspace and buffers. The store must have no schedule."""
     blocks = plan.program.blocks.values()
     store.unregister(*(block.key for block in blocks if block.kind not in DURABLE_KINDS))
     reserve(store, plan.placement.workspace_bytes, sign=-1)
@@ -148,7 +148,7 @@ def unregister_transient_blocks(store: TieredStore, plan: Plan) -> None:
 
 
 def register_transient_blocks(store: TieredStore, plan: Plan) -> None:
-    """Register and reserve the memory of training steps again, after ``unregister_transient_blocks``."""
+    """Undo ``unregister_transient_blocks``: register the blocks and reserve the workspace and buffers again."""
     register_blocks(store, plan, durable=False)
     reserve(store, plan.placement.workspace_bytes)
     keep_buffers(store, plan)
@@ -156,7 +156,7 @@ def register_transient_blocks(store: TieredStore, plan: Plan) -> None:
 
 @contextmanager
 def step_memory_lent(store: TieredStore, plan: Plan, other: Plan) -> Iterator[None]:
-    """Lend a plan's step memory to the passes of another plan inside the context.
+    """Within the context, let the passes of another plan use the memory that a plan's steps use.
 
     Both plans must have the same weights and optimizer state. Enter the context between two steps, without pending
     updates, because the lent memory loses its contents. The store has no schedule on entry and on exit.
@@ -173,20 +173,20 @@ def step_memory_lent(store: TieredStore, plan: Plan, other: Plan) -> Iterator[No
 
 
 def reserve(store: TieredStore, nbytes: Mapping[str, int], *, sign: int = 1) -> None:
-    """Reserve workspace bytes by tier. ``sign=-1`` releases them."""
+    """Reserve these workspace bytes in each tier. ``sign=-1`` releases them."""
     for tier, count in nbytes.items():
         if count:
             store.reserve(tier, sign * count)
 
 
 def keep_buffers(store: TieredStore, plan: Plan) -> None:
-    """Allocate the buffers that training steps need for copies. Register all blocks and reserve the workspace first."""
+    """Allocate the buffers that steps need for copies. Call this after registering blocks and reserving workspace."""
     for tier, counts in plan.placement.buffers.items():
         store.keep_buffers(tier, counts)
 
 
 def set_schedule(store: TieredStore, schedule: Schedule, lookahead_bytes: int | None) -> None:
-    """Replace the prefetcher's schedule. Prefetch at most ``lookahead_bytes``; None means that only memory limits it.
+    """Replace the prefetcher's schedule. ``lookahead_bytes`` limits prefetched bytes; if None, only memory does.
 
     Tick numbers of the old schedule are invalid in the new schedule. Therefore, the old schedule is removed before the
     tick is set to the one before the new start. Only then is the new schedule set.
@@ -208,7 +208,7 @@ def check_folders(spec: CheckpointSpec) -> None:
 
 
 def check_drives(plan: Plan) -> None:
-    """Check that the drives have the free space that the plan needs. Files of earlier starts count as free space.
+    """Check that the drives have the free space that the plan needs. Files from earlier starts count as free.
 
     The drive of ``output_dir`` also needs ``checkpoint.min_free_disk``, because saves start only with this much free
     space.
@@ -218,7 +218,7 @@ def check_drives(plan: Plan) -> None:
     """
     spec, world = plan.run.checkpoint, plan.run.world
     needs = _drive_needs(plan)
-    for path in spec.drives:  # every rank of a host needs these bytes
+    for path in spec.drives:  # each rank on a host needs these bytes
         needs[path] *= world.local_size
     owned = _owned_bytes(spec, world)
     drives: dict[int, list[Path]] = {}
@@ -246,7 +246,7 @@ def _owned_bytes(spec: CheckpointSpec, world: World) -> dict[Path, int]:
 
 
 def _drive_shortfall(plan: Plan, paths: Sequence[Path], need: int, have: int) -> Shortfall:
-    """Return the shortfall of a drive, with the settings that determine the used space."""
+    """Return the shortfall for a drive that is too small, with the settings that determine the used space."""
     spec = plan.run.checkpoint
     table, checkpoints = spec.table, spec.output_dir / CHECKPOINTS_NAME
     tier = "output_dir" if paths == [checkpoints] else "nvme"

@@ -1,4 +1,4 @@
-"""Records of a step's time and of a run's drive traffic: measured ticks, inputs of an estimate, and the estimate."""
+"""Records about step times and a run's drive traffic: measured ticks, inputs of an estimate, and the estimate."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tiered.units import format_size
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTicks:
-    """Measured seconds of a step in which every block's home is the tier that uses the block.
+    """Measured times of a step in which no block moves, because every block's home is the tier that uses it.
 
     Attributes:
         seconds: Median seconds of each tick of the program, by number.
-        between_s: Median seconds of a step outside its ticks.
+        between_s: Median seconds that a step spends outside its ticks.
         num_steps: Number of timed steps.
         num_micro_batches: Number of micro-batches in the timed steps.
         is_extrapolated: Whether the timed steps had fewer micro-batches than the plan's steps.
@@ -32,7 +32,7 @@ class MeasuredTicks:
 
     @property
     def note(self) -> str:
-        """Measurement as one line of the report."""
+        """Summary of the measurement, as one line of the report."""
         what = f"{self.num_steps} steps of this model"
         if self.is_extrapolated:
             what += f" with {self.num_micro_batches} micro-batches each, extrapolated to all micro-batches"
@@ -41,12 +41,12 @@ class MeasuredTicks:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Inputs of the estimate, apart from the plan.
+    """Inputs of the estimate other than the plan itself.
 
     Attributes:
         tokens_per_step: Tokens that this process computes in a step (T).
         num_steps: Steps of the run, or None if only the data determines them.
-        weights: Relative share of each path in striped blocks.
+        weights: Relative share of each path's bytes in striped blocks.
         has_rates: Whether the config sets the weights.
     """
 
@@ -66,7 +66,7 @@ class OutsideTraffic:
         read_bytes: Bytes read from the model's folder or the tiers' drives. An export also reads back its files.
         written_bytes: Bytes written to the tiers' drives or to ``output_dir``.
         linked_bytes: Bytes of a checkpoint that stay on the drives and are only linked.
-        seconds: Seconds at measured rates on otherwise idle drives, or None if a rate is unknown.
+        seconds: Duration in seconds on otherwise idle drives, or None if a rate is unknown.
     """
 
     name: str
@@ -88,15 +88,15 @@ class Estimate:
         unmeasured: Resources without a rate in the profile. If there are any, ``step_s`` is None.
         step_s: Seconds per step, or None if a rate is unknown.
         bound_by: Resource that determines ``step_s``.
-        crossing_tokens: Tokens per step (T*) above which computing takes longer than moving. 0 means always; None means
-            never or unknown.
+        crossing_tokens: Tokens per step (T*) above which computing takes longer than transfers. 0 means always; None
+            means never or unknown.
         written_bytes: Bytes written in a step, by NVMe path.
         run_written_bytes: Bytes written in the run, by NVMe path, or None if the run's length is unknown.
-        computing_s_per_nvme_byte: Compute slowdown per byte moved to or from a drive; 0 if unknown.
-        seconds_per_nvme_copy: Time that moving a block takes on the step's thread; 0 if unknown.
+        computing_s_per_nvme_byte: Seconds by which a byte moved to or from a drive delays computing; 0 if unknown.
+        seconds_per_nvme_copy: Seconds that the step's thread spends per block moved to or from a drive; 0 if unknown.
         is_timed: Whether steps of the model were timed.
         notes: Age of the rates, or the reason why there are none.
-        occasions: Traffic of the run outside its steps.
+        occasions: Drive traffic of the run outside its steps.
     """
 
     tokens_per_step: int

@@ -1,4 +1,4 @@
-"""Planning with several ranks, which exchange their capacities and rates. Each rank plans with the minimum.
+"""Planning with several ranks, which exchange capacities and rates. Each rank plans with the minimum over all ranks.
 
 Each rank makes its own plan, because homes of blocks can differ if some drives are smaller. Collectives and predictions
 must agree. Ranks wait for each other in every collective, so the slowest rank determines the time of a step. Therefore
@@ -27,7 +27,7 @@ Gather = Callable[[Any], Sequence[Any]]
 _Record = TypeVar("_Record", DriveProfile, GpuProfile, MachineProfile)
 #: Fields whose larger value is the slower one.
 _LOSSES = ("computing_s_per_byte", "seconds_per_copy")
-#: Rates that are ignored if they were not measured. If any other rate is missing, the step's time is not predicted.
+#: Rates that may be missing. If any other rate was not measured, the step's time is not predicted.
 _LIMITS = ("sustained_write_bytes_per_s",)
 
 
@@ -38,7 +38,7 @@ class RankRates:
     Attributes:
         name: Name of the rank in messages.
         machine: Rates of the machine, or None if it was not measured.
-        drives: Rates of drives by location (the n-th drive, ``output_dir``, the model's folder); None if not measured.
+        drives: Rates of drives by location (n-th drive, ``output_dir``, the model's folder); None if not measured.
         note: Reason why the file of rates was not used, or None.
     """
 
@@ -50,7 +50,7 @@ class RankRates:
 
 @dataclass(frozen=True, slots=True)
 class _RankResources:
-    """Capacities by tier and rates. Each rank sends them to the other ranks before planning."""
+    """Rates and capacities by tier of one rank, which it sends to the other ranks before planning."""
 
     capacities: Mapping[str, int]
     rates: RankRates
@@ -175,7 +175,7 @@ def slowest_rates(of_ranks: Sequence[RankRates], rank: int, places: Mapping[str,
                 lines.append(f"rates           of {_listed(names)}, drive of {place}: not measured")
             continue
         drive = _slowest(measured, rank, slower)
-        # Locations that share a drive here may be on different drives on another rank.
+        # Locations on one drive here may be on different drives on another rank.
         drives[key] = _slowest([drives.get(key, drive), drive], 0, set())
     known = {key: drive for key, drive in drives.items() if key not in unknown}
     if slower:
@@ -185,10 +185,10 @@ def slowest_rates(of_ranks: Sequence[RankRates], rank: int, places: Mapping[str,
 
 
 def _slowest(records: Sequence[_Record], own: int, slower: set[int]) -> _Record:
-    """Return the rank's own record, with each rate replaced by the lowest rate.
+    """Return the rank's own record, with each rate replaced by the lowest rate over all ranks.
 
     Args:
-        slower: Set to which ranks are added that have a lower rate than another rank.
+        slower: Output set: ranks that have a lower rate than another rank are added to it.
     """
     changes: dict[str, Any] = {}
     for name in type(records[own]).model_fields:
@@ -215,7 +215,7 @@ def _slowest(records: Sequence[_Record], own: int, slower: set[int]) -> _Record:
 
 
 def _slowest_indices(values: Sequence[float | None], slowest: float | None) -> list[int]:
-    """Return the indices of the values that equal ``slowest``, or no indices if all values are equal."""
+    """Return the indices of the values that equal ``slowest``, or none if all values are equal."""
     if slowest is None or all(value == slowest for value in values):
         return []
     return [number for number, value in enumerate(values) if value == slowest]

@@ -119,7 +119,7 @@ def _trace_with_flash(
 
 
 def choose_flash(run: RunSpec) -> tuple[FlashKernels, str]:
-    """Return the kernels for ``flash_attention = "auto"``, and the reason if they are torch's own, or ""."""
+    """Return the kernels that ``flash_attention = "auto"`` selects, and the reason if they are torch's own, else ""."""
     if run.device.type != "cuda":
         return "FA2", ""
     if run.model.table.compiler is not None:
@@ -157,7 +157,7 @@ def _flash_note(reason: str) -> str:
 
 
 def _traced_on(run: RunSpec) -> tuple[str, int, int, str]:
-    """Return a trace's inputs other than the model. The device is one of them, because GPU and CPU kernels differ."""
+    """Return all inputs of a trace except the model. They include the device, because GPU and CPU kernels differ."""
     return run.device.type, run.batch.micro_batch_rows, run.batch.max_length, run.flash
 
 
@@ -209,7 +209,7 @@ def trace_run(run: RunSpec, graph: ModelGraph, *, padded: bool, top_k: int | Non
 
 
 def _example(run: RunSpec) -> Mapping[str, Tensor] | None:
-    """Return a micro-batch with the run's largest number of images, or None without images."""
+    """Return an example micro-batch with the run's maximum number of images, or None without images."""
     if run.data.images_folder is None:
         return None
     tokenizer = load_tokenizer(run.model.tokenizer_folder)
@@ -243,7 +243,7 @@ def _frozen_blocks(run: RunSpec, graph: ModelGraph) -> Mapping[str, FrozenBlock]
     frozen = [layout for layout in graph.layouts.values() if not layout.trainable]
     if run.model.table.train_from_scratch or not frozen:
         return {}
-    if not run.world.is_single:  # the folder contains only whole tensors
+    if not run.world.is_single:  # the folder has complete tensors, but processes need parts
         return {}
     try:
         return frozen_blocks(open_loader(run.model.folder, graph), frozen, graph.dtype)

@@ -10,7 +10,7 @@ from tiered.ext import Routes
 
 
 class Traffic:
-    """Counter of the block bytes that each link ``"src->dst"`` moves."""
+    """Counter of the block bytes that each link (``"src->dst"``) moves."""
 
     def __init__(self, program: StepProgram, routes: Routes, homes: Mapping[str, str], stays: Stays) -> None:
         self._program, self._routes, self._homes = program, routes, homes
@@ -28,7 +28,7 @@ class Traffic:
         """Return the bytes that each step between the first and the last moves.
 
         Args:
-            counts: Filter of blocks by key. By default, all blocks count.
+            counts: Function that returns whether to count the block with a key. Default: all blocks count.
         """
         return self._count(self._step, counts)
 

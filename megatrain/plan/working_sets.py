@@ -1,4 +1,4 @@
-"""Working sets of a step's ticks in one tier, with the fullest tick."""
+"""Working sets of a step's ticks in one tier, and the search for the fullest tick."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class WorkingSets:
         self._changed: dict[bool, set[int]] = {False: set(), True: set()}  # ticks to push to the heaps
 
     def put(self, tick: int, groups: list[int]) -> None:
-        """Set the bytes of each group of a tick. Group 0 is held."""
+        """Set the bytes of each of a tick's groups. Group 0 is held for the whole tick."""
         self._groups[tick] = groups
         self._set(tick, groups[0] + max(groups[1:], default=0))
 
     def add(self, tick: int, group: int, nbytes: int) -> None:
-        """Add bytes to a group of a tick. Group 0 is held."""
+        """Add bytes to one of a tick's groups. Group 0 is held for the whole tick."""
         groups = self._groups[tick]
         groups[group] += nbytes
         self._set(tick, groups[0] + max(groups[1:], default=0))
