@@ -14,15 +14,15 @@ KINDS = ("weights", "gradients", "optimizer", "activations")
 
 @dataclass(frozen=True)
 class Case:
-    """One model, batch shape and placement.
+    """Case of the benchmark: one model, batch shape and placement.
 
     Attributes:
         model_type, values: Architecture and other values of the model's `config.json`.
         shape: Numbers of micro-batches, of rows per micro-batch, and of tokens per row.
-        placement: Table of the config. A kind at "nvme" adds a drive to the config.
+        placement: Config table ``[placement]``. If a kind of block is at "nvme", the config gets a drive.
         ram: Size of the RAM tier. "TIGHT" is a third above the minimum.
         optimizer, model, precision: Additional keys of these config tables.
-        changes: Values of `--set` for a second plan and run. "TIGHT" is the size above, "FOLDER" the case's folder.
+        changes: `--set` values for a second plan and run. "TIGHT" means the size above, "FOLDER" the case's folder.
     """
 
     model_type: str
@@ -46,7 +46,7 @@ class Case:
         return bool(self.placement) or self.ram == "TIGHT"
 
     def drive(self, folder: Path) -> list[str]:
-        """Return the changes that add a drive to a config without one."""
+        """Return the `--set` values that add a drive to a config without one."""
         return [] if self.has_drive else [f'tiers.nvme=[{{ path = "{folder / "probe"}", size = "8GiB" }}]']
 
 

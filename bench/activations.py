@@ -1,4 +1,4 @@
-"""Cost and memory savings of offload_activations: steps of one model, with saved tensors in memory or on a drive.
+"""Cost and memory savings of offload_activations: training steps with saved tensors in memory or on a drive.
 
     python bench/activations.py --json
     python bench/activations.py --quick              # a minute, a small model
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # `import megatrain` would set this too late, after torch
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # set before importing torch; `import megatrain` sets it too late
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -86,7 +86,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_side(arguments: argparse.Namespace, side: str, model: Path) -> dict[str, Any]:
-    """Measure one side in a separate process."""
+    """Measure one side in a separate process, and return its measurements."""
     options = ["--steps", str(arguments.steps), "--ram", arguments.ram, "--scratch", str(model.parent)]
     options += ["--tokens", "x".join(map(str, arguments.tokens)), "--side", side, "--model", str(model)]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIN_BYTES)}
@@ -97,7 +97,7 @@ def run_side(arguments: argparse.Namespace, side: str, model: Path) -> dict[str,
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the measurements of one side."""
+    """Run one side's steps in this process, and return the measurements."""
     model = AutoModelForCausalLM.from_pretrained(arguments.model)
     num_micro_batches, rows, length = arguments.tokens
     torch.manual_seed(3)
@@ -141,14 +141,14 @@ def step(model: torch.nn.Module, batches: torch.Tensor, context: Any) -> float:
 
 
 def held_bytes(model: torch.nn.Module, batch: torch.Tensor, context: Any, store: TieredStore | None) -> int:
-    """Return the growth of resident memory in a forward: tensors of the graph and, with a store, of the context."""
+    """Return by how many bytes a forward increases resident memory, for the graph and, with a store, the context."""
     wait_for_writes(store)
     before_bytes = resident_bytes()
     with context:
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
     wait_for_writes(store)
     grown_bytes = resident_bytes() - before_bytes
-    del loss  # The graph lives until here.
+    del loss  # `loss` has kept the graph alive until here.
     return grown_bytes
 
 
@@ -159,7 +159,7 @@ def wait_for_writes(store: TieredStore | None) -> None:
 
 
 def moved(context: Any, store: TieredStore, before: Any, num_steps: int) -> dict[str, Any]:
-    """Return the mean bytes moved per step, and the store's statistics per tier."""
+    """Return the mean bytes moved per step, and the store's statistics for each tier."""
     earlier, tiers_earlier = before
     now, tiers = context.stats(), store.stats() - tiers_earlier
     names = ("offloaded_bytes", "restored_bytes", "deduplicated_bytes", "pack_wait_s", "unpack_wait_s")

@@ -1,4 +1,4 @@
-"""Cost of a checkpoint, which depends on the bytes in RAM instead of the state's size, and lost training time.
+"""Cost of a checkpoint, which depends on the bytes in RAM and not on the state's size, and lost training time.
 
     python bench/checkpoint.py --json
     python bench/checkpoint.py --quick        # less than a minute: 0.1 and 0.4 GB, a small model
@@ -88,21 +88,21 @@ def parse_arguments() -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Cost:
-    """Figures of one commit, and the seconds for flushing files that the store had written before."""
+    """Measurements of one commit, and the seconds spent flushing files that the store had written before."""
 
     figures: CommitFigures
     flush_s: float
 
 
 class Costs:
-    """Measures commits of states in a store."""
+    """Measures how long a store takes to commit states of several sizes."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
         self._arguments, self._folder, self._report = arguments, folder, report
         self._rounds = arguments.rounds or (2 if arguments.quick else 3)
 
     def run(self, sizes: Sequence[float]) -> None:
-        """Measure all sizes and shares, and print the rows."""
+        """Measure all state sizes and RAM shares, and print the rows."""
         num_blocks = self._arguments.blocks
         fitting = {
             (size, share): self._measure(size, share, num_blocks, f"{size:g}GB.{share}")
@@ -178,7 +178,7 @@ class Costs:
 
 
 class State:
-    """Blocks of one size in a separate store. A context manager.
+    """State to commit: blocks of equal size in a separate store. A context manager.
 
     Attributes:
         nbytes: Bytes of all blocks.
@@ -234,7 +234,7 @@ class State:
 
 
 class TimedFlush:
-    """Context manager that measures how long a commit flushes files that the store wrote before."""
+    """Context manager that measures how long a commit spends flushing files that the store had written before."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -264,7 +264,7 @@ class Stall(RunObserver):
     def __init__(self, model: Path, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
         self._model, self._folder, self._report = model, folder, report
         self._num_saves = arguments.saves or (3 if arguments.quick else 8)
-        self._length = 32 if arguments.quick else 128  # tokens of a step
+        self._length = 32 if arguments.quick else 128  # tokens per step
         self._ends_s: list[float] = []
         self._saves: list[CheckpointMetrics] = []
 

@@ -1,4 +1,4 @@
-"""Output of all benches: one JSON object per line, with the full header, so that each line is self-contained."""
+"""Output shared by all benches: one JSON object per line, with the full header, so that each line is self-contained."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROW_FIELDS = ("name", "value", "unit", "target", "ok", "timing")
 
 
 def hardware() -> dict[str, Any]:
-    """Return the processor, the usable CPUs, torch's threads, the RAM in bytes, and the GPU or None."""
+    """Return this machine's processor, number of usable CPUs, torch threads, RAM in bytes, and GPU or None."""
     from megatrain.machine.profiles import cpu_name  # imported late, because memory workers import this file
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -62,12 +62,12 @@ def commit() -> str:
 
 
 class Report:
-    """Collects rows and prints them, as JSON lines or as a table for people.
+    """Printer of a bench's rows, as JSON lines or as a table for people.
 
     Args:
         bench: Name of the bench.
         as_json: Whether to print JSON lines instead of a table.
-        tokens_per_step: Value of T in every row, or None for a bench without tokens.
+        tokens_per_step: Tokens per step (T) to state in every row, or None for a bench without tokens.
         out: File to which every row is appended as a JSON line.
     """
 
@@ -97,7 +97,7 @@ class Report:
         """Print one row.
 
         Args:
-            name: Dotted name of the measurement.
+            name: Dotted name of what was measured.
             value, unit: Measured value and its unit, or None and the reason.
             target: Target or upper limit of the value, or None if the row claims nothing.
             ok: Whether the target is met, or None without a target.
@@ -133,7 +133,7 @@ def _git(*arguments: str) -> str:
 
 
 def process_usage() -> dict[str, float]:
-    """Return the CPU seconds and the page faults of this process so far, by name of the row."""
+    """Return the CPU seconds and the page faults of this process so far, by row name."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return {"user": used.ru_utime, "system": used.ru_stime, "page_faults": used.ru_minflt + used.ru_majflt}
 

@@ -1,4 +1,4 @@
-"""TieredAdamW in an ordinary training loop, all state in RAM, next to torch's fused AdamW and offloading optimizers.
+"""TieredAdamW in an ordinary training loop with all state in RAM, compared with torch's and offloading optimizers.
 
     python bench/embed_optimizer.py --json
     python bench/embed_optimizer.py --quick           # a few seconds, 1M parameters
@@ -44,7 +44,7 @@ SHAPES = {"1M": (128, 4, 1024), "10M": (256, 8, 8192), "100M": (768, 12, 8192)}
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 MAX_NORM = 0.5
 TARGET_RATIO, TARGET_LOSS = 1.0, 1e-5
-#: Bytes per parameter of a side: weights, gradients, two states, and the working memory of a forward and a step.
+#: Bytes per parameter that a side needs: weights, gradients, two states, and working memory for a forward and a step.
 SIDE_BYTES = 20
 
 
@@ -55,7 +55,7 @@ class Side:
     Attributes:
         name: Name in the printed rows.
         clips: Whether the optimizer clips the gradients itself.
-        step_s, whole_s, losses: Optimizer seconds, total seconds and loss of each step so far.
+        step_s, whole_s, losses: Optimizer seconds, total seconds and loss, for each step so far.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Side:
         self.losses.append(loss.item())
 
     def clear_times(self) -> None:
-        """Drop the figures and keep the training state."""
+        """Clear the measurements, but keep the training state."""
         for figures in (self.step_s, self.whole_s, self.losses):
             figures.clear()
 
@@ -144,7 +144,7 @@ def print_size(
 
 
 def build_model(size: str, device: str) -> nn.Module:
-    """Return a Llama of a size with random fp32 weights."""
+    """Return a Llama of the given size with random fp32 weights."""
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -154,7 +154,7 @@ def build_model(size: str, device: str) -> nn.Module:
 
 
 def find_peers(device: str) -> Iterator[tuple[str, Callable[[Any], torch.optim.Optimizer] | str]]:
-    """Yield each peer's name, with a constructor of its optimizer or the reason why it cannot run."""
+    """Yield each peer's name, with a constructor for its optimizer or the reason why it cannot run."""
     for name, make in (("torchao", _torchao), ("bitsandbytes", _bitsandbytes)):
         if find_spec(name) is None:
             yield name, f"{name} is not installed"
@@ -167,7 +167,7 @@ def find_peers(device: str) -> Iterator[tuple[str, Callable[[Any], torch.optim.O
 
 
 def _error_message(make: Callable[[Any], torch.optim.Optimizer]) -> str:
-    """Return the error message of a library whose optimizer needs a GPU."""
+    """Return the message with which a library's optimizer fails without a GPU."""
     try:
         make([nn.Parameter(torch.zeros(1 << 16))])
     except (AssertionError, RuntimeError, ValueError) as error:
@@ -251,7 +251,7 @@ def print_sides(report: Report, prefix: str, sides: Sequence[Side]) -> None:
             report.row(f"{prefix}.{side.name}.{what}.each", [round(each, 6) for each in seconds], "s")
     for side in sides[1:]:
         target = TARGET_RATIO if side.name == "tiered" else None
-        # `offload` leaves updates to the next forward, so only its whole step is complete.
+        # `offload` defers updates to the next forward, so only its "whole" time includes them.
         kinds = ("whole",) if side.name == "offload" else ("step", "whole")
         for what in kinds:
             mine, theirs = getattr(side, f"{what}_s"), getattr(reference, f"{what}_s")

@@ -1,4 +1,4 @@
-"""Export of a trained model: equal logits in transformers, and the RAM of the export process.
+"""Export of a trained model: whether transformers computes equal logits from it, and the RAM that the export needs.
 
     python bench/export.py --json                       # the real SmolLM2-135M, 10 steps; a few minutes
     python bench/export.py --quick                      # the 0.82 M model of the repository
@@ -33,7 +33,7 @@ from megatrain.training.resolve import resolve_checkpoint
 from megatrain.training.trainer import Trainer
 
 NUM_STEPS = 10
-#: Largest difference of logits that a different order of additions can cause (number of rows, kernel).
+#: Largest difference of logits that a different order of additions can cause (other number of rows, other kernel).
 TOLERANCE = 2e-4
 TARGET_RAM_SHARE = 0.5
 
@@ -76,14 +76,14 @@ with torch.no_grad():
     torch.save(model(input_ids=ids).logits, sys.argv[3])
 """
 
-#: Runs in a fresh process: peak memory of the libraries that the export needs, in KiB.
+#: Program for a fresh process: prints the peak memory in KiB after importing the libraries that an export needs.
 IMPORT = """
 import megatrain.training.export
 import transformers.models.llama.modeling_llama
 print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 """
 
-#: Runs in a fresh process: the command, then its own peak memory in KiB.
+#: Program for a fresh process: runs the command, and prints its own peak memory in KiB.
 EXPORT = """
 import sys
 import importlib, importlib.util
@@ -148,12 +148,12 @@ def measure(folder: Path, arguments: argparse.Namespace) -> int:
 
 
 def claim(target: float, value: float, is_claimed: bool) -> dict[str, Any]:
-    """Return the claim arguments of a row, or no arguments without a claim."""
+    """Return the arguments that state a row's target, or no arguments if the row claims nothing."""
     return {"target": target, "ok": value <= target} if is_claimed else {}
 
 
 def make_small_model(folder: Path) -> Path:
-    """Write the model of the repository with random weights."""
+    """Write the repository's small model with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
@@ -188,7 +188,7 @@ def engine_logits(config: Any, trainer: Trainer) -> tuple[torch.Tensor, torch.Te
 
 
 def export(folder: Path, out: Path) -> int:
-    """Export the newest checkpoint with the command, and return its peak resident memory in bytes."""
+    """Run the command that exports the newest checkpoint, and return its peak resident memory in bytes."""
     text = run([sys.executable, "-c", EXPORT, "export", str(folder / "out"), str(out), "--dtype", "float32"])
     return 1024 * int(text.split("peak")[-1].split()[0])
 

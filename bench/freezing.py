@@ -1,4 +1,4 @@
-"""Share of weights that a small learning rate changes: bf16 weights updated in place, and our split fp32 masters.
+"""Share of weights that change at a small learning rate: bf16 weights updated in place, and our split fp32 masters.
 
     python bench/freezing.py --json
     python bench/freezing.py --quick
@@ -35,7 +35,7 @@ WEIGHT_STD, NOISE_STD, BATCH_ROWS = 0.02, 0.5, 64
 BETAS, EPS = (0.9, 0.95), 1e-8
 
 Weights = tuple[Tensor, Tensor]  # fp32 weights before and after training
-Gradient = Callable[[Tensor, int], Tensor]  # (bf16 weights, number of a step) -> fp32 gradient
+Gradient = Callable[[Tensor, int], Tensor]  # (bf16 weights, step number) -> fp32 gradient
 
 
 def main() -> int:

@@ -7,10 +7,10 @@
 Claims, on one H200 with the defaults of a run: 12,000 tokens/s at 7 B and T = 64k, with hardware FLOP/s of 0.6 of the
 rate of matrix products in the same process. With equal work at 7 B: 1.5 times the tokens/s of the reference at T = 64k
 and 2.5 times at 4k, with an fp32 master that it lacks. Also no less than plain PyTorch with everything on the GPU, at
-the largest size that fits it, and 1.84 times DeepSpeed ZeRO-3 with offload. Planned bytes are moved bytes. The sides do
-not fit into one machine together, so each runs in a separate process, one after the other, from the same weights and on
-the same tokens. `rates` lets doctor measure the machine; a plan predicts the seconds of a step from these rates.
-`--minutes` limits the whole call; parts that were skipped for lack of time are reported.
+the largest size that fits it, and 1.84 times DeepSpeed ZeRO-3 with offload. Planned bytes are moved bytes. The machine
+cannot hold all sides at once. They run one after the other in separate processes, from the same weights and on the same
+tokens. `rates` lets doctor measure the machine; a plan predicts the seconds of a step from these rates. `--minutes`
+limits the whole call; parts that were skipped for lack of time are reported.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from bench.gpu_sides.job import Job, make_job
 from bench.gpu_sides.rows import Rows
 
 RATES = "rates"
-#: Smaller numbers of layers to try with plain PyTorch if all 28 do not fit.
+#: Reduced numbers of layers to try with plain PyTorch if all 28 do not fit.
 PLAIN_LAYERS = tuple(range(26, 3, -2))
 #: Number of last log lines to keep after a side fails.
 _LINES_KEPT = 200
 #: Minimum remaining time for starting a side.
 MIN_START_S = 30.0
 HELP = "in this order; default: {}. A part and variants of our side, as in 7b_4k+eager: {}"
-#: Default for a whole call.
+#: Default time limit for all parts together.
 DEFAULT_MINUTES = 8.0
 
 
 class TerminatedError(Exception):
-    """This process received SIGTERM."""
+    """Exception that ends the running side after SIGTERM."""
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def main() -> int:
             folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         cache = arguments.cache or Path(scratch, "cache")
-        os.environ["XDG_CACHE_HOME"] = str(cache.absolute())  # doctor keeps rates there
+        os.environ["XDG_CACHE_HOME"] = str(cache.absolute())  # doctor stores its rates there
         for name in arguments.parts:
             folder = Path(scratch, name)
             folder.mkdir()
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def _terminate(number: int, frame: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: `timeout` signals a process and then its whole group
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ignore the second: `timeout` signals a process, then its group
     raise TerminatedError
 
 
@@ -189,7 +189,7 @@ class Comparison:
             result, failure = self._run_side(side, num_left=len(sides) - number)
             if failure:
                 self._rows.failed(side, failure, is_ours=side == OURS)
-            if "start_s" in result:  # the only measurements if the time ended before a step
+            if "start_s" in result:  # present even if the time ended before the first step
                 self._rows.start(side, result)
             if result.get("steps"):
                 found[side] = result
@@ -214,10 +214,10 @@ class Comparison:
         return int(self._part.num_steps > 0)
 
     def _run_side(self, side: str, *, num_left: int) -> tuple[Mapping[str, Any], str]:
-        """Run a side's process until it ends or reaches its deadline. Return its results and the reason of a failure.
+        """Run a side's process until it ends or reaches its deadline. Return its results, and why it failed or "".
 
         Args:
-            num_left: Number of sides of the part that have not run, including this one. They share the remaining time.
+            num_left: Number of the part's sides still to run, including this one. They share the remaining time.
         """
         budget_s = max(MIN_START_S, (self.deadline_s - time.monotonic()) / num_left)
         job = self._job(side, budget_s)
@@ -296,13 +296,13 @@ def _last_lines(log: Path) -> str:
 
 
 def _kill_side(process: subprocess.Popen[bytes]) -> None:
-    """Kill the remaining processes of a side, and wait for its end."""
+    """Kill a side's remaining processes, and wait until it has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(TerminatedError):  # no side was running, so everything is printed
+    with contextlib.suppress(TerminatedError):  # raised while no side was running, so all rows are printed
         sys.exit(main())
     sys.exit(128 + signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""`examples/07_gsm8k.toml` with streaming, and a plain Hugging Face loop on the same batches: steps and test answers.
+"""`examples/07_gsm8k.toml` with streaming, compared with a plain Hugging Face loop on the same batches.
 
     python bench/gsm8k.py --json --data FOLDER          # gsm8k_train.jsonl and gsm8k_test.jsonl; 10 minutes
     python bench/gsm8k.py                               # the data from the hub
@@ -46,8 +46,8 @@ from megatrain.tasks.evaluation import load_evaluation_sets
 from megatrain.training.resolve import resolve_evaluation
 from megatrain.training.trainer import Trainer
 
-#: Both compute in fp32. The order of sums differs (the loss in pieces, the norm in fp64, packed rows). Adam's first
-#: steps divide by gradients near zero, which carries differences from step to step.
+#: Both compute in fp32, but in different orders (the loss in pieces, the norm in fp64, packed rows). Adam's first steps
+#: divide by gradients near zero, which carries differences from step to step.
 LOSS_TOLERANCE, NORM_TOLERANCE, EVAL_TOLERANCE = 1e-5, 1e-4, 1e-5
 #: Norm of the difference of all weights, divided by the norm of their change in training.
 WEIGHT_TOLERANCE = 1e-3
@@ -98,7 +98,7 @@ TEMPLATE = (
 
 @dataclass
 class Run(RunObserver):
-    """Measurements of one side. ``tests`` contains the loss of the test answers by step."""
+    """Measurements of one side. ``tests`` contains the loss on the test answers, by step."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -149,7 +149,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Return the command line."""
+    """Parse and return the arguments on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="the 0.82 M model of the repository, and made-up sums")
@@ -164,7 +164,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_config(folder: Path, arguments: argparse.Namespace, data: Path | None) -> RunConfig:
-    """Return the example's config with the changes of this bench: paths, number of steps, no checkpoints."""
+    """Return the example's config with this bench's paths and number of steps, and without checkpoints."""
     over = folder / "over.toml"
     text = OVER.format(scratch=folder, num_steps=arguments.steps, eval_samples=arguments.eval_samples)
     if data is not None:
@@ -200,7 +200,7 @@ def make_small_model(folder: Path) -> Path:
 
 
 def make_data(folder: Path) -> Path:
-    """Write random sums and their answers in GSM8K's fields, and return the folder."""
+    """Write random addition problems and their answers in GSM8K's format, and return the folder."""
     folder.mkdir()
     for number, name in enumerate(_SPLITS.values()):
         rows = [
@@ -213,7 +213,7 @@ def make_data(folder: Path) -> Path:
 
 
 def measure(report: Report, config: RunConfig) -> None:
-    """Run both sides and print the rows."""
+    """Train and evaluate on both sides, and print the rows."""
     ours = Run()
     forget_peak_memory()
     trainer = Trainer(config, observer=ours)
@@ -236,7 +236,7 @@ def measure(report: Report, config: RunConfig) -> None:
 
 
 def print_differences(report: Report, ours: Run, plain: Run) -> None:
-    """Print losses and norms of both sides, and their largest difference."""
+    """Print both sides' losses and gradient norms, and the largest difference between the sides."""
     report.row("ours.losses", ours.losses, "loss of each step")
     report.row("plain.losses", plain.losses, "loss of each step")
     for name, mine, theirs, most in (
@@ -255,7 +255,7 @@ def print_weights(report: Report, ours: Run, before: Mapping[str, Tensor], weigh
     with safe_open(ours.summary.export_dir / "model.safetensors", "pt") as file:
         names = set(file.keys())
         for name, theirs in weights.items():
-            if name not in names:  # tied weights are written once
+            if name not in names:  # of tied weights, only one name is written
                 continue
             difference = (file.get_tensor(name) - theirs).double()
             way = (theirs - before[name]).double()
@@ -286,7 +286,7 @@ def print_tests(report: Report, ours: Run, plain: Run, num_steps: int) -> None:
 
 
 def print_memory(report: Report, trainer: Trainer, ours: Run, plain: Run) -> None:
-    """Print the bytes that tiers held, the bytes that a step moved, and the memory of the process on each side."""
+    """Print the bytes in each tier, the bytes moved per step, and each side's process memory."""
     assert ours.summary is not None
     for tier, nbytes in ours.summary.tier_peak_bytes.items():
         most = trainer.plan.budgets[tier]
@@ -344,7 +344,7 @@ def test_rows(trainer: Trainer) -> list[dict[str, Tensor]]:
 
 @torch.no_grad()
 def test_loss(model: Any, rows: Sequence[Mapping[str, Tensor]]) -> tuple[float, int]:
-    """Return the mean loss over all trained tokens of rows, and their number."""
+    """Return the mean loss over all trained tokens in these rows, and the number of these tokens."""
     model.eval()
     counts = [int((row["labels"][:, 1:] != IGNORED_LABEL).sum()) for row in rows]
     sums = [model(**row, use_cache=False).loss.item() * count for row, count in zip(rows, counts, strict=True)]

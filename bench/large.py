@@ -56,10 +56,10 @@ from tiered.units import MiB
 LR = 1e-4
 NUM_STEPS = 3
 TARGET_START = 2.0
-#: bf16 layers sum in a different order if a layer's rows are split, so the losses agree to about four digits.
+#: Losses agree to about four digits, because bf16 layers add in a different order if a layer's rows are split.
 LOSS_TOLERANCE = 2e-3
-#: Memory of interpreter, libraries, compiled kernels, threads' stacks and the C library's allocator (docs/log.md), and
-#: of transformers' own modules.
+#: Memory for the interpreter, libraries, compiled kernels, thread stacks and the C library's allocator (docs/log.md),
+#: and for transformers' modules.
 PROCESS_BYTES = 1024 * MiB
 _COMMON = {"vocab_size": 49152, "tie_word_embeddings": True, "max_position_embeddings": 2048}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -127,7 +127,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Case:
-    """One model with its folder, its loss in plain PyTorch, and its run."""
+    """Benchmark case: a model, its folder, its loss in plain PyTorch, and its training run."""
 
     def __init__(
         self, name: str, arguments: argparse.Namespace, shape: tuple[int, int, int], folder: Path, report: Report
@@ -136,7 +136,7 @@ class Case:
         self._report, self._model = report, folder / "model"
 
     def run(self) -> None:
-        """Measure the model and print the rows."""
+        """Create the model, measure its loss and its run, and print the rows."""
         row = self._row
         start_s = time.perf_counter()
         write_model(self._model, *self._values())
@@ -152,8 +152,8 @@ class Case:
         with Large(config, NUM_STEPS, plan=plan) as side:
             peak = high_water_bytes()
             self._print_start(side, plan, weights)
-            reset_high_water()  # measuring the drive's rate used other buffers
-            for path in self._model.glob("*.safetensors"):  # gradients need its disk space
+            reset_high_water()  # exclude the buffers that measured the drive's rate
+            for path in self._model.glob("*.safetensors"):  # gradients need the disk space of these files
                 path.unlink()
             losses = [self._step(side, micro_batches, number) for number, micro_batches in enumerate(rows)]
             side.finish()
@@ -195,7 +195,7 @@ class Case:
             placement=ON_NVME,
             precision={"compute_dtype": "bfloat16", "grad_dtype": self._arguments.grad_dtype},
             optimizer={"learning_rate": LR, "max_grad_norm": self._arguments.clip},
-            # Room for generations would take three times the disk.
+            # Without checkpoints, the drive needs a third of the space.
             checkpoint={"save_strategy": "no", "save_on_signal": False},
         )
 
@@ -254,7 +254,7 @@ class Case:
 
 
 class Large(Ours):
-    """Our engine, with a commit and an export after its steps."""
+    """Our engine, which can commit and export after its steps."""
 
     def commit_s(self) -> float:
         """Commit once, and return the seconds until the commit is durable."""
@@ -317,7 +317,7 @@ def plain_loss(folder: Path, micro_batches: MicroBatches) -> float:
 
 
 def _lend_weights(graph: ModelGraph, unit: Unit, loader: WeightLoader) -> None:
-    """Let a unit's module load its weights before each run and free them afterwards."""
+    """Make a unit's module load its weights before each forward and free them afterwards."""
 
     def read(module: nn.Module, _: Any) -> None:
         for name, owner, layout_name in unit.params:

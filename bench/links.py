@@ -1,4 +1,4 @@
-"""Rate of the tier between a drive and tensors in RAM, compared with fio and the usual libraries.
+"""Rate at which the tier moves bytes between a drive and tensors in RAM, compared with fio and the usual libraries.
 
     python bench/links.py --json --scratch /mnt/drive
     python bench/links.py --quick             # a minute, 1 GiB of disk instead of 4
@@ -32,7 +32,7 @@ from tiered.units import MiB
 TARGETS = {"off": 0.95, "resume": 0.90, "always": 0.90}
 BLOCKS_MIB = (16, 64, 256, 512)
 QUICK_BLOCKS_MIB = (16, 64)
-#: zarr and safetensors need separate files, so larger totals would take more than 4 GiB of disk.
+#: Limited because zarr and safetensors need separate files, and all files must fit in 4 GiB of disk.
 LARGEST_LIBRARY_TOTAL_MIB = 512
 
 Measured = Mapping[tuple[str, str], Samples]
@@ -76,13 +76,13 @@ def num_blocks(arguments: argparse.Namespace, block_mib: int) -> int:
 
 
 def remove_files(folder: Path) -> None:
-    """Delete the files of a block size, because the next block size needs the disk space."""
+    """Delete the files that one block size used, because the next block size needs the disk space."""
     for path in sorted(folder.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 class BlockSize:
-    """Measures all sides at one block size: a warm-up round, then the measured rounds, then the rows."""
+    """Measurement of all sides at one block size: a warm-up round, the measured rounds, and the printed rows."""
 
     def __init__(self, work: Work, variants: Sequence[Variant], report: Report, num_rounds: int) -> None:
         self._work, self._variants, self._report, self._num_rounds = work, variants, report, num_rounds

@@ -7,7 +7,7 @@ Claims: registering a 4 KiB block in a RAM tier takes at most 150 us, including 
 100,000 blocks than in the first tenth of them. `TieredStore.open` of a committed folder of 100,000 such blocks takes at
 most 10 s. `ckpt ls` of 2,000 checkpoints of 22 blocks takes at most 3 s.
 
-The row `floor` is the processor time that plain Python takes to open, read, close and compare the files of the blocks.
+The row `floor` is the processor time that plain Python needs to open, read, close and compare the blocks' files.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def measure_register(report: Report, num_blocks: int) -> None:
-    """Register blocks in RAM, and print the CPU time per block in each tenth of them."""
+    """Register blocks in RAM, and print the CPU time per block for each tenth of the blocks."""
     means = []
     with TieredStore([RamTier(2 * GiB)]) as store:
         for part in range(_NUM_PARTS):
@@ -78,7 +78,7 @@ def measure_register(report: Report, num_blocks: int) -> None:
 
 
 def measure_open(report: Report, folder: Path, num_blocks: int) -> None:
-    """Commit blocks of a RAM tier, and print the time to open them again."""
+    """Commit the blocks in a RAM tier, and print how long opening the committed folder takes."""
     with TieredStore([RamTier(2 * GiB)], path=str(folder)) as store:
         for number in range(num_blocks):
             store.put(f"{number // 100}/{number}", torch.full((64,), float(number)))
@@ -111,7 +111,7 @@ def _read_plainly(path: Path) -> str:
 
 
 def measure_list(report: Report, folder: Path, num_checkpoints: int) -> None:
-    """Create a run with many checkpoints, and print the time of `ckpt ls`, including its start."""
+    """Create a run with many checkpoints, and print how long `ckpt ls` takes, including its startup."""
     tiers = [RamTier(8 * MiB), NvmeTier([folder / "checkpoints"], 64 * MiB)]
     with TieredStore(tiers, keep_generations=num_checkpoints) as store:
         for number in range(BLOCKS_OF_CHECKPOINT):

@@ -1,4 +1,4 @@
-"""Overlap of I/O and compute: steps with all state on NVMe, and their bounds of compute alone and bytes / drive rate.
+"""Overlap of I/O and compute: steps with all state on NVMe, compared with compute alone and with bytes / drive rate.
 
     python bench/nvme_step.py --json
     python bench/nvme_step.py --quick         # a minute, a small model
@@ -83,7 +83,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Regime:
-    """Measurements at one number of tokens per step: both sides, the drive, and their rows."""
+    """Measurement at one number of tokens per step: both sides, the drive, and the printed rows."""
 
     def __init__(
         self, model: Path, arguments: argparse.Namespace, shape: tuple[int, int, int], folder: Path, report: Report
@@ -93,7 +93,7 @@ class Regime:
         folder.mkdir()
 
     def run(self) -> tuple[float, float]:
-        """Measure, and return the medians of compute alone and of bytes / rate, in seconds per step."""
+        """Measure and print the rows. Return the median seconds per step of compute alone and of bytes / rate."""
         arguments, text = self._arguments, QUICKSTART / "loomings.txt"
         ram_config = run_config(self._model, text, self._shape, self._folder)
         nvme_config = self._nvme_config()
@@ -173,7 +173,7 @@ class Regime:
 
 
 class Drive:
-    """Plain reads and writes through the tier in the proportion of a step, all queued at once."""
+    """Plain reads and writes through the tier, in the same proportion as in a step, all queued at once."""
 
     BLOCK_BYTES = 32 * MiB
 
@@ -202,7 +202,7 @@ class Drive:
         self._store.close()
 
     def rate_bytes_per_s(self) -> float:
-        """Return the bytes per second of concurrent reads and writes, over several rounds because bursts are faster."""
+        """Measure concurrent reads and writes in bytes/s, over several rounds, because short bursts are faster."""
         seconds = sum(self._round_s() for _ in range(_DRIVE_ROUNDS))
         return _DRIVE_ROUNDS * (len(self._read) + len(self._written)) * self.BLOCK_BYTES / seconds
 
@@ -234,7 +234,7 @@ def _interleave(first: Sequence[str], second: Sequence[str]) -> Iterator[tuple[l
 
 
 def print_crossing(times: Sequence[tuple[int, float, float]], arguments: argparse.Namespace) -> None:
-    """Print the tokens per step at which compute takes as long as the drive, measured and by formula."""
+    """Print at how many tokens per step compute takes as long as the drive: measured, and by formula."""
     report = Report("nvme_step", as_json=arguments.json, tokens_per_step=None)
     (few, few_s, few_drive_s), (many, many_s, many_drive_s) = times[0], times[-1]
     slope = (many_s - few_s) / (many - few)

@@ -1,4 +1,4 @@
-"""Parameters per second of our update, a memory-bound ceiling, torch, DeepSpeed and the update chains of trainers.
+"""Parameters updated per second: our kernel, a memory-bound ceiling, torch, DeepSpeed and trainers' update chains.
 
     python bench/optimizer.py --json
     python bench/optimizer.py --quick                 # a few seconds
@@ -92,7 +92,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def sizes(arguments: argparse.Namespace) -> list[int]:
-    """Return the numbers of parameters to measure."""
+    """Return the block sizes to measure, in parameters."""
     millions = arguments.sizes or ([1, 8] if arguments.quick else [1, 32, 128])
     if arguments.full and not arguments.sizes:
         millions = [*millions, 256]
@@ -100,7 +100,7 @@ def sizes(arguments: argparse.Namespace) -> list[int]:
 
 
 def print_bits(report: Report) -> None:
-    """Print whether all formats of the master give the same bits at any split, so that the rates are comparable."""
+    """Print whether all master formats give the same bits however blocks are split. Only then are rates comparable."""
     size, update = 3 * MILLION + 1024, Update(step=3, lr=1e-3, grad_scale=0.5)
     generator = torch.Generator().manual_seed(1)
     start, grad = torch.randn(size, generator=generator), torch.randn(size, generator=generator).bfloat16()
@@ -148,7 +148,7 @@ def print_size(report: Report, blocks: Sequence[Block], num_threads: int, num_ro
 def print_ratio(
     report: Report, name: str, mine: Sequence[float], theirs: Sequence[float], target: float | None
 ) -> None:
-    """Print the ratio of parameters per second: the median of the rounds' ratios, and all ratios."""
+    """Print the ratio of two sides' parameters per second: the median over the rounds, and each round's ratio."""
     ratios = [their / my for my, their in zip(mine, theirs, strict=True)]
     ratio = statistics.median(ratios)
     report.row(name, ratio, "x", target=target, ok=None if target is None else ratio >= target, timing=True)
@@ -159,7 +159,7 @@ def measure(sides: Sequence[Side], num_rounds: int) -> Samples:
     """Return the seconds of one update of all blocks, by side and round. The sides alternate.
 
     Before each sample, the same work runs unmeasured, so that no side uses caches that another side filled. A ceiling
-    that runs an even number of times leaves the memory unchanged.
+    then runs an even number of times, which leaves the memory unchanged.
     """
     samples: dict[str, list[float]] = {side.name: [] for side in sides}
     for number in range(1 + num_rounds):

@@ -1,13 +1,13 @@
-"""Gain from overlapped updates: normal steps, and steps whose updates all run at the end.
+"""Gain from overlapping updates with other work: normal steps, compared with steps that run all updates at the end.
 
     python bench/overlap.py --json
     python bench/overlap.py --quick           # a minute, a small model
     python bench/overlap.py --tokens 2x2x256 --ram 400MiB
 
 Overlapped: with clipping, a layer is updated just before its next forward, while the drive moves the state of later
-layers. Without clipping and without a check of the norm, it is updated right after its backward. Serial: the same
+layers. Without clipping and without a norm check, it is updated right after its backward. Serial: the same
 engine runs all updates of a step right after its backward. No copy that was fetched for an update can then wait for a
-forward, so the serial side also reads more. The rows show how much more. The two modes alternate in one process, on the
+forward, so the serial side also reads more. The rows show by how much. The two modes alternate in one process, on the
 same micro-batches.
 
 Gradients are clipped never, always (tiny limit) or sometimes (limit at the median norm), with everything in RAM and
@@ -87,7 +87,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class _RecordingEngine:
-    """Engine that records the result of each step. If it is serial, each step completes its updates."""
+    """Engine that records the result of each step. A serial engine completes a step's updates within the step."""
 
     def __init__(self, engine: StepEngine, *, is_serial: bool) -> None:
         self._engine, self._is_serial = engine, is_serial
@@ -104,7 +104,7 @@ class _RecordingEngine:
 
 
 class Side(Ours):
-    """Our engine on one placement, overlapped or serial."""
+    """Our engine with one placement of the blocks, either overlapped or serial."""
 
     def __init__(self, config: RunConfig, num_steps: int, *, is_serial: bool) -> None:
         super().__init__(config, num_steps)
@@ -113,7 +113,7 @@ class Side(Ours):
 
 
 class Bench:
-    """Measures all placements and clipping modes, and prints their rows."""
+    """Measurement of all placements and clipping modes."""
 
     def __init__(self, model: Path, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
         self._model, self._arguments, self._folder, self._report = model, arguments, folder, report
@@ -121,7 +121,7 @@ class Bench:
         self._ram = self._ram_tier()
 
     def run(self) -> None:
-        """Measure all modes. `sometimes` takes its limit from the norms without clipping."""
+        """Measure all modes and print their rows. The norms without clipping determine the limit for `sometimes`."""
         outcomes: dict[tuple[str, str], tuple[list[StepResult], dict[str, str]]] = {}
         placements = self._arguments.placements.split(",")
         limits = {"never": 0.0, "always": TINY_NORM}
@@ -144,7 +144,7 @@ class Bench:
     def _compare(
         self, prefix: str, placement: str, clipping: str, max_grad_norm: float
     ) -> tuple[list[StepResult], dict[str, str]]:
-        """Alternate both sides, and return the results of the overlapped steps and the final digests."""
+        """Run both sides alternately. Return the overlapped side's step results and final digests."""
         ram = self._ram if placement == "nvme" else None
         rounds: list[dict[str, StepTimes]] = []
         with ExitStack() as stack:
@@ -176,8 +176,8 @@ class Bench:
         return f"{2 * max(needs)}B"
 
     def _tables(self, clipping: str, max_grad_norm: float) -> dict[str, dict[str, Any]]:
-        """Return the clipping keys of each side's config."""
-        # Without clipping the engine may update during the backward, if it need not check the norm either.
+        """Return the config tables that set clipping, for each side."""
+        # Without clipping and without a norm check, the engine may update during the backward.
         nonfinite = {OVERLAPPED: "ignore" if clipping == "never" else "stop", SERIAL: "stop"}
         table = {"learning_rate": LR, "max_grad_norm": max_grad_norm}
         return {name: {"optimizer": {**table, "nonfinite": nonfinite[name]}} for name in (OVERLAPPED, SERIAL)}

@@ -7,8 +7,8 @@
 Each case is a model shape and placement, with random weights. `plan --measure --json` predicts its run in one process.
 Then `run --json` trains it in another process, which does not know the measured times. Some cases repeat this with
 different sizes (`--set`). Claim: predicted / measured is within 0.85 to 1.15, and every planned byte is a moved
-byte. Rows "by_rates" come from a plan that times no steps. It divides the work that the trace counted by the rates of
-``doctor --quick``, measured right before (with ``--quick``: before the first case).
+byte. Rows "by_rates" come from a plan that times no steps. It divides the work that the trace counted by the rates that
+``doctor --quick`` measured just before (with ``--quick``: before the first case).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WARM_STEPS = 2
 
 @dataclass(frozen=True)
 class Measurement:
-    """Measurements of a run: seconds of steps after the warm-up, bytes over all steps by link, and peaks by tier."""
+    """Measurements of a run: seconds per step after the warm-up, bytes over all steps by link, and peaks by tier."""
 
     steps_s: Sequence[float]
     moved_bytes: Mapping[str, int]
@@ -65,7 +65,7 @@ def main() -> int:
         raise SystemExit(f"no such case: {', '.join(unknown)}; there are {', '.join(cases)}")
     all_ok, ratios, by_rates = True, [], []
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
-        os.environ["XDG_CACHE_HOME"] = str(Path(scratch, "cache"))  # keep rates of this bench out of the user's cache
+        os.environ["XDG_CACHE_HOME"] = str(Path(scratch, "cache"))  # keep this bench's rates out of the user's cache
         text = Path(scratch, "text.txt")
         text.write_text((QUICKSTART / "loomings.txt").read_text(encoding="utf-8") * 12, encoding="utf-8")
         for name in wanted:
@@ -102,7 +102,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Comparison:
-    """Plans and runs one case, and prints the rows that compare both."""
+    """Comparison of one case's plan with its run."""
 
     def __init__(
         self, name: str, case: Case, folder: Path, text: Path, num_steps: int, report: Report, runs_doctor: bool
@@ -116,7 +116,7 @@ class Comparison:
         self.by_rates: float | None = None  # None if the plan lacks a rate for some of the work
 
     def run(self) -> list[float]:
-        """Return the ratio predicted / measured of the case, and of the case with its changes, if any."""
+        """Plan and run the case. Return the ratio predicted / measured for it, and for its changed version, if any."""
         sets = [word for one in self._overrides for word in ("--set", one)]
         if self._runs_doctor:
             command("doctor", "--quick", "--json", "--config", self._config)
@@ -146,7 +146,7 @@ class Comparison:
         return plan_run(resolve(load_config(self._config, (), self._overrides).config)).graph.num_parameters
 
     def _tight_ram(self) -> str:
-        """Return the size of a RAM tier that is a third larger than the minimum."""
+        """Return the size of a RAM tier that is a third above the minimum."""
         try:
             plan_run(
                 resolve(load_config(self._config, (), ["tiers.ram.size=1MiB", *self._case.drive(self._folder)]).config)
@@ -180,8 +180,8 @@ class Comparison:
         capacities: Mapping[str, int],
         real: Measurement,
     ) -> None:
-        """Print moved bytes and peaks of tiers: equal to the plan, or higher peaks if copies are prefetched."""
-        row, has_copies = self._report.row, len(peaks) > 1  # copies of blocks whose home is a different tier
+        """Print whether moved bytes and the tiers' peaks equal the plan. Prefetched copies may make peaks higher."""
+        row, has_copies = self._report.row, len(peaks) > 1  # with several tiers, blocks have copies outside their home
         for link, nbytes in moved.items():
             found = real.moved_bytes[link]
             row(f"{name}.{link}.moved", found, "bytes", target=nbytes, ok=found == nbytes)

@@ -1,4 +1,4 @@
-"""Accuracy of the plan's "process about X": the peak memory of a run's process, by row length.
+"""Accuracy of the line "process about X" in a plan, which predicts a process's peak memory, for several row lengths.
 
     python bench/process_memory.py --json
     python bench/process_memory.py --quick                       # a minute: a small model
@@ -34,7 +34,7 @@ from bench.common import QUICKSTART, ROOT, Report
 TOLERANCE = 0.05
 QUICK_CASES = ("narrow.ram.1024", "narrow.drive.1024")
 LORA = "\n[lora]\nr = 8\n"
-#: The child reports its own peak, because the peak that a parent reads includes the parent's peak.
+#: The child reports its own peak, because the peak that a parent reads for it includes the parent's.
 PROGRAM = """
 import atexit, sys
 from bench.common import high_water_bytes
@@ -61,7 +61,7 @@ def _with_positions(values: Mapping[str, Any], num_tokens: int) -> dict[str, Any
 
 
 def cases(lengths: tuple[int, ...]) -> dict[str, Case]:
-    """Return the cases by name. Only the narrow model in RAM has the longest rows."""
+    """Return the cases by name. Only the cases with the narrow model in RAM include the longest rows."""
     found = {}
     for length in lengths:
         rows = (1, 1, length)
@@ -91,7 +91,7 @@ def main() -> int:
             report = Report("process_memory", as_json=arguments.json, tokens_per_step=known[name].tokens_per_step)
             folder = Path(scratch, name)
             folder.mkdir()
-            # A separate cache, so that the rows are tokenized, as in a user's first run.
+            # Use an empty cache, so that the rows are tokenized, as in a user's first run.
             os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
             compare(name, known[name], folder, text, arguments.steps, report)
             all_ok &= report.all_ok
@@ -109,9 +109,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def compare(name: str, case: Case, folder: Path, text: Path, num_steps: int, report: Report) -> None:
-    """Print the plan of a case, the memory of its run, and their ratio."""
+    """Print a case's planned memory, the memory that its run used, and their ratio."""
     config = write_config(case, folder, text, num_steps)
-    if not case.model.get("train_from_scratch", True):  # the case trains adapters of a model with weights
+    if not case.model.get("train_from_scratch", True):  # adapters need a model with weights
         write_weights(folder / "model")
         config.write_text(config.read_text(encoding="utf-8") + LORA, encoding="utf-8")
     plan = json.loads(command("-m", "megatrain_tier_cli", "plan", config, "--json"))

@@ -1,4 +1,4 @@
-"""Ranks for `ranks.py`: processes on this machine that run and time the same steps together."""
+"""Rank processes for `ranks.py`, which run and time the same steps together on this machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LR = 1e-4
 
 @dataclass(frozen=True)
 class RankSteps:
-    """Measurements of one rank.
+    """Measurements that one rank returns.
 
     Attributes:
         times: Times of the measured steps.
@@ -49,10 +49,10 @@ class RankSteps:
 
 
 class RankSide(Ours):
-    """A rank, or a single process."""
+    """Our engine on one rank, or in a single process."""
 
     def moved_bytes(self) -> dict[str, int]:
-        """Return the bytes moved over each link in all steps, including links between ranks."""
+        """Return the bytes that all steps moved over each link, including links between ranks."""
         links = {link for window in self.windows for link in window.links}
         moved = {link: sum(window.links[link].num_bytes for window in self.windows) for link in links}
         return {**moved, **self._engine.moved_bytes}

@@ -53,7 +53,7 @@ MACHINE = "8xh100-2tb"
 PARTS = ("steps", "plans")
 PLACEMENTS = ("ram", "nvme")
 ON_NVME = {kind: ["nvme"] for kind in ("weights", "gradients", "optimizer", "activations")}
-#: Number of lanes, equal in all worlds, so that all worlds compute the same sums.
+#: Number of lanes. It is the same for each world, so that they all compute the same sums.
 LANES = 4
 TARGET_CPU, TARGET_EFFICIENCY, FROM_TOKENS = 1.15, 0.9, 16_384
 LENGTH = 4096
@@ -61,14 +61,14 @@ LENGTH = 4096
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model on absent hosts.
+    """A model whose steps on absent hosts are planned and simulated.
 
     Attributes:
         model: Folder in examples/models.
         num_hosts: Number of hosts.
         per_host: Number of ranks per host.
-        tokens_per_gpu: Tokens of a step per GPU, one plan each.
-        is_compared: Whether to compare with a single GPU.
+        tokens_per_gpu: Tokens per step and GPU. Each value gets one plan.
+        is_compared: Whether to compare the speed with a single GPU's.
     """
 
     model: str
@@ -145,13 +145,13 @@ def _plans(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 class Steps:
-    """Measures all worlds and placements, and prints their rows."""
+    """Measurement of all worlds and placements."""
 
     def __init__(self, model: Path, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
         self._model, self._arguments, self._folder, self._report = model, arguments, folder, report
 
     def run(self) -> None:
-        """Run the steps in one world after the other, and print the rows."""
+        """Run the steps in one world after the other, and print their rows."""
         load = round(os.getloadavg()[0], 2)
         for placement in self._arguments.placements.split(","):
             alone = self._world(placement, 1, 1)
@@ -232,7 +232,7 @@ def planned_models(scratch: Path, chosen: tuple[str, tuple[int, ...]] | None, *,
 
     Args:
         scratch: Folder for the small models.
-        chosen: Suffix of a model's name and tokens per GPU (all if empty), or None for all models.
+        chosen: Suffix of the model's name, and tokens per GPU (all if empty), to plan only these; None for all models.
         quick: Whether to use small models.
     """
     if not quick:
@@ -247,7 +247,7 @@ def planned_models(scratch: Path, chosen: tuple[str, tuple[int, ...]] | None, *,
 
 
 class Plans:
-    """Plans one model in several cases, and prints the rows."""
+    """Plans for one model with several numbers of tokens, and their rows."""
 
     def __init__(self, planned: PlannedModel, folder: Path, report: Report) -> None:
         self._planned, self._folder, self._report = planned, folder, report
@@ -277,7 +277,7 @@ class Plans:
             )
 
     def _print_results(self, name: str, tokens: int, size: int, num_hosts: int) -> float | None:
-        """Print the rows of a plan, and return the seconds of a simulated step, or None if the model does not fit."""
+        """Print a plan's rows. Return the seconds of its simulated step, or None if the model does not fit."""
         row = self._report.row
         try:
             plan = self._plan(tokens, size, num_hosts)
@@ -308,7 +308,7 @@ class Plans:
         return plan_run(run, like=self._like, with_remedies=False)
 
     def _config(self, num_micro_batches: int) -> RunConfig:
-        """Return the config of a step: micro-batches of one row, bf16."""
+        """Return a config that trains in bf16 with micro-batches of one row."""
         path = Path(self._planned.model)
         drives: Sequence[Mapping[str, str]] = [
             {"path": str(self._folder / f"drive{number}")} for number in range(len(self._machine.drives))

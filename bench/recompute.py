@@ -1,4 +1,4 @@
-"""Time and memory of activation checkpointing policies: steps that differ only in the recompute.
+"""Time and memory of activation checkpointing policies: steps that differ only in what they recompute.
 
     python bench/recompute.py --json
     python bench/recompute.py --quick             # a minute, a small model
@@ -19,7 +19,7 @@ Sides, each with every block in RAM unless stated otherwise:
 
 The sides alternate step by step in one process, on the same micro-batches. Claims: losses, norms, final weights and
 final state of our sides are bit-identical. No side exceeds the planned memory, and moved bytes are planned bytes.
-``ratio.flops`` is the same ratio in counted operations. Extra memory is the memory of a plan beyond ``full``.
+``ratio.flops`` is the ratio of counted operations. Extra memory is what a plan needs beyond ``full``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ TARGETS = {
     (NONE, WHOLE): None,
     (FILLED, STREAMED): None,
 }
-MOST_EXTRA = 0.4  # share of the extra memory that kept graphs need
+MOST_EXTRA = 0.4  # fraction of the extra memory that kept graphs need
 LR = 1e-4
 TEXT = QUICKSTART / "loomings.txt"
 
@@ -111,7 +111,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def without_dead_results(plan: Plan) -> Plan:
-    """Return a plan whose recomputes run all products."""
+    """Return a plan whose recomputes run all products, including those that no gradient needs."""
     visits = tuple(replace(visit, unneeded=NOTHING_UNNEEDED) for visit in plan.trace.visits)
     return replace(plan, traced=replace(plan.traced, trace=replace(plan.trace, visits=visits)))
 
@@ -121,7 +121,7 @@ class Bench:
 
     def __init__(self, model: Path, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
         self._model, self._arguments, self._folder, self._report = model, arguments, folder, report
-        left_out = set(arguments.without.split(",")) - {"", WHOLE, FULL}  # all other sides are compared with these two
+        left_out = set(arguments.without.split(",")) - {"", WHOLE, FULL}  # required: other sides are compared with them
         self._ours = tuple(name for name in OURS if name not in left_out)
         self._plain = tuple(name for name in (CHECKPOINTED, PLAIN) if name not in left_out)
 
@@ -168,7 +168,7 @@ class Bench:
         return with_tight_ram(lambda ram: config(placement=placement, tiers={"ram": {"size": ram}, "nvme": drives}))
 
     def _ram_for_half_bytes(self) -> int:
-        """Return the RAM for everything but the optimizer's state, with half of the results of all layers."""
+        """Return the RAM for all blocks except the optimizer's state, and for half of the layers' results."""
         full, selective = (plan_run(resolve(self._config(name))) for name in (FULL, SELECTIVE))
         state = full.placement.home_bytes["ram"]["optimizer"]
         return (full.totals["ram"] + selective.totals["ram"]) // 2 - state
@@ -210,7 +210,7 @@ class Bench:
             name: step_flops(side.plan.trace, **shape, recompute=side.plan.program.recompute)
             for name, side in sides.items()
         }
-        # Traces omit unneeded products in the backward, so add them for the side that runs them.
+        # Traces do not count unneeded products in the backward, so add them for the side that runs them.
         visits = sides[FULL].plan.trace.visits
         left_out = sum(visit.unneeded.work.flops for visit in visits) * places // sides[FULL].plan.trace.num_tokens
         found[WHOLE] = replace(found[WHOLE], hardware=found[FULL].hardware + left_out)

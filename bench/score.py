@@ -59,11 +59,11 @@ def main() -> int:
 
 
 def config_of(folder: Path, shape: tuple[int, int, int], number: int, ram: str) -> RunConfig:
-    """Return the config of one pass over separate rows."""
+    """Return a config for one pass over unpacked rows."""
     num_micro_batches, rows, length = shape
     text = (QUICKSTART / "moby_dick.txt").read_text(encoding="utf-8")
     own = folder / f"rows{number}.txt"
-    size = 6 * num_micro_batches * rows * length  # characters, which outnumber the tokens
+    size = 6 * num_micro_batches * rows * length  # number of characters, which exceeds the number of tokens
     own.write_text(text[number * size : (number + 1) * size], encoding="utf-8")
     return RunConfig.model_validate(
         {

@@ -1,4 +1,4 @@
-"""The two sides of `step.py`: our step with timed parts, and a step of plain PyTorch."""
+"""The two sides of `step.py`: a step of our engine with timed parts, and a step of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ MicroBatches = Sequence[Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Measurements of one step of one side.
+    """Measurements that a side makes in one step.
 
     Attributes:
         total_s: Seconds of the whole step.
         parts_s: Seconds of each part, by name.
         loss: Loss before the update.
         grad_norm: Gradient norm before clipping.
-        num_drops: Number of buffers freed for buffers of other sizes, by tier.
+        num_drops: Number of buffers freed to make space for buffers of other sizes, by tier.
         usage: ``process_usage`` of the step.
     """
 
@@ -61,7 +61,7 @@ def with_tight_ram(config_with_ram: Callable[[str], RunConfig]) -> RunConfig:
     """Return the config whose RAM tier is a quarter above the minimum.
 
     Args:
-        config_with_ram: Returns the config for a size such as "1MiB".
+        config_with_ram: Function that returns the config for a RAM size such as "1MiB".
     """
     try:
         plan_run(resolve(config_with_ram("1MiB")))
@@ -113,7 +113,7 @@ def batches(config: RunConfig) -> Iterator[list[dict[str, Tensor]]]:
 
 @dataclass
 class TimedOptimizer:
-    """An optimizer that records the seconds of its kernels."""
+    """Optimizer that records how many seconds its kernels take."""
 
     inner: Optimizer
     kernel_s: float = 0.0
@@ -133,13 +133,13 @@ class TimedOptimizer:
 
 
 class Ours:
-    """Our engine with one placement, as a context manager that closes the store. No transfers run between steps.
+    """Our engine with one placement: a context manager that closes the store. No transfers run between steps.
 
     Args:
         config: Config of the run.
         num_steps: Number of steps to schedule.
         plan: Plan of the run, or None to plan it.
-        source: Creates the source of the weights from the plan. Default: the model's folder, or its initialization.
+        source: Function from the plan to the source of the weights. Default: the model's folder, or its initialization.
 
     Attributes:
         start_s: Seconds of each part of the start: ``warm_up`` of kernels, ``populate`` and ``pin`` of RAM (over all
@@ -157,7 +157,7 @@ class Ours:
     ) -> None:
         plan = plan or plan_run(resolve(config))
         begin_s = time.perf_counter()
-        warm_up(plan)  # also compiles the device's kernels, because the first update is in a measured step
+        warm_up(plan)  # also for the device, because the first update is in a measured step
         self.optimizer = TimedOptimizer(plan.traced.optimizer)
         self.plan = replace(plan, traced=replace(plan.traced, optimizer=self.optimizer))
         self.windows: list[StoreStats] = []
@@ -200,7 +200,7 @@ class Ours:
         return self.steps([micro_batches], lr)
 
     def steps(self, batches: Sequence[MicroBatches], lr: float) -> StepTimes:
-        """Run consecutive steps. Return the means per step, and the last loss and norm."""
+        """Run consecutive steps. Return the mean times per step, and the last loss and gradient norm."""
         store, self.optimizer.kernel_s = self._store, 0.0
         drops = self._num_drops()
         start_s, start_cpu_s, start_usage = time.perf_counter(), time.process_time(), process_usage()
@@ -247,7 +247,7 @@ class Ours:
         return window
 
     def moved_bytes(self) -> dict[str, int]:
-        """Return the bytes moved over each link in all steps."""
+        """Return the bytes that all steps moved over each link."""
         return {link: sum(window.links[link].num_bytes for window in self.windows) for link in self.plan.traffic}
 
     def planned_bytes(self) -> dict[str, int]:
@@ -256,7 +256,7 @@ class Ours:
 
 
 class Plain:
-    """Side with plain PyTorch: the whole Hugging Face model in RAM, gradient accumulation and fused AdamW.
+    """Plain PyTorch side: the whole Hugging Face model in RAM, gradient accumulation and fused AdamW.
 
     Args:
         config: Config with the model and the optimizer.
@@ -271,7 +271,7 @@ class Plain:
         )
         self._model.train()
         model = self._model
-        if checkpointing:  # transformers 5.23 renamed the switch
+        if checkpointing:  # transformers 5.23 renamed the method
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
         table = config.optimizer

@@ -5,7 +5,7 @@
 
 Each command runs in a new interpreter, on the quickstart's model and text. With `--old` the commands of another tree
 and of this tree alternate, round by round. The row `imports` is a process that only imports torch and the class of the
-model. `plan` and `check` need both, so their targets are above it. Figures are medians of user and system seconds,
+model. `plan` and `check` need both, so their targets are above it. All values are medians of user plus system seconds,
 which depend less on the machine's load than elapsed time.
 """
 
@@ -34,7 +34,7 @@ COMMANDS: Mapping[str, Sequence[str]] = {
     "check": ("check", "first.toml", "--set", "output_dir=outputs/new"),
 }
 IMPORTS = "import torch; from transformers.models.llama.modeling_llama import LlamaForCausalLM"
-#: Maximum CPU seconds. The second mapping excludes the seconds of the imports.
+#: Maximum CPU seconds by command. The second mapping excludes the time for imports.
 TARGETS, ABOVE_IMPORTS = {"report": 0.8, "preview": 2.0}, {"plan": 2.0, "check": 2.0}
 
 
@@ -80,7 +80,7 @@ def _command(words: Sequence[str]) -> list[str]:
 
 
 def seconds(command: Sequence[str], folder: Path, tree: Path) -> float:
-    """Return the CPU seconds of a command with the code of a tree."""
+    """Return the CPU seconds that a command takes with the code in a tree."""
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise each run would compile every module
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

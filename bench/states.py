@@ -1,4 +1,4 @@
-"""Training losses with moments in fp32, bf16 and int8, and with the 8-bit AdamW of bitsandbytes and torchao.
+"""Training losses with optimizer moments in fp32, bf16 and int8, and with the 8-bit AdamW of bitsandbytes and torchao.
 
     python bench/states.py --json
     python bench/states.py --quick
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def print_results(report: Report, width: int, num_steps: int) -> None:
-    """Train once with each optimizer, and print losses and distances of weights."""
+    """Train once with each optimizer, and print losses and the distances between trained weights."""
     tail = max(1, num_steps // 10)
     runs: dict[str, tuple[list[float], Tensor]] = {}
     for name, make in makers().items():
@@ -82,7 +82,7 @@ def print_results(report: Report, width: int, num_steps: int) -> None:
 
 
 def makers() -> dict[str, Make | None]:
-    """Return each optimizer by name, or None if it is not installed."""
+    """Return a constructor for each optimizer by name, or None for one that is not installed."""
 
     def ours(state_dtype: Any) -> Make:
         return lambda parameters: TieredAdamW(

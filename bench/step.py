@@ -1,4 +1,4 @@
-"""Step time and memory: our engine with everything in RAM or with state on NVMe, and plain PyTorch in two variants.
+"""Step time and memory: our engine with all blocks in RAM or with state on NVMe, and plain PyTorch in two variants.
 
     python bench/step.py --json
     python bench/step.py --quick              # a minute: the 0.82 M model of this repository
@@ -37,18 +37,18 @@ from bench.sides import Ours, Plain, StepTimes, batches, run_config, with_tight_
 from megatrain.config.schema import RunConfig
 from megatrain.optim.threads import default_num_threads
 
-#: Our step in RAM may take at most this many times a plain step.
+#: Maximum ratio of our step time in RAM to the time of a plain step.
 TARGET_RATIO = 1.10
-#: Seconds of processor time in the kernel, and page faults, of a step with state on NVMe in the case `USAGE_CASE`.
+#: Maximum CPU seconds in the kernel, and page faults, per step with state on NVMe in the case `USAGE_CASE`.
 TARGET_USAGE = {"system": 1.0, "page_faults": 250_000}
-#: Model, tokens per step, and size of the RAM tier.
+#: Model, tokens per step, and RAM tier of the case to which the limits above apply.
 USAGE_CASE = ("smollm2-135m", 512, "420MiB")
 UNITS_OF_USAGE = {"user": "s", "system": "s", "page_faults": "pages"}
-#: Sums have a different order than in PyTorch, so losses drift apart by rounding.
+#: Maximum difference of losses, which drift apart because PyTorch adds in a different order.
 LOSS_TOLERANCE = 1e-3
 RAM, NVME, PLAIN, PLAIN_KEEPS = "ours_ram", "ours_nvme", "plain", "plain_keeps"
 SIDES = (RAM, NVME, PLAIN, PLAIN_KEEPS)
-#: Steps of the processes whose memory is measured: the second has the optimizer's state of the first.
+#: Number of steps when memory is measured. The second step starts with the optimizer state that the first created.
 MEMORY_STEPS = 2
 LR = 1e-4
 
@@ -182,14 +182,14 @@ class Bench:
             self._report.row(f"ratio.{name}/{other}.each", [round(each, 4) for each in ratios], "x")
 
     def _print_parts(self, rounds: Rounds) -> None:
-        """Print the seconds of each part. Our updates run during the forward."""
+        """Print how many seconds each part of a step takes. Our updates run during the forward."""
         for name in SIDES:
             for part in rounds[0][name].parts_s:
                 seconds = statistics.median(step[name].parts_s[part] for step in rounds)
                 self._report.row(f"{name}.{part}", seconds, "s")
 
     def _print_usage(self, rounds: Rounds) -> None:
-        """Print the CPU time and the page faults of a step of each side."""
+        """Print the CPU time and the page faults per step, for each side."""
         has_targets = (self._model.name, self._tokens, self._arguments.ram) == USAGE_CASE
         for name in SIDES:
             for counter, unit in UNITS_OF_USAGE.items():
@@ -237,7 +237,7 @@ class Bench:
 
 
 def memory_of(name: str, config: RunConfig) -> tuple[int, int]:
-    """Run steps as one side in this process. Return its memory before the steps, and its peak."""
+    """Run one side's steps in this process. Return the process's memory before the steps, and its peak."""
     torch.set_num_threads(default_num_threads())
     data = batches(config)
     before = high_water_bytes()

@@ -5,7 +5,7 @@
 
 Computing in bf16, with an fp32 master and AdamW. Three cases clip or hold gradients differently: clipped by the exact
 global norm and held in fp32 (the default) or in bf16, and neither clipped nor held. A fourth case is the last with the
-weights in RAM. RAM tiers: the least that works with everything at home on the drive, twice that, and one that holds
+weights in RAM. RAM tiers: the minimum with everything at home on the drive, twice this size, and one that holds
 everything. Claim: with all on the drive, a step moves 14 bytes per parameter in and 12 out without clipping, 16 and 14
 with exact clipping of bf16 gradients, and 10 and 10 with weights in RAM. Moved bytes are planned bytes. The size of RAM
 changes no bit of the loss.
@@ -43,13 +43,13 @@ from megatrain.training.resolve import resolve
 
 LR = 1e-4
 KINDS = ("weights", "gradients", "optimizer", "activations")
-#: Activations, and rows of the embedding that are gathered, come on top of the bytes of parameters.
+#: Tolerance, because activations and gathered embedding rows also move, in addition to bytes per parameter.
 TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
 class Case:
-    """One precision, clipping and placement. Targets: bytes per parameter (in, out), all but `in_ram` on the drive."""
+    """Precision, clipping and placement to measure, with a target in bytes per parameter (in, out)."""
 
     name: str
     target: tuple[float, float] | None = None
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def placement(self) -> dict[str, list[str]]:
-        """Placement table of the config, with as little in RAM as this case allows."""
+        """Config table ``[placement]`` that keeps only `in_ram` in RAM."""
         return {kind: ["ram" if kind in self.in_ram else "nvme"] for kind in KINDS}
 
 

@@ -1,4 +1,4 @@
-"""Timeline of one step as a file for Perfetto, as a picture, and as a few numbers.
+"""Timeline of one step: as a file for Perfetto, as a picture, and as a few numbers.
 
     python bench/timeline.py --trace trace.json --picture step.svg
     python bench/timeline.py --quick                  # some seconds, a small model
@@ -69,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Traced(Ours):
-    """Our engine with access to its timeline."""
+    """Our engine, with a timeline that records its last step."""
 
     def trace_last(self, turns: Sequence[Any], path: Path) -> float:
         """Run steps, write the timeline of the last step, and return its seconds."""
@@ -120,7 +120,7 @@ def trace_step(model: Path, arguments: argparse.Namespace, folder: Path, report:
 
 
 def busy_s(bars: Iterable[Bar]) -> float:
-    """Return the seconds that at least one bar covers."""
+    """Return for how many seconds at least one of these bars is in progress."""
     total, reached = 0.0, 0.0
     for bar in sorted(bars, key=lambda bar: bar.start_s):
         total += max(0.0, bar.end_s - max(bar.start_s, reached))

@@ -1,4 +1,4 @@
-"""The sides of `optimizer.py`: functions without arguments that update all parameters in the same memory."""
+"""The sides of `optimizer.py`: functions without arguments that update all parameters, all in the same memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatrain.optim.clip import squared_norm
 from megatrain.optim.elementwise import SGD, AdamW, Lion
 from megatrain.optim.threads import KernelThreads, cut
 
-#: Bytes per parameter of everything in a `Block`, and of the largest temporary (the norm in fp64, and foreach).
+#: Bytes per parameter in a whole `Block`, and in the largest temporary (for the norm in fp64, and foreach).
 MEMORY_BYTES, TEMPORARY_BYTES = 24, 12
 LR, WEIGHT_DECAY, EPS, CLIP, BETAS = 1e-6, 0.1, 1e-8, 0.5, (0.9, 0.95)
 COLUMNS = 1024
@@ -32,9 +32,9 @@ class Side:
 
     Attributes:
         name: Dotted name in the printed rows.
-        bytes_per_parameter: Bytes to read and write each array once.
+        bytes_per_parameter: Bytes per parameter to read and write each array once.
         ceiling: Name of the side that reads and writes the same arrays.
-        call: Updates all parameters once.
+        call: Function that updates all parameters once.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Block:
     accumulated16: Tensor
 
     def bits(self, name: str) -> np.ndarray[Any, Any]:
-        """Return a tensor's memory as unsigned integers."""
+        """Return a view of a tensor's memory as unsigned integers."""
         tensor: Tensor = getattr(self, name)
         return np.asarray(tensor.view(torch.uint32 if tensor.dtype.itemsize == 4 else torch.uint16).numpy())
 
@@ -90,7 +90,7 @@ _LOOP = {"nogil": True, "cache": False, "fastmath": False, "error_model": "numpy
 
 @njit(**_LOOP)  # type: ignore[untyped-decorator]
 def _ceiling_whole(weight: Any, m: Any, v: Any, grad: Any) -> None:
-    """Read four streams, write three. Two calls restore the memory."""
+    """Read four arrays and write three. Two calls restore the memory."""
     for i in range(grad.size):
         mask = np.uint32(grad[i])
         new_weight, new_m, new_v = weight[i] ^ mask, m[i] ^ mask, v[i] ^ mask
@@ -99,7 +99,7 @@ def _ceiling_whole(weight: Any, m: Any, v: Any, grad: Any) -> None:
 
 @njit(**_LOOP)  # type: ignore[untyped-decorator]
 def _ceiling_split(high: Any, low: Any, m: Any, v: Any, grad: Any) -> None:
-    """Read five streams, write four. Two calls restore the memory."""
+    """Read five arrays and write four. Two calls restore the memory."""
     for i in range(grad.size):
         mask = np.uint32(grad[i])
         new_high, new_low = high[i] ^ np.uint16(1), low[i] ^ np.uint16(1)
@@ -108,7 +108,7 @@ def _ceiling_split(high: Any, low: Any, m: Any, v: Any, grad: Any) -> None:
 
 
 def ceilings(blocks: Sequence[Block], threads: KernelThreads) -> Iterator[Side]:
-    """Yield a bare loop for each memory layout of the AdamW kernel, split over threads like the kernel."""
+    """Yield a loop that only moves data, for each memory layout of the AdamW kernel and with its threads."""
     for name, kernel, arrays in (
         ("fp32", _ceiling_whole, ("weight", "m", "v")),
         ("split", _ceiling_split, ("high", "low", "m", "v")),
@@ -195,7 +195,7 @@ def _deepspeed(blocks: Sequence[Block], weight: str, grad: str) -> Callable[[], 
 
 
 def chains(blocks: Sequence[Block]) -> Iterator[Side]:
-    """Yield update chains of trainers, in plain torch. The bytes count a single pass.
+    """Yield the update chains of trainers, in plain torch. Their bytes count a single pass over the arrays.
 
     GPU-assisted chain: the norm and the upcast run on the GPU; the host scales, updates and rounds to bf16. Host chain:
     the bf16 gradient is also copied to an accumulator and upcast, and its norm is computed in fp64, as in ZeRO-3.
@@ -203,7 +203,7 @@ def chains(blocks: Sequence[Block]) -> Iterator[Side]:
     adam = torch_adamw(blocks, "fused")
 
     def scale_update_round() -> None:
-        for block in blocks:  # clip coefficient; 1.0 keeps the gradient for the other sides
+        for block in blocks:  # clip coefficient; 1.0 leaves the gradient unchanged for the other sides
             block.grad.mul_(1.0)
         adam.step()
         for block in blocks:

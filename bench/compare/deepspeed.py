@@ -3,12 +3,12 @@
     python bench/compare/deepspeed.py --json --python /path/to/environment/bin/python --scratch /mnt/drive
     python bench/compare/deepspeed.py --quick
 
-Claim: with little computing per step (T = 128), our step takes half of DeepSpeed's if our RAM tier is a quarter above
-the least. It takes a third if our RAM tier is as large as DeepSpeed's buffers (`same_ram`). `gradients` is the first
-case with bf16 gradients between two visits. `unclipped` is the first case without clipping on both sides, so that our
-side holds no gradients. Each side runs in a separate process. The sides alternate, a few steps each, from the same
-weights, on the same tokens, with the same hyper-parameters, and their losses are compared. `--python` names the
-interpreter that has DeepSpeed; without it the bench reports that and ends.
+Claim: with little computing per step (T = 128), our step takes half as long as DeepSpeed's if our RAM tier is a quarter
+above the minimum. It takes a third as long if our RAM tier is as large as DeepSpeed's buffers (`same_ram`). `gradients`
+is the first case with bf16 gradients between two visits. `unclipped` is the first case without clipping on both sides,
+so that our side holds no gradients. Each side runs in a separate process. The sides alternate, a few steps each, from
+the same weights, on the same tokens, with the same hyper-parameters, and their losses are compared. `--python` names
+the interpreter that has DeepSpeed; without it the bench reports that and ends.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from bench.compare.worker import Job
 from bench.compare.zero3 import state_memory
 from megatrain.optim.threads import default_num_threads
 
-#: Minimum ratio of DeepSpeed's step time to our step time, with our smallest RAM tier and with DeepSpeed's RAM.
+#: Minimum ratio of DeepSpeed's step time to our step time: with our smallest RAM tier, and with DeepSpeed's RAM.
 TARGET_RATIO, TARGET_SAME_RAM = 2.0, 3.0
-#: Both compute in bf16, in different orders.
+#: Maximum difference of losses: both sides compute in bf16, but add in different orders.
 LOSS_TOLERANCE = 1e-2
 #: Consecutive steps per round. The first round is not measured, because DeepSpeed records the module order in it.
 STEPS_PER_ROUND = 2
@@ -50,7 +50,7 @@ OURS, OURS_GRADIENTS, OURS_SAME_RAM, OURS_FP32, OURS_UNCLIPPED = (
 THEIRS = ("deepspeed_pipelined", "deepspeed_plain")
 THEIRS_UNCLIPPED = ("deepspeed_pipelined_unclipped", "deepspeed_plain_unclipped")
 SIDES = (OURS, OURS_GRADIENTS, OURS_SAME_RAM, OURS_FP32, OURS_UNCLIPPED, *THEIRS, *THEIRS_UNCLIPPED)
-#: DeepSpeed's sides, of which the best counts -> our sides to compare with it, and the targets.
+#: DeepSpeed's sides, of which the fastest counts -> our sides to compare with it, with their targets.
 COMPARED: Mapping[tuple[str, ...], Mapping[str, float | None]] = {
     THEIRS: {OURS: TARGET_RATIO, OURS_GRADIENTS: TARGET_RATIO, OURS_SAME_RAM: TARGET_SAME_RAM, OURS_FP32: None},
     THEIRS_UNCLIPPED: {OURS_UNCLIPPED: TARGET_RATIO},
@@ -183,7 +183,7 @@ class Comparison:
         return SideProcess(python, asdict(job), self._scratch / f"{name}.log")
 
     def _take_turns(self, sides: Mapping[str, SideProcess]) -> Rounds:
-        """Return all rounds by side, including the warm-up round. Each round begins with a different side."""
+        """Return the measurements by side and round, including the warm-up. Each round begins with a different side."""
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
         for number in range(1 + self._num_rounds):
             names = list(rounds)

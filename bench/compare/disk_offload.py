@@ -5,18 +5,18 @@
 
 Both sides run the same Llama with random fp32 weights from the same folder, on the same rows and prompts, alternately,
 each in a separate process. Our RAM tier is a quarter of the weights, or the least that works. accelerate's `max_memory`
-makes its process equally large at its peak (both are printed). Neither has the model in the kernel's cache. Our side
-reads past it. For `accelerate` the files are dropped from it before every forward, as if the model were larger than
-memory; the time of dropping them is not counted. For `accelerate_cached` they are in the cache before its turn begins
-and stay there: that side has all RAM of the machine, like `ours_in_ram`.
+makes its process equally large at its peak (both are printed). Neither side has the model in the page cache. Our side
+bypasses the cache. For `accelerate`, the files are dropped from it before every forward (not timed), as if the model
+were larger than memory. For `accelerate_cached`, they are in the cache before its turn begins and stay there: that side
+has all RAM of the machine, like `ours_in_ram`.
 
-A forward of accelerate has the rows of our pass, so that both fetch the weights equally often. Seconds cover only
-forwards and passes, without opening the model.
+A forward of accelerate has the same rows as our pass, so that both fetch the weights equally often. Seconds cover only
+forwards and passes, not opening the model.
 
 Claims: log-probabilities are equal within the rounding of fp32, and so are all greedy tokens. Our moved bytes are the
-planned bytes. Seconds, and the bytes that the kernel read for each process, are reported for both. In each round the
-model's file is also read alone, past the cache by four threads. `ours.drive_share` is the time to read the same
-number of bytes at that rate, over our seconds.
+planned bytes. Seconds, and the bytes that the kernel read for each process, are reported for both. Each round also
+measures plain reads of the model's file by four threads that bypass the cache. `ours.drive_share` is the time to read
+the same number of bytes at that rate, over our seconds.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ TASKS = ("score", "generate")
 OURS, IN_RAM, ACCELERATE, CACHED = "ours", "ours_in_ram", "accelerate", "accelerate_cached"
 TURN_TIMEOUT_S = 600.0
 TARGET_DIFFERENCE = 1e-5
-#: Shares of the weights: our RAM tier, and the minimum and maximum memory for accelerate.
+#: Memory as fractions of the weights: our RAM tier, and the minimum and maximum for accelerate.
 TIER_SHARE, LEAST_SHARE, MOST_SHARE = 1 / 4, 1 / 8, 7 / 8
 
-#: Number of unmeasured turns, in which the memory of a process grows, and number of `max_memory` values to try.
+#: Number of warm-up turns, in which a process's memory grows, and number of `max_memory` values to try.
 NUM_WARM_TURNS, NUM_TRIALS = 2, 3
-#: Readers that measure the drive's rate.
+#: Number of threads that read to measure the drive's rate.
 PART_BYTES, NUM_READERS = 4 << 20, 4
 
 #: Measurements of each side, round after round.
@@ -111,12 +111,12 @@ def _tasks(text: str) -> tuple[str, ...]:
 
 
 def write_rows(job: ForwardJob, text: str, num_passes: int) -> int:
-    """Write the text to score (the beginning of a book) and its rows, and return the number of rows."""
+    """Write the text to score (the beginning of a book) and the rows made from it. Return the number of rows."""
     num_micro_batches, rows, length = job.shape
     config = scoring_config(replace(job, ram_bytes=1 << 40), Path(job.folder) / "rows")
     plan = plan_scoring(config)
     wanted = num_passes * num_micro_batches * rows
-    size = 6 * wanted * length  # number of characters, which exceeds the number of tokens
+    size = 6 * wanted * length  # characters; too many at first, because a token has fewer
     while True:
         Path(job.text).write_text(text[:size], encoding="utf-8")
         order, collator = Scorer(config, plan=plan).make_rows()
@@ -130,7 +130,7 @@ def write_rows(job: ForwardJob, text: str, num_passes: int) -> int:
 
 
 def with_enough_ram(job: ForwardJob) -> ForwardJob:
-    """Return a job whose RAM tier is large enough for scores and for continuations."""
+    """Return the job with a RAM tier that is large enough both for scoring and for continuations."""
 
     def plan_scores(job: ForwardJob) -> None:
         plan_scoring(scoring_config(job, Path(job.folder)))
@@ -244,12 +244,12 @@ class Comparison:
         return SideProcess(python, asdict(replace(job, folder=str(folder))), log, "forward_worker")
 
     def _take_all(self, side: SideProcess, name: str) -> int:
-        """Run each turn of a side without measurement, and return its peak resident bytes."""
+        """Run each of a side's turns once as a warm-up, and return the side's peak resident bytes."""
         turns = [turns[name] for turns in self._turns.values()] * NUM_WARM_TURNS
         return max(int(side.ask(_line(turn), TURN_TIMEOUT_S)["peak_rss"]) for turn in turns)
 
     def _with_equal_memory(self, stack: ExitStack, peak_rss: int) -> tuple[SideProcess, ForwardJob]:
-        """Try several values of ``max_memory``, and return accelerate's side whose peak is nearest to our peak."""
+        """Try several values of ``max_memory``, and return the accelerate side with the peak nearest to our peak."""
         job = replace(self._job, side=ACCELERATE)
         if self._max_memory:
             job = replace(job, ram_bytes=self._max_memory)

@@ -1,4 +1,4 @@
-"""One side of `disk_offload.py`, which scores rows or continues prompts for each line of standard input."""
+"""One side of `disk_offload.py`. Each line of standard input makes it score rows or continue prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class ForwardJob:
-    """Job of a side, always in fp32.
+    """Task and settings of one side. All sides compute in fp32.
 
     Attributes:
         side: "ours" or "accelerate".
@@ -35,7 +35,7 @@ class ForwardJob:
         folder: Writable folder of the side.
         ram_bytes: Size of our RAM tier, or accelerate's ``max_memory`` for the CPU.
         num_threads: Number of torch's threads.
-        shape: Numbers of micro-batches in our pass, of rows per micro-batch, and of tokens per row.
+        shape: Number of micro-batches in our pass, rows per micro-batch, and tokens per row.
         text: File that our side scores.
         rows: Safetensors file with token ids and labels of the same rows, which accelerate scores.
         prompts, max_new_tokens: Prompts of one batch, and number of greedy tokens for each.
@@ -73,10 +73,10 @@ class Outcome:
     """Result of a turn.
 
     Attributes:
-        seconds: Seconds of the passes, without opening the model.
-        mean_log_prob, num_scored: Mean log-probability and number of the scored tokens.
+        seconds: Duration of the passes in seconds, without opening the model.
+        mean_log_prob, num_scored: Mean log-probability of the scored tokens, and their number.
         tokens: New tokens of each prompt, up to the end of text.
-        planned_bytes, moved_bytes: Planned and moved bytes by link. Only our side has them.
+        planned_bytes, moved_bytes: Planned and actually moved bytes by link, for our side only.
     """
 
     seconds: float
@@ -88,14 +88,14 @@ class Outcome:
 
 
 class ForwardSide(Protocol):
-    """Protocol of a side whose model is ready."""
+    """Protocol of a side that has loaded its model."""
 
     def about(self) -> dict[str, Any]:
         """Return facts for the report."""
         ...
 
     def take(self, turn: Turn) -> Outcome:
-        """Run a turn."""
+        """Score or generate as a turn requests, and return the outcome."""
         ...
 
 
@@ -145,7 +145,7 @@ class OursSide:
         self._job, self._num_turns = job, 0
 
     def about(self) -> dict[str, Any]:
-        """Return the versions that determine the results."""
+        """Return the version of transformers, which determines the results."""
         import transformers
 
         return {"version": transformers.__version__}
@@ -211,7 +211,7 @@ def generator(job: ForwardJob) -> Any:
 
 
 class AccelerateSide:
-    """Side with transformers and a device map, which reads weights beyond ``max_memory`` at every forward."""
+    """Side that uses transformers with a device map. Each forward reads the weights that exceed ``max_memory``."""
 
     def __init__(self, job: ForwardJob) -> None:
         import accelerate
@@ -230,7 +230,7 @@ class AccelerateSide:
         self._drop_s = 0.0
 
     def about(self) -> dict[str, Any]:
-        """Return the version, and the number of parameters in each place."""
+        """Return accelerate's version, the bytes of offloaded parameters, and whether any are offloaded to disk."""
         offloaded = sum(parameter.numel() for parameter in self._model.parameters() if parameter.is_meta)
         return {
             "version": self._version,
@@ -245,7 +245,7 @@ class AccelerateSide:
 
     @contextmanager
     def _cache(self, keeps: bool) -> Iterator[None]:
-        """Drop the model's files from the page cache before every forward. This time does not count."""
+        """Unless ``keeps``, drop the model's files from the page cache before every forward, and time the drops."""
         self._drop_s = 0.0
         if keeps:
             yield
@@ -287,5 +287,5 @@ class AccelerateSide:
 
 
 def _to_end(tokens: Sequence[int], end: int) -> Sequence[int]:
-    """Return tokens without the padding after the end of text."""
+    """Return the tokens up to the end of text, without the padding that follows."""
     return tokens[: tokens.index(end) + 1] if end in tokens else tokens

@@ -39,7 +39,7 @@ class OursSide:
         self._ours = Ours(config, job.num_steps, plan=plan)
 
     def about(self) -> dict[str, Any]:
-        """Return the size of the model and of the RAM tier, and the planned bytes of a step."""
+        """Return the size of the model, the size of the RAM tier, and the bytes that a step is planned to move."""
         plan = self._ours.plan
         entries = [entry for layout in plan.graph.layouts.values() for entry in layout.entries]
         return {
@@ -49,13 +49,13 @@ class OursSide:
         }
 
     def steps(self, batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> Steps:
-        """Run steps. Each update happens during the next step, and the side waits for the last write-backs (settle)."""
+        """Run steps. Each update runs during the next step. At the end, wait for the last write-backs (settle)."""
         times = self._ours.steps(batches, LEARNING_RATE)
         return Steps(times.total_s, times.parts_s, times.loss)
 
 
 def least_ram_bytes(job: Job) -> int:
-    """Return the minimum RAM for the processes of a job together."""
+    """Return the minimum total RAM for all processes of a job."""
     try:
         plan_run(replace(resolve(_config(job, "1MiB")), world=World.local(0, job.size)))
     except DoesNotFitError as error:
@@ -64,7 +64,7 @@ def least_ram_bytes(job: Job) -> int:
 
 
 def nvme_config(job: Job) -> RunConfig:
-    """Return the config of a run with the job's RAM tier, or with a RAM tier a quarter above the minimum."""
+    """Return the config of the job's run. Without a given RAM size, the RAM tier is a quarter above the minimum."""
     return _config(job, job.ram) if job.ram else with_tight_ram(partial(_config, job))
 
 
@@ -86,5 +86,5 @@ def _config(job: Job, ram: str) -> RunConfig:
     for table, values in (job.overrides or {}).items():
         tables[table] = {**tables.get(table, {}), **values}
     no_text = Path(job.model) / "config.json"  # the config requires a text file, but these steps do not read it
-    # Let the planner choose the recompute (the default), because DeepSpeed also keeps its activations.
+    # Let the planner choose which layers to recompute (the default), because DeepSpeed also keeps its activations.
     return run_config(Path(job.model), no_text, job.shape, folder, training={"recompute": "auto"}, **tables)

@@ -15,13 +15,13 @@ from typing import Any
 
 from bench.common import ROOT
 
-#: Includes minutes for a peer that compiles its operators at the first start.
+#: Startup limit. A peer may compile its operators at the first start, which takes minutes.
 START_TIMEOUT_S = 1200.0
 STEP_TIMEOUT_S = 300.0
 
 
 class SideFailedError(Exception):
-    """A side ended or did not answer in time. The message contains the last lines of its output."""
+    """Error for a side that ended or did not answer in time. The message contains the last lines of its output."""
 
 
 class SideProcess:
@@ -39,7 +39,7 @@ class SideProcess:
 
     def __init__(self, python: str, job: Mapping[str, Any], log: Path, worker: str = "worker") -> None:
         self._log = log
-        bin_folder = str(Path(python).absolute().parent)  # the peers call ninja from this folder
+        bin_folder = str(Path(python).absolute().parent)  # the peers expect ninja in the path
         environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -71,7 +71,7 @@ class SideProcess:
         self.close()
 
     def steps(self, num_steps: int) -> dict[str, Any]:
-        """Request consecutive steps, and return the side's measurements.
+        """Make the side run consecutive steps, and return its measurements.
 
         Raises:
             SideFailedError: The side ended or hung.
@@ -79,7 +79,7 @@ class SideProcess:
         return self.ask(str(num_steps), STEP_TIMEOUT_S * num_steps)
 
     def ask(self, line: str, timeout_s: float) -> dict[str, Any]:
-        """Send a line to the side, and return the answer.
+        """Send a line to the side, and return its answer.
 
         Raises:
             SideFailedError: The side ended or hung.
@@ -98,7 +98,7 @@ class SideProcess:
         line = self._process.stdout.readline()
         if not line:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=10)  # it prints its last lines after it has closed this pipe
+                self._process.wait(timeout=10)  # it prints its last lines after closing this pipe
             raise self._failure("ended")
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -5,8 +5,8 @@
 
 Claim: our losses are bit-identical with one and with two processes. DeepSpeed's losses, and the seconds, CPU seconds
 and bytes of both sides, are only reported. All processes start from the same weights and use one thread. A step has the
-same tokens and hyper-parameters for any number of processes. The sides alternate, a few steps each. All our processes
-together have RAM a quarter above the minimum. Each DeepSpeed process has its own buffers.
+same tokens and hyper-parameters for any number of processes. The sides alternate, a few steps each. Together, our
+processes get 25% more RAM than the minimum. Each DeepSpeed process has its own buffers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-# The other comparison removes this folder from the path, because `import deepspeed` would find its file.
+# `deepspeed.py` removes this folder from the path, because `import deepspeed` would find that file.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from bench.common import Report, step_shape
@@ -97,7 +97,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 @contextmanager
 def _world(job: Job, python: str, scratch: Path) -> Iterator[list[SideProcess]]:
-    """Start the processes of a side, which join a group before any of them is ready."""
+    """Start a side's processes, which form a process group before they report that they are ready."""
     folder = scratch / f"{job.side}{job.size}"
     folder.mkdir()
     if job.side == "ours":
@@ -123,7 +123,7 @@ def _world(job: Job, python: str, scratch: Path) -> Iterator[list[SideProcess]]:
 
 
 def _batch(job: Job) -> dict[str, int]:
-    """Return the batch table with which one and two processes compute equal sums."""
+    """Return the ``[batch]`` table with which one process and two processes compute equal sums."""
     num_micro_batches, rows, _ = job.shape
     return {
         "per_device_train_batch_size": rows,
@@ -135,7 +135,7 @@ def _batch(job: Job) -> dict[str, int]:
 def _take_turns(
     worlds: Mapping[tuple[str, int], Sequence[SideProcess]], num_rounds: int, report: Report
 ) -> dict[tuple[str, int], Rounds]:
-    """Return all rounds by side and number of processes, including the warm-up round."""
+    """Return the measurements of all rounds, including the warm-up, by side and number of processes."""
     rounds: dict[tuple[str, int], list[list[dict[str, Any]]]] = {world: [] for world in worlds}
     for number in range(1 + num_rounds):
         names = list(rounds)

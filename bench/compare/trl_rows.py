@@ -25,8 +25,8 @@ from megatrain.data.token_dataset import TokenDataset
 from megatrain.training.trainer import Trainer
 
 ROWS_PER_STEP = 2
-#: TRL computes log-probabilities in chunks with a separate head. Its loss differs by 5e-6 from Hugging Face's model on
-#: the same batch, with a vocabulary of 49,152; our loss must be nearer to the model. Adam increases differences.
+#: TRL computes log-probabilities in chunks with a separate head. With a vocabulary of 49,152, its loss differs by 5e-6
+#: from the loss of Hugging Face's model on the same batch. Our loss must be closer. Adam amplifies differences.
 LOSS_TOLERANCE, NORM_TOLERANCE, PLAIN_TOLERANCE = 1e-4, 1e-4, 1e-6
 _TIMEOUT_S = 3600.0
 
@@ -34,7 +34,7 @@ Rows = Sequence[dict[str, list[int]]]
 
 
 class _Recorder(RunObserver):
-    """Records losses and norms."""
+    """Observer that records the loss and gradient norm of each step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -99,7 +99,7 @@ def write_rows(config: RunConfig, folder: Path, count: int) -> tuple[Path, Path]
 
 
 def unpacked(config: RunConfig, path: Path, num_steps: int, output_dir: Path) -> RunConfig:
-    """Return a config that trains two rows of a file per step, with the decay of transformers' Trainer."""
+    """Return a config that trains two rows of a file per step, with the learning-rate decay of transformers."""
     values = config.model_dump()
     values["output_dir"], values["run_name"] = output_dir, output_dir.name
     values["data"] |= {"packing": False, "eval": (), "train": ({"path": str(path), "format": "prompt_completion"},)}
@@ -107,12 +107,12 @@ def unpacked(config: RunConfig, path: Path, num_steps: int, output_dir: Path) ->
     values["training"] |= {"gradient_accumulation_steps": 1}
     values["evaluation"] = {}
     values["optimizer"]["weight_decay_exclude"] = ("*bias*", "*norm*")
-    values["tiers"]["ram"]["size"] = "1GiB"  # two rows of any length need more than the example's single row
+    values["tiers"]["ram"]["size"] = "1GiB"  # the example's size is for a single row
     return RunConfig.model_validate(values)
 
 
 def run_trl(python: str, config: RunConfig, chat: Path, text: Path, folder: Path, num_steps: int) -> dict[str, Any]:
-    """Return the answer of `trl_side.py`."""
+    """Run `trl_side.py` in the other interpreter, and return its answer."""
     table = config.optimizer
     tokenizer = load_tokenizer(config.model.model_name_or_path, chat_template=config.model.chat_template)
     job = {
@@ -159,7 +159,7 @@ def rows_of(micro_batches: Sequence[Any]) -> Iterator[dict[str, list[int]]]:
 
 
 def documents_of(data: TokenDataset) -> list[dict[str, list[int]]]:
-    """Return the ids and labels of each document, in the order of the file."""
+    """Return the token ids and labels of each document, in file order."""
     rows = []
     for first, end in zip(data.starts[:-1], data.starts[1:], strict=True):
         ids, trained = data.tokens[first:end].tolist(), data.trained[first:end].tolist()
@@ -169,7 +169,7 @@ def documents_of(data: TokenDataset) -> list[dict[str, list[int]]]:
 
 
 def find_order(documents: Rows, trained: Rows) -> list[int]:
-    """Return the index of the document of each trained row."""
+    """Return the index of the document from which each trained row comes."""
     numbers = {tuple(row["ids"]): number for number, row in enumerate(documents)}
     return [numbers[tuple(row["ids"])] for row in trained]
 

@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def answer_job(job: dict[str, Any]) -> dict[str, Any]:
-    """Return the versions, the trained rows of both files, and losses and norms of the steps."""
+    """Return the libraries' versions, the trained rows of both files, and the loss and norm of each step."""
     import torch
     import trl
     from datasets import load_dataset
@@ -44,7 +44,7 @@ def answer_job(job: dict[str, Any]) -> dict[str, Any]:
     losses: list[float] = []
 
     class Recorder(trl.SFTTrainer):  # type: ignore[misc, name-defined]
-        """Records its inputs, and its losses before they are rounded."""
+        """Trainer that records its inputs, and its losses before they are rounded."""
 
         def training_step(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
             seen.extend(rows_of(inputs))

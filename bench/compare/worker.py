@@ -1,4 +1,4 @@
-"""One side of a comparison, which runs the number of steps in each line of standard input."""
+"""One side of a comparison. It reads a number of steps from each line of standard input and runs that many."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-#: Both sides use AdamW with these values. If gradients are clipped, this is the maximum norm.
+#: AdamW's values on both sides, and the maximum gradient norm if gradients are clipped.
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-4, (0.9, 0.95), 1e-8, 0.01, 1.0
 RESULT_FD = 1
 
 
 @dataclass(frozen=True)
 class Job:
-    """Job of a side.
+    """Task and settings of one side of the comparison.
 
     Attributes:
         side: "ours" or "deepspeed".
@@ -35,7 +35,7 @@ class Job:
         max_grad_norm: Norm to which gradients are clipped, or 0 for no clipping.
         overrides: Additional tables of our config.
         rank, size: Rank and world size of the process.
-        meeting: Rendezvous of the processes: a file for our side, a local port for DeepSpeed.
+        meeting: Rendezvous point of the processes: a file for our side, a local port for DeepSpeed.
     """
 
     side: str
@@ -64,7 +64,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Steps:
-    """Mean wall seconds and mean seconds by part over a few steps, and the loss of the last step."""
+    """Means over a few steps of the wall seconds and of the seconds by part, and the loss of the last step."""
 
     total_s: float
     parts_s: Mapping[str, float]

@@ -1,4 +1,4 @@
-"""DeepSpeed's side of a comparison: ZeRO-3 on the CPU, one process, parameters and optimizer state on NVMe."""
+"""DeepSpeed's side of a comparison: ZeRO-3 on the CPU, with parameters and optimizer state on NVMe."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY, Jo
 
 #: Number of parameters per update. Buffers are multiples of this size, so the default of 1e9 would take 48 GB.
 SUB_GROUP_ELEMENTS = 20_000_000
-#: With pipelining, fewer than 12 buffers cause an assertion error for a model of several sub-groups.
+#: With pipelining and several sub-groups, DeepSpeed fails an assertion if it has fewer than 12 buffers.
 NUM_STATE_BUFFERS = 12
-#: Number of buffers in use at the same time, with one parameter of any size per buffer.
+#: Number of buffers in use at the same time. Each holds one parameter, whatever its size.
 NUM_PARAMETER_BUFFERS = 24
 #: Number of elements to reduce or prefetch at a time. In a model smaller than 20 buckets, DeepSpeed would fetch a
 #: parameter in the next step while it is still in flight, which causes an assertion error.
@@ -42,7 +42,7 @@ class Zero3Side:
         self._engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def about(self) -> dict[str, Any]:
-        """Return the size of the model and of the buffers for state."""
+        """Return the size of the model and the size of the buffers for state."""
         return {"num_parameters": self._num_parameters, "state_memory": self._state_memory}
 
     def steps(self, batches: Sequence[Sequence[Mapping[str, Tensor]]]) -> Steps:
@@ -57,7 +57,7 @@ class Zero3Side:
                 self._engine.backward(term)
                 loss += float(term.detach()) / len(micro_batches)
                 update_start_s = time.perf_counter()
-                self._engine.step()  # updates only after the last micro-batch
+                self._engine.step()  # only updates after the last micro-batch
             update_s += time.perf_counter() - update_start_s
         num_steps = len(batches)
         cpu_s = time.process_time() - start_cpu_s
@@ -71,7 +71,7 @@ def state_memory(sizes: Sequence[int]) -> int:
 
 
 def free_port() -> str:
-    """Return a port of this machine at which processes can meet."""
+    """Return a free port on this machine for the processes' rendezvous."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])

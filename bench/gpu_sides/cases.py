@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-#: Values of ``config.json``: Qwen2.5's of 7B and 14B, and one of 20.1 B parameters between the published 14B and 32B.
+#: ``config.json`` values of Qwen2.5 7B and 14B, and of a model of 20.1 B parameters between the published 14B and 32B.
 _QWEN = {
     "model_type": "qwen2",
     "architectures": ["Qwen2ForCausalLM"],
@@ -40,7 +40,7 @@ SHAPES: Mapping[str, dict[str, Any]] = {
 }
 QUICK_SHAPE = _qwen(64, 160, 2, 4, 2, 512)
 
-#: Sides of a part. Our side is first, and the others are compared with it.
+#: Names of the sides that a part compares. Ours comes first, and all others are compared with it.
 OURS, PLAIN, REFERENCE, ZERO3 = "ours", "plain", "megatrain", "zero3"
 
 
@@ -81,7 +81,7 @@ class Part:
         return self.rows * self.length
 
     def small(self) -> Part:
-        """Return the same part at a size that a CPU computes within seconds, without liger if torch has no CUDA."""
+        """Return the same part, but so small that a CPU computes it within seconds. Without CUDA, liger is disabled."""
         length = min(self.length, 64)
         rows = min(self.rows, 2)
         model = dict(self.tables.get("model", {}))
@@ -94,7 +94,7 @@ class Part:
 
 
 _AGAINST_REFERENCE = (OURS, REFERENCE)
-#: Defaults of a run on a GPU.
+#: Config tables with the defaults that a run uses on a GPU.
 _DEFAULT = {"model": {"use_liger_kernel": True}, "training": {"recompute": "auto"}}
 #: Settings for work equal to the other sides: every layer is recomputed, and norms and MLPs are eager.
 _EQUAL_WORK = {"model": {"use_liger_kernel": False}, "training": {"recompute": "full"}}

@@ -1,4 +1,4 @@
-"""Job of a side's process in `gpu.py`, and the initial weights and tokens of all sides."""
+"""Job for the process of one side in `gpu.py`, and the initial weights and tokens that all sides share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NUM_RANDOM = 4_194_301
 
 @dataclass(frozen=True)
 class Job:
-    """Job of a side.
+    """Task and settings of the process that runs one side.
 
     Attributes:
         side: Name of the side, as in `cases`.
@@ -44,8 +44,8 @@ class Job:
         tables: Additional tables of our config.
         trace: File for the timeline of the last step.
         megatrain: Folder of the reference's checkout.
-        layers_to_try: Smaller numbers of layers to try if the model does not fit.
-        matmul: Number of rows of the square matrices in the timed product.
+        layers_to_try: Reduced numbers of layers to try if the model does not fit.
+        matmul: Number of rows in the square matrices whose product is timed.
     """
 
     side: str
@@ -88,7 +88,7 @@ class Job:
         return found
 
     def tokens(self) -> Tensor:
-        """Return the token ids of a step, [rows, length], on the CPU, equal for all sides and steps, without padding.
+        """Return a step's token ids, [rows, length], on the CPU, without padding. All sides and steps get equal ids.
 
         Equal tokens make the effect of updates visible in the losses.
         """
@@ -103,12 +103,12 @@ class Job:
 
 @dataclass(frozen=True)
 class StepSeen:
-    """Measurements of one step of a side.
+    """Measurements that a side makes in one step.
 
     Attributes:
         loss: Loss before the update.
         parts_s: Seconds of each part, by name.
-        num_drops: Number of buffers freed for buffers of other sizes, by tier.
+        num_drops: Number of buffers freed to make space for buffers of other sizes, by tier.
     """
 
     loss: float
@@ -130,7 +130,7 @@ def make_job(
     tables: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Job:
-    """Return the job of a side of a part. Create ``folder`` and write the model's config to it.
+    """Return the job for one side of a part. Create ``folder`` and write the model's config to it.
 
     Args:
         num_steps: Replacement for the part's number of steps.
@@ -198,7 +198,7 @@ def seeded_model(folder: str | Path, *, dtype: torch.dtype, device: str, is_real
     Needs memory for the model and one unit in fp32.
 
     Args:
-        is_real: Whether to draw random weights. A test of the model's size uses a constant, which takes no time.
+        is_real: Whether to draw random weights. A test of whether the model fits uses a constant, which takes no time.
     """
     graph = build_graph(folder, attn_implementation="sdpa", dtype=dtype)
     model: nn.Module = graph.model

@@ -42,11 +42,11 @@ def _seeded(plan: Plan) -> _SeededWeights:
 
 
 class _Traced(Ours):
-    """Our engine with access to its timeline."""
+    """Our engine, with a timeline that records steps on request."""
 
     @property
     def timeline(self) -> Any:
-        """Timeline of the run, which records steps while it is on."""
+        """Timeline of the run. It records steps while it is switched on."""
         return self._run.timeline
 
 
@@ -65,7 +65,7 @@ class OursSide:
         self._ours = _Traced(config, num_steps, plan=plan, source=_seeded)
 
     def about(self) -> dict[str, Any]:
-        """Return the size, precision, FLOPs per step, homes and predictions of the plan."""
+        """Return the model's size, precision and FLOPs per step, and the plan's homes and predictions."""
         plan, job = self._ours.plan, self._job
         tokens, trained = job.rows * job.length, job.rows * (job.length - 1)
         program = plan.program
@@ -96,7 +96,7 @@ class OursSide:
     def step(self, *, is_last: bool) -> StepSeen:
         """Run one step. Record the last step on the timeline, and add the host seconds of its phases as parts."""
         timeline = self._ours.timeline
-        # Otherwise every op of a measured step would count the bytes of all blocks in use.
+        # With `read_usage`, every op of a measured step would count the bytes of all blocks in use.
         timeline.is_recording, timeline.read_usage = is_last, None
         times = self._ours.step(self._batches, LEARNING_RATE)
         timeline.is_recording = False
@@ -113,7 +113,7 @@ class OursSide:
         return profiled(lambda: self._ours.step(self._batches, LEARNING_RATE), trace, self._job.device)
 
     def finish(self) -> dict[str, Any]:
-        """Run the last update. Return planned and measured bytes and peaks, and the data path of each link."""
+        """Run the last update. Return planned and measured bytes and peaks, and how each link moves its bytes."""
         self._ours.finish()
         if self._job.trace:
             self._ours.timeline.write(Path(self._job.trace))
@@ -130,7 +130,7 @@ class OursSide:
 
 
 def planned_peak(placement: Placement, tier: str) -> int:
-    """Return the planned maximum of bytes in a tier: homes, workspace, and buffers for copies.
+    """Return the most bytes that a tier is planned to hold: homes, workspace, and buffers for copies.
 
     The result can exceed ``peak_bytes``, which is the minimum that the plan needs.
     """

@@ -1,4 +1,4 @@
-"""Plain PyTorch's side of a part of `gpu.py`: everything on the device, with the maximum number of layers."""
+"""Plain PyTorch's side in `gpu.py`: everything on the device, with all layers that fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.gpu_sides.job import Job, StepSeen, seeded_model
 
 
 class PlainSide:
-    """Steps of plain PyTorch: fp32 weights with autocast, recomputed layers, fused AdamW, maximum number of layers."""
+    """Plain PyTorch side: fp32 weights with autocast, activation checkpointing, fused AdamW, all layers that fit."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -35,7 +35,7 @@ class PlainSide:
     def _set_up(self, folder: Path, *, is_real: bool = True) -> None:
         self._model = seeded_model(folder, dtype=torch.float32, device=self._job.device, is_real=is_real)
         self._model.train()
-        model: Any = self._model  # transformers 5.23 renamed the switch
+        model: Any = self._model  # transformers 5.23 renamed the method that enables it
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
         self._optimizer = torch.optim.AdamW(
@@ -51,7 +51,7 @@ class PlainSide:
                 self.step(is_last=False)
         except torch.OutOfMemoryError:
             fits = False
-        # The error and its frames no longer exist here, so the model can be freed.
+        # Only now can the model be freed: the error and its stack frames, which referred to it, are gone.
         self.__dict__.pop("_model", None)
         self.__dict__.pop("_optimizer", None)
         gc.collect()
@@ -87,7 +87,7 @@ class PlainSide:
         return StepSeen(loss, {name: marks[i + 1] - marks[i] for i, name in enumerate(names)})
 
     def finish(self) -> dict[str, Any]:
-        """Return no further measurements."""
+        """Return no measurements, because this side has none at the end."""
         return {}
 
     def _now(self) -> float:

@@ -1,4 +1,4 @@
-"""Profile of one step: the slowest kernels, and the gaps in which no kernel runs."""
+"""Profile of one step: the kernels that take longest, and the gaps in which no kernel runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from bench.gpu_sides.worker import now
 
-#: Kinds of events of torch's traces: computation and copies on the device, and operators of the host.
+#: Kinds of events in torch's traces: computation and copies on the device, and operators on the host.
 KERNELS, COPIES, OPERATORS = ("kernel",), ("gpu_memcpy", "gpu_memset"), ("cpu_op",)
 NUM_GAPS, NUM_KERNELS = 5, 40
 _LONGEST_NAME = 160
@@ -38,7 +38,7 @@ class Gap:
 
 
 def profiled(step: Callable[[], object], trace: Path, device: str) -> dict[str, Any]:
-    """Run a step under torch's profiler, and write the trace. Trace only the device, so that the host is not slower.
+    """Run a step under torch's profiler and write the trace. Only the device is traced, to not slow the host down.
 
     Without a device, the profiler traces the host's operators, which can be nested.
 
@@ -81,7 +81,7 @@ def figures(trace: Path, kinds: Sequence[str]) -> dict[str, tuple[Any, str]]:
 
 
 def events(trace: Path, kinds: Sequence[str]) -> list[Event]:
-    """Return the events of some kinds in a trace file, ordered by start."""
+    """Return the events in a trace file that are of these kinds, ordered by start."""
     with gzip.open(trace, "rt") if trace.suffix == ".gz" else trace.open(encoding="utf-8") as file:
         found: Iterable[Mapping[str, Any]] = json.load(file)["traceEvents"]
     bars = [event for event in found if event.get("ph") == "X" and event.get("cat") in kinds]

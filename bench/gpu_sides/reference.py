@@ -1,4 +1,4 @@
-"""The reference's side of a part of `gpu.py`: the MegaTrain code of a checkout.
+"""The reference's side in `gpu.py`: the MegaTrain code in a checkout.
 
 Written for commit 919520f, with three changes. Attention gets no mask, because the single-GPU path passes the
 tokenizer's mask of ones and zeros to sdpa, which rejects it. Rows here are full, so causal attention is correct. If
@@ -21,11 +21,11 @@ from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, MAX_GRAD_NORM, W
 from bench.gpu_sides.job import Job, StepSeen, seeded_model
 
 _NEEDED = ("forward_and_backward", "get_parameters", "zero_grad", "_sync_params_to_gpu", "_build_layer_kwargs")
-_CHECKPOINT_INTERVAL, _NUM_SLABS = 4, 12  # its defaults
+_CHECKPOINT_INTERVAL, _NUM_SLABS = 4, 12  # the reference's defaults
 
 
 class ReferenceSide:
-    """Steps like the reference's training script: all rows at once, clipping, optimizer, weights back to the GPU."""
+    """Steps as in the reference's training script: all rows at once, clipping, optimizer, weights back to the GPU."""
 
     def __init__(self, job: Job) -> None:
         model_class, config_class = _import_reference(Path(job.megatrain))
@@ -76,7 +76,7 @@ class ReferenceSide:
         return StepSeen(float(loss), {name: marks[i + 1] - marks[i] for i, name in enumerate(names)})
 
     def finish(self) -> dict[str, Any]:
-        """Free the threads and the memory of this side."""
+        """Stop this side's threads and free its memory."""
         self._model.cleanup()
         return {}
 

@@ -1,4 +1,4 @@
-"""Rows of `gpu.py` about the sides of a part."""
+"""Rows that `gpu.py` prints about the sides of a part."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from bench.common import Report
 from bench.gpu_sides.cases import OURS, Part
 
-#: Maximum difference of the first losses, because bf16 sums of different sides have different orders.
+#: Maximum difference between the sides' first losses, which add bf16 values in different orders.
 LOSS_TOLERANCE = 2e-2
 
-#: Result key of the measured peak by tier: tensors on the GPU, and RAM that the machine allocated.
+#: Name of the result with a tier's measured peak: tensors on the GPU, or RAM that the machine has taken.
 _REAL_PEAKS = {"gpu": "device_bytes", "ram": "host_bytes"}
 
 Result = Mapping[str, Any]
 
 
 class Rows:
-    """Printer of the rows of one part.
+    """Printer for the rows of one part.
 
     Args:
-        report: Report with the T of the part.
+        report: Report whose rows state the part's tokens per step, T.
         name: Name of the part, used as the prefix of row names.
     """
 
@@ -45,7 +45,7 @@ class Rows:
             self.row(f"{side}.runs", 0, "1", target=1, ok=False)
 
     def start(self, side: str, result: Result) -> None:
-        """Print the size, the optimizer and the start seconds by part of a side."""
+        """Print a side's size and optimizer, and the seconds of each part of its start."""
         row = self.row
         row(f"{side}.parameters", result["num_parameters"], "1")
         if "num_layers" in result:
@@ -58,7 +58,7 @@ class Rows:
                 row(f"{side}.start.{part}_per_gb", seconds / (nbytes / 1e9), "s/GB")
 
     def side(self, side: str, result: Result, num_warm: int) -> None:
-        """Print a side's seconds per step and per part, peaks and losses."""
+        """Print a side's seconds per step and part, memory peaks and losses."""
         steps = measured(result, num_warm)
         row = self.row
         if result.get("num_steps_missing"):
@@ -114,11 +114,11 @@ class Rows:
             self._seen(result)
 
     def _updates(self, result: Result, num_warm: int) -> None:
-        """Print the device of the updates, and the speed of the host's kernels."""
+        """Print where updates run, and how fast the host's kernels are."""
         for place, number in result["num_updated"].items():
             self.row(f"ours.updated_on_{place}", number, "parameters")
         steps = [step for number, step in enumerate(result["steps"]) if number >= max(1, num_warm)]
-        kernels_s = [step["parts_s"]["update_kernels"] for step in steps]  # the first step has nothing to update
+        kernels_s = [step["parts_s"]["update_kernels"] for step in steps]  # empty for the first step
         if result["num_updated"]["host"] and any(kernels_s):
             rate = result["num_updated"]["host"] / statistics.median(kernels_s)
             self.row("ours.host_update_rate", rate, "parameters/s")
@@ -127,7 +127,7 @@ class Rows:
         for link, planned in result["planned_moved"].items():
             moved = result["moved"][link]
             self.row(f"ours.{link}.per_step", result["traffic"][link], "bytes")
-            if result["num_steps_missing"]:  # prefetches for the missing steps also count
+            if result["num_steps_missing"]:  # bytes prefetched for the missing steps are also counted
                 self.row(f"ours.{link}.moved", moved, "bytes, of which some for steps that there was no time for")
             else:
                 self.row(f"ours.{link}.moved", moved, "bytes", target=planned, ok=moved == planned)
@@ -139,7 +139,7 @@ class Rows:
         self.row("ours.schedule_misses", misses, "accesses", target=0, ok=misses == 0)
 
     def compare(self, found: Mapping[str, Result], num_warm: int) -> None:
-        """Print ratios of tokens/s, and the differences of the first losses."""
+        """Print the ratio of our tokens/s to each other side's, and the difference between their first losses."""
         if OURS not in found:
             return
         ours, target = found[OURS], self._part.target
@@ -151,12 +151,12 @@ class Rows:
                 continue
             ratio = step_s(measured(other, num_warm)) / step_s(measured(ours, num_warm))
             ok = None if target is None else ratio >= target
-            if ours["model_flops"]:  # counted once, for all sides
+            if ours["model_flops"]:  # known only from our trace, and valid for all sides
                 self.row(f"{side}.model_flops", ours["model_flops"] / step_s(measured(other, num_warm)), "FLOP/s")
             self.row(f"ratio.ours/{side}", ratio, "x", target=target, ok=ok, timing=True)
             mine, theirs = ours["steps"][0]["loss"], other["steps"][0]["loss"]
             apart = abs(mine - theirs) / abs(theirs) if theirs else math.inf
-            if not math.isfinite(apart):  # JSON cannot hold it either
+            if not math.isfinite(apart):  # JSON has no NaN or infinity either
                 self.row(f"loss.relative_to.{side}", None, f"not comparable: {mine} and {theirs}", target=0, ok=False)
                 continue
             self.row(f"loss.relative_to.{side}", apart, "1", target=LOSS_TOLERANCE, ok=apart <= LOSS_TOLERANCE)
@@ -169,5 +169,5 @@ def measured(result: Result, num_warm: int) -> Sequence[Mapping[str, Any]]:
 
 
 def step_s(steps: Sequence[Mapping[str, Any]]) -> float:
-    """Return the median seconds of some steps."""
+    """Return the median duration of these steps in seconds."""
     return float(statistics.median(step["total_s"] for step in steps))

@@ -1,4 +1,4 @@
-"""Process of one side of a part of `gpu.py`, which writes its measurements after each step."""
+"""Process that runs one side in `gpu.py` and writes its measurements after each step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ import torch
 from bench.gpu_sides.cases import OURS, PLAIN, REFERENCE
 from bench.gpu_sides.job import Job, StepSeen
 
-#: Seconds for products of square matrices.
+#: Seconds spent on timing products of square matrices.
 _MATMUL_S = 1.0
 _SAMPLE_S = 0.1
-#: Share of a side's time for steps. The rest is reserved for the end of the side.
+#: Share of a side's time that its steps may take. The rest is reserved for what follows them.
 _SHARE_FOR_STEPS = 0.9
 
 
@@ -43,7 +43,7 @@ class Side(Protocol):
         ...
 
     def finish(self) -> dict[str, Any]:
-        """Return the measurements that exist only at the end of the run."""
+        """Return the measurements that are available only after the last step."""
         ...
 
 
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def _is_time_up(job: Job, begin_s: float, steps: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the next step must be the last, because one more step would exceed the time."""
+    """Return whether the next step must be the last, because another one after it would exceed the time limit."""
     if not steps:
         return False
     longest_s = max(step["total_s"] for step in steps)
@@ -138,7 +138,7 @@ def matmul_rate(job: Job) -> float:
     rate = 2 * size**3 * count / (now(job.device) - start_s)
     if job.device == "cuda":
         del left, right, out
-        torch.cuda.empty_cache()  # the tier sizes itself by free memory, which excludes torch's cache
+        torch.cuda.empty_cache()  # the tier takes free memory, which excludes torch's cache
     return rate
 
 
@@ -153,14 +153,14 @@ def device_memory(device: str) -> dict[str, int]:
 
 
 def now(device: str) -> float:
-    """Return a clock's seconds, after the device has finished all queued work."""
+    """Wait until the device has finished all queued work, and return the time in seconds."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 class HostMemory:
-    """Context manager that samples the peak RAM of this process (VmHWM) and of the machine.
+    """Context manager that samples how much RAM this process (VmHWM) and the machine use at their peak.
 
     The peak of the process excludes page-locked memory of the driver, which only the machine's peak includes.
     """

@@ -1,4 +1,4 @@
-"""The DeepSpeed side of `gpu.py`: ZeRO-3 on one GPU, with parameters and optimizer state in page-locked RAM."""
+"""DeepSpeed's side in `gpu.py`: ZeRO-3 on one GPU, with parameters and optimizer state in page-locked RAM."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Zero3Side:
             self._engine.backward(term)
             loss += float(term.detach()) / len(self._batches)
             start_s = time.perf_counter()
-            self._engine.step()  # updates only after the last micro-batch
+            self._engine.step()  # only updates after the last micro-batch
             update_s = time.perf_counter() - start_s
         return StepSeen(loss, {"update": update_s})
 
     def finish(self) -> dict[str, Any]:
-        """Return no further measurements."""
+        """Return no measurements, because this side has none at the end."""
         return {}
 
 

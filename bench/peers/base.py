@@ -1,4 +1,4 @@
-"""Base of the sides of `links.py`, which move the same bytes and report the seconds."""
+"""Base of the sides in `links.py`, which all move the same bytes and report the seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ READ, WRITE, MIXED = "read", "write", "mixed"
 
 
 class SkippedError(Exception):
-    """A side cannot run here. The message states the reason."""
+    """Error for a side that cannot run here. The message states the reason."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Work:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that one measurement moves, which are equal for all operations."""
+        """Return the bytes that one measurement moves. They are the same for all operations."""
         return self.block_nbytes * self.num_blocks
 
     @property
@@ -70,7 +70,7 @@ class Side(ABC):
 
     @abstractmethod
     def measure(self, operation: str) -> Sample:
-        """Move ``Work.nbytes``. Written bytes have reached the drive (fdatasync) when it returns.
+        """Move ``Work.nbytes`` bytes with an operation. Return once all written bytes are on the drive (fdatasync).
 
         Raises:
             SkippedError: This side cannot run on this machine.
@@ -83,7 +83,7 @@ class Side(ABC):
 
 @contextmanager
 def timed() -> Iterator[Sample]:
-    """Yield a sample, and fill it with the seconds of the ``with`` block."""
+    """Yield a sample, and fill it with the seconds that the ``with`` block takes."""
     sample = Sample()
     start_s, start_cpu_s = time.perf_counter(), _cpu_s()
     yield sample
@@ -173,10 +173,10 @@ class Samples:
 
     @property
     def rates(self) -> list[float]:
-        """Return GB/s (1e9 bytes) of each round."""
+        """Return the rate in each round, in GB/s (1e9 bytes/s)."""
         return [self.nbytes / sample.seconds / 1e9 for sample in self.each]
 
     @property
     def cpu_s_per_gb(self) -> list[float]:
-        """Return the CPU seconds per 1e9 bytes of each round."""
+        """Return the CPU seconds per 1e9 bytes in each round."""
         return [sample.cpu_s / (self.nbytes / 1e9) for sample in self.each]

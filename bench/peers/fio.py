@@ -1,4 +1,4 @@
-"""The fio sides of `links.py`, which measure the drive's rate in a program that only does I/O."""
+"""The fio sides in `links.py`, which measure the drive's rate in a program that does nothing but I/O."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 from bench.peers.base import MIXED, READ, WRITE, Sample, Side, SkippedError, Work
 from tiered.units import MiB
 
-#: Makes glibc touch memory when it is allocated. Otherwise fio's first reads would include the page faults.
+#: Makes glibc touch memory at allocation. Otherwise, fio's first reads would include the page faults.
 TOUCHED = "glibc.malloc.perturb=1"
-#: Lets malloc use huge pages (glibc 2.35) like our slots. They affect the rate more than the engine or the queue depth.
+#: Lets malloc use huge pages (glibc 2.35), as for our slots. They affect rates more than engine or queue depth.
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings of fio: engine, request size and queue depth."""
+    """Settings for fio: I/O engine, request size and queue depth."""
 
     engine: str
     request_mib: int
@@ -50,7 +50,7 @@ NUM_QUICK_VARIANTS = 4
 
 
 class FioSide(Side):
-    """One variant of fio on an existing file. Rate and CPU time come from fio's report.
+    """Side that runs one variant of fio on an existing file. Rate and CPU time come from fio's report.
 
     They exclude the startup and the filling of buffers, but include ``end_fsync``.
     """

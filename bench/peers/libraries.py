@@ -1,4 +1,4 @@
-"""Library sides of `links.py`, each with its fastest settings: kvikio, zarr, safetensors, DeepSpeed."""
+"""Sides in `links.py` that use kvikio, zarr, safetensors or DeepSpeed, each with its fastest settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tiered.units import PAGE_BYTES, MiB
 COMPILE_TIMEOUT_S = 1200.0
 #: Limit for code that hangs, such as cuFile's driver.
 START_TIMEOUT_S = 60.0
-#: kvikio's futures keep neither the file nor the memory alive, so both need variables.
+#: kvikio's futures keep neither the file nor the memory alive, so the side must hold references to both.
 _KVIKIO_READS = """
 import kvikio, mmap, sys
 file, memory = kvikio.CuFile(sys.executable), mmap.mmap(-1, 4096)
@@ -42,7 +42,7 @@ _DEEPSPEED_LOADS = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIO
 
 
 class KvikioSide(Side):
-    """kvikio with fast settings (4 threads, 16 MiB tasks, O_DIRECT both ways) and memory like our slots."""
+    """kvikio with fast settings (4 threads, 16 MiB tasks, O_DIRECT for reads and writes) and memory like our slots."""
 
     name = "kvikio"
 
@@ -64,7 +64,7 @@ class KvikioSide(Side):
             fill_randomly(slab.tensor)
 
     def measure(self, operation: str) -> Sample:
-        """Start all requests, then wait for each."""
+        """Start all requests, then wait until each is complete."""
         reads, writes = _blocks(self._work, operation)
         with timed() as sample:
             futures = [self._start(self._file.pread, i) for i in reads] + [
@@ -178,7 +178,7 @@ class DeepSpeedSide(Side):
     def __init__(self, work: Work, path: Path, *, request_mib: int, depth: int, num_threads: int) -> None:
         self.name = f"deepspeed_aio_{request_mib}M_qd{depth}_x{num_threads}"
         os.environ.setdefault("DS_ACCELERATOR", "cpu" if not torch.cuda.is_available() else "cuda")
-        # With a different ninja in the path, DeepSpeed would recompile the operator.
+        # Put this interpreter's ninja first, because DeepSpeed recompiles the operator for a different ninja.
         os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
         require(_DEEPSPEED_LOADS, COMPILE_TIMEOUT_S)
         from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -201,7 +201,7 @@ class DeepSpeedSide(Side):
             fill_randomly(tensor)
 
     def measure(self, operation: str) -> Sample:
-        """Start all requests, then wait once."""
+        """Start all requests, then wait once for all of them."""
         reads, writes = _blocks(self._work, operation)
         with timed() as sample:
             for number in reads:
@@ -220,13 +220,13 @@ class DeepSpeedSide(Side):
             raise SkippedError(f"async_io refused a request with {result}")
 
     def close(self) -> None:
-        """Give the page-locked memory back."""
+        """Free the page-locked memory."""
         for tensor in self._tensors:
             self._handle.free_cpu_locked_tensor(tensor)
 
 
 def _blocks(work: Work, operation: str) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the blocks to read and the blocks to write."""
+    """Return the blocks that an operation reads, and the blocks that it writes."""
     if operation == MIXED:
         return work.halves
     everything = range(work.num_blocks)

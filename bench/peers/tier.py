@@ -1,4 +1,4 @@
-"""The tier's side of `links.py`: blocks of a store, read from NVMe into RAM slots and written back."""
+"""The tier's side in `links.py`: blocks of a store, read from NVMe into RAM slots and written back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VERIFY_MODES = ("off", "resume", "always")
 
 
 class TierSide(Side):
-    """A store whose RAM fits all blocks. Between measurements, RAM has no copies and no transfers run.
+    """A store whose RAM can hold all blocks. Between measurements, RAM has no copies and no transfers run.
 
     A read ends when every block has been leased in RAM, with its bytes checked as ``verify`` requires. A write starts
     with dirty copies and ends after ``NvmeTier.sync``.
@@ -97,7 +97,7 @@ class TierSide(Side):
             self._nvme.sync()
 
     def _stamp(self, key: str) -> None:
-        """Make the copy in RAM dirty. Its first number differs from all earlier versions."""
+        """Make a block's copy in RAM dirty by writing a first number that no earlier version had."""
         self._written += 1
         with self._store.acquire(key, "ram", "w") as lease:
             lease.tensor[0] = self._written
