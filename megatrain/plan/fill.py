@@ -40,7 +40,7 @@ class _Results:
 def with_results(
     plan: Plan, placed: Callable[[StepProgram], Plan | None], seconds: Callable[[Plan], float], *, on_drives_bytes: int
 ) -> Plan:
-    """Return the plan whose number of saved results gives the shortest step, or ``plan`` if saving does not help.
+    """Return the plan that saves the number of results with the shortest steps, or ``plan`` if saving does not help.
 
     A binary search first tries the largest number of results that fits. It assumes that each result saves as much time
     as the previous one, until memory is full or a link is the bottleneck.
