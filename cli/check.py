@@ -47,7 +47,7 @@ def command(source: ConfigSource, as_json: bool, skip_weights: bool) -> int:
 
         def show_stage(what: str) -> None:
             spinner.show_activity(f"checking the {what}")
-            # Models and plans create many permanent objects, so collecting garbage is useless. Rows need collections.
+            # Objects of models and plans live long, so collection only costs time. Rows create garbage to collect.
             (gc.disable if what in ("model", "plan") else gc.enable)()
 
         with without_garbage_collection():

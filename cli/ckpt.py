@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _RunOrUrl(click.Path):
-    """Click type of an argument that is a run's folder (a path) or the URL of its copies (text)."""
+    """Click type for an argument that is a run's folder (a path) or the URL of its copies (text)."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value if isinstance(value, str) and "://" in value else super().convert(value, param, ctx)
@@ -91,7 +91,7 @@ def _take_inventory(run: Path | str) -> RunInventory | UrlInventory:
 
 
 def _verify(inventory: RunInventory | UrlInventory, step: int | None, *, as_json: bool) -> list[Verified]:
-    """Verify checkpoints, and print each one with its problems unless ``as_json``. Return both."""
+    """Verify checkpoints. Unless ``as_json``, print each with its problems. Return checkpoints and problems."""
 
     def show(text: str) -> None:
         if sys.stderr.isatty() and not as_json:
@@ -113,7 +113,7 @@ def _verify(inventory: RunInventory | UrlInventory, step: int | None, *, as_json
 
 
 def _damage_text(run: Path | str, damaged: Sequence[InventoryEntry], num_verified: int) -> str:
-    """Return an error with advice on damaged checkpoints."""
+    """Return the text of an error about damaged checkpoints, with advice on what to do."""
     them = "it" if len(damaged) == 1 else "them"
     advice = f"; remove {them} with megatrain-tier ckpt rm {run} --generation N" if isinstance(run, Path) else ""
     if not all(part.is_there for entry in damaged for part in entry.lost):
@@ -161,7 +161,7 @@ def remove_command(
 
 
 def _fields(entry: InventoryEntry, newest: InventoryEntry | None) -> dict[str, Any]:
-    """Return the fields of a checkpoint for `--json`."""
+    """Return the fields that `--json` prints for a checkpoint."""
     checkpoint = entry.checkpoint
     return {
         "step": checkpoint.step,
@@ -194,7 +194,7 @@ def _select_checkpoints(
 
 
 def _check_one_remains(run: Path, chosen: list[InventoryEntry]) -> None:
-    """Raise an error if the removal would leave no usable checkpoint. Called before anything is removed."""
+    """Raise an error if a removal would leave no usable checkpoint. Call this before anything is removed."""
     usable = [entry for entry in RunInventory(run).entries if entry.problem is None]
     if len(usable) > 1 and all(entry in chosen for entry in usable):
         names = ", ".join(map(_format_name, usable))

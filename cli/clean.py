@@ -62,7 +62,7 @@ def command(paths: tuple[Path, ...], yes: bool, generations: str | None, as_json
 
 
 def _remove(removable: list[Leftovers], selected: list[Orphan]) -> tuple[list[Path], list[str]]:
-    """Remove leftovers and orphans. Return the cleaned folders, and a message for each failure."""
+    """Remove leftover files and orphaned folders. Return the cleaned folders, and a message for each failure."""
     from tiered.errors import LockedError
     from tiered.ext import remove_leftovers, remove_orphan
 

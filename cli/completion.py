@@ -7,7 +7,7 @@ from click.shell_completion import get_completion_class
 
 from .main import EXIT_DONE, PROGRAM
 
-#: Line that enables completion of commands and options, by shell.
+#: Line that enables completion for commands and options, by shell.
 _SHELLS = {
     "bash": 'eval "$(megatrain-tier completion bash)"      # in ~/.bashrc',
     "zsh": 'eval "$(megatrain-tier completion zsh)"       # in ~/.zshrc, after compinit',

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatrain.config.reference import KeyDescription
 
 _ORIGIN_COLUMN = 64
-_MAX_EXPLAINED = 4  # maximum number of keys that are explained in full
+_MAX_EXPLAINED = 4  # maximum number of keys to explain in full
 
 
 @click.group("config", cls=Subcommands)

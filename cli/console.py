@@ -1,4 +1,4 @@
-"""Widths, wrapped lines and tables of text on a rich console."""
+"""Helpers for text on a rich console: its width, wrapped lines, and tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from .terminal import given_columns, wrap_words
 
-PLAIN_WIDTH = 140  # columns of a table in a file, so that notes fit on one line
+PLAIN_WIDTH = 140  # columns of tables in files, so that notes fit on one line
 
 
 def set_text_width(console: Console) -> Console:

@@ -81,7 +81,7 @@ def save_command(run: Path, timeout_s: float, as_json: bool) -> int:
 
 
 def _wait_for_handler(run: Path, owner: LockHolder, timeout_s: float) -> RunStatus:
-    """Wait until a run handles SIGUSR1, which would otherwise kill it; return its status.
+    """Wait until a run has installed its handler for SIGUSR1, which would otherwise kill it. Return its status.
 
     Raises:
         ProcessLookupError: the run has ended.

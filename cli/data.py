@@ -130,7 +130,7 @@ def stats_command(source: ConfigSource, as_json: bool) -> int:
     if warning:
         click.echo(f"warning: {warning}", err=True)
     tokenizer = load_tokenizer(model.tokenizer_folder, chat_template=model.table.chat_template)
-    # Compute the padding without packing, where rows are padded to the longest row of their micro-batch.
+    # Also compute the padding without packing: rows are padded to the longest row in their micro-batch.
     micro_batch_rows = dataclasses.replace(batch, single_rows=False).micro_batch_rows
     stats = dataset_stats(data, tokenizer, batch.num_rows, micro_batch_rows, lambda text: click.echo(text, err=True))
     if as_json:

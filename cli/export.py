@@ -134,7 +134,7 @@ def command(
 
 
 def next_lines(folder: Path) -> list[str]:
-    """Return example command lines for an exported folder."""
+    """Return example command lines that use an exported folder."""
     here = os.path.relpath(folder)
     path = shlex.quote(here if len(here) < len(str(folder)) else str(folder))
     adapter = folder / "adapter_config.json"

@@ -1,4 +1,4 @@
-"""Views of a living run, for ``status --follow``."""
+"""Live views of a run, for ``status --follow``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def follow(run: Path, *, as_json: bool) -> int:
 
 
 def _watch(run: Path, owner: LockHolder, view: _Lines) -> RunStatus | None:
-    """Show a run until its process ends. Return the last status of the process, or None if it wrote none."""
+    """Show a run until its process ends. Return the last status that the process wrote, or None if it wrote none."""
     while (now := find_owner(run)) is not None and now.pid == owner.pid:
         if (status := status_of_owner(run, owner)) is not None:
             view.show(status)
@@ -92,7 +92,7 @@ class _Lines:
 
 
 class _JsonLines(_Lines):
-    """View that prints a JSON object for each change of the status."""
+    """View that prints a JSON object whenever the status changes."""
 
     def show(self, status: RunStatus) -> None:
         if status.updated_at + str(status.step) != self._message:
@@ -101,7 +101,7 @@ class _JsonLines(_Lines):
 
 
 class _TerminalView(_Lines):
-    """View that draws the same live view as the run does on a terminal."""
+    """View that draws on a terminal what the run itself would draw there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class _TerminalView(_Lines):
 
     def show(self, status: RunStatus) -> None:
         moment = ActivitySnapshot.from_json(status.activity)
-        # The run writes its status once a second, so count the seconds of the same activity in between.
+        # The status is written once a second, so the view's own clock runs while the activity is unchanged.
         if moment != self._moment:
             self._moment, self._seen_s = moment, time.monotonic()
         self._status = status

@@ -165,7 +165,7 @@ def _run(generator: Generator) -> list[Completion]:
 
 
 def _run_chat(loaded: LoadedConfig, settings: GenerationSettings) -> int:
-    """Print a reply to each line of stdin. Each turn plans again and loads the model for the longer conversation."""
+    """Print a reply to each line of stdin. As the conversation grows, each turn plans again and reloads the model."""
     from megatrain.extras.generation import Generator, config_for_prompts
     from megatrain.tasks.prompts import PromptError
 
@@ -199,7 +199,7 @@ def _next_line() -> str | None:
 
 
 def _load_config(model: Path, overrides: tuple[str, ...], spinner: Spinner) -> LoadedConfig:
-    """Return the config of a file, or a new config for the model in a folder."""
+    """Return the config in a file, or a new config for the model in a folder."""
     if model.is_dir():
         from megatrain.extras.generation import tables_of_folder
 
@@ -225,7 +225,7 @@ def _toml(value: str | bool) -> str:
 
 
 def _read_prompts(file: Path) -> list[str]:
-    """Return the prompts of a file."""
+    """Return the prompts that a file contains."""
     from megatrain.data.rows_report import DataError
 
     try:
@@ -265,7 +265,7 @@ def _write_completions(found: Sequence[Completion], out: Path | None) -> None:
             partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         os.replace(partial, out)
     except OSError as error:
-        for row in rows:  # Print the rows, so that a wrong path does not lose hours of work.
+        for row in rows:  # Print the completions, so that hours of work are not lost.
             sys.stdout.write(json.dumps(row) + "\n")
         raise RunFailedError(f"{out}: {error.strerror}; the completions are on stdout", EXIT_FAILED) from None
     click.echo(f"completions  {out}")

@@ -43,7 +43,7 @@ def command(arguments: tuple[str, ...], tool: Tool | None, out: Path | None, as_
 
     file = Path(arguments[0])
     if len(arguments) == 1 and " " in arguments[0] and not file.exists():
-        arguments = tuple(arguments[0].split())  # The argument is a quoted command.
+        arguments = tuple(arguments[0].split())  # The user quoted the whole command.
     if len(arguments) > 1 and file.suffix and file.is_file():
         raise click.UsageError(f'import reads only one FILE; unexpected argument "{arguments[1]}"')
     if len(arguments) == 1 and arguments[0].startswith("-"):

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from megatrain.config.starter import DataFacts
 
 _NAME = "run.toml"
-#: Row format -> task. All other formats use sft.
+#: Task for each row format. All other formats use sft.
 _TASKS = {"preference": "dpo", "text": "pretrain"}
-_DEFAULT_OUTPUT_DIR = "outputs/first"  # for run.toml; a config with another name gets a folder of that name
+_DEFAULT_OUTPUT_DIR = "outputs/first"  # for run.toml; for another name, a folder of that name
 _EXAMPLE = "first.toml"
 _EXAMPLE_FOLDER = "megatrain-example"
 
@@ -116,7 +116,7 @@ def command(
 
 
 def _new_file(path: Path) -> Path:
-    """Return the file to write. Refuse an existing file, and a folder that is missing or not writable."""
+    """Return the file to write. Refuse a file that exists, or whose folder is missing or not writable."""
     path = path / _NAME if path.is_dir() else path
     if path.exists():
         raise RunFailedError(f"{path}: already exists; nothing was written. Name another file", EXIT_CONFIG)
@@ -127,7 +127,7 @@ def _new_file(path: Path) -> Path:
 
 
 def _model_facts(model: str, folder: Path) -> tuple[ModelFacts, bool]:
-    """Return facts about a model, and whether the model is on this machine and lacks a chat template."""
+    """Return facts about a model, and whether it certainly lacks a chat template because it is on this machine."""
     from megatrain.extras.translate.templates import read_template
     from megatrain.models.folder import model_facts
     from megatrain.models.hub import cached_folder
@@ -162,7 +162,7 @@ def _remarks(
 
 
 def _check_writable(folder: Path) -> None:
-    """Refuse a folder that is not writable. The error names the folder, not its first file."""
+    """Refuse a folder that is not writable, with an error that names the folder instead of a file in it."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -218,7 +218,7 @@ def _relative_path(text: str, folder: Path) -> str:
 
 
 def _write_schema(folder: Path) -> Path | None:
-    """Write the schema next to the config. If another file has that name, keep it and return None."""
+    """Write the schema next to the config and return its path, or None if another file has that name."""
     from megatrain.config.keys import SCHEMA_FILE_NAME, SCHEMA_TITLE, json_schema
 
     path = folder / SCHEMA_FILE_NAME

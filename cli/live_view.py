@@ -1,4 +1,4 @@
-"""The live view of a run: its picture, and the thread that draws it at the end of a terminal."""
+"""Live view of a run: the picture, and the thread that draws it at the bottom of a terminal."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from tiered.units import format_duration, format_size
 from .console import nonzero_sizes, print_line
 
 _REFRESH_S = 0.25  # Drawing takes a few milliseconds.
-_CLOSE_TIMEOUT_S = 5.0  # wait for a stopped terminal
+_CLOSE_TIMEOUT_S = 5.0  # maximum wait for a stopped terminal
 _SHORTEST_TEXTS, _LONGEST_TEXTS, _SHORTEST_BAR, _SHORTEST_NAME = 47, 54, 8, 3  # columns
 _LONGEST_UNIT = 24
 
 
 class LiveView:
-    """A few lines at the end of a terminal, redrawn several times a second; messages scroll above them.
+    """A few lines at the bottom of a terminal, redrawn several times a second; messages scroll above them.
 
     A separate thread does all writes, so that neither drawing nor a stopped terminal (Ctrl-S, a dead connection)
     blocks the caller.
 
     Args:
-        picture: Returns the lines to draw; called by the thread.
-        is_lost: Returns whether the terminal is gone; then messages are printed as lines and nothing is drawn.
+        picture: Function that returns the lines to draw. The thread calls it.
+        is_lost: Function that returns whether the terminal is gone. If so, messages are lines and nothing is drawn.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class LiveView:
         while True:
             self._wake_event.wait(_REFRESH_S)
             self._wake_event.clear()
-            is_closing = self._is_closing  # Read it first, so that all messages before ``close`` are printed.
+            is_closing = self._is_closing  # Read this first, so that messages from before ``close`` are printed.
             if is_drawn and self._is_lost():
                 is_drawn = False
                 self._console.file = io.StringIO()  # Keep the sequences that restore a terminal out of the log.
@@ -108,13 +108,13 @@ def live_view(
     *,
     width: int = 80,
 ) -> RenderableType:
-    """Return the picture of a run: figures of its last step, and bars for the run, its activity and each tier.
+    """Return the picture of a run: metrics of its last step, and bars for the run, its activity and each tier.
 
     Args:
         metrics: Metrics of the last step, or None before the first step.
         moment: Current activity.
-        evaluations: Last evaluation of each set, by name.
-        width: Columns, at least 60.
+        evaluations: Last evaluation on each set, by name of the set.
+        width: Width in columns, at least 60.
     """
     lines: list[RenderableType] = [] if metrics is None else [_figures(metrics)]
     lines.append(_bars(list(_bar_rows(metrics, moment)), width))
@@ -154,7 +154,7 @@ def _bar_rows(metrics: StepMetrics | None, moment: ActivitySnapshot) -> Iterator
 
 
 def _bars(rows: list[tuple[str, float, float, str]], width: int) -> Table:
-    """Return a table of bars. The bars keep a constant length, whatever the texts."""
+    """Return a table of bars. The length of the bars does not depend on the texts."""
     table = Table.grid(padding=(0, 2, 0, 0))
     available = width - max([_SHORTEST_NAME, *(len(name) for name, *_ in rows)]) - 2 * 2
     texts = min(max(_SHORTEST_TEXTS, width // 2), _LONGEST_TEXTS, available - _SHORTEST_BAR)

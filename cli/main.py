@@ -30,7 +30,7 @@ EXIT_DATA = 4
 EXIT_VERIFY = 5
 EXIT_INTERRUPTED_AND_SAVED = 75
 
-#: Exit code -> meaning, for the help and docs/cli.md.
+#: Meaning of each exit code, for the help and docs/cli.md.
 CODE_MEANINGS = {
     EXIT_DONE: "done",
     EXIT_FAILED: "failed, or interrupted without a save",
@@ -44,7 +44,7 @@ CODE_MEANINGS = {
 PROGRAM = "megatrain-tier"
 DEBUG_VARIABLE = "MEGATRAIN_TIER_DEBUG"
 
-#: Errors that users can fix, as (module, class, exit code). The lookup imports no modules.
+#: Errors that users can fix, as (module, class, exit code). Looking an error up imports no modules.
 EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.base.errors", "ConfigError", EXIT_CONFIG),
     ("megatrain.tasks.prompts", "PromptError", EXIT_CONFIG),
@@ -81,7 +81,7 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.models.export", "DamagedShardError", EXIT_FAILED),
     ("tiered.errors", "TieredError", EXIT_FAILED),
 )
-#: Commands by purpose, in the order in which users need them.
+#: Commands by section of the help, in the order in which users need them.
 GROUPS = {
     "Start": ("init", "import", "check", "plan", "run"),
     "Watch": ("status", "save", "stop"),
@@ -109,12 +109,12 @@ _SHORT_NAMES = {
     "rank": "lora.r",
 }
 
-#: Removed command -> the replacement.
+#: Replacement for each removed command.
 _REMOVED_COMMANDS = {
     "trace": "Open RUN/trace.json at https://ui.perfetto.dev; `megatrain-tier report RUN` prints its path",
     "chat": "`megatrain-tier generate FOLDER --interactive` talks to a model",
 }
-#: (Command, removed option) -> the replacement.
+#: Replacement for each removed option, by (command, option).
 _REMOVED_OPTIONS = {
     ("doctor", "--processes"): "Plan for several GPUs with `plan --machine FILE`: write the rate between them as "
     "`peer` into [gpu] of the file that `doctor --save-profile FILE` makes",
@@ -130,12 +130,12 @@ _REMOVED_OPTIONS = {
     "--set training.gradient_lanes=N: the losses in metrics.jsonl are bit-identical",
 }
 
-#: Errors of creating or renaming a file after which the old file may still be writable in place.
+#: Errors from creating or renaming a file, after which the old file may still be writable in place.
 _RENAME_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 
 
 class RunFailedError(Exception):
-    """Failure of a command. The command line prints the message and returns the exit code."""
+    """Error that ends a command. The command line prints the message and returns the exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         self.exit_code = exit_code
@@ -143,7 +143,7 @@ class RunFailedError(Exception):
 
 
 def write_file(path: Path, text: str, *, is_exclusive: bool = False) -> None:
-    """Write a file that the user named, atomically: if the drive is full, the old file stays.
+    """Write a file that the user named. The write is atomic: if the drive is full, the old file stays.
 
     Args:
         path: File, terminal or pipe.
@@ -153,7 +153,7 @@ def write_file(path: Path, text: str, *, is_exclusive: bool = False) -> None:
         RunFailedError: The file cannot be written, or exists although `is_exclusive` is set.
     """
     try:
-        if path.exists() and not path.is_file():  # A terminal or a pipe, whose resolved name may not exist.
+        if path.exists() and not path.is_file():  # Do not resolve a terminal or pipe: the resolved name may not exist.
             path.write_text(text, encoding="utf-8")
         else:
             _write_atomically(Path(os.path.realpath(path)), text, is_exclusive=is_exclusive)
@@ -324,8 +324,8 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
 def _enable_expandable_segments() -> None:
     """Set torch's CUDA allocator to expandable segments, unless the user configured the allocator.
 
-    A tier fills most of the GPU, and layers allocate and free large blocks of many sizes next to it. Segments of fixed
-    size would become fragmented. torch reads the variable when CUDA is first used.
+    A tier fills most of the GPU's memory. In the rest, layers allocate and free large blocks of many sizes, which would
+    fragment segments of fixed size. torch reads the variable when CUDA is first used.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -1,4 +1,4 @@
-"""Observers that print the events of a run: as lines, as JSON, or above a live view."""
+"""Observers that print a run's events: as lines, as JSON, or above a live view."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class MessageObserver(RunObserver):
 
 
 def fetch_weights(plan: Plan, *, shows_files: bool = True, shows_bar: bool = True) -> None:
-    """Fetch the weights of a hub model, if the run needs them.
+    """Fetch a model's weights from the hub, if the run needs them.
 
     Args:
         shows_files: Whether to print a line for each file on stderr.
@@ -82,10 +82,10 @@ class ConsoleObserver(RunObserver):
 
 
 class PlanObserver(RunObserver):
-    """Observer that shows the plan of a new run after the checks, or one line for a continued run.
+    """Observer that prints the plan of a new run after the checks, or one line for a continued run.
 
     Args:
-        config: Quoted path of the config file, for a command line.
+        config: Path of the config file, quoted for a command line.
         note: Message to print after the plan, or "".
     """
 
@@ -172,10 +172,10 @@ class LiveObserver(PlainObserver):
     """Observer with a live view of a few lines; messages scroll above the view.
 
     Args:
-        logging_steps: Number of steps between two updates of the figures.
+        logging_steps: Number of steps after which the shown metrics are updated.
         console: Terminal. Default: stdout.
-        activity: Current activity of the run.
-        is_lost: Returns whether the terminal is gone; then lines are printed.
+        activity: Current activity of the run, to be shown.
+        is_lost: Function that returns whether the terminal is gone. If so, lines are printed.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class LiveObserver(PlainObserver):
         if self._view is None:
             super().show_plan(plan)
             return
-        terminal = self._console  # Only the view's thread may write to it, so render the plan elsewhere.
+        terminal = self._console  # Only the view's thread may write to this console, so render the plan on another.
         other = Console(
             file=io.StringIO(), width=terminal.width, force_terminal=terminal.is_terminal, color_system="standard",
             no_color=terminal.no_color, highlight=False,
@@ -266,7 +266,7 @@ def make_observer(
     Args:
         console: Console to print on. Default: stdout.
         activity: Current activity that the live view shows.
-        is_lost: Returns whether the terminal is gone.
+        is_lost: Function that returns whether the terminal is gone.
     """
     console = console or Console(highlight=False)
     if progress == "none":

@@ -72,7 +72,7 @@ def writable_folder() -> Path:
 
 @contextmanager
 def explain_damaged_records(run: Path) -> Iterator[None]:
-    """Convert any error from a damaged record to an error that names the run. Users may have edited the record."""
+    """Convert any error from reading a run's record to one that names the run. Users may have edited the record."""
     try:
         yield
     except Exception as error:  # A malformed record can cause any exception.
@@ -92,7 +92,7 @@ class RunOptions:
     Attributes:
         source: Config files and overrides, including options that are shorthand for an override.
         dry_run: Whether to print the plan instead of training.
-        allow_config_change: Whether to continue a checkpoint even if a change alters the results.
+        allow_config_change: Whether to continue a checkpoint even if config changes alter the results.
         as_json: Whether to print JSON instead of text.
     """
 
@@ -103,7 +103,7 @@ class RunOptions:
 
     @property
     def arguments(self) -> list[str]:
-        """Command-line arguments of ``run`` for each of several processes."""
+        """Command-line arguments for ``run`` in each of several processes."""
         flags = ["--allow-config-change"] * self.allow_config_change + ["--json"] * self.as_json
         return [*self.source.arguments, *flags]
 
@@ -141,7 +141,7 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def locate_missing_paths(loaded: LoadedConfig) -> Iterator[None]:
-    """Prefix the error of a missing path with the config line that names the path."""
+    """Prefix the error about a missing path with the config line that names the path."""
     try:
         yield
     except Exception as error:

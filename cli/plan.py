@@ -106,7 +106,7 @@ def command(
         if size > 1:
             run = run.as_fullest_rank(size, hosts)
         if measure:
-            spinner.stop()  # The lines about measurements must stay visible.
+            spinner.stop()  # Keep the lines about measurements visible.
             _measure_machine(run)
         spinner.show_activity("reading the model and planning")
         with without_garbage_collection():
@@ -183,7 +183,7 @@ def _simulate_step(plan: Plan) -> SimulatedStep | None:
 
 
 def _run_lines(plan: Plan, length: RunLength, step_s: float | None) -> list[str]:
-    """Return lines with the totals of the run, except written bytes that the lines of a step already show."""
+    """Return lines with totals for the run, except written bytes that the lines about a step already show."""
     from tiered.units import format_decimal_size, format_duration, format_size
 
     if length.num_steps is None:
@@ -206,7 +206,7 @@ def _run_lines(plan: Plan, length: RunLength, step_s: float | None) -> list[str]
 
 
 def _evaluation_lines(spec: EvaluationSpec, plan: Plan) -> list[str]:
-    """Return lines about evaluations: sets, frequency, and the bytes that a pass over averaged weights moves."""
+    """Return lines about evaluations: sets, frequency, and the bytes that an evaluation of averaged weights moves."""
     from megatrain.tasks.evaluation import count_pass_traffic, plan_evaluations
     from tiered.units import format_size
 

@@ -1,4 +1,4 @@
-"""A plan as text or as JSON."""
+"""Output of a plan as text or as JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def print_plan(
     """Print a plan as a table or as one JSON object. The last line of the text is the verdict.
 
     Args:
-        problem: Reason why a run would be refused although its blocks fit the tiers, or "".
+        problem: Reason why a run would be refused although its blocks fit in the tiers, or "".
         run_lines: Lines about the whole run, printed after the lines about a step.
         run_values: JSON values about the whole run, used instead of ``run_lines`` with ``as_json``.
         console: Console for text. Default: stdout.
@@ -65,7 +65,7 @@ def print_plan(
 
 
 def _step_lines(plan: Plan) -> Iterator[str]:
-    """Yield lines about the memory of the process, and the traffic and estimated time of a step."""
+    """Yield lines about the memory of the process, and about a step's traffic and estimated time."""
     yield show.process_line(process.process_memory(plan))
     if moved := "  ".join(f"{link} {format_size(nbytes)}" for link, nbytes in nonzero_sizes(plan.traffic).items()):
         yield f"moved per step  {moved}"
@@ -122,7 +122,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def plan_table(plan: Plan) -> Table:
-    """Return a table of kinds by tiers with totals and budgets, in GiB, or in MiB if all sizes are small."""
+    """Return a table with the bytes of each kind in each tier, totals and budgets, in GiB, or MiB if all are small."""
     largest = max([*plan.totals.values(), *plan.budgets.values()], default=0)
     unit, unit_name = (GiB, "GiB") if max(plan.totals.values(), default=largest) >= 4 * GiB else (MiB, "MiB")
 

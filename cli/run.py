@@ -134,7 +134,7 @@ def _launch(options: RunOptions, loaded: LoadedConfig, output: RunOutput) -> int
 
 
 def _run_as_rank(options: RunOptions, group: RankGroup) -> NoReturn:
-    """Run as one of several processes, which all end together."""
+    """Run as one of several processes. If one ends, all end."""
     is_first = group.world.is_first
     try:
         with RunOutput() as output, Spinner("reading the config", is_shown=is_first and not options.as_json) as spinner:

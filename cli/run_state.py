@@ -27,7 +27,7 @@ class RunFolderState:
 
     Attributes:
         owner: Process of the run, or None if the run has ended.
-        status: Status that the current or last process wrote.
+        status: Status that the run's current or last process wrote.
         saved_step: Step of the checkpoint from which the run would continue.
         drive_bytes: Bytes of the run's checkpoints, by path of the drive.
         copied_steps: Steps of the complete copies in output_dir.
@@ -69,7 +69,7 @@ def status_of_owner(run: Path, owner: LockHolder) -> RunStatus | None:
 
 
 def require_owner(run: Path) -> LockHolder:
-    """Return the process of a run. If the run has ended, raise an error that states how it ended."""
+    """Return the process that executes a run. If the run has ended, raise an error that states how it ended."""
     owner = find_owner(run)
     if owner is None:
         if read_status(run) is None:
@@ -84,7 +84,7 @@ def missing_run_message(run: Path) -> str:
 
 
 def status_exit_code(status: RunStatus) -> int:
-    """Return the exit code of an ended run. A run without a final state died."""
+    """Return the exit code of a run that has ended. If its status has no final state, its process died."""
     if status.state not in FINAL_STATES:
         return EXIT_FAILED
     if status.exit_code is not None:
@@ -110,7 +110,7 @@ def describe_ended(run: Path) -> str:
 
 
 def describe_interrupted(run: Path) -> str:
-    """Describe the last checkpoint of a run that was interrupted without saving."""
+    """Describe the last checkpoint of a run that was interrupted before it could save."""
     saved = committed_step(run)
     if saved is None:
         return "interrupted; nothing saved"
@@ -131,7 +131,7 @@ def _next_step_text(run: Path) -> str:
 
 
 def _lost_text(run: Path, *, with_remedy: bool = False) -> str:
-    """Describe checkpoints that were lost with a drive or are read from another place; "" if there are none."""
+    """Describe checkpoints that were lost with a drive or are read from another place. Return "" if none exist."""
     found = saved_checkpoints(run)
     lost = LostPartsNotice.among(found)
     lines = [] if lost is None else [f"{lost}\n{lost.remedy(run)}" if with_remedy else str(lost)]

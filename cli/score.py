@@ -46,7 +46,7 @@ def command(source: ConfigSource, dry_run: bool, as_json: bool) -> int:
             spinner.show_activity("reading the model and planning")
 
             class ScoringObserver(MessageObserver):
-                """Observer that prints messages, and the plan of a new scoring or one line for a continued scoring."""
+                """Observer that prints messages, and the plan of a new scoring run or one line for a continued run."""
 
                 def on_ready(self, step: int | None) -> None:
                     if step is None and not as_json:

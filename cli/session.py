@@ -1,4 +1,4 @@
-"""A run in one process, from the config to the exit code. Imports torch."""
+"""A run in one process, from the config to the exit code. This module imports torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .terminal import RunOutput, Spinner, without_garbage_collection
 
 @dataclass(frozen=True)
 class Session:
-    """A run in this process, with its output.
+    """A run in this process, and where its output goes.
 
     Attributes:
         group: All processes of the run.
@@ -184,7 +184,7 @@ def _observers(session: Session, plan: Plan, console: ConsoleObserver, note: str
 
 
 def _exit_code_of(ending: BaseException | RunSummary) -> int:
-    """Return the exit code of a run that ended."""
+    """Return the exit code for the summary or exception with which a run ended."""
     if isinstance(ending, BaseException):
         return exit_code_of(ending) or EXIT_FAILED
     if not ending.interrupted:

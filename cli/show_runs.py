@@ -58,7 +58,7 @@ def command(run: Path | None, is_followed: bool, as_json: bool) -> int:
 
 
 def _find_runs(root: Path) -> Iterator[Path]:
-    """Yield the folders with a status, in ``root`` and below. Follows no symbolic links."""
+    """Yield ``root`` and the folders below it that contain a run's status. Symbolic links are not followed."""
     from megatrain.run.status import STATUS_NAME
 
     for folder, names, files in os.walk(root):

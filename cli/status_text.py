@@ -1,4 +1,4 @@
-"""The state of a run as text or as JSON, for ``status``."""
+"""Output of a run's state as text or as JSON, for ``status``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def print_run(state: RunFolderState) -> None:
 
 
 def _lines(state: RunFolderState) -> Iterator[tuple[str, str]]:
-    """Yield the name (or "") and the text of each line."""
+    """Yield (name or "", text) for each line about a run."""
     status, owner = state.status, state.owner
     if owner is None:
         yield from (("", line) for line in describe_ended(state.path).splitlines())

@@ -1,4 +1,4 @@
-"""Summary lines of a run that has ended."""
+"""Summary of a run that has ended, as lines of text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Terminal output of a command: a spinner, escaping of untrusted text, and a log file if the terminal closes."""
+"""Terminal output of commands: a spinner, escaping of untrusted text, and a log file in case the terminal closes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from typing import Any, Self, TextIO, cast
 
 import click
 
-#: Marks the context of a command that is the only one in its process.
+#: Object of the root click context in a process that runs only one command.
 OWN_PROCESS = object()
 #: Frames of the spinner: Braille dots, or ASCII for terminals without Unicode.
 FRAMES = ("\u280b\u2819\u2839\u2838\u283c\u2834\u2826\u2827\u2807\u280f", "|/-\\")
@@ -31,9 +31,9 @@ _CLEAR = "\r\x1b[K"
 _INTERVAL_S = 0.1
 #: Minimum columns of continued lines; below this, the indent is reduced.
 _MIN_WRAPPED_COLUMNS = 20
-_FIRST_LINE_DELAY_S = 1.0  # time before the first line if stderr is not a terminal
+_FIRST_LINE_DELAY_S = 1.0  # delay of the first line if stderr is not a terminal
 _MIN_SHOWN_S = 2.0  # Shorter times would only flicker.
-#: Errors of a write to a closed terminal or a broken pipe.
+#: Error numbers of writes to a closed terminal or a broken pipe.
 _CLOSED_ERRORS = (errno.EIO, errno.EPIPE, errno.ENXIO, errno.EBADF)
 #: Cursor sequences at the start of writes by the spinner and rich's live views.
 _CURSOR_SEQUENCES = re.compile(r"(?:\r|\n|\x1b\[(?:\?25[lh]|[0-9]*A|2?K))*")
@@ -171,7 +171,7 @@ class Spinner:
 
 
 def frames_for(encoding: str | None) -> str:
-    """Return the frames that an encoding supports."""
+    """Return the spinner's frames in characters that an encoding supports."""
     try:
         FRAMES[0].encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -209,7 +209,7 @@ class SafeStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text and return its length. For other types, the stream raises its error."""
+        """Write a text and return its length. For other types, the wrapped stream raises its own error."""
         self._stream.write(escape_controls(text) if isinstance(text, str) else text)
         return len(text)
 
@@ -234,7 +234,7 @@ def safe_output() -> Iterator[None]:
 
 
 def _is_own_process() -> bool:
-    """Return whether this process runs only one command."""
+    """Return whether the current command is the only one that this process runs."""
     context = click.get_current_context(silent=True)
     return context is not None and context.find_root().obj is OWN_PROCESS
 
