@@ -1,4 +1,4 @@
-"""The config file: its schema, its reader and its checks."""
+"""Config files: their schema, the reader, and the checks."""
 
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.sizes import Size

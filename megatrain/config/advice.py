@@ -1,6 +1,6 @@
 """Warnings about settings that a config permits but users rarely intend. No warning stops a run.
 
-The bounds are rules of thumb. They are wide enough for published recipes. docs/decisions explains them.
+The bounds are rules of thumb, explained in docs/decisions. They are wide enough for published recipes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["model_warnings"]
 
-#: Models below this size, as in tests and demonstrations, get the bounds of training from scratch.
+#: Below this size, as in tests and demonstrations, a model gets the bounds for training from scratch.
 _SMALL_MODEL_PARAMETERS = 50_000_000
 
 
@@ -59,7 +59,7 @@ def model_warnings(model: ModelSpec, max_length: int, optimizer: OptimizerConfig
 
 
 def _fused_warning(graph: ModelGraph, optimizer: OptimizerConfig) -> Iterator[str]:
-    """Yield a warning if parameters seem to contain several fused matrices, but how to split them is unknown."""
+    """Yield a warning if parameters seem to be several fused matrices that this project does not know how to split."""
     _, unknown = find_fused(graph)
     left = [name for name in unknown if not any(fnmatchcase(name, glob) for glob in optimizer.muon_exclude)]
     products = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in left)

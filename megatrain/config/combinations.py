@@ -16,7 +16,7 @@ from megatrain.data.table import RowFormat, weights_at
 from megatrain.tasks.table import TASK_FACTS
 from tiered.ext import folder_clashes
 
-#: Schedules of transformers -> their additional arguments.
+#: Additional arguments of the learning-rate schedules in transformers, by schedule.
 _SCHEDULE_ARGUMENTS: Mapping[str, frozenset[str]] = {
     "constant": frozenset(),
     "constant_with_warmup": frozenset(),
@@ -34,7 +34,7 @@ _SCHEDULE_ARGUMENTS: Mapping[str, frozenset[str]] = {
 
 
 def find_bad_combinations(config: RunConfig) -> list[Problem]:
-    """Return the problems with values that are valid alone but cannot work together. Read nothing but the config."""
+    """Return the problems with values that are each valid but cannot work together. Read nothing but the config."""
     return [
         *_check_batch(config),
         *_check_formats(config),
@@ -98,7 +98,7 @@ def find_warnings(config: RunConfig) -> list[str]:
 
 
 def _find_ineffective_keys(config: RunConfig) -> Iterator[str]:
-    """Yield a warning for each key that is set but has no effect with another key of its table."""
+    """Yield a warning for each key that is set but has no effect because of another key in its table."""
     for key, schema in KEYS.items():
         for other, value in disabling_keys(key, config).items():
             given = config.value(key)
@@ -107,7 +107,7 @@ def _find_ineffective_keys(config: RunConfig) -> Iterator[str]:
 
 
 def disabling_keys(key: str, config: RunConfig) -> dict[str, Any]:
-    """Return the keys, with their values, that make a key ineffective. Return {} if the key has an effect."""
+    """Return the keys that make a key ineffective, with their values. Return {} if the key has an effect."""
     found = {other: (config.value(other), values) for other, values in used_if(key).items()}
     return {other: value for other, (value, values) in found.items() if value not in values}
 

@@ -1,4 +1,4 @@
-"""Facts about the first rows of training data on this machine, for a first config."""
+"""Facts about the first rows of local training data, from which ``init`` writes a first config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatrain.tasks.table import TASK_FACTS
 
 
 def first_rows(path: str, config_path: str, task: str | None) -> DataFacts:
-    """Return facts about the first rows of a file, glob or folder. Fetches nothing.
+    """Return facts about the first rows of a file, glob or folder. Nothing is fetched from the network.
 
     Args:
         config_path: Path as written in the config.
@@ -22,7 +22,7 @@ def first_rows(path: str, config_path: str, task: str | None) -> DataFacts:
     if is_hub_name(path):
         if suffix_of(Path(path)) in (*TEXT_SUFFIXES, *ARROW_SUFFIXES):
             return DataFacts(config_path, problem=f"{config_path}: there is no such file yet")
-        return DataFacts(config_path)  # nothing is fetched before `check`
+        return DataFacts(config_path)  # a hub data set, which only `check` fetches
     try:
         preview = detect_format(path, None if task is None else row_kind(TASK_FACTS[task].rows(None)))
     except DataError as error:

@@ -12,13 +12,13 @@ from megatrain.base.table import Alters
 from megatrain.base.toml import format_value
 from megatrain.config.schema import RunConfig
 
-#: Schema file that ``init`` writes next to a config, whose first line names it.
+#: Name of the schema file that ``init`` writes next to a config. The config's first line refers to it.
 SCHEMA_FILE_NAME = "megatrain-tier.schema.json"
 SCHEMA_TITLE = "Config of megatrain-tier"
 
 Schema = dict[str, Any]
 Path = tuple[str | int, ...]
-#: Keyword of JSON Schema -> its text in a sentence.
+#: Wording for each JSON Schema keyword in a sentence about allowed values.
 _BOUNDS = {
     "minimum": "at least",
     "exclusiveMinimum": "above",
@@ -29,7 +29,7 @@ _BOUNDS = {
 _TYPES = {"integer": "whole number", "number": "number", "string": "text"}
 
 
-# The walk
+# Traversal of the schema
 
 
 class _TomlSchema(GenerateJsonSchema):
@@ -50,7 +50,7 @@ class _TomlSchema(GenerateJsonSchema):
 
 
 def _without_references(node: Any, tables: Mapping[str, Schema]) -> Any:
-    """Return a schema with each reference replaced by its table."""
+    """Return a schema in which each reference is replaced by the table that it refers to."""
     if isinstance(node, list):
         return [_without_references(each, tables) for each in node]
     if not isinstance(node, dict):
@@ -164,7 +164,7 @@ def parse_path(name: str) -> Path:
 
 
 def schema_key(name: str) -> str:
-    """Return a name without numbers. For a name inside one of :data:`FREE_TABLES`, return the table's name."""
+    """Return a key's name without numbers. For a key inside one of :data:`FREE_TABLES`, return the table's name."""
     name = plain(parse_path(name))
     return next((table for table in FREE_TABLES if name.startswith(f"{table}.")), name)
 
@@ -172,8 +172,8 @@ def schema_key(name: str) -> str:
 def full_keys_of_leaf(leaf: str) -> list[str]:
     """Return the dotted keys whose last part is ``leaf``, sorted.
 
-    A single key outside array tables hides the keys inside them. Keys of ``[[data.train]]`` hide the same keys of
-    ``[[data.eval]]``.
+    If exactly one key is outside array tables, the keys inside them are omitted. Keys of ``[[data.train]]`` replace the
+    same keys of ``[[data.eval]]``.
     """
     found = {key for key in KEYS if key.rsplit(".", 1)[-1] == leaf}
     keys = sorted(found - {key.replace("data.train.", "data.eval.") for key in found if key.startswith("data.train.")})
@@ -222,7 +222,7 @@ def _choices(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def describe_allowed(key: str) -> str:
-    """Return advice about valid values for one of :data:`KEYS`, to replace a wrong value."""
+    """Return advice about valid values for one of :data:`KEYS`, for the message about a wrong value."""
     words, default = allowed_values(KEYS[key]), KEYS[key].get("default")
     if words == "text":
         words = "text in quotes"
@@ -232,7 +232,7 @@ def describe_allowed(key: str) -> str:
 
 
 def first_required(table: str) -> str:
-    """Return the first required key inside a table."""
+    """Return the first key inside a table that the table must contain."""
     return next(key for key in KEYS if key.startswith(f"{table}.") and is_required(key))
 
 

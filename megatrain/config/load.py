@@ -1,4 +1,4 @@
-"""Loader of TOML files and ``--set`` overrides into one checked config. All problems are reported together.
+"""Loader that turns TOML files and ``--set`` overrides into one checked config. All problems are reported at once.
 
 Files are read as trees of values with the line of each key. The trees are merged, unknown keys are removed, and the
 schema checks the rest. :func:`salvage` returns the usable part of a config with problems.
@@ -72,7 +72,7 @@ def load_config(
     if config is not None:
         meant = [key for each in problems for key in _SUGGESTION.findall(each.remedy)]
         found = tree.locate(find_bad_combinations(config))
-        # A problem that mentions the correct name of a misspelled key may follow from the misspelling.
+        # Drop problems that mention the correct name of a misspelled key, because they may follow from the misspelling.
         problems.extend(each for each in found if not any(_follows_from(each, key) for key in meant))
         warnings.extend(find_warnings(config))
     is_overlay = not tree.values.keys() & {"task", "output_dir", "data", "model"}
@@ -86,7 +86,7 @@ def load_config(
 
 
 def _read(*files: Path) -> Tree:
-    """Return the merged values of files. Raises ConfigError with the problems of all unreadable files."""
+    """Return the merged values of several files. Raises ConfigError with the problems of all unreadable files."""
     tree = Tree()
     problems: list[Problem] = []
     for file in files:
@@ -103,7 +103,7 @@ def _read(*files: Path) -> Tree:
 
 
 def _apply_override(tree: Tree, text: str) -> list[Problem]:
-    """Apply one ``KEY=VALUE`` to the tree, and return its problems."""
+    """Apply one ``KEY=VALUE`` override to the tree, and return the problems that it has."""
     name, separator, value_text = text.partition("=")
     name = name.strip()
     if not separator or not all(part.strip() for part in name.split(".")):
@@ -131,7 +131,7 @@ def _parse_value(text: str) -> Any:
 
 
 def validated(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
-    """Return the config, or None and the problems with single values. Combinations of values are not checked."""
+    """Validate each value alone. Return the config, or None and the problems. Combinations are not checked."""
     try:
         return RunConfig.model_validate(values), []
     except ValidationError as error:
@@ -145,7 +145,7 @@ def validated(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem
 def salvage(
     path: Path, extra_files: Sequence[Path], problems: Collection[Problem]
 ) -> tuple[RunConfig | None, list[Problem]]:
-    """Return the config without its wrong keys, and the problems that appear after their removal.
+    """Return the config without its wrong keys, and the new problems that their removal causes.
 
     The config is None if a required key is wrong or a file is not TOML.
 

@@ -78,7 +78,7 @@ def _first_unset_variable(text: str) -> str:
 
 
 def _absolute(text: str, folder: Path, name: str | None) -> str:
-    if not (folder / text).exists():  # the name of a folder may contain "$"
+    if not (folder / text).exists():  # an existing folder's name may contain "$"
         text = _VARIABLE.sub(lambda match: os.environ.get(match[1] or match[2], match[0]), text)
     if _URL.match(text):
         return without_secrets(text)

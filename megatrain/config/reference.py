@@ -78,7 +78,7 @@ class KeyDescription:
         }
 
 
-#: Names in other tools for quantizing a model while loading it.
+#: Keys of other tools that quantize a model while loading it.
 _QUANTIZED = frozenset(
     {"load_in_4bit", "load_in_8bit", "quantization_bit", "quantization_method", "bnb_4bit_quant_type"}
 )
@@ -137,7 +137,7 @@ def _default(key: str, stated_default: str) -> str:
     """Return the default of a key as TOML, or the reason why it has none.
 
     Args:
-        stated_default: Text to return for a key whose description states the default.
+        stated_default: Text to return for a key whose description already states the default.
     """
     schema = KEYS[key]
     if "default" in schema:
@@ -170,7 +170,7 @@ def _example(key: str) -> tuple[str, ...]:
 
 
 def to_markdown() -> str:
-    """Return the reference as Markdown."""
+    """Return the reference of all keys as Markdown."""
     parts = [_INTRODUCTION]
     for table in ("", *TABLES):
         rows = [_row(key) for key in KEYS if key.rpartition(".")[0] == table]

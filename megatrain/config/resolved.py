@@ -80,7 +80,7 @@ def config_lines(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def config_from_toml(text: str, source: str = "the config in the checkpoint") -> RunConfig:
-    """Return the config of a text from :func:`to_toml`. Missing keys get their defaults.
+    """Return the config that :func:`to_toml` wrote as text. Missing keys get their defaults.
 
     Args:
         source: Name of the text in messages.
@@ -101,7 +101,7 @@ def config_from_toml(text: str, source: str = "the config in the checkpoint") ->
 
 
 def _version_problem(detail: ErrorDetails) -> Problem | None:
-    """Return the problem for a validation error of a resolved config, which was valid when it was written."""
+    """Return the problem for a validation error in a resolved config, which another version wrote as valid."""
     key = dotted(detail["loc"])
     if detail["type"] == "extra_forbidden":
         return Problem(key, f"unknown key `{key}`", _NEWER)
@@ -201,7 +201,7 @@ def resolved_lines(loaded: LoadedConfig) -> list[Line]:
 
 
 def _with_defaults(config: RunConfig) -> RunConfig:
-    """Return a config with the same required values and with defaults for all other keys."""
+    """Return a config with the same values of required keys and with defaults for all other keys."""
     values = config.model_dump(mode="python")
     kept = {
         "task": values["task"],
@@ -255,7 +255,7 @@ def changes_from(config_toml: str, now: RunConfig) -> ConfigChanges:
 
     Args:
         config_toml: Config in the checkpoint, as :func:`to_toml` wrote it.
-        now: Config of the run; for keys of `DECIDED_BY_RUNS`, "auto" means the value in the checkpoint.
+        now: Config of the resuming run. In keys of `DECIDED_BY_RUNS`, "auto" means the value in the checkpoint.
 
     Raises:
         ConfigError: The checkpoint's config has keys or values that this version does not know.
@@ -295,7 +295,7 @@ class Difference:
 
 
 def difference(before: RunConfig, now: RunConfig) -> Difference:
-    """Return the difference between two runs. Unlike for a resume, their models and data may differ."""
+    """Return the differences between two runs' configs. Unlike for a resume, their models and data may differ."""
     changes = compare(before, now)
     altering = list(changes.altering)
     by_contents: list[Change] = []
@@ -365,14 +365,14 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """
     for key, value in values.items():
         table, _, leaf = key.partition(".")
-        if config.value(key) != value:  # assigning an equal value would mark the key as set by the user
+        if config.value(key) != value:  # assigning even an equal value marks the key as set by the user
             changed = getattr(config, table).model_copy(update={leaf: value})
             config = config.model_copy(update={table: changed})
     return config
 
 
 def with_decisions(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """Return a config with "auto" replaced by a run's choices, except in keys without effect.
+    """Return a config in which a run's choices replace "auto", except in keys without effect.
 
     Args:
         values: Value by key, for keys of `DECIDED_BY_RUNS`.
@@ -386,5 +386,5 @@ def with_commit(config: RunConfig, hub: HubModel | None) -> RunConfig:
 
 
 def _is_undecided(config: RunConfig, key: str) -> bool:
-    """Return whether a run must decide the value of a key."""
+    """Return whether a key has an effect and is still "auto", so that a run must decide its value."""
     return not disabling_keys(key, config) and bool(config.value(key) == "auto")

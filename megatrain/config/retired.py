@@ -1,4 +1,4 @@
-"""Keys and values of earlier versions that no longer exist, and advice about them."""
+"""Removed keys and values of earlier versions, and advice on what to use instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CLASSIFY = (
     "Train classifiers with transformers' AutoModelForSequenceClassification or AutoModelForTokenClassification: "
     "call megatrain.offload(model, store), and use megatrain.hf.offloaded(Trainer) as the Trainer"
 )
-#: Advice by removed key or table. Removed keys do not affect the results of current tasks, so resumes ignore them.
+#: Advice by removed key or table. Removed keys do not affect results of current tasks, so a resume ignores them.
 RETIRED: Mapping[str, str] = {
     "advanced.keep_graphs": _RECOMPUTE,
     "advanced.save_attention": _RECOMPUTE,
@@ -30,7 +30,7 @@ RETIRED_CHOICES: Mapping[tuple[str, str], str] = {
 
 
 def without_retired(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of an earlier version's config without removed keys."""
+    """Return a config's values, as an earlier version wrote them, without the keys that have been removed."""
     return {
         key: without_retired(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
         for key, value in values.items()

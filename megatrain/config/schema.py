@@ -129,12 +129,12 @@ class RunConfig(Table):
 
     @property
     def row_kind(self) -> RowKind:
-        """Kind of the rows that the task trains on."""
+        """Kind of rows on which the task trains."""
         return row_kind(TASK_FACTS[self.task].rows(self.task_table))
 
     @property
     def rows_per_example(self) -> int:
-        """Rows that one example occupies in a micro-batch."""
+        """Number of rows that one example occupies in a micro-batch."""
         return self.row_kind.num_documents
 
     @property

@@ -28,7 +28,7 @@ class DataFacts:
     Attributes:
         path: Path as the user wrote it, or a name on the hub.
         format: Format of the rows, or "" if unknown.
-        columns: Column name of each field that differs from its column's name.
+        columns: Column name for each field whose name differs from its column.
         problem: Reason why the rows cannot be used without changes, or "".
         has_label: Whether each row has one answer and a label.
     """
@@ -41,7 +41,7 @@ class DataFacts:
     has_label: bool = False
 
     def without_template(self) -> DataFacts:
-        """Return facts in which questions and answers are prompts and completions, which need no chat template."""
+        """Return the facts with questions and answers as prompts and completions, which need no chat template."""
         if self.format != "alpaca" or not self.columns or "input" in self.fields:
             return self
         question, answer = (self.columns.get(name, name) for name in ("instruction", "output"))

@@ -38,7 +38,7 @@ def toml_lines(text: str) -> list[str]:
 
 
 def syntax_problem(source: str, text: str, error: tomllib.TOMLDecodeError) -> Problem:
-    """Return the problem for a parse error of ``tomllib``."""
+    """Return the problem, with line and remedy, for a parse error from ``tomllib``."""
     error_text = str(error)
     match = _ERROR_LINE.search(error_text)
     lines = toml_lines(text)
@@ -57,7 +57,7 @@ def syntax_problem(source: str, text: str, error: tomllib.TOMLDecodeError) -> Pr
 
 
 def _find_unclosed_quote(lines: list[str]) -> int | None:
-    """Return the last line with an unclosed quote, counted from 1; the parser reports only the end of the file."""
+    """Return the last line with an unclosed quote, counted from 1, because the parser reports only the file's end."""
     for number in range(len(lines), 0, -1):
         line = re.sub(r"\"(?:\\.|[^\"\\])*\"|'[^']*'|#.*", "", lines[number - 1])
         if "'" in line or '"' in line:
@@ -92,7 +92,7 @@ def _remedy(error_text: str, line: str, lines: list[str]) -> str:
 
 
 def encoding_problem(source: str, raw: bytes, error: UnicodeDecodeError) -> Problem:
-    """Return the problem of a file that is not UTF-8."""
+    """Return the problem, with line and remedy, for a file that is not UTF-8."""
     line = raw[: error.start].count(b"\n") + 1
     byte = raw[error.start]
     return Problem("", f"the file is not UTF-8 text (byte 0x{byte:02x})", "Save it as UTF-8", source, line)

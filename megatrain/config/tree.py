@@ -26,7 +26,7 @@ class KeyOrigin(NamedTuple):
     """Origin of a key's value.
 
     Attributes:
-        where: File, or ``--set``, or "" for a default.
+        where: File that sets the key, or ``--set``, or "" for a default.
         line: Line in the file, from 1, or None if unknown.
     """
 
@@ -39,7 +39,7 @@ class KeyOrigin(NamedTuple):
 
 @dataclass
 class Tree:
-    """Values of one file, or of several merged files.
+    """Tree of config values from one file, or from several merged files.
 
     Attributes:
         origins: Origins of keys and table headers, by dotted key.
@@ -59,7 +59,7 @@ class Tree:
         return next(inside, KeyOrigin())
 
     def locate(self, problems: Iterable[Problem]) -> list[Problem]:
-        """Return the problems, with the origins of their keys added."""
+        """Return copies of these problems that also state the file and line of their keys."""
         return [replace(each, **self.origin(each.key)._asdict()) for each in problems]
 
     def merge(self, other: Tree) -> None:
@@ -78,7 +78,7 @@ class Tree:
             target[key] = copy.deepcopy(value)
 
     def put(self, path: KeyPath, value: Any, origin: KeyOrigin) -> list[Problem]:
-        """Set a value, and return the problems. Create missing tables, and the next item of a list."""
+        """Set a value at a path, and return the problems. Missing tables, and the next item of a list, are created."""
         at: Any = self.values
         for index, part in enumerate(path):
             if (obstacle := _obstacle(at, part, dotted(path[:index]))) is not None:
@@ -119,7 +119,7 @@ class Tree:
 
 
 def _obstacle(at: Any, part: int | str, outer: str) -> tuple[str, str] | None:
-    """Return why a value cannot have a part, and the remedy. Return None if it can."""
+    """Return why a value cannot contain a key or item, and the remedy. Return None if it can."""
     if isinstance(part, str):
         is_table = isinstance(at, dict)
         return None if is_table else (f"{outer} is a value, not a table", f"Write --set {outer}=VALUE")
@@ -180,7 +180,7 @@ def find_lines(text: str) -> dict[str, int]:
     lines: dict[str, int] = {}
     counts: dict[str, int] = {}
     table = ""
-    depth, quote = 0, ""  # inside an open array, or inside a multi-line string that ends with `quote`
+    depth, quote = 0, ""  # number of open arrays, and the quote that ends an open multi-line string
     for number, line in enumerate(toml_lines(text), start=1):
         if quote:
             if quote in line:
@@ -214,7 +214,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _with_numbers(name: str, counts: dict[str, int]) -> str:
-    """Return ``name`` with the current index after each array table, except after the last part."""
+    """Return ``name`` with the current index inserted after each array table, except after the last part."""
     parts = name.split(".")
     path = parts[0]
     for part in parts[1:]:

@@ -27,7 +27,7 @@ _TOP = "at the top of the file, before the first table"
 
 
 def remove_unknown(tree: Tree) -> tuple[list[Problem], list[str]]:
-    """Remove unknown keys from a tree, and rename accepted old names. Return problems and warnings."""
+    """Remove unknown keys from a tree, and rename keys whose old name is accepted. Return problems and warnings."""
     problems: list[Problem] = []
     warnings: list[str] = []
     old: list[tuple[str, Any, KeyOrigin]] = []
@@ -69,7 +69,7 @@ def _find_unknown(table: dict[str, Any], path: KeyPath = ()) -> Iterator[tuple[d
 
 
 def _explain(tree: Tree, path: KeyPath, value: Any) -> Iterator[Problem]:
-    """Yield the problems of an unknown key or table."""
+    """Yield the problems to report for an unknown key or table."""
     contents = list(value) if isinstance(value, dict) else []
     meant = nearest_table(path) if isinstance(value, dict) else ""
     # A table whose name looks misspelled is reported as a whole, even if its keys exist elsewhere.
@@ -100,7 +100,7 @@ def has_advice(path: KeyPath) -> bool:
 
 
 def nearest_table(path: KeyPath) -> str:
-    """Return the last part of the most similar table name on the same level, or "" if none is similar."""
+    """Return the most similar table name on the same level, without its parent tables, or "" without a similar name."""
     level = plain(path[:-1])
     tables = [table.rpartition(".")[2] for table in TABLES if table.rpartition(".")[0] == level]
     return next(iter(difflib.get_close_matches(str(path[-1]), tables, n=1, cutoff=0.8)), "")

@@ -53,7 +53,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class _RejectedValue:
-    """A value that the schema rejects.
+    """Value that the schema rejects, with the reason.
 
     Attributes:
         key: Dotted key of the value.
@@ -85,7 +85,7 @@ def explain_error(detail: ErrorDetails) -> Problem | None:
     rejected = _RejectedValue(dotted(path), plain(path), value, kind, context)
     schema = KEYS.get(rejected.name, {})
     if kind == "default_factory_not_called":
-        return None  # the default is the value of another key, whose error is reported
+        return None  # the value comes from another key, whose error is reported
     if kind == "missing":
         return _explain_missing(rejected)
     if isinstance(value, str) and value.strip().lower() in ("true", "false") and _accepts_boolean(schema):
@@ -120,7 +120,7 @@ def explain_error(detail: ErrorDetails) -> Problem | None:
 
 
 def _explain_missing(rejected: _RejectedValue) -> Problem:
-    """Return the problem of a missing key. For a missing table, return the problem of its first required key."""
+    """Return the problem for a missing key. For a missing table, return the problem for its first required key."""
     key = rejected.key
     if rejected.name in TABLES:
         inner = first_required(rejected.name)
@@ -134,7 +134,7 @@ def _accepts_boolean(schema: Mapping[str, Any]) -> bool:
 
 
 def _field_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Return the path of a key without the parts that pydantic appends: union branches and list items."""
+    """Return a key's path without the parts that pydantic appends: union branches and list items."""
     for length in range(1, len(location) + 1):
         if plain(location[:length]) in KEYS:
             return location[:length]
@@ -143,7 +143,7 @@ def _field_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
 
 #: Tasks that generate samples during training.
 _ONLINE_TASKS = ("grpo", "ppo", "rloo", "online_dpo", "gspo", "dapo")
-#: (key, another tool's value) -> the value in this project.
+#: Equivalent value in this project, by (key, value in another tool).
 _ALIASES = {("preference.loss_type", "dpo"): "sigmoid"}
 
 
@@ -165,7 +165,7 @@ def _explain_choice(rejected: _RejectedValue) -> Problem:
 
 
 def _explain_unit(rejected: _RejectedValue) -> Problem:
-    """Return the problem of a size, rate or duration, with the parser's reason for text and positive numbers."""
+    """Return the problem with a size, rate or duration. For text and positive numbers, it has the parser's reason."""
     key, name, value = rejected.key, rejected.name, rejected.value
     schema, reason = KEYS[name], str(rejected.context["error"])
     words = [f'"{word}"' for word in ("auto", "unlimited") if f'"{word}"' in allowed_values(schema)]
