@@ -1,1 +1,1 @@
-"""Several processes on one run: their identity, start, mutual watch, end, and shards."""
+"""Runs with several processes: how they start, find and watch each other, divide the data, and end."""

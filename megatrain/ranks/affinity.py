@@ -1,6 +1,6 @@
 """Selection of CPU cores for a rank. The cores are near its GPU and are not shared with other ranks.
 
-Pin a rank before any library starts threads, so that the memory it touches first is on its NUMA node.
+Pin a rank before any library starts threads. Memory that the rank touches first is then on its NUMA node.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def parse_cores(text: str) -> list[int]:
 
 
 def bus_of_gpu() -> str:
-    """Return the current GPU's PCI address in the form of sysfs, or "" if this version of torch does not have it."""
+    """Return the current GPU's PCI address as sysfs writes it, or "" if this version of torch does not provide it."""
     import torch
 
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

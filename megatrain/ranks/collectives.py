@@ -36,7 +36,7 @@ _Result = TypeVar("_Result")
 
 
 class RanksDifferError(WorldError):
-    """Ranks differ in a property that determines the order of collectives. Raised on all ranks."""
+    """Error for ranks that differ in a property that determines the order of collectives. Raised on all ranks."""
 
 
 def check_same(
@@ -45,11 +45,11 @@ def check_same(
     parts: Mapping[str, str],
     advice: str = "Start all of them with the same config, data and versions",
 ) -> None:
-    """Check that all ranks have the same texts. A collective. If the texts are equal, it only sends one digest.
+    """Check that all ranks have the same texts. This is a collective. If the texts are equal, it sends only a digest.
 
     Args:
         gather: Collective that returns every rank's item, by rank.
-        what: Name of the compared thing, such as ``"config"``, for the error message.
+        what: Name of what is compared, such as ``"config"``, for the error message.
         parts: Texts to compare, by name. They are compared in this order.
         advice: Remedy for a difference.
 
@@ -74,8 +74,8 @@ class Collectives:
     """Transfers between the ranks of a process group. Not thread-safe.
 
     Tensors must be contiguous and on the group's device: the host with gloo, a GPU with NCCL. On a GPU, collectives are
-    queued on the current stream. On the host, a collective is complete when the call returns. With ``is_async``, it is
-    complete after a wait for the returned work.
+    queued on the current stream. On the host, a collective is complete when the call returns. With ``is_async``, the
+    caller must wait for the returned work.
 
     Args:
         group: Process group of the ranks, or None for the default group.
@@ -143,7 +143,7 @@ class Collectives:
         return work
 
     def scatter(self, shard: Tensor, shards: Sequence[Tensor] | None, source: int) -> None:
-        """Send one tensor from rank ``source`` to each rank.
+        """Send a different tensor from rank ``source`` to each rank.
 
         Args:
             shard: Output, ``(N,)``. Must have the same length on all ranks.
@@ -196,7 +196,7 @@ class Collectives:
 
 
 class SingleRank:
-    """Collectives of a single process. They transfer nothing."""
+    """Collectives for a single process, which transfer nothing."""
 
     rank, size = 0, 1
 
@@ -209,7 +209,7 @@ class SingleRank:
 
 
 def make_collectives(world: World, tier: str) -> Collectives | SingleRank:
-    """Return a world's collectives. If there are several ranks, all of them must call this after they have joined.
+    """Return a world's collectives. Several ranks must all call this after joining the process group.
 
     Args:
         tier: Name of the tier in which layers run.

@@ -38,7 +38,7 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a ``DTensor``, without autograd or a copy. Return any other tensor unchanged."""
+    """Return this rank's shard of a ``DTensor``, without autograd and not copied, or any other tensor unchanged."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -56,7 +56,7 @@ def is_unsharded(parameter: DTensor) -> bool:
 
 
 def check_parameter(parameter: DTensor) -> None:
-    """Check that the ranks have values of a parameter, not terms of a sum.
+    """Check that the ranks hold a parameter's values, not terms that must be summed to get the values.
 
     Raises:
         ValueError: The parameter is partial, so each rank has only one term of a sum.
@@ -127,9 +127,9 @@ def like_parameter(local: Tensor, parameter: DTensor) -> Tensor:
 
 
 def add_over_shards(parameters: Sequence[Tensor], values: Sequence[float]) -> list[float]:
-    """Sum one value per parameter over the ranks with its shards. Values of unsharded parameters are unchanged.
+    """Sum one value per parameter over the ranks that shard it. Values for unsharded parameters stay unchanged.
 
-    Values are added in rank order, so that all ranks get bit-identical sums. A collective: all ranks must call it with
+    Values are added in rank order, so that all ranks get bit-identical sums. Collective: all ranks must call it with
     the same parameters.
 
     Args:
@@ -147,7 +147,7 @@ def add_over_shards(parameters: Sequence[Tensor], values: Sequence[float]) -> li
             ranks = Collectives(mesh.get_group(dim))
             found = torch.empty(ranks.size * len(mine), dtype=mine.dtype, device=mine.device)
             ranks.gather(found, mine)
-            first, *others = found.view(ranks.size, -1).cpu().unbind()  # the host adds in this order
+            first, *others = found.view(ranks.size, -1).cpu().unbind()  # add on the host, in rank order
             for other in others:
                 first = first + other
             mine = first.to(mesh.device_type)

@@ -1,4 +1,4 @@
-"""Group of a run's ranks. A rank uses it to meet the other ranks, exchange data, send reports, and end together."""
+"""Group of a run's ranks, with which a rank connects to the others, exchanges data, sends reports, and ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RankGroup:
 
     @classmethod
     def from_environment(cls) -> RankGroup:
-        """Return the group that the environment describes, and select this rank's GPU. Does not connect the ranks.
+        """Return the group that the environment describes, and select this rank's GPU. Do not connect the ranks yet.
 
         Raises:
             WorldError: The environment does not describe a valid group.
@@ -55,7 +55,7 @@ class RankGroup:
         return cls(world, line)
 
     def rendezvous(self) -> None:
-        """Meet the other ranks and start to watch them. From then on, a failure of any rank ends all ranks.
+        """Connect to the other ranks and start to watch them. From then on, if any rank fails, all ranks end.
 
         Raises:
             WorldError: The meeting point is unknown, or not all ranks connected in time.
@@ -81,7 +81,7 @@ class RankGroup:
             else:
                 host, port = LOOPBACK, _port(self._launcher)
                 served = connect(self.world, host, port)
-            self._store = PrefixStore(attempt, served)  # rank 0 must keep this object, because it serves all ranks
+            self._store = PrefixStore(attempt, served)  # rank 0 must keep this object, which serves all ranks
             own = PrefixStore(attempt, connect(self.world, host, port))
             own.set(f"host/{self.world.rank}", self.world.host)
             self._watcher = Watcher(
@@ -93,7 +93,7 @@ class RankGroup:
             )
             self._watcher.start()
             for rank in range(self.world.size):
-                self._store.get(f"host/{rank}")  # wait for the rank
+                self._store.get(f"host/{rank}")  # waits until the rank has connected
         except DistError as error:
             raise WorldError(
                 f"not all {self.world.size} ranks met within {CONNECT_TIMEOUT_S:.0f} s: {str(error).splitlines()[0]}"
@@ -121,7 +121,7 @@ class RankGroup:
             )
         if table.threads != "auto":
             torch.set_num_threads(table.threads)
-        # Do not require a GPU yet, because `init` reports a missing GPU on all ranks.
+        # Do not raise an error for a missing GPU here, because `init` reports it on all ranks.
         kind, bus = THIS_MACHINE.resolve_device("auto" if device == "cuda" else device), ""
         if kind.type == "cuda":
             kind, bus = torch.device("cuda", 0), bus_of_gpu()
@@ -144,7 +144,7 @@ class RankGroup:
     # -- communication between ranks -----------------------------------------------------------------------------
 
     def gather(self, item: T) -> list[T]:
-        """Return every rank's item, by rank. A collective: all ranks must call it in the same order."""
+        """Return every rank's item, by rank. This is a collective: all ranks must call it in the same order."""
         if self.world.is_single:
             return [item]
         from megatrain.ranks.messages import gather_messages
@@ -152,7 +152,7 @@ class RankGroup:
         return gather_messages(item)
 
     def broadcast(self, item: T) -> T:
-        """Return rank 0's item on all ranks. The items of all other ranks are ignored. A collective."""
+        """Return rank 0's item on all ranks. Other ranks' items are ignored. This is a collective."""
         if self.world.is_single:
             return item
         from megatrain.ranks.messages import broadcast_message
@@ -167,7 +167,7 @@ class RankGroup:
         dist.send(tensor, rank)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
-        """Receive a rank's tensor into a host tensor."""
+        """Receive a tensor that a rank has sent into a host tensor."""
         import torch.distributed as dist
 
         dist.recv(tensor, rank)
@@ -195,7 +195,7 @@ class RankGroup:
     def listen(
         self, *, on_notice: Callable[[str], None] | None = None, on_failure: Callable[[Failure], None] | None = None
     ) -> None:
-        """Set callbacks for notices of other ranks and for a failure. ``on_failure`` runs before the process ends.
+        """Set callbacks for notices from other ranks, and for a failure that is about to end this process.
 
         Both callbacks are called on one of the watcher's threads.
         """
@@ -229,7 +229,7 @@ class RankGroup:
         os._exit(exit_code)
 
     def end(self, exit_code: int) -> NoReturn:
-        """End this process after the run, if there are several ranks. Never returns.
+        """If there are several ranks, end this process after the run and never return.
 
         Skips the interpreter's shutdown, because the shutdown can deadlock. When a gloo group is destroyed, it holds
         the GIL and joins a thread. That thread can be waiting for the GIL.
@@ -242,7 +242,7 @@ class RankGroup:
 
 
 def _port(line: LauncherConnection) -> int:
-    """Wait until rank 0 has sent the port of the meeting point to the launcher. Return the port."""
+    """Wait until the launcher has received the rendezvous port from rank 0, and return the port."""
     waited: Sequence[dict[str, object]] | None = []
     while waited is not None:
         for message in waited:
@@ -258,5 +258,5 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # the stream is closed
+        except (OSError, ValueError):  # raised if the stream is closed
             continue

@@ -1,9 +1,9 @@
-"""Lanes: an order of adding the gradients of a step's micro-batches that does not depend on the number of ranks.
+"""Lanes: an order for adding the micro-batches' gradients that does not depend on the number of ranks.
 
 Floating-point sums depend on their order. The micro-batches of a step are therefore divided into contiguous lanes of
 nearly equal size. Each lane is summed from its first micro-batch to its last. The lanes' sums are added in a binary
-tree that depends only on the number of lanes. Each rank adds up the complete subtrees among its lanes. The owner of an
-element then adds the subtrees of all ranks (`total`). With one lane, gradients are added one micro-batch after another.
+tree that depends only on the number of lanes. Each rank sums the subtrees that contain only its own lanes. The owner of
+an element then adds the ranks' sums (`total`). With one lane, gradients are added one micro-batch after another.
 
 The tree is left-complete: a node is split at the largest power of two below its number of lanes.
 """
@@ -73,7 +73,7 @@ def split(first: int, stop: int) -> int:
 
 
 def subtrees(first: int, stop: int, own_first: int, own_stop: int) -> list[Subtree]:
-    """Return, in order, the largest subtrees of a node with only lanes from ``own_first`` to before ``own_stop``."""
+    """Return, in order, the largest subtrees of a node whose lanes are all within [``own_first``, ``own_stop``)."""
     if own_stop <= first or stop <= own_first:
         return []
     if own_first <= first and stop <= own_stop:
@@ -88,7 +88,7 @@ def total(first: int, stop: int, sums: Mapping[Subtree, _Sum], add: Callable[[_S
     Args:
         first: First lane of the node.
         stop: End (exclusive) of the node's lanes.
-        sums: Sums of nodes. Together, the nodes must contain every lane once.
+        sums: Sum of each node. Every lane must be in exactly one of these nodes.
         add: Function that adds two sums. It can modify and return the left sum, because that sum is not used again.
     """
     if (first, stop) in sums:
@@ -100,8 +100,8 @@ def total(first: int, stop: int, sums: Mapping[Subtree, _Sum], add: Callable[[_S
 def num_merges(lane: int, num_lanes: int, own: range) -> int:
     """Return how often the last two open sums must be added after a lane has been summed.
 
-    If a caller processes its lanes in order and merges sums accordingly, it ends with the sums of ``subtrees``. It
-    never has more than ``max_open_sums`` open sums.
+    A caller that sums its lanes in order and merges sums accordingly ends with the sums of ``subtrees``. It never has
+    more than ``max_open_sums`` open sums.
 
     Args:
         own: Lanes that the caller processes.
@@ -122,10 +122,10 @@ def num_merges(lane: int, num_lanes: int, own: range) -> int:
 
 
 def max_open_sums(num_lanes: int, own: range | None = None) -> int:
-    """Return the maximum number of open sums when lanes are processed in order.
+    """Return the maximum number of sums that are open at the same time if lanes are processed in order.
 
     Args:
-        own: Lanes to process, or None for all lanes. The sums of their subtrees stay open.
+        own: Lanes to process, or None for all lanes. The sums of their subtrees count as open until the end.
     """
     own = range(num_lanes) if own is None else own
     now = most = 0
@@ -138,7 +138,7 @@ def max_open_sums(num_lanes: int, own: range | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """All lanes of a step, and the lanes (``own``) that this rank sums."""
+    """Lanes in a step: all of them, and those (``own``) that this rank sums."""
 
     num_lanes: int
     num_micro_batches: int
@@ -161,12 +161,12 @@ class Lanes:
 
     @property
     def subtrees(self) -> list[Subtree]:
-        """Nodes, in order, whose sums remain after this rank has summed its lanes."""
+        """Tree nodes, in order, whose sums this rank has after it has summed its lanes."""
         return subtrees(0, self.num_lanes, self.own.start, self.own.stop)
 
     @property
     def max_open_sums(self) -> int:
-        """Maximum number of open sums on this rank."""
+        """Maximum number of sums that are open at the same time on this rank."""
         return max_open_sums(self.num_lanes, self.own)
 
     def lane_of(self, micro_batch: int) -> int:

@@ -1,4 +1,4 @@
-"""Launcher of the ranks on this host. It forwards signals and returns the run's exit code.
+"""Launcher of a run's ranks on this host. It forwards signals and returns the run's exit code.
 
 torchrun's agent is not used: it gives a run only 30 s to save after SIGTERM, prints a report with its own format, and
 replaces exit code 75 with 1. The launcher does not import torch, so that it needs little memory.
@@ -24,13 +24,13 @@ from megatrain.ranks.watch import LAUNCHED_VARIABLE, Failure, LauncherConnection
 __all__ = ["launch"]
 
 _POLL_S = 0.05
-#: Time that ranks have to exit after they have received a failure. Rank 0 uses it to write the run's status.
+#: Seconds that ranks have to exit after receiving a failure. Rank 0 needs them to write the run's status.
 _EXIT_GRACE_S = 2.0
-#: Time to wait for other ranks that fail for the same reason. The message of the lowest rank is reported.
+#: Seconds to wait for more ranks to fail for the same reason, because only the lowest rank's message is reported.
 _GATHER_FAILURES_S = 0.5
-#: Time between a second stop and the killing of the ranks. They can be blocked in a collective.
+#: Seconds from a second stop request until the ranks are killed, because they can be blocked in a collective.
 _SECOND_STOP_S = 3.0
-#: Time in which a second signal counts as the same stop, because a parent process can forward the signal again.
+#: Seconds in which a second signal counts as the same stop, because a parent process can also forward the signal.
 _SAME_STOP_S = 0.5
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _FORWARDED_SIGNALS = (*_STOP_SIGNALS, signal.SIGHUP, signal.SIGUSR1)
@@ -41,7 +41,7 @@ class _Rank:
     """A rank that has been started.
 
     Attributes:
-        is_done: Whether the rank has announced that it ended regularly.
+        is_done: Whether the rank has announced that it ended normally.
         is_open: Whether the rank can still send messages.
     """
 
@@ -102,7 +102,7 @@ class _Launcher:
 
     @contextlib.contextmanager
     def signals(self) -> Any:
-        """Forward signals in the context. If SIGHUP is already ignored (``nohup``), it stays ignored."""
+        """Forward signals within the context. If SIGHUP is already ignored (``nohup``), it stays ignored."""
         before = {
             number: signal.signal(number, self._forward_signal)
             for number in _FORWARDED_SIGNALS
@@ -152,7 +152,7 @@ class _Launcher:
                 return self._ranks[0].process.returncode
 
     def kill(self) -> None:
-        """Kill all ranks that still run, and close the connections to all ranks."""
+        """Kill all ranks that are still running, and close the connections to all ranks."""
         for rank in self._ranks:
             if not rank.has_ended:
                 rank.process.kill()
@@ -187,7 +187,7 @@ class _Launcher:
         return self._force_s is not None and time.monotonic() > self._force_s
 
     def _end(self) -> int:
-        """End all ranks after a failure. Report the failure and return its exit code."""
+        """End all ranks after one has failed. Report the failure and return its exit code."""
         end_s = time.monotonic() + _GATHER_FAILURES_S
         while time.monotonic() < end_s and not all(rank.has_ended for rank in self._ranks):
             self._listen(_POLL_S)
@@ -202,7 +202,7 @@ class _Launcher:
         return failure.exit_code
 
     def _failure(self) -> Failure:
-        """Return the failure to report: a rank's own failure, else an unexpected exit, else a report about a rank."""
+        """Return the failure to report: one that a rank caused, else an unexpected exit, else a report about a rank."""
         host = socket.gethostname()
         own = {rank.number: rank.failure for rank in self._ranks if rank.failure and rank.failure.rank == rank.number}
         if own:

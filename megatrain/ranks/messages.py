@@ -1,6 +1,6 @@
 """Encoding of messages between ranks as JSON and arrays, without pickle.
 
-Any program that can reach the port of a process group can send bytes to a rank. Unpickling such bytes could run code,
+Any program that can reach a process group's port can send bytes to a rank. Unpickling such bytes could run code,
 but parsing JSON cannot. Tags in the JSON represent Python types; a tuple is ``{"tuple": [...]}``. Arrays follow the
 JSON as raw bytes. Records are decoded to instances of their classes, but only if the classes belong to this project:
 dataclasses, pydantic models, enums, named tuples, and exceptions. Python's own exceptions are also allowed.
@@ -43,7 +43,7 @@ _ALIGNMENT = 8
 
 
 class MessageError(ValueError):
-    """The bytes are not a valid message, or they name a class that is not allowed."""
+    """Error for bytes that are not a valid message or that name a class that is not allowed."""
 
 
 def encode(item: object) -> bytes:
@@ -63,7 +63,7 @@ def encode(item: object) -> bytes:
 
 
 def decode(message: bytes | bytearray | memoryview) -> Any:
-    """Decode the output of ``encode``.
+    """Decode bytes from ``encode`` to the object.
 
     Raises:
         MessageError: The bytes are not a valid message, or they name a class outside this project.
@@ -83,7 +83,7 @@ def decode(message: bytes | bytearray | memoryview) -> Any:
 
 
 def gather_messages(item: object, group: ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's item, by rank. A collective that uses host memory.
+    """Return every rank's item, by rank. This is a collective that uses host memory.
 
     Args:
         item: Object that ``encode`` supports.
@@ -104,7 +104,7 @@ def gather_messages(item: object, group: ProcessGroup | None = None) -> list[Any
 
 
 def broadcast_message(item: object, *, source: int = 0) -> Any:
-    """Return the item of rank ``source`` on all ranks. A collective of the default group.
+    """Return rank ``source``'s item on all ranks. This is a collective of the default group.
 
     Args:
         item: Object that ``encode`` supports. Ignored on all ranks except ``source``.
@@ -122,7 +122,7 @@ def broadcast_message(item: object, *, source: int = 0) -> Any:
 
 
 def _align(offset: int) -> int:
-    """Return the next aligned offset."""
+    """Return the offset rounded up to the alignment of arrays."""
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -180,7 +180,7 @@ def _memory(tensor: Tensor, buffers: list[bytes]) -> int:
 
 
 def _tag_or_str(item: Any, buffers: list[bytes]) -> Any:
-    """Convert an exception's argument. Convert unsupported types to text, so that any error can be sent."""
+    """Convert an exception's argument, if necessary to text, so that any error can be sent."""
     before = len(buffers)
     try:
         return _tagged(item, buffers)
@@ -194,7 +194,7 @@ def _attributes(error: Exception, buffers: list[bytes]) -> list[Any]:
 
 
 class _Reader:
-    """Decodes the JSON tree of a message. Reads the arrays in the order in which they were written."""
+    """Decoder for a message's JSON tree. It reads the arrays in the order in which they were written."""
 
     def __init__(self, data: memoryview, start: int) -> None:
         self._data, self._at = data, start
@@ -296,7 +296,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _class(name: Sequence[str], default: type | None = None) -> Any:
-    """Return the class with this module and name. Return ``default`` or raise if it is outside this project."""
+    """Return the class with this module and name. If the class is not allowed, return ``default`` or raise an error."""
     module, qualname = name
     if module.partition(".")[0] not in _PACKAGES:
         if default is None:

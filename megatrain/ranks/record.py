@@ -1,4 +1,4 @@
-"""Consensus of all ranks after a step. If one rank received a request to stop or save, all ranks follow it."""
+"""Agreement of all ranks after each step: if one rank was asked to stop or save, all ranks do so."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class StepRecord:
 
     Attributes:
         stops: Whether the rank received a signal to end the run.
-        saves: Whether the rank received a signal to save a checkpoint, or a checkpoint is due according to its clock.
+        saves: Whether the rank received a signal to save a checkpoint, or its clock says that a checkpoint is due.
         is_hung_up: Whether the rank's terminal was closed.
-        is_paused: Whether the rank waited for space on a drive.
+        is_paused: Whether the rank waited during the step for free space on a drive.
         tier_used_bytes: Bytes of slots in use after the step, by tier.
         stall_s: Seconds that the step waited, by cause.
         link_bytes: Bytes moved during the step, by link (``"ram->nvme"``, ``"ram->ranks"``).
-        written_bytes: Bytes written during the step, by a path on the drive.
+        written_bytes: Bytes written during the step, by path of the drive.
     """
 
     stops: bool = False
@@ -44,13 +44,13 @@ class StepRecord:
 
 
 class Consensus:
-    """Decides whether a run stops or saves after a step.
+    """Decision, equal on all ranks, whether a run stops or saves after a step.
 
-    A single process reads its requests at any time. Several ranks use the records that they gathered at the end of the
-    last step, so that all ranks make the same decision.
+    A single process reads its requests at any time. Several ranks use the records gathered at the end of the last step,
+    so that all ranks make the same decision.
 
     Args:
-        requests: Returns a record with the requests that signals made of this process.
+        requests: Function that returns a record of the requests that this process received by signals.
     """
 
     def __init__(self, group: RankGroup, requests: Callable[[], StepRecord]) -> None:

@@ -14,7 +14,7 @@ from megatrain.ranks.lanes import Lanes, lanes_of_rank, micro_batches_of_rank, s
 
 __all__ = ["NETWORK", "PEER", "SHARD_BLOCK_ELEMENTS", "RankLanes", "Sharding", "RankShards", "peer_links"]
 
-#: Names of other ranks in links, on the same host and on other hosts: ``"ranks->ram"``, ``"gpu->hosts"``.
+#: Names in links for ranks on the same host and for ranks on other hosts, as in ``"ranks->ram"``, ``"gpu->hosts"``.
 PEER, NETWORK = "ranks", "hosts"
 
 SHARD_BLOCK_ELEMENTS = 65_536
@@ -23,7 +23,7 @@ SHARD_BLOCK_ELEMENTS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class RankShards:
-    """Shards of one rank. A single process owns all elements, and its blocks are as long as the parts."""
+    """Shards that one rank owns. A single process owns all elements, and its blocks are as long as the parts."""
 
     rank: int = 0
     size: int = 1
@@ -86,13 +86,13 @@ class RankLanes:
         assert 1 <= self.size <= self.count and self.num_hosts in (1, self.size), self
 
     def sums_of_rank(self, rank: int) -> list[tuple[int, int]]:
-        """Return, in order, the subtrees of lanes that a rank sums without data from other ranks."""
+        """Return, in order, the subtrees of the lane tree that a rank sums without data from other ranks."""
         own = lanes_of_rank(rank, self.size, self.count)
         return subtrees(0, self.count, own.start, own.stop)
 
     @property
     def num_sums(self) -> int:
-        """Number of sums on all ranks together."""
+        """Total number of these sums over all ranks."""
         return sum(len(self.sums_of_rank(rank)) for rank in range(self.size))
 
     def micro_batches_of_rank(self, rank: int, num_micro_batches: int) -> range:
@@ -108,7 +108,7 @@ class Sharding:
         shards: Shards in this rank's blocks.
         lanes: Distribution of the lanes among all ranks.
         own_lanes: Lanes that this rank sums.
-        gathers_ahead: Number of visits between the gather of a weight and the visit that needs the weight.
+        gathers_ahead: Number of visits by which a weight is gathered ahead of the visit that needs it.
     """
 
     shards: RankShards = field(default_factory=RankShards)

@@ -1,4 +1,4 @@
-"""Watchers of ranks. If a rank fails or stops responding, all ranks end within seconds, with one message about it.
+"""Watchers that end all ranks within seconds, with one message, if a rank fails or stops responding.
 
 A rank in a collective waits forever for a rank that has ended, and NCCL kernels cannot be interrupted. Therefore,
 threads watch the other ranks and end the process with ``os._exit``. This is safe, because checkpoints survive SIGKILL.
@@ -33,17 +33,17 @@ _log = logging.getLogger(__name__)
 LAUNCHED_VARIABLE = "MEGATRAIN_TIER_LAUNCHED"
 _BEAT_S = 0.5
 _POLL_S = 0.1
-#: Time to wait for the reason why a collective broke. The reason is clearer than "connection reset".
+#: Seconds to wait for the reason why a collective broke, which is clearer than "connection reset".
 _REASON_S = 2.0
-#: Time without heartbeats after which a rank is reported as the cause of a broken collective.
+#: Seconds without heartbeats after which a rank is reported as the cause of a broken collective.
 _BROKEN_S = 2.5
-#: Time to wait for other ranks that fail for the same reason. The message of the lowest rank is reported.
+#: Seconds to wait for more ranks to fail for the same reason, because only the lowest rank's message is reported.
 _GATHER_FAILURES_S = 0.5
-#: Time within which the store answers if its process runs.
+#: Seconds within which the store answers if its process is running.
 _ANSWER_S = 0.5
-#: Time for all other ranks to end before rank 0, because rank 0 can serve the store that they read.
+#: Seconds that rank 0 waits for all other ranks to end first, because it can serve the store that they read.
 _EXIT_GRACE_S = 3.0
-#: Time to wait until rank 0 has also found an error in the config, the model or the data.
+#: Seconds to wait for rank 0 to find the same error in the config, the model or the data.
 _SHARED_ERROR_S = 2.0
 #: Exit codes for an invalid config, for a model that does not fit, and for unusable data.
 _SHARED_EXIT_CODES = (2, 3, 4)
@@ -52,7 +52,7 @@ _FAILED, _REPORTED, _NOTICES = "failed", "reported", "notices"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failure that ends all ranks of a run.
+    """Failure that ends all ranks of a run.
 
     Attributes:
         rank: Number of the failed rank, or -1 if no particular rank failed.
@@ -69,7 +69,7 @@ class Failure:
     is_shared: bool = False
 
     def __str__(self) -> str:
-        """Return the message to report. It names the rank, except if the failure applies to all ranks."""
+        """Return the message to report. It names the rank, unless the failure applies to all ranks."""
         if self.is_shared or self.rank < 0 or (self.rank == 0 and self.exit_code in _SHARED_EXIT_CODES):
             return self.message
         return f"rank {self.rank} (on {self.host}): {self.message}"
@@ -83,7 +83,7 @@ class Failure:
 
     @classmethod
     def select_reported(cls, failures: Mapping[int, Failure], size: int) -> Failure:
-        """Select the failure to report, which is the failure of the lowest rank.
+        """Return the failure to report: the lowest rank's.
 
         Args:
             failures: Failures, by the rank that reported each failure.
@@ -96,7 +96,7 @@ class Failure:
 
 
 def describe_exit(code: int) -> str:
-    """Describe how a process ended, given its exit code."""
+    """Return text that describes how a process ended, given its exit code."""
     if code < 0:
         try:
             name = signal.Signals(-code).name
@@ -141,7 +141,7 @@ class LauncherConnection:
 
     def receive(self, timeout_s: float | None = None) -> list[dict[str, object]] | None:
         """Wait for data. Return the messages that have arrived, or None if the other end is closed."""
-        try:  # use select, because a socket timeout would also interrupt sends of other threads
+        try:  # use select, because a socket timeout would also apply to other threads' sends
             if not select.select([self._connection], [], [], timeout_s)[0]:
                 return []
             data = self._connection.recv(1 << 16)
@@ -158,7 +158,7 @@ class LauncherConnection:
 
 
 class Watcher:
-    """Watches the other ranks. Its threads end this process if another rank fails.
+    """Threads that watch the other ranks and end this process if another rank fails.
 
     Args:
         world: Position of this rank among all ranks.
@@ -185,7 +185,7 @@ class Watcher:
         self._exit_lock = threading.Lock()
         self._beats: dict[int, bytes] = {}
         self._seen_s: dict[int, float] = {}
-        self._gone: set[int] = set()  # ranks that ended regularly
+        self._gone: set[int] = set()  # ranks that ended normally
         self._answered_s = time.monotonic()
         self._limit_s = timeout_s
         self._store_error: Exception | None = None  # error after which the store is unusable
@@ -224,8 +224,8 @@ class Watcher:
 
         Args:
             exit_code: Exit code of all processes.
-            is_own: Whether this rank certainly caused the error. If False, the error can come from a collective that
-                broke when another rank ended. This rank then first waits for the reason.
+            is_own: Whether the error certainly arose on this rank. If False, it can come from a collective that broke
+                when another rank ended, so this rank first waits for the reason.
         """
         if not is_own:
             self._limit_s = min(self._limit_s, _BROKEN_S)
@@ -242,7 +242,7 @@ class Watcher:
         self._end_process(mine)
 
     def finish(self) -> None:
-        """Stop watching after a regular end. Rank 0 can serve the store, so it waits for all other ranks."""
+        """Stop watching because the run ended normally. Rank 0 can serve the store, so it waits for all other ranks."""
         with contextlib.suppress(Exception):
             self._store.set(f"gone/{self._world.rank}", "1")
             if self._world.is_first:
@@ -317,7 +317,7 @@ class Watcher:
                 self._end_process(failure)
 
     def _find_failure(self, now_s: float) -> Failure | None:
-        """Return another rank's failure, or None."""
+        """Return a failure if another rank is silent for too long or the store is lost, else None."""
         if self._store_error is not None:
             return self._store_lost_failure("has ended without a message")
         if now_s - self._answered_s > self._limit_s:
@@ -376,7 +376,7 @@ class Watcher:
     # -- end of the process --------------------------------------------------------------------------------------
 
     def _end_process(self, failure: Failure) -> NoReturn:
-        """Report the failure if necessary, and end this process. If a second thread calls this, it blocks."""
+        """Report the failure if this rank has to, and end this process. A second thread that calls this blocks."""
         with self._exit_lock:
             with contextlib.suppress(Exception):
                 self.on_failure(failure)
@@ -400,12 +400,12 @@ class Watcher:
         return b""
 
     def _claim_report(self) -> bool:
-        """Claim the report to the user. Return whether this rank is the first to claim it."""
+        """Claim the task of reporting to the user. Return whether this rank is the first to claim it."""
         mine = str(self._world.rank)
         return bool(self._store.compare_set(_REPORTED, "", mine) == mine.encode())
 
     def _should_report(self, failure: Failure) -> bool:
-        """Return whether this rank reports to the user. This is the first to claim it, or the lowest running rank."""
+        """Return whether this rank reports to the user: the rank that claimed it first, or the lowest running rank."""
         if self._is_reporter is None and self._store_error is None:
             answer = self._query_store(lambda: b"1" if self._claim_report() else b"")
             self._is_reporter = None if answer is None else bool(answer)

@@ -1,4 +1,4 @@
-"""Position of this process among a run's processes ("ranks"), as read from the environment, and their connection.
+"""This process's position among a run's processes ("ranks"), read from the environment, and their connection.
 
 Only functions that connect ranks import torch, because the launcher and ``--help`` do not need it.
 """
@@ -36,14 +36,14 @@ _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 #: Environment variables that srun sets in a job step. A batch script is not a rank and has only the job's variables.
 _SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
-#: Environment variable that lists the GPUs that a process sees, by number or name.
+#: Environment variable that limits which GPUs a process sees, by number or name.
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-#: Timeout of the process group. It is long because a rank waits while a drive is full, which can take hours. The
+#: Timeout of the process group. It is long because a rank waits while its drive is full, which can take hours. The
 #: watcher detects silent ranks much sooner.
 _GROUP_TIMEOUT = timedelta(days=1)
-#: Time for all ranks to start. Imports can be slow on some file systems.
+#: Maximum time for all ranks to start. It is long because imports are slow on some file systems.
 CONNECT_TIMEOUT_S = 600.0
-#: Meeting point of ranks on one host. Other hosts cannot reach it.
+#: Rendezvous address for ranks on one host. Other hosts cannot reach it.
 LOOPBACK = "127.0.0.1"
 #: Pattern of the names that ``rank_folder_name`` returns.
 RANK_FOLDERS = "rank?????"
@@ -52,7 +52,7 @@ _LOOPBACK_INTERFACE = "lo"
 
 
 class WorldError(Exception):
-    """The environment or the config does not describe a valid set of ranks. The message states the remedy."""
+    """Error for an environment or config that does not describe a valid set of ranks. The message states the remedy."""
 
 
 def rank_folder_name(rank: int) -> str:
@@ -67,7 +67,7 @@ def store_paths(size: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A run's ranks, seen from one of them.
+    """Number and position of a run's ranks, seen from one of them.
 
     Attributes:
         rank: Number of this process, counted from 0.
@@ -96,7 +96,7 @@ class World:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
-        """Return the world that torchrun, srun or this project's launcher describes. Default: a world of one process.
+        """Return the world that torchrun, srun or this project's launcher describes, else a world of one process.
 
         Raises:
             WorldError: The variables contradict each other, or the hosts have different numbers of ranks.
@@ -182,7 +182,7 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def _first_host(nodes: str) -> str:
-    """Return the first host in Slurm's list. For ``"a03"`` and ``"a[03-07,12],b"``, this is ``"a03"``."""
+    """Return the first host in Slurm's list, which is ``"a03"`` for both ``"a03"`` and ``"a[03-07,12],b"``."""
     match = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
     if match is None:
         raise WorldError(f"SLURM_STEP_NODELIST = {nodes!r} in the environment cannot be read. Set MASTER_ADDR")
@@ -190,7 +190,7 @@ def _first_host(nodes: str) -> str:
 
 
 def rendezvous_address(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return the host and port of the meeting point that torchrun or srun has set.
+    """Return the host and port for the rendezvous, as set by torchrun or srun.
 
     Raises:
         WorldError: The environment does not contain the host or the port.
@@ -199,7 +199,7 @@ def rendezvous_address(environment: Mapping[str, str] = os.environ) -> tuple[str
     if "MASTER_PORT" in environment:
         return host, _number(environment, "MASTER_PORT")
     if "SLURM_JOB_ID" in environment:
-        # Use different ports for the steps of a job, because they can run concurrently.
+        # Use a different port for each step of a Slurm job, because steps can run concurrently.
         number = 97 * _number(environment, "SLURM_JOB_ID") + int(environment.get("SLURM_STEP_ID", 0))
         return host, _FIRST_PORT + number % _NUM_PORTS
     raise WorldError(
