@@ -1,1 +1,1 @@
-"""The machine of a run: its profile, memory and file systems, and the files of planned machines."""
+"""Machines on which runs are executed or planned: rates, memory, file systems, and files that describe machines."""

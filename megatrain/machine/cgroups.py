@@ -1,4 +1,4 @@
-"""RAM that this process may use: the machine's, within the limits of the process's cgroups."""
+"""RAM that this process may use: the machine's RAM, within the limits of the process's cgroups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def available_ram_bytes(root: Path = _CGROUPS, own_cgroup: Path = _OWN_CGROUP) -
 
 
 def _cgroup_limits(root: Path, own_cgroup: Path) -> list[tuple[int, int]]:
-    """Return (limit, used bytes) for this process's cgroup and each parent with a limit.
+    """Return (limit, used bytes) for this process's cgroup and for each of its parents, if they have a limit.
 
     A container sees its own cgroup as the root. A batch job sees the whole tree and its position in the tree.
     """
@@ -43,7 +43,7 @@ def _cgroup_limits(root: Path, own_cgroup: Path) -> list[tuple[int, int]]:
 
 
 def _cgroup_folders(root: Path, own_cgroup: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """Yield folders of cgroups, with the names of the limit, the usage, and the file cache within the usage."""
+    """Yield each cgroup's folder, with the names under which it has its limit, its usage, and its file cache."""
     try:
         lines = [line.split(":", 2) for line in own_cgroup.read_text().split("\n") if line]
     except OSError:
@@ -57,7 +57,7 @@ def _cgroup_folders(root: Path, own_cgroup: Path) -> Iterator[tuple[Path, str, s
 
 
 def _memory_stat(folder: Path, name: str) -> int:
-    """Return a value in ``memory.stat``. A cgroup is charged for file cache, although it is freed on demand."""
+    """Return a value in ``memory.stat``, for subtracting file cache, which counts as used but is freed on demand."""
     try:
         lines = (folder / "memory.stat").read_text().split("\n")
     except OSError:

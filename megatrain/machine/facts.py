@@ -1,4 +1,4 @@
-"""Facts about this machine for a first config."""
+"""Facts about this machine from which ``init`` writes a first config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatrain.machine.file_systems import FileSystem, disk_usage, file_system_o
 from megatrain.machine.resources import TierSpecs
 from tiered.units import GiB
 
-#: Folder on a drive for training state and its checkpoints.
+#: Name of the folder on a drive for training state and its checkpoints.
 _STATE_FOLDER = "state"
 
 _EXCLUDED_KINDS = frozenset({"squashfs", "iso9660", "vfat", "efivarfs", "autofs"})

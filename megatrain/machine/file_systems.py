@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from tiered.ext import mount_of, read_owner, read_store_id, reusable_bytes, snapshot_folders, statuses_below, unescape
 from tiered.units import format_size
 
-#: Location of a file system's bytes: a drive, RAM, another machine, a FUSE program, or a container's layers.
+#: Place in which a file system keeps its bytes: a drive, RAM, another machine, a FUSE program, container layers.
 Nature = Literal["drive", "memory", "network", "program", "layers"]
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _LAYERS = ("overlay", "aufs", "fuse.fuse-overlayfs", "fuse.unionfs")
@@ -51,7 +51,7 @@ class FileSystem:
 
     @property
     def nature(self) -> Nature:
-        """Location of the file system's bytes, derived from its kind."""
+        """Kind of place that keeps the file system's bytes, derived from the file system's kind."""
         if self.kind in _IN_MEMORY:
             return "memory"
         if self.kind.startswith(_LAYERS):
@@ -69,7 +69,7 @@ class FileSystem:
 
     @property
     def key(self) -> str:
-        """Identifier of this file system on the machine."""
+        """Identifier that distinguishes this file system from the machine's other file systems."""
         return f"{self.device} {self.source}"
 
 
@@ -137,7 +137,7 @@ def disk_usage(path: Path) -> Space:
 
 
 def own_drive_bytes(path: Path, checkpoints: Path) -> int:
-    """Return the bytes of files on an NVMe path that a run can reuse: its checkpoints, and files of dead runs.
+    """Return how many bytes on an NVMe path a run can reuse: its own checkpoints, and files that dead runs left.
 
     Args:
         checkpoints: Directory of the run's generations. Checkpoints of other runs do not count.

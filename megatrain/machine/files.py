@@ -1,8 +1,8 @@
-"""Format of machine files. A TOML file has a machine's figures and their origins, to plan its runs on other machines.
+"""Format of machine files: TOML with a machine's figures and their origins, for planning its runs on other machines.
 
 The package contains files for common machines (``megatrain/machine/machines``). ``doctor --save-profile`` writes a
-file. A figure is a table. ``is`` is the value with its unit. Exactly one key states the origin: ``source`` (a
-publication), ``estimate`` (the basis) or ``measured`` (the day of doctor's measurement).
+file. A figure is a table. Its key ``is`` has the value with its unit. Exactly one other key states the origin:
+``source`` (a publication), ``estimate`` (the basis) or ``measured`` (the day of doctor's measurement).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RATE = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kMGTP]?)([A-Za-z]+)/s")
 
 
 class MachineFileError(Exception):
-    """The machine does not exist, or its file cannot be used. The message states the remedy."""
+    """Error for a machine that does not exist or whose file cannot be used. The message states the remedy."""
 
 
 def _require_text(value: object) -> str:
@@ -60,7 +60,7 @@ class _MachineTable(BaseModel):
 
 
 class Figure(_MachineTable):
-    """One figure: its value in bytes, units or units per second, and its origin."""
+    """Value in bytes, units or units per second, and its origin."""
 
     value: Any = Field(alias="is")
     source: str | None = Field(None, min_length=1)
@@ -81,7 +81,7 @@ class ByteFigure(Figure):
 
     @property
     def nbytes(self) -> int:
-        """Whole bytes."""
+        """The value as a whole number of bytes."""
         return int(self.value)
 
 
@@ -191,7 +191,7 @@ class MachineFile(_MachineTable):
     drives: tuple[DriveTable, ...] = ()
 
     def figures(self) -> Iterator[tuple[str, Figure]]:
-        """Yield (dotted key, figure) for every figure, e.g. ``("gpu.memory", ...)``."""
+        """Yield (dotted key, figure) for every figure in the file, e.g. ``("gpu.memory", ...)``."""
         if self.unified_memory is not None:
             yield "unified_memory", self.unified_memory
         tables: list[tuple[str, _MachineTable | None]] = [("gpu", self.gpu), ("cpu", self.cpu), ("ram", self.ram)]
@@ -256,7 +256,7 @@ def machine_toml(profile: MachineProfile, in_use_bytes: int, drive_sizes: Mappin
 
     Args:
         in_use_bytes: RAM used by other programs and the system.
-        drive_sizes: Drive's key in the profile -> size of its file system.
+        drive_sizes: Size of each drive's file system, by the drive's key in the profile.
     """
     day = f"{profile.measured_at:%Y-%m-%d}{', quick' if profile.is_quick else ''}"
 
@@ -310,6 +310,6 @@ def machine_toml(profile: MachineProfile, in_use_bytes: int, drive_sizes: Mappin
 
 
 def _quoted(text: str) -> str:
-    """Return a TOML string."""
+    """Return a text as a quoted TOML string."""
     plain = "".join(each if each.isprintable() else "?" for each in text)
     return '"' + plain.replace("\\", "\\\\").replace('"', '\\"') + '"'

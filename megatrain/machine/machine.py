@@ -1,4 +1,4 @@
-"""The interface of machines: devices, memory, drives and rates."""
+"""Interface of a machine for which runs are planned: devices, memory, drives and rates."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ class Machine(ABC):
     @property
     @abstractmethod
     def ram(self) -> Space:
-        """RAM for this process."""
+        """Total and free RAM for this process."""
 
     @abstractmethod
     def gpu_memory(self, device: torch.device) -> Space:
-        """Return the memory of one GPU."""
+        """Return the total and free memory of one GPU."""
 
     @abstractmethod
     def gpu_name(self, device: torch.device) -> str:
-        """Return the name of a GPU."""
+        """Return the name of the machine's GPU."""
 
     @abstractmethod
     def drive_spaces(self, table: TiersConfig, output_dir: Path) -> list[Space]:
@@ -74,9 +74,9 @@ class Machine(ABC):
         """Return whether blocks move directly between all drives and a GPU. The config can disable this.
 
         Raises:
-            ConfigError: The config requires direct movement, but it does not work.
+            ConfigError: The config requires direct movement, but the machine does not support it.
         """
 
     @abstractmethod
     def rates(self) -> LoadedProfile:
-        """Return the machine's rates for plans."""
+        """Return the machine's rates, from which plans estimate times."""

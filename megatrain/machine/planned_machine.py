@@ -17,7 +17,7 @@ from megatrain.machine.machine import Machine
 from megatrain.machine.profiles import DriveProfile, GpuProfile, LoadedProfile, MachineProfile
 from megatrain.machine.table import TiersConfig
 
-#: Placeholder, because profiles need the date of a measurement and planned machines have none.
+#: Placeholder date, because profiles require a measurement date and planned machines have none.
 _UNKNOWN_DATE = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -87,11 +87,11 @@ class PlannedMachine(Machine):
 
     @cached_property
     def profile(self) -> MachineProfile:
-        """Figures of the file as a profile, like the one that doctor measures."""
+        """The file's figures as a profile, like the profile that doctor measures."""
         gpu, cpu, ram = self.file.gpu, self.file.cpu, self.file.ram
 
         def rates_by_device(prefix: str = "") -> dict[str, float]:
-            """Return the rates with this prefix, by device and dtype."""
+            """Return the rates whose names have this prefix, by device and dtype."""
             return {
                 f"{device}/{dtype}": figure.value
                 for device, table in (("cpu", cpu), ("cuda", gpu))
@@ -145,6 +145,6 @@ def find_machine(name: str) -> PlannedMachine:
 
 
 def _rates(table: GpuTable | DriveTable, *names: str) -> dict[str, Any]:
-    """Return the known rates of a table under their names in a profile."""
+    """Return the rates that a table contains, by their names in a profile."""
     figures = {name: getattr(table, name) for name in names}
     return {f"{name}_bytes_per_s": figure.value for name, figure in figures.items() if figure is not None}

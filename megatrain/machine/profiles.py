@@ -16,12 +16,12 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from megatrain.machine.file_systems import file_system_of
 from tiered.units import GiB
 
-#: Plans still use older figures, but report their age.
+#: Age in days above which plans report how old their rates are. They still use them.
 STALE_DAYS = 30
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-#: Rates that earlier versions stored. No plan reads them.
+#: Names of rates that earlier versions stored and that no plan reads any more.
 _OBSOLETE_RATES = frozenset(
     f"{name}_bytes_per_s" for name in ("bare_read", "bare_write", "bare_mixed", "ram_read", "ram_copy")
 )
@@ -39,11 +39,11 @@ class _Record(BaseModel):
 
 
 class DriveProfile(_Record):
-    """Rates of a tier on one file system, in bytes per second.
+    """Measured rates of a tier on one file system, in bytes per second.
 
     Attributes:
         is_direct: Whether O_DIRECT was used.
-        mixed_bytes_per_s: Total rate of simultaneous reads and writes.
+        mixed_bytes_per_s: Combined rate of simultaneous reads and writes.
         sustained_write_bytes_per_s: Rate at the end of a long write. None if not measured.
         computing_s_per_byte: Seconds by which each moved byte delays computation. None if not measured.
         seconds_per_copy: Time that the step's thread spends per moved block. None if not measured.
@@ -86,14 +86,14 @@ class MachineProfile(_Record):
 
     Attributes:
         ram_update_bytes_per_s: Rate of in-place additions, with two reads and a write per element.
-        adamw_params_per_s: Dtype of the weights -> parameters per second that the AdamW kernel updates.
+        adamw_params_per_s: Parameters per second that the AdamW kernel updates, by dtype of the weights.
         matmul_flops_per_s: ``"cpu/float32"`` -> FLOP/s of matmuls. On a CPU, measured in the layers of steps; on a GPU,
             with large matrices.
         attention_flops_per_s: Same keys -> FLOP/s of fused attention, counting only a causal kernel's work. Empty if
             not measured.
         elementwise_bytes_per_s: Same keys -> bytes/s that other layer operators read and write. Empty if not measured.
         launches_per_s: Operator calls per second of a CPU thread, including a step's Python code. None if not measured.
-        drives: Device of the file system -> rates of the drive.
+        drives: Rates of each drive, by the device of its file system.
     """
 
     host: str
@@ -113,7 +113,7 @@ class MachineProfile(_Record):
 
     @property
     def key(self) -> str:
-        """Identifier of this machine."""
+        """Identifier of this machine in the file of profiles."""
         return _key_of(self.host, self.cpu, self.ram_bytes)
 
     def drive_of(self, path: Path) -> DriveProfile | None:
@@ -129,7 +129,7 @@ class _ProfileFile(_Record):
 
 @dataclass(frozen=True, slots=True)
 class LoadedProfile:
-    """The rates known about a machine, and their origin.
+    """Known rates of a machine, and their origin.
 
     Attributes:
         note: Reason why an existing file of profiles provides no rates, or None.
@@ -144,7 +144,7 @@ class LoadedProfile:
 
 
 def profile_path() -> Path:
-    """Return the file of profiles: ``$XDG_CACHE_HOME/megatrain-tier/profile.json``."""
+    """Return the path of the file of profiles: ``$XDG_CACHE_HOME/megatrain-tier/profile.json``."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(cache) if os.path.isabs(cache) else Path(os.path.expanduser("~")) / ".cache"
     return folder / "megatrain-tier" / "profile.json"
@@ -202,7 +202,7 @@ def age_days(measured_at: datetime) -> float:
 
 
 def cpu_name() -> str:
-    """Return the processor's name from the kernel."""
+    """Return the processor's name as the kernel reports it."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n"):
             if line.startswith("model name"):

@@ -20,10 +20,10 @@ class TierSpecs:
 
     Attributes:
         table: ``[tiers]``. Without a drive, there is no NVMe tier.
-        rates: Relative weight of each drive in a stripe.
-        has_rates: Whether the config sets these weights.
+        rates: Relative share of each drive in striped blocks.
+        has_rates: Whether the config sets these shares.
         emulates_gpu: Whether a part of RAM emulates GPU memory.
-        file_bytes: Largest file of a block, or None for the tier's default.
+        file_bytes: Maximum size of one of a block's files, or None for the tier's default.
     """
 
     table: TiersConfig
@@ -45,7 +45,7 @@ class TierSpecs:
     def bypasses_ram(self, device: torch.device) -> bool:
         """Return whether blocks move directly between files and GPU memory.
 
-        With an emulated GPU, plain system calls read the files, and only if the config requests direct movement.
+        For an emulated GPU, this is simulated with plain system calls, and only if the config requests direct movement.
 
         Raises:
             ConfigError: The config requests direct movement, but it does not work here.
@@ -55,7 +55,7 @@ class TierSpecs:
         return self.table.direct == "on" if self.emulates_gpu else self.machine.bypasses_ram(self.table)
 
     def ram_capacity_bytes(self) -> int:
-        """Return the RAM tier's capacity. "auto" is the free RAM minus the margin and minus an emulated GPU tier.
+        """Return the RAM tier's capacity. "auto" is the free RAM, minus the margin and minus an emulated GPU tier.
 
         Raises:
             ConfigError: GPU and RAM are one memory, and the config leaves too little for the system.
@@ -104,7 +104,7 @@ def resolve_compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def stripe_rates(paths: Sequence[Path], given: Sequence[float], machine: Machine) -> list[float]:
-    """Return the relative weights of NVMe paths: as given, else the known rates of the drives, else equal."""
+    """Return the NVMe paths' relative shares: as configured, else the drives' known rates, else equal shares."""
     if len(paths) <= 1 or len(given) == len(paths):
         return list(given) or [1.0] * len(paths)
     profile = machine.rates().machine
@@ -124,7 +124,7 @@ def unified_reserve_bytes(total_bytes: int) -> int:
 
 
 def _check_unified_memory(table: TiersConfig, requested_bytes: int, total_bytes: int) -> None:
-    """Raise ``ConfigError`` if sizes leave too little of a memory that GPU and CPU share."""
+    """Raise ``ConfigError`` if the tiers' sizes leave too little of the memory that GPU and CPU share."""
     most = total_bytes - unified_reserve_bytes(total_bytes)
     if requested_bytes <= most:
         return

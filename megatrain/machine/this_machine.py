@@ -1,4 +1,4 @@
-"""The machine of this process. Its free memory and free space change between two calls."""
+"""The machine on which this process runs. Its free memory and free space can change between two calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tiered.ext import KvikioProbe, may_open_driver, probe_kvikio
 
 
 class ThisMachine(Machine):
-    """The machine of this process."""
+    """The machine on which this process runs."""
 
     name = "this machine"
     is_here = True
@@ -63,7 +63,7 @@ class ThisMachine(Machine):
         return [file_system_of(path).key for path in paths]
 
     def bypasses_ram(self, table: TiersConfig) -> bool:
-        """Return whether kvikio has shown that GPUDirect Storage works on all drives."""
+        """Return whether a test with kvikio has shown that GPUDirect Storage works on all drives."""
         if table.direct == "auto" and (table.verify == "always" or not may_open_driver()):
             return False
         for drive in table.nvme:
