@@ -101,7 +101,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         **unknown: Any,
     ) -> None:
         optimizer_checks.check_arguments(type(self).__name__, params, store, unknown)
-        optimizer_checks.check_options(checkpoint, max_grad_norm, state_dtype)
+        optimizer_checks.check_options(checkpoint, max_grad_norm, state_dtype, nonfinite)
         if not 0 <= ema_decay < 1:
             raise ValueError(f"ema_decay={ema_decay}: it must be at least 0 (no average) and below 1")
         self.max_grad_norm, self.nonfinite = max_grad_norm, nonfinite

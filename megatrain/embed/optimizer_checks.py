@@ -46,14 +46,17 @@ def check_arguments(caller: str, params: object, store: object, unknown: Mapping
             raise TypeError(f"{caller} has no option {name!r}: {_REJECTED_OPTIONS[name]}")
 
 
-def check_options(checkpoint: str, max_grad_norm: float, state_dtype: str) -> None:
+def check_options(checkpoint: str, max_grad_norm: float, state_dtype: str, nonfinite: str) -> None:
     """Raise ``ValueError`` if an option that all optimizers share is invalid."""
-    if checkpoint not in ("auto", "generation", "tensors"):
-        raise ValueError(f'checkpoint="{checkpoint}": pass "auto", "generation" or "tensors"')
+    for name, value, choices in (
+        ("checkpoint", checkpoint, ("auto", "generation", "tensors")),
+        ("nonfinite", nonfinite, ("stop", "skip", "ignore")),
+        ("state_dtype", state_dtype, tuple(STATE_DTYPES)),
+    ):
+        if value not in choices:
+            raise ValueError(f'{name}="{value}": pass one of {", ".join(choices)}')
     if not max_grad_norm >= 0:
         raise ValueError(f"max_grad_norm={max_grad_norm}: pass the maximum norm, or 0 for no clipping")
-    if state_dtype not in STATE_DTYPES:
-        raise ValueError(f'state_dtype="{state_dtype}": pass one of {", ".join(STATE_DTYPES)}')
 
 
 def check_groups(param_groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Mapping[str, Any]]) -> None:
@@ -95,10 +98,7 @@ def check_blocks(blocks: Iterable[WeightBlock], store: TieredStore) -> None:
         if block.store is not store:
             raise ValueError(f"{block.layout.name} and the optimizer are in different stores")
         if block.updater is not None:
-            raise ValueError(
-                f"{block.layout.name} already has an optimizer. All parameters of a layer need the same optimizer. To "
-                "replace the optimizer, open a new store"
-            )
+            raise ValueError(f"{block.layout.name} already has an optimizer. To replace it, open a new store")
         block.check_frozen()
 
 
@@ -127,16 +127,15 @@ def check_sharded(
                 "prepare). Create the optimizer afterwards, from the model's new parameters"
             )
         check_parameter(parameter)
-        shape = tuple(parameter.shape)
         if any(kind.needs_whole for kind in kinds) and not is_unsharded(parameter):
             raise ValueError(
-                f"{optimizer} needs whole matrices, but a parameter of shape {shape} is sharded. Use "
+                f"{optimizer} needs whole matrices, but a parameter of shape {tuple(parameter.shape)} is sharded. Use "
                 "TieredAdamW, TieredLion or TieredSGD"
             )
         if offloads_gradients:
             raise ValueError(
-                f"offload_gradients=True with a sharded parameter of shape {shape} is not supported, because its "
-                "gradient is reduced over all ranks after autograd. Leave it out"
+                f"offload_gradients=True with a sharded parameter of shape {tuple(parameter.shape)} is not supported, "
+                "because its gradient is reduced over all ranks after autograd. Leave it out"
             )
 
 

@@ -37,6 +37,12 @@ def test_nonfinite_gradients_leave_weights_unchanged(nonfinite: Any, is_tiered: 
         assert float(optimizer.state[next(module.parameters())]["step"]) == 1
 
 
+@pytest.mark.parametrize("name", ["nonfinite", "checkpoint", "state_dtype"])
+def test_misspelled_option_is_refused(name: str, tmp_path: Path) -> None:
+    with small_store(tmp_path) as store, pytest.raises(ValueError, match=f'{name}="absent": pass one of '):
+        megatrain.TieredAdamW(make().parameters(), store=store, **{name: "absent"})
+
+
 def test_a_norm_that_was_measured_counts_until_the_gradients_change(tmp_path: Path) -> None:
     for is_tiered in (False, True):
         _, module = pair_of(make)
