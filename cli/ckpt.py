@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from megatrain.checkpoint.inventory import RunInventory, Verified, checkpoint_folders, next_start
-
 from .main import EXIT_CONFIG, EXIT_FAILED, RunFailedError, Subcommands
 from .options import confirm, json_option, run_argument
 
@@ -19,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megatrain.checkpoint.inspection import InventoryEntry
+    from megatrain.checkpoint.inventory import RunInventory, Verified
     from megatrain.checkpoint.remote_folder import UrlInventory
 
 
@@ -46,6 +45,8 @@ def list_command(run: Path | str, as_json: bool) -> int:
 
     RUN is the output_dir of a run, or the URL of its copies (checkpoint.save_copy).
     """
+    from megatrain.checkpoint.inventory import next_start
+
     inventory = _take_inventory(run)
     entries = inventory.entries
     newest, notices = next_start(entries), inventory.notices(entries)
@@ -65,6 +66,8 @@ def verify_command(run: Path | str, step: int | None, as_json: bool) -> int:
 
     RUN is the output_dir of a run, or the URL of its copies.
     """
+    from megatrain.checkpoint.inventory import next_start
+
     inventory = _take_inventory(run)
     results = _verify(inventory, step, as_json=as_json)
     notices = inventory.notices([entry for entry, _ in results])
@@ -83,11 +86,10 @@ def verify_command(run: Path | str, step: int | None, as_json: bool) -> int:
 
 
 def _take_inventory(run: Path | str) -> RunInventory | UrlInventory:
-    if isinstance(run, Path):
-        return RunInventory(run)
+    from megatrain.checkpoint.inventory import RunInventory
     from megatrain.checkpoint.remote_folder import UrlInventory
 
-    return UrlInventory(run)
+    return RunInventory(run) if isinstance(run, Path) else UrlInventory(run)
 
 
 def _verify(inventory: RunInventory | UrlInventory, step: int | None, *, as_json: bool) -> list[Verified]:
@@ -137,6 +139,7 @@ def remove_command(
 
     Only --all removes the last usable checkpoint. Fails while the run is alive.
     """
+    from megatrain.checkpoint.inventory import RunInventory, checkpoint_folders, next_start
     from megatrain.checkpoint.removal import check_not_in_use, remove_checkpoint
 
     if (step is not None) + (generation is not None) + remove_all != 1:
@@ -195,6 +198,8 @@ def _select_checkpoints(
 
 def _check_one_remains(run: Path, chosen: list[InventoryEntry]) -> None:
     """Raise an error if a removal would leave no usable checkpoint. Call this before anything is removed."""
+    from megatrain.checkpoint.inventory import RunInventory
+
     usable = [entry for entry in RunInventory(run).entries if entry.problem is None]
     if len(usable) > 1 and all(entry in chosen for entry in usable):
         names = ", ".join(map(_format_name, usable))

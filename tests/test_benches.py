@@ -575,7 +575,7 @@ def test_a_planned_peak_has_all_buffers() -> None:
     """More buffers are made than the minimum of a step."""
     nothing: dict[str, int] = {}
     home = {"gpu": {"weights": 100}}
-    placement = Placement({}, home, {"gpu": 20}, nothing, nothing, nothing, nothing, True, {"gpu": 5})
+    placement = Placement({}, home, {"gpu": 20}, nothing, nothing, nothing, nothing, {"gpu": 5})
     assert planned_peak(placement, "gpu") == placement.peak_bytes("gpu") == 125
     assert planned_peak(replace(placement, buffers={"gpu": {10: 3, 7: 1}}), "gpu") == 100 + 37 + 5
     assert planned_peak(replace(placement, buffers={"gpu": {10: 1}}), "gpu") == 125

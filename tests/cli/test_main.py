@@ -27,6 +27,7 @@ from megatrain.machine.files import machine_names
 from megatrain.machine.this_machine import THIS_MACHINE
 from megatrain.plan.limits import Objection
 from megatrain.plan.process import ProcessMemory
+from megatrain.plan.times import Estimate
 from megatrain.ranks.group import RankGroup
 from tiered import CapacityError, GiB, MiB
 from tiered.durable.manifest import Manifest, write_manifest
@@ -55,7 +56,7 @@ class SomePlan:
     trace: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(exact=True, guesses=()))
     messages: tuple[str, ...] = ("hint   more RAM, less traffic",)
     objections: tuple[Objection, ...] = ()
-    estimate: None = None
+    estimate: Estimate = field(default_factory=lambda: Estimate(0, {}))
     graph: None = None
     run: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(
@@ -63,6 +64,8 @@ class SomePlan:
             model=SimpleNamespace(hub=None, table=SimpleNamespace(train_from_scratch=False)),
             tiers=SimpleNamespace(machine=THIS_MACHINE),
             checkpoint=None,
+            max_steps=None,
+            data=SimpleNamespace(table=SimpleNamespace(val_size=None)),
         )
     )
     traced: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(packing_warning="", flash_note=""))

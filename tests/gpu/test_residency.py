@@ -134,7 +134,7 @@ def test_updates_that_are_shared_between_host_and_device_change_no_bit(
         results[count].assert_as_planned()
         results[count].assert_same(results[0])
     plans = {count: result.plan for count, result in results.items()}
-    groups = len(plans[0].updates)
+    groups = len(plans[0].updates.ticks)
     assert [len(plan.updates.in_gpu_memory) for plan in plans.values()] == [0, 3, groups]
     assert set(plans[3].placement.homes.values()) == {"ram"}
     moved = [moved_state(plan) for plan in plans.values()]
