@@ -15,6 +15,7 @@ import zarr
 from oracles.disk import bytes_on_disk
 from tiered import CapacityError, KiB, LockedError, MiB, NvmeTier, TieredError, TransferError
 from tiered.ext import Slot
+from tiered.file_io import sync_paths
 from tiered.tiers.health import WearLimitError
 from tiered.tiers.layout import files_of, own_attributes
 
@@ -47,12 +48,23 @@ def test_files_are_preallocated_and_the_ledger_counts_them_whole(tmp_path: Path)
     assert file.path == tmp_path / "live/layer.0/weight/c/0"
     assert file.path.stat().st_size == 12288
     assert 12288 <= file.path.stat().st_blocks * 512 <= 2 * 12288
+    (tmp_path / "other").touch(mode=0o644)
+    assert file.path.stat().st_mode == (tmp_path / "other").stat().st_mode, "readable for every user"
     tier.free(slot)
     assert tier.usage().used_bytes == 0 and tier.usage().high_water_bytes == 12288
     assert not (tmp_path / "live/layer.0").exists(), "groups without blocks are removed"
     with pytest.raises(AssertionError):
         tier.free(slot)
     tier.close()
+
+
+def test_eight_files_are_flushed_at_once() -> None:
+    together = threading.Barrier(8, timeout=60)
+
+    def wait(path: Path) -> None:
+        together.wait()
+
+    sync_paths(map(Path, "abcdefgh"), wait)
 
 
 def test_every_level_opens_with_zarr(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ MODEL = EXAMPLES / "quickstart" / "model"
 BF16_GRADIENTS = 'precision.grad_dtype="bfloat16"'
 BY_LAYER = 'optimizer.clip_scope="layer"'
 ONE_AT_A_TIME = 'advanced.micro_batch_order="micro_batch"'
+ONE_MICRO_BATCH = "training.gradient_accumulation_steps=1"
 
 
 @pytest.fixture(params=[("", "8MiB"), ("5MiB", "6MiB")], ids=["CPU", "GPU"])
@@ -86,6 +87,8 @@ def test_only_effective_remedies_are_named(path: Path) -> None:
     one_after_the_other = (ONE_AT_A_TIME, "training.gradient_accumulation_steps=3")
     changes = [remedy.change for remedy in refused(path, *one_after_the_other).remedies]
     assert changes == ["a [[tiers.nvme]]"], "gradients are summed in place, micro-batch after micro-batch"
+    changes = [remedy.change for remedy in refused(path, ONE_AT_A_TIME, ONE_MICRO_BATCH).remedies]
+    assert changes[0] == 'precision.grad_dtype = "bfloat16"', "a single micro-batch is not summed"
 
 
 def test_the_command_names_them(path: Path) -> None:

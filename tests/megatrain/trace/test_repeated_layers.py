@@ -23,7 +23,7 @@ from megatrain.engine.device import attention
 from megatrain.engine.program.visit_trace import VisitTrace
 from megatrain.engine.unit.visit import UnitVisit
 from megatrain.models.table import LoraConfig
-from megatrain.trace.repeated_layers import RepeatedLayers
+from megatrain.trace.repeated_layers import RepeatedLayers, _autograd_graph
 from megatrain.trace.trace import trace_visits
 from oracles.families import MODEL_TYPES, shrunk_config, tiny_config
 from oracles.image_models import FAMILIES, make_folder
@@ -59,6 +59,17 @@ def check(config: Any, left_out: int, **options: Any) -> None:
     trace, whole, num = traced(build_graph(config, **options))
     assert trace == whole
     assert num == left_out
+
+
+def test_a_graph_names_the_next_nodes_of_each_node() -> None:
+    weight, data = torch.ones(2, requires_grad=True), torch.ones(2)
+    graph: Any = _autograd_graph((weight * data).sin())
+    assert [(number, kind.__name__) for number, kind, _ in graph] == [
+        (0, "SinBackward0"),
+        (1, "MulBackward0"),
+        (2, "AccumulateGrad"),
+    ]
+    assert [next_ones for _, _, next_ones in graph] == [((1, 0),), ((2, 0), (-1, 0)), ()], "-1: data has no gradient"
 
 
 # One per way in which layers differ: none, by attention, by experts, by a state that one passes on.
