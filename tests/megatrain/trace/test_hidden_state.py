@@ -53,7 +53,7 @@ def test_changed_buffer_of_the_model_is_refused(change: Any, persistent: bool) -
 
 
 def test_replaced_buffer_that_is_not_saved_is_accepted() -> None:
-    trace_visits(graph_with_buffer(replaced, persistent=False), 2, 12, torch.float32)
+    assert trace_visits(graph_with_buffer(replaced, persistent=False), 2, 12, torch.float32).visits
 
 
 def test_buffer_that_changes_only_on_real_values_is_refused_in_the_step() -> None:
