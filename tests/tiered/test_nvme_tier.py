@@ -59,12 +59,14 @@ def test_files_are_preallocated_and_the_ledger_counts_them_whole(tmp_path: Path)
 
 
 def test_eight_files_are_flushed_at_once() -> None:
-    together = threading.Barrier(8, timeout=60)
+    together, flushed = threading.Barrier(8, timeout=60), set[str]()
 
     def wait(path: Path) -> None:
         together.wait()
+        flushed.add(path.name)
 
     sync_paths(map(Path, "abcdefgh"), wait)
+    assert flushed == set("abcdefgh")
 
 
 def test_every_level_opens_with_zarr(tmp_path: Path) -> None:
