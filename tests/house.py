@@ -71,7 +71,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
 _LEVELS = {room: floor for floor, room in enumerate(LAYERS)}
 _LAYER_OF = {prefix: room for room, prefixes in LAYERS.items() for prefix in prefixes}
 
-#: The files to read first, which README.md and ARCHITECTURE.md list.
+#: The files to read first, which ARCHITECTURE.md lists.
 READING_ORDER = (
     "tiered/block.py",
     "tiered/store.py",
