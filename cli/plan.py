@@ -102,6 +102,8 @@ def command(
             from megatrain.training.resolve import resolve, resolve_evaluation
             from megatrain.training.trainer import Trainer
 
+            from .plan_text import print_plan
+
         run = resolve(loaded.config) if machine_name is None else resolve(loaded.config, find_machine(machine_name))
         if size > 1:
             run = run.as_fullest_rank(size, hosts)
@@ -114,7 +116,6 @@ def command(
             trainer = Trainer(loaded.config, observer=RunObserver(), plan=planned)
         plan = timed(trainer.plan, _print_progress, _warn) if measure else trainer.plan
         passthrough, refusal = inspect_weights(plan)
-        plan = dataclasses.replace(plan, passthrough_tensors=passthrough)
         num_steps = None
         if count_steps and refusal is None:
             spinner.show_activity("reading the data")
@@ -125,7 +126,8 @@ def command(
         click.echo(f"warning: {plan.traced.packing_warning}", err=True)
     evaluation = resolve_evaluation(loaded.config)
     problem = "" if refusal is None else describe_error(refusal)
-    _print(plan, evaluation, problem, as_json=as_json, simulate=simulate, num_steps=num_steps)
+    lines, values = _describe_run(plan, evaluation, num_steps, simulate=simulate)
+    print_plan(plan, as_json=as_json, problem=problem, passthrough=passthrough, run_lines=lines, run_values=values)
     return EXIT_CONFIG if problem else EXIT_DONE
 
 
@@ -153,24 +155,22 @@ def _warn(text: str) -> None:
     click.echo(f"warning: {text}", err=True)
 
 
-def _print(
-    plan: Plan, evaluation: EvaluationSpec, problem: str, *, as_json: bool, simulate: bool, num_steps: int | None
-) -> None:
+def _describe_run(
+    plan: Plan, evaluation: EvaluationSpec, num_steps: int | None, *, simulate: bool
+) -> tuple[list[str], dict[str, Any]]:
+    """Return lines and JSON values about the whole run."""
     from megatrain.plan.estimate import run_length
     from megatrain.plan.simulate import step_seconds
 
-    from .plan_text import print_plan
-
     simulated = _simulate_step(plan) if simulate else None
     step_s = step_seconds(plan)
-    length = None if plan.estimate is None else run_length(plan, num_steps, step_s)
+    length = run_length(plan, num_steps, step_s)
     lines = [] if simulated is None else [simulated.line]
-    values: dict[str, Any] = {"run": None if length is None else dataclasses.asdict(length)}
+    lines += [*_run_lines(plan, length, step_s), *_evaluation_lines(evaluation, plan)]
+    values: dict[str, Any] = {"run": dataclasses.asdict(length)}
     if simulated is not None:
         values["simulated"] = dataclasses.asdict(simulated)
-    if length is not None:
-        lines += [*_run_lines(plan, length, step_s), *_evaluation_lines(evaluation, plan)]
-    print_plan(plan, as_json=as_json, problem=problem, run_lines=lines, run_values=values)
+    return lines, values
 
 
 def _simulate_step(plan: Plan) -> SimulatedStep | None:
@@ -196,8 +196,7 @@ def _run_lines(plan: Plan, length: RunLength, step_s: float | None) -> list[str]
         line += f", {format_duration(length.seconds)} without evaluations and saves"
     lines = [line]
     share = "" if length.share_of_limit is None else f", {length.share_of_limit:.2%} of max_written"
-    is_shown = plan.estimate is not None and plan.estimate.run_written_bytes is not None
-    if length.written_bytes and (share or not is_shown):
+    if length.written_bytes and (share or plan.estimate.run_written_bytes is None):
         lines.append(f"                NVMe writes {format_decimal_size(length.written_bytes)}{share}")
     if length.num_saves:
         saves = f"{length.num_saves} checkpoint{'s' if length.num_saves > 1 else ''}"

@@ -29,6 +29,7 @@ def print_plan(
     *,
     as_json: bool = False,
     problem: str = "",
+    passthrough: str = "",
     run_lines: Sequence[str] = (),
     run_values: Mapping[str, Any] | None = None,
     console: Console | None = None,
@@ -37,12 +38,13 @@ def print_plan(
 
     Args:
         problem: Reason why a run would be refused although its blocks fit in the tiers, or "".
+        passthrough: Description of the pass-through tensors in the model's folder, or "".
         run_lines: Lines about the whole run, printed after the lines about a step.
         run_values: JSON values about the whole run, used instead of ``run_lines`` with ``as_json``.
         console: Console for text. Default: stdout.
     """
     if as_json:
-        values = {**plan_to_json(plan), **(run_values or {}), **({"problem": problem} if problem else {})}
+        values = {**plan_to_json(plan, passthrough), **(run_values or {}), **({"problem": problem} if problem else {})}
         click.echo(json.dumps(values))
         return
     console = set_text_width(console or Console())
@@ -54,7 +56,7 @@ def print_plan(
         console.print(plan_table(plan))
     for line in (*_step_lines(plan), *run_lines):
         print_line(console, line, indent=16)
-    for message in show.messages(plan):
+    for message in show.messages(plan, passthrough):
         print_line(console, message, indent=0)
     for each in plan.objections:
         name, style = ("problem", "red") if each.refuses else ("warning", "yellow")
@@ -69,8 +71,7 @@ def _step_lines(plan: Plan) -> Iterator[str]:
     yield show.process_line(process.process_memory(plan))
     if moved := "  ".join(f"{link} {format_size(nbytes)}" for link, nbytes in nonzero_sizes(plan.traffic).items()):
         yield f"moved per step  {moved}"
-    if plan.estimate is not None:
-        yield from show.estimate_lines(plan.estimate)
+    yield from show.estimate_lines(plan.estimate)
 
 
 def _print_verdict(console: Console, plan: Plan, problem: str) -> None:
@@ -98,10 +99,10 @@ def _narrow_plan_lines(plan: Plan) -> Iterator[str]:
     yield f"budget: {format_sizes({tier: plan.budgets.get(tier, 0) for tier in plan.tiers if plan.totals.get(tier)})}"
 
 
-def plan_to_json(plan: Plan) -> dict[str, Any]:
+def plan_to_json(plan: Plan, passthrough: str) -> dict[str, Any]:
     """Return a plan as JSON values, with sizes in bytes."""
     memory = process.process_memory(plan)
-    estimate, objections, machine = plan.estimate, plan.objections, plan.run.tiers.machine
+    objections, machine = plan.objections, plan.run.tiers.machine
     return {
         "headline": show.headline(plan),
         "fits": True,  # planning refuses a run that does not fit
@@ -114,8 +115,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "traffic_per_step": dict(plan.traffic),
         "workspace_is_exact": plan.trace.exact,
         "guesses": list(plan.trace.guesses),
-        "messages": list(show.messages(plan)),
-        "estimate": None if estimate is None else estimate.to_json(),
+        "messages": list(show.messages(plan, passthrough)),
+        "estimate": plan.estimate.to_json(),
         "fits_this_machine": not any(each.refuses for each in objections),
         "objections": [dataclasses.asdict(each) for each in objections],
     }

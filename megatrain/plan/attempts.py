@@ -23,9 +23,9 @@ from megatrain.models.in_place import buffer_bytes
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.matrices import device_bytes, host_bytes, matrix_shapes
 from megatrain.plan.budgets import teacher_bytes, with_folder, with_residents, with_workspace
-from megatrain.plan.kept import GraphKeeper, KeptGraphs
+from megatrain.plan.kept import GraphKeeper
 from megatrain.plan.placement import TierBudget
-from megatrain.plan.plan import TracedModel
+from megatrain.plan.plan import PlacedStep, TracedModel
 from megatrain.plan.run_spec import RunSpec
 from megatrain.plan.run_tiers import tier_budgets
 from megatrain.plan.shortfall import Shortfall
@@ -56,7 +56,7 @@ class Attempts:
     most_ahead: int = MOST_GATHERS_AHEAD
     passes_parts: bool | None = None
 
-    def first_fit(self) -> KeptGraphs | Shortfall:
+    def first_fit(self) -> PlacedStep | Shortfall:
         """Place the first program that fits. If none fits, return the shortfall of the tier that was too small last."""
         found: list[Shortfall] = []
         for program in self.programs():
@@ -73,16 +73,13 @@ class Attempts:
             for gathers_ahead in self._gathers_ahead():
                 yield from self._vocabulary_variants(self._builder(overlaps_device, gathers_ahead))
 
-    def place(self, program: StepProgram) -> KeptGraphs | Shortfall:
+    def place(self, program: StepProgram) -> PlacedStep | Shortfall:
         """Place a program and choose the graphs that it keeps. Return a shortfall if a tier is too small."""
         run, model = self.run, self.model
         readers = buffer_bytes(model.in_place.values(), model.graph.dtype)
         budgets = with_folder(self._budgets(program), program, readers)
         budgets = with_residents(budgets, run, program, self.profile.machine if run.device.type == "cuda" else None)
-        keeper = GraphKeeper(
-            model.graph, model.trace, program, budgets, run.placement.homes, run.num_together, run.traced_on
-        )
-        return keeper.solve(*_layers_kept(run))
+        return GraphKeeper(run, model, program, budgets).solve(*_layers_kept(run))
 
     def _overlap_choices(self) -> tuple[bool, ...]:
         """Return the values of `overlaps_device` to try. Overlap needs memory for one more layer's gradients."""
@@ -94,7 +91,7 @@ class Attempts:
         is_possible = self.most_ahead and not self.run.world.is_single and self.run.advanced.prefetch_bytes != 0
         return (1, 0) if is_possible else (0,)
 
-    def _gather_further_ahead(self, placed: KeptGraphs) -> KeptGraphs:
+    def _gather_further_ahead(self, placed: PlacedStep) -> PlacedStep:
         """Gather weights as far ahead as allowed without changing any block's home. Return the resulting step.
 
         This hides gathers that take longer than computing one layer. Gathers must not delay copies of other blocks, so
@@ -109,7 +106,7 @@ class Attempts:
         if isinstance(found, Shortfall):
             return placed
         placement = found.placement
-        fits_twice = placement.peak_bytes(tier) + placement.working_bytes[tier] <= found.budgets[tier].capacity_bytes
+        fits_twice = placement.peak_bytes(tier) + placement.working_bytes[tier] <= found.budgets[tier]
         return found if fits_twice and placement.traffic_bytes == placed.placement.traffic_bytes else placed
 
     def _vocabulary_variants(self, builder: ProgramBuilder) -> Iterator[StepProgram]:

@@ -17,7 +17,7 @@ from megatrain.engine.program.step_program import Phase, Tick
 from megatrain.machine.profiles import MachineProfile
 from megatrain.optim.factory import has_measured_kernel, is_memory_bound
 from megatrain.plan.flops import flops_per_token, matrix_flops, sums_of_phases, tick_flops, work_of_phases
-from megatrain.plan.plan import Plan
+from megatrain.plan.plan import PlacedStep
 from megatrain.plan.times import MeasuredTicks
 from megatrain.trace.counting import is_counted
 
@@ -116,9 +116,9 @@ class HostSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCosts(ABC):
-    """Seconds for which a plan's step of ``num_tokens`` tokens keeps the processors busy."""
+    """Seconds for which a step of ``num_tokens`` tokens keeps the processors busy."""
 
-    plan: Plan
+    step: PlacedStep
     num_tokens: int
     machine: MachineProfile
 
@@ -137,7 +137,7 @@ class StepCosts(ABC):
     @property
     def updates_s(self) -> float | None:
         """Seconds of updates on the host, or None if a rate is unknown."""
-        return _host_updates_s(self.plan, self.machine)
+        return _host_updates_s(self.step, self.machine)
 
     @property
     def host(self) -> HostSeconds:
@@ -146,8 +146,8 @@ class StepCosts(ABC):
 
     def share_of(self, phase: Phase) -> float:
         """Return a phase's share of the compute seconds."""
-        ticks = zip(self.plan.program.ticks, tick_flops(self.plan), strict=True)
-        return sum(flops for tick, flops in ticks if tick.phase == phase) / flops_per_token(self.plan)
+        ticks = zip(self.step.program.ticks, tick_flops(self.step), strict=True)
+        return sum(flops for tick, flops in ticks if tick.phase == phase) / flops_per_token(self.step)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class TimedCosts(StepCosts):
 
     def _seconds(self, *, updates: bool) -> float:
         """Return the seconds of updates if ``updates`` is True, else of all other ticks."""
-        timed = zip(self.plan.program.ticks, self.ticks.seconds, strict=True)
+        timed = zip(self.step.program.ticks, self.ticks.seconds, strict=True)
         return sum(seconds for tick, seconds in timed if (tick.phase == "update") == updates)
 
 
@@ -188,14 +188,14 @@ class CountedCosts(StepCosts):
 
     @property
     def computing_s(self) -> float:
-        return self.device.computing_s(self._work) * (self.num_tokens / self.plan.trace.num_tokens)
+        return self.device.computing_s(self._work) * (self.num_tokens / self.step.trace.num_tokens)
 
     @property
     def host(self) -> HostSeconds:
-        device, num_micro_batches = self.device, self.num_tokens / self.plan.trace.num_tokens
+        device, num_micro_batches = self.device, self.num_tokens / self.step.trace.num_tokens
         return HostSeconds(
             self._work.launches * num_micro_batches * device.seconds_per_launch,
-            sum(len(tick.uses) for tick in self.plan.program.ticks) * device.seconds_per_lease,
+            sum(len(tick.uses) for tick in self.step.program.ticks) * device.seconds_per_lease,
             device.seconds_per_transfer,
         )
 
@@ -205,8 +205,8 @@ class CountedCosts(StepCosts):
     @cached_property
     def _phases(self) -> dict[Phase, Work]:
         """Work to compute one micro-batch, by phase."""
-        sums = sums_of_phases(self.plan)
-        return {phase: work + sums.get(phase, NO_WORK) for phase, work in work_of_phases(self.plan).items()}
+        sums = sums_of_phases(self.step)
+        return {phase: work + sums.get(phase, NO_WORK) for phase, work in work_of_phases(self.step).items()}
 
     @cached_property
     def _work(self) -> Work:
@@ -224,60 +224,60 @@ class AssumedCosts(StepCosts):
 
     @property
     def computing_s(self) -> float | None:
-        flops = flops_per_token(self.plan) * self.num_tokens
+        flops = flops_per_token(self.step) * self.num_tokens
         return None if self.flops_per_s is None else flops / self.flops_per_s
 
 
-def step_costs(plan: Plan, num_tokens: int, machine: MachineProfile) -> StepCosts:
+def step_costs(step: PlacedStep, num_tokens: int, machine: MachineProfile) -> StepCosts:
     """Return the most precise costs that are known: timed steps, else counted work, else assumed FLOPs."""
-    if plan.ticks is not None:
-        return TimedCosts(plan, num_tokens, machine, plan.ticks)
-    device = DeviceCosts.of(machine, plan.device.type, str(plan.graph.dtype).removeprefix("torch."))
-    if device is not None and is_counted(plan.trace):
-        return CountedCosts(plan, num_tokens, machine, device)
-    return AssumedCosts(plan, num_tokens, machine, None if device is None else device.product_flops_per_s)
+    if step.ticks is not None:
+        return TimedCosts(step, num_tokens, machine, step.ticks)
+    device = DeviceCosts.of(machine, step.device.type, str(step.graph.dtype).removeprefix("torch."))
+    if device is not None and is_counted(step.trace):
+        return CountedCosts(step, num_tokens, machine, device)
+    return AssumedCosts(step, num_tokens, machine, None if device is None else device.product_flops_per_s)
 
 
-def _host_updates_s(plan: Plan, machine: MachineProfile) -> float | None:
+def _host_updates_s(step: PlacedStep, machine: MachineProfile) -> float | None:
     """Return the seconds of the host's update kernels, or None if doctor does not measure this optimizer or format."""
-    num_processes, is_split = plan.run.world.local_size, plan.graph.dtype.itemsize == 2
-    num_updated = plan.updates.num_weights(on_gpu=False) * num_processes
+    num_processes, is_split = step.run.world.local_size, step.graph.dtype.itemsize == 2
+    num_updated = step.updates.num_weights(on_gpu=False) * num_processes
     rate = machine.adamw_params_per_s.get("bfloat16" if is_split else "float32")
     if not num_updated:
         return 0.0
-    if rate is None or not is_memory_bound(plan.traced.optimizer):
+    if rate is None or not is_memory_bound(step.traced.optimizer):
         return None
-    if has_measured_kernel(plan.traced.optimizer, split_master=is_split):
+    if has_measured_kernel(step.traced.optimizer, split_master=is_split):
         return num_updated / rate
-    on_gpu = plan.device.type == "cuda"
-    there = plan.updates.in_gpu_memory if on_gpu else ()
-    touched = _touched_bytes(plan, (tick for tick in plan.updates.ticks if tick not in there))
-    products = 0.0 if on_gpu else _orthogonalization_s(plan, machine)
+    on_gpu = step.device.type == "cuda"
+    there = step.updates.in_gpu_memory if on_gpu else ()
+    touched = _touched_bytes(step, (tick for tick in step.updates.ticks if tick not in there))
+    products = 0.0 if on_gpu else _orthogonalization_s(step, machine)
     return None if products is None else num_processes * touched / (rate * _ADAMW_TOUCHED) + products
 
 
-def gpu_updates_s(plan: Plan, machine: MachineProfile) -> float | None:
+def gpu_updates_s(step: PlacedStep, machine: MachineProfile) -> float | None:
     """Return the GPU's seconds for updates in GPU memory: the bytes they touch, divided by the memory rate.
 
     The result includes orthogonalization on the GPU for updates whose other parts run on the host.
     """
-    products = _orthogonalization_s(plan, machine) if plan.device.type == "cuda" else 0.0
-    if not plan.updates.num_weights(on_gpu=True):
+    products = _orthogonalization_s(step, machine) if step.device.type == "cuda" else 0.0
+    if not step.updates.num_weights(on_gpu=True):
         return products
     rate = machine.gpu.update_bytes_per_s if machine.gpu else None
     if rate is None or products is None:
         return None
-    return _touched_bytes(plan, plan.updates.in_gpu_memory) / rate + products
+    return _touched_bytes(step, step.updates.in_gpu_memory) / rate + products
 
 
-def _orthogonalization_s(plan: Plan, machine: MachineProfile) -> float | None:
+def _orthogonalization_s(step: PlacedStep, machine: MachineProfile) -> float | None:
     """Return the seconds of the orthogonalization, or None if its matmul rate is unknown."""
-    flops = sum(matrix_flops(plan).values())
-    rate = machine.matmul_flops_per_s.get(f"{plan.device.type}/bfloat16")
+    flops = sum(matrix_flops(step).values())
+    rate = machine.matmul_flops_per_s.get(f"{step.device.type}/bfloat16")
     return 0.0 if not flops else None if rate is None else flops / rate
 
 
-def _touched_bytes(plan: Plan, updates: Iterable[Tick]) -> int:
+def _touched_bytes(step: PlacedStep, updates: Iterable[Tick]) -> int:
     """Return the bytes that updates read and write."""
-    blocks = plan.program.blocks
+    blocks = step.program.blocks
     return sum(blocks[key].nbytes * (2 if mode == "rw" else 1) for tick in updates for key, mode in tick.uses)

@@ -18,7 +18,7 @@ from megatrain.models.folder import weight_file_bytes
 from megatrain.optim.factory import has_measured_kernel
 from megatrain.plan.budgets import FOLDER
 from megatrain.plan.costs import StepCosts, gpu_updates_s, step_costs
-from megatrain.plan.plan import Plan
+from megatrain.plan.plan import PlacedStep, Plan
 from megatrain.plan.times import Estimate, OutsideTraffic, StepShape
 from megatrain.plan.traffic import Traffic
 from megatrain.ranks.shards import NETWORK, PEER
@@ -68,54 +68,54 @@ def split(nbytes: int, shape: StepShape) -> dict[str, int]:
     return {str(path): round(nbytes * weight / total) for path, weight in zip(shape.paths, shape.weights, strict=True)}
 
 
-def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estimate:
-    """Estimate a step of a plan at the rates of a profile."""
-    written = split(nvme_written_bytes(plan.traffic), shape)
+def estimate_step(step: PlacedStep, shape: StepShape, loaded: LoadedProfile) -> Estimate:
+    """Estimate the times of a step at the rates of a profile, and its writes to drives."""
+    written = split(nvme_written_bytes(step.traffic), shape)
     run = None
     if shape.num_steps is not None:
-        run = split(nvme_written_bytes(plan.placement.run_traffic_bytes(shape.num_steps)), shape)
+        run = split(nvme_written_bytes(step.placement.run_traffic_bytes(shape.num_steps)), shape)
     wear = Estimate(
         shape.tokens_per_step,
         {},
         written_bytes=written,
         run_written_bytes=run,
-        is_timed=plan.ticks is not None,
-        occasions=tuple(_occasions(plan, shape, loaded.machine if plan.run.tiers.machine.is_here else None)),
+        is_timed=step.ticks is not None,
+        occasions=tuple(_occasions(step, shape, loaded.machine if step.run.tiers.machine.is_here else None)),
     )
     if loaded.machine is None:
         notes = [f"times           not measured: {_ADVICE}", *_striping(shape), *loaded.ranks]
         return replace(wear, notes=(*notes, *([f"profile         {loaded.note}"] if loaded.note else [])))
-    costs, links = step_costs(plan, shape.tokens_per_step, loaded.machine), _LinkTimes(plan, shape, loaded.machine)
-    step = _StepTime(costs, links)
+    costs, links = step_costs(step, shape.tokens_per_step, loaded.machine), _LinkTimes(step, shape, loaded.machine)
+    step_time = _StepTime(costs, links)
     result = replace(
         wear,
-        seconds=step.seconds,
-        unmeasured=step.unmeasured,
+        seconds=step_time.seconds,
+        unmeasured=step_time.unmeasured,
         computing_s_per_nvme_byte=links.computing_s_per_nvme_byte,
         seconds_per_nvme_copy=max((drive.seconds_per_copy or 0.0 for drive in links.drives), default=0.0),
-        notes=_notes(loaded, costs, links, shape, step.unmeasured),
+        notes=_notes(loaded, costs, links, shape, step_time.unmeasured),
     )
-    if step.unmeasured:
+    if step_time.unmeasured:
         return result
-    step_s, bound_by = step.bound()
-    return replace(result, step_s=step_s, bound_by=bound_by, crossing_tokens=step.crossing_tokens())
+    step_s, bound_by = step_time.bound()
+    return replace(result, step_s=step_s, bound_by=bound_by, crossing_tokens=step_time.crossing_tokens())
 
 
-def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> Iterator[OutsideTraffic]:
+def _occasions(step: PlacedStep, shape: StepShape, machine: MachineProfile | None) -> Iterator[OutsideTraffic]:
     """Yield a training run's drive traffic outside steps: at its start, at its first checkpoint, and at its end."""
-    if not plan.updates.ticks:
+    if not step.updates.ticks:
         return
-    run, homes = plan.run, plan.placement.homes
-    durable = [block for block in plan.program.blocks.values() if block.kind in DURABLE_KINDS]
+    run, homes = step.run, step.placement.homes
+    durable = [block for block in step.program.blocks.values() if block.kind in DURABLE_KINDS]
     on_drives = sum(block.nbytes for block in durable if homes[block.key] == "nvme")
     masters = [block for block in durable if block.kind == "weights" or block.key.endswith("/low")]
     masters_on_drives = sum(block.nbytes for block in masters if homes[block.key] == "nvme")
     weights = [block for block in durable if block.kind == "weights"]
-    in_place = sum(block.nbytes for block in weights if plan.budgets_by_tier[homes[block.key]].is_read_only)
+    in_place = sum(block.nbytes for block in weights if step.budgets_by_tier[homes[block.key]].is_read_only)
     loaded = 1 - in_place / max(1, sum(block.nbytes for block in weights))  # weights used in place are not loaded
     folder_bytes = 0 if run.model.table.train_from_scratch else int(loaded * weight_file_bytes(run.model.folder))
-    layouts = plan.graph.layouts.values()
-    is_adapter = adapters_of(plan.graph) is not None and not run.export.merge
+    layouts = step.graph.layouts.values()
+    is_adapter = adapters_of(step.graph) is not None and not run.export.merge
     num_exported = sum(layout.num_parameters for layout in layouts if layout.trainable or not is_adapter)
     exported = num_exported * export_dtype(run.export, run.dtype).itemsize
 
@@ -133,25 +133,25 @@ def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> 
     folder = {Path(run.model.folder): float(folder_bytes)}
     yield OutsideTraffic("start", folder_bytes, on_drives, seconds=seconds(folder, to_drives))
     if run.checkpoint.table.is_on:
-        written = plan.checkpoint.in_output_dir
+        written = step.checkpoint.in_output_dir
         cost = seconds({}, {run.output_dir: float(written)})
-        yield OutsideTraffic("checkpoint", sum(plan.checkpoint.traffic.values()), written, on_drives, cost)
+        yield OutsideTraffic("checkpoint", sum(step.checkpoint.traffic.values()), written, on_drives, cost)
     from_drives[run.output_dir] = from_drives.get(run.output_dir, 0.0) + exported
     cost = seconds(from_drives, {run.output_dir: float(exported)})
     yield OutsideTraffic("export", masters_on_drives + exported, exported, seconds=cost)
 
 
 class _LinkTimes:
-    """Transfer times of the links of one plan.
+    """Transfer times of the links of one step.
 
     Attributes:
         drives: Profiles of the NVMe paths' drives that were measured.
         unmeasured_paths: NVMe paths whose drives were not measured.
     """
 
-    def __init__(self, plan: Plan, shape: StepShape, machine: MachineProfile) -> None:
-        self._plan, self._shape, self._machine = plan, shape, machine
-        keys = plan.run.tiers.machine.drive_keys(shape.paths)
+    def __init__(self, step: PlacedStep, shape: StepShape, machine: MachineProfile) -> None:
+        self._step, self._shape, self._machine = step, shape, machine
+        keys = step.run.tiers.machine.drive_keys(shape.paths)
         self._keys = dict(zip(map(str, shape.paths), keys, strict=True))
         self._drives = {path: machine.drives.get(key) for path, key in self._keys.items()}
         self.drives = [drive for drive in self._drives.values() if drive is not None]
@@ -168,13 +168,13 @@ class _LinkTimes:
     def seconds(self, traffic: Mapping[str, int]) -> dict[str, float | None]:
         """Return for how many seconds each link that moves bytes is busy, or None for a link that was not measured."""
         seconds: dict[str, float | None] = {}
-        for name, budget in self._plan.budgets_by_tier.items():
+        for name, budget in self._step.budgets_by_tier.items():
             if not budget.is_addressable:
                 read = sum(nbytes for link, nbytes in traffic.items() if link.startswith(f"{name}->"))
                 written = sum(nbytes for link, nbytes in traffic.items() if link.endswith(f"->{name}"))
                 if read or written:
                     seconds[name] = self._storage_s(name, read, written)
-        gpu = self._machine.gpu if self._plan.device.type == "cuda" else None  # an emulated GPU has no bus
+        gpu = self._machine.gpu if self._step.device.type == "cuda" else None  # an emulated GPU has no bus
         for link, rate in (
             ("ram->gpu", gpu.h2d_bytes_per_s if gpu else None),
             ("gpu->ram", gpu.d2h_bytes_per_s if gpu else None),
@@ -189,7 +189,7 @@ class _LinkTimes:
 
     def _storage_s(self, tier: str, read: int, written: int) -> float | None:
         """Return for how many seconds a storage tier's links are busy, or None if they were not measured."""
-        run, known = self._plan.run, self._machine.drives
+        run, known = self._step.run, self._machine.drives
         if tier == "nvme":
             num_ranks = run.world.local_size  # all ranks of a host share its drives
             reads, writes = split(num_ranks * read, self._shape), split(num_ranks * written, self._shape)
@@ -201,12 +201,12 @@ class _LinkTimes:
 
     @cached_property
     def _traffic(self) -> Traffic:
-        placement = self._plan.placement
-        return Traffic(self._plan.program, placement.routes, placement.homes, placement.stays)
+        placement = self._step.placement
+        return Traffic(self._step.program, placement.routes, placement.homes, placement.stays)
 
     def _has_constant_size(self, key: str) -> bool:
         """Return whether a block's size does not depend on the number of tokens."""
-        return self._plan.program.blocks[key].kind != "activations"
+        return self._step.program.blocks[key].kind != "activations"
 
     @property
     def computing_s_per_nvme_byte(self) -> float:
@@ -229,15 +229,15 @@ class _StepTime:
 
     def __init__(self, costs: StepCosts, links: _LinkTimes) -> None:
         self._costs, self._links, self._tokens = costs, links, costs.num_tokens
-        self._on_gpu = costs.plan.device.type == "cuda"
+        self._on_gpu = costs.step.device.type == "cuda"
         # Whether all micro-batches of a step pass through one layer before any of them reaches the next layer.
-        self._runs_together = costs.plan.run.batch.order == "layer"
+        self._runs_together = costs.step.run.batch.order == "layer"
         found = {
             "compute": costs.computing_s,
             "host": costs.host.launching_s + costs.host.leasing_s + self._transfers_s(),
             "optimizer": costs.updates_s,
-            "gpu optimizer": gpu_updates_s(costs.plan, costs.machine),
-            **links.seconds(costs.plan.traffic),
+            "gpu optimizer": gpu_updates_s(costs.step, costs.machine),
+            **links.seconds(costs.step.traffic),
         }
         self.seconds: Mapping[str, float] = {name: seconds for name, seconds in found.items() if seconds}
         self.unmeasured = tuple(name for name, seconds in found.items() if seconds is None)
@@ -303,9 +303,9 @@ class _StepTime:
         """
         if not self._on_gpu:
             return 0.0
-        plan = self._costs.plan
-        phase: Phase = "forward" if plan.program.updates.are_deferred else "backward"
-        return self._costs.share_of(phase) / (1 if self._runs_together else max(1, len(plan.run.own_micro_batches)))
+        step = self._costs.step
+        phase: Phase = "forward" if step.program.updates.are_deferred else "backward"
+        return self._costs.share_of(phase) / (1 if self._runs_together else max(1, len(step.run.own_micro_batches)))
 
 
 def _notes(
@@ -322,7 +322,7 @@ def _notes(
     if FOLDER in unmeasured:
         notes.append(f"times           drive of the model's folder not measured: {_ADVICE}")
     is_timed = costs.is_timed or has_measured_kernel(
-        costs.plan.traced.optimizer, split_master=weight_is_split(costs.plan.graph)
+        costs.step.traced.optimizer, split_master=weight_is_split(costs.step.graph)
     )
     if not (unmeasured or is_timed):
         notes.append("updates         at AdamW's bytes per second, because this optimizer was not timed")

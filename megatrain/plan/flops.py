@@ -10,7 +10,7 @@ from megatrain.engine.program.step_program import Phase
 from megatrain.engine.program.visit_trace import layouts_of_unit
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.plan.kept import num_parameters_run_once
-from megatrain.plan.plan import Plan
+from megatrain.plan.plan import PlacedStep
 from megatrain.trace.counting import is_counted
 
 #: FLOPs per parameter and token, used if the trace could not count them: forward 2, recompute 2, backward 4.
@@ -20,22 +20,22 @@ _FORWARD_FLOPS, _RECOMPUTE_FLOPS, _BACKWARD_FLOPS, _HEAD_FLOPS = 2, 2, 4, 6
 _SUM_NBYTES = 8
 
 
-def flops_per_token(plan: Plan) -> float:
+def flops_per_token(step: PlacedStep) -> float:
     """Return a step's FLOPs per token, including recomputed layers.
 
     The count excludes work that causal attention kernels skip, and experts that a token does not use. Without counts,
     the result is ``8 N`` for N parameters, minus ``2 N`` for the parameters of layers that are not recomputed.
     """
-    if is_counted(plan.trace):
-        return sum(work.computed_flops for work in _visits_work(plan).values()) / plan.trace.num_tokens
-    once = num_parameters_run_once(plan.graph, plan.trace, plan.program)
-    return FLOPS_PER_PARAM_TOKEN * plan.graph.num_parameters - _FORWARD_FLOPS * once
+    if is_counted(step.trace):
+        return sum(work.computed_flops for work in _visits_work(step).values()) / step.trace.num_tokens
+    once = num_parameters_run_once(step.graph, step.trace, step.program)
+    return FLOPS_PER_PARAM_TOKEN * step.graph.num_parameters - _FORWARD_FLOPS * once
 
 
-def tick_flops(plan: Plan) -> list[float]:
+def tick_flops(step: PlacedStep) -> list[float]:
     """Return each tick's FLOPs per token; 0 for updates. Their sum is ``flops_per_token``."""
-    ticks, blocks = plan.program.ticks, plan.program.blocks
-    counted = _visits_work(plan) if is_counted(plan.trace) else None
+    ticks, blocks = step.program.ticks, step.program.blocks
+    counted = _visits_work(step) if is_counted(step.trace) else None
     same = Counter((tick.phase, tick.visit) for tick in ticks)
     found: list[float] = []
     for tick in ticks:
@@ -43,26 +43,26 @@ def tick_flops(plan: Plan) -> list[float]:
         if tick.phase in ("forward", "head", "backward") and counted is not None:
             flops = counted[tick.phase, tick.visit].computed_flops
         elif tick.phase in ("forward", "head", "backward"):
-            again = 0 if tick.visit in plan.program.recompute.kept_graphs else _RECOMPUTE_FLOPS
+            again = 0 if tick.visit in step.program.recompute.kept_graphs else _RECOMPUTE_FLOPS
             factor = {"forward": _FORWARD_FLOPS, "head": _HEAD_FLOPS, "backward": again + _BACKWARD_FLOPS}[tick.phase]
             flops = factor * sum(blocks[key].num_values for key, _ in tick.uses if blocks[key].kind == "weights")
         # If micro-batches run one at a time, each micro-batch has separate ticks.
         found.append(flops / same[tick.phase, tick.visit])
     total = sum(found)
-    return [flops * flops_per_token(plan) / total if total else 0.0 for flops in found]
+    return [flops * flops_per_token(step) / total if total else 0.0 for flops in found]
 
 
-def work_of_phases(plan: Plan) -> dict[Phase, Work]:
+def work_of_phases(step: PlacedStep) -> dict[Phase, Work]:
     """Return the work of the traced micro-batch by phase."""
     found: dict[Phase, Work] = {}
-    for (phase, _), work in _visits_work(plan).items():
+    for (phase, _), work in _visits_work(step).items():
         found[phase] = found.get(phase, NO_WORK) + work
     return found
 
 
-def _visits_work(plan: Plan) -> dict[tuple[Phase, int], Work]:
+def _visits_work(step: PlacedStep) -> dict[tuple[Phase, int], Work]:
     """Return the traced micro-batch's work by phase and visit. The first head visit has the work of the whole head."""
-    trace, program = plan.trace, plan.program
+    trace, program = step.trace, step.program
     found: dict[tuple[Phase, int], Work] = {}
     for number, visit in enumerate(trace.visits):
         if visit.is_head:
@@ -78,14 +78,14 @@ def _visits_work(plan: Plan) -> dict[tuple[Phase, int], Work]:
     return found
 
 
-def sums_of_phases(plan: Plan) -> dict[Phase, Work]:
+def sums_of_phases(step: PlacedStep) -> dict[Phase, Work]:
     """Return the memory traffic for adding a micro-batch's gradients to their sums on a GPU, by phase.
 
     On a CPU, the measured matmul rate already includes this traffic.
     """
     found: dict[Phase, Work] = {}
-    for visit in plan.trace.visits if plan.device.type == "cuda" else ():
-        layouts = [plan.graph.layouts[name] for name in layouts_of_unit(plan.graph, visit.unit)]
+    for visit in step.trace.visits if step.device.type == "cuda" else ():
+        layouts = [step.graph.layouts[name] for name in layouts_of_unit(step.graph, visit.unit)]
         num_trained = sum(layout.num_parameters for layout in layouts if layout.trainable)
         if visit.is_head or visit.backward.product_flops:
             phase: Phase = "head" if visit.is_head else "backward"
@@ -93,13 +93,13 @@ def sums_of_phases(plan: Plan) -> dict[Phase, Work]:
     return found
 
 
-def matrix_flops(plan: Plan) -> dict[int, int]:
+def matrix_flops(step: PlacedStep) -> dict[int, int]:
     """Return the FLOPs of the orthogonalization in a step, by layout index."""
-    optimizer, layouts = plan.traced.optimizer, list(plan.graph.layouts.values())
+    optimizer, layouts = step.traced.optimizer, list(step.graph.layouts.values())
     if not isinstance(optimizer, MatrixOptimizer):
         return {}
     found: dict[int, int] = {}
-    for index in {tick.visit for tick in plan.updates.ticks}:
+    for index in {tick.visit for tick in step.updates.ticks}:
         entries = [entry for entry in layouts[index].entries if optimizer.has_matrices(entry)]
         shapes = [(e.shape[-2], e.shape[-1], math.prod(e.shape[:-2]), e.name) for e in entries]
         found[index] = sum(optimizer.orthogonalize_flops(r, c, name) * count for r, c, count, name in shapes)

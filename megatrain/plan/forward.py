@@ -27,20 +27,18 @@ from megatrain.engine.program.step_program import StepProgram
 from megatrain.engine.program.visit_trace import VisitTrace
 from megatrain.engine.program.workspace import decoded_bytes, step_workspace_bytes
 from megatrain.machine.profiles import LoadedProfile
-from megatrain.machine.resources import describe_library_memory
 from megatrain.models.graph import ModelGraph
 from megatrain.models.in_place import buffer_bytes
 from megatrain.optim.average import EMA
 from megatrain.optim.factory import make_optimizer
 from megatrain.plan.budgets import with_folder, with_residents, with_workspace
 from megatrain.plan.placement import PlacementSolver, TierBudget
-from megatrain.plan.plan import Plan, TracedModel
-from megatrain.plan.planner import objections_to
+from megatrain.plan.plan import PlacedStep, Plan, TracedModel
+from megatrain.plan.planner import compared_with_machine, objections_to
 from megatrain.plan.run_spec import RunSpec
 from megatrain.plan.run_tiers import tier_budgets
-from megatrain.plan.search import STAY_SHARE, fastest, replaced, with_open_room
+from megatrain.plan.search import STAY_SHARE, fastest, priced, with_open_room
 from megatrain.plan.shortfall import DoesNotFitError, Shortfall, require_fit
-from megatrain.plan.times import Estimate
 from megatrain.plan.traced import find_frozen, make_graph, trace_run, with_supported_packing
 from megatrain.plan.traffic import Traffic
 from megatrain.trace.trace import trace_generation
@@ -100,14 +98,19 @@ def _traced_forward(
     )
 
 
-def _plan(model: TracedModel, program: StepProgram, budgets: Mapping[str, TierBudget], stay_share: float = 0) -> Plan:
-    """Place a program in tiers with these budgets, and return its plan."""
+def _placed(
+    model: TracedModel, program: StepProgram, budgets: Mapping[str, TierBudget], stay_share: float = 0
+) -> PlacedStep:
+    """Place a program in tiers with these budgets.
+
+    Raises:
+        DoesNotFitError: If a tier is too small.
+    """
     run, profile = model.run, model.run.tiers.machine.rates()
     known = with_folder(budgets, program, buffer_bytes(model.in_place.values(), model.graph.dtype))
     known = with_residents(known, run, program, profile.machine if run.device.type == "cuda" else None)
     solver = PlacementSolver(program, list(known.values()), run.placement.homes, None, stay_share)
-    plan = Plan(run, model, program, require_fit(solver.solve()), known, Estimate(run.num_own_tokens, {}))
-    return replaced(plan, profile)
+    return PlacedStep(run, model, program, require_fit(solver.solve()), known)
 
 
 def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
@@ -141,12 +144,11 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
     program = evaluation_program(program)
     workspace = step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches, run.traced_on)
     known = with_workspace(tier_budgets(run, workspace), score_bytes(run, top_k, width), "ram")
-    plan = _plan(model, program, known, STAY_SHARE)
-    capacity = plan.budgets[model.compute_tier]
-    plan = replace(plan, library_memory=describe_library_memory(run.tiers.machine, capacity, run.device))
+    profile = run.tiers.machine.rates()
+    plan = priced(_placed(model, program, known, STAY_SHARE), profile)
     if any(plan.traffic.values()):
-        plan = fastest(list(with_open_room(plan, run.tiers.machine.rates())) or [plan])
-    return replace(plan, objections=objections_to(plan))
+        plan = fastest(list(with_open_room(plan, profile)) or [plan])
+    return compared_with_machine(plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +190,8 @@ def plan_generation(run: RunSpec) -> GenerationPlan:
     frozen = FrozenWeights(not run.model.table.train_from_scratch, model.in_place, model.encodings)
     weights = frozen_program(graph, compute_tier=model.compute_tier, frozen=frozen)
     first, program = _generation_programs(weights, graph, trace, cache_nbytes, batch.num_micro_batches)
-    plan = _plan(model, program, tier_budgets(run, _generation_workspace_bytes(run, graph, trace, program)))
-    plan = replaced(plan, run.tiers.machine.rates(), num_tokens=batch.num_rows)
+    step = _placed(model, program, tier_budgets(run, _generation_workspace_bytes(run, graph, trace, program)))
+    plan = priced(step, run.tiers.machine.rates(), num_tokens=batch.num_rows)
     return GenerationPlan(replace(plan, objections=objections_to(plan)), first)
 
 
@@ -257,7 +259,7 @@ def plan_averages(plan: Plan) -> Plan:
             f'Give tiers.{placement.tier} that size, or write weights = "trained" in [evaluation].'
         )
         raise DoesNotFitError(replace(placement, advice=advice))
-    return replaced(replace(plan, budgets_by_tier=known), _UNTIMED, program=program, placement=placement)
+    return priced(replace(plan.step, program=program, placement=placement, budgets_by_tier=known), _UNTIMED)
 
 
 def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) -> GenerationPlan:
@@ -313,6 +315,6 @@ def _placed_samples(
     placement = PlacementSolver(program, list(known.values()), run.placement.homes, given=given).solve()
     if isinstance(placement, Shortfall):
         return placement
-    other = replace(plan, run=run, traced=replace(plan.traced, trace=trace), budgets_by_tier=known, kept_bytes=0)
-    num_rows = run.batch.num_rows
-    return GenerationPlan(replaced(other, _UNTIMED, program=program, placement=placement, num_tokens=num_rows), first)
+    traced = replace(plan.traced, trace=trace)
+    step = PlacedStep(run, traced, program, placement, known, plan.ticks)
+    return GenerationPlan(priced(step, _UNTIMED, num_tokens=run.batch.num_rows), first)

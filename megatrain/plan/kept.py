@@ -10,11 +10,9 @@ than a graph and avoid most of the recompute. They are stored in blocks, like a 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal
-
-import torch
 
 from megatrain.engine.device.work import SavableResults
 from megatrain.engine.program.keeping import activations_of, keeping_graphs, saving_results
@@ -22,53 +20,33 @@ from megatrain.engine.program.step_program import StepProgram
 from megatrain.engine.program.visit_trace import VisitTrace, layouts_of_unit, uses_of_layouts
 from megatrain.engine.program.workspace import kept_graphs, peak_bytes, visit_transients
 from megatrain.models.graph import ModelGraph
-from megatrain.plan.placement import Homes, Placement, PlacementSolver, TierBudget
+from megatrain.plan.placement import PlacementSolver, TierBudget
+from megatrain.plan.plan import PlacedStep, TracedModel
+from megatrain.plan.run_spec import RunSpec
 from megatrain.plan.shortfall import Shortfall
 from tiered.units import PAGE_BYTES, format_size, round_up
 
 What = Literal["graphs", "results", "attention"]
 
 
-@dataclass(frozen=True)
-class KeptGraphs:
-    """Placed program with its kept graphs and saved results.
-
-    Attributes:
-        budgets: Budgets of the tiers. The compute tier's workspace includes the kept graphs.
-        nbytes: Bytes that the kept graphs add to the peak workspace. The graphs together can be larger.
-    """
-
-    program: StepProgram
-    budgets: Mapping[str, TierBudget]
-    placement: Placement
-    nbytes: int
-
-
 class GraphKeeper:
     """Search for a program's visits that should keep graphs, and for those that should save results.
 
     Args:
+        run: Run of the traced model, or a variant with a different order of micro-batches.
         program: Program of a step that keeps no graphs.
         budgets: Tier budgets of that step, including its workspace.
-        num_together: Number of micro-batches whose graphs exist at the same time.
     """
 
     def __init__(
-        self,
-        graph: ModelGraph,
-        trace: VisitTrace,
-        program: StepProgram,
-        budgets: Mapping[str, TierBudget],
-        allowed: Homes,
-        num_together: int,
-        device: torch.device,
+        self, run: RunSpec, traced: TracedModel, program: StepProgram, budgets: Mapping[str, TierBudget]
     ) -> None:
-        self._graph, self.trace, self._program = graph, trace, program
-        self._budgets, self._allowed, self._num_together = budgets, allowed, num_together
-        self._in_visits = list(visit_transients(graph, trace, program, num_together, device))
+        self._run, self._traced, self._program, self._budgets = run, traced, program, budgets
+        self._graph, self.trace, self._allowed = traced.graph, traced.trace, run.placement.homes
+        self._in_visits = list(visit_transients(self._graph, self.trace, program, run.num_together, run.traced_on))
         self._without_graphs = peak_bytes(self._in_visits)
 
-    def solve(self, graphs: Literal["auto"] | int, results: Literal["auto"] | int = 0) -> KeptGraphs | Shortfall:
+    def solve(self, graphs: Literal["auto"] | int, results: Literal["auto"] | int = 0) -> PlacedStep | Shortfall:
         """Return the placement with the chosen graphs and results, or a shortfall if a tier is too small.
 
         The tier can be too small for the requested numbers of layers, or even without graphs and results.
@@ -94,14 +72,16 @@ class GraphKeeper:
         is_asked_for = graphs != "auto" and (visits or saved)
         return self._with_advice(found, visits, saved) if is_asked_for else found
 
-    def _solve_for(self, visits: frozenset[int], saved: frozenset[int]) -> KeptGraphs | Shortfall:
+    def _solve_for(self, visits: frozenset[int], saved: frozenset[int]) -> PlacedStep | Shortfall:
         nbytes = self.nbytes(visits)
         program, budgets = keeping_graphs(self._program, visits), self.with_graphs(nbytes)
         program = saving_results(program, self.trace, saved - visits, with_products=True)
         placement = PlacementSolver(program, list(budgets.values()), self._allowed).solve()
-        return placement if isinstance(placement, Shortfall) else KeptGraphs(program, budgets, placement, nbytes)
+        if isinstance(placement, Shortfall):
+            return placement
+        return PlacedStep(self._run, self._traced, program, placement, budgets, kept_bytes=nbytes)
 
-    def _fill_free_memory(self, found: KeptGraphs, *, graphs: bool, results: bool) -> KeptGraphs:
+    def _fill_free_memory(self, found: PlacedStep, *, graphs: bool, results: bool) -> PlacedStep:
         """Keep graphs or results for all of the last visits that fit without changing the placement.
 
         The kind that saves more operations per byte comes first.
@@ -154,14 +134,14 @@ class GraphKeeper:
 
     def nbytes(self, visits: Collection[int]) -> int:
         """Return the bytes that these visits' kept graphs add to the workspace."""
-        graphs = kept_graphs(self.trace, self._program, visits, self._num_together)
+        graphs = kept_graphs(self.trace, self._program, visits, self._run.num_together)
         return round_up(peak_bytes([*self._in_visits, *graphs]) - self._without_graphs, PAGE_BYTES)
 
     def _with_advice(self, found: Shortfall, visits: Collection[int], saved: Collection[int]) -> Shortfall:
         taken = [f"Kept graphs take {format_size(self.nbytes(visits))}"] if visits else []
         if set(saved) - set(visits):
             each = sum(self.trace.visits[visit].results.nbytes for visit in saved if visit not in visits)
-            taken.append(f"{'s' if taken else 'S'}aved results take {format_size(self._num_together * each)}")
+            taken.append(f"{'s' if taken else 'S'}aved results take {format_size(self._run.num_together * each)}")
         advice = f'{" and ".join(taken)}: write training.recompute = "auto" or "full", or give tiers.{found.tier} '
         return replace(found, advice=f"{advice}that size.")
 
@@ -169,7 +149,7 @@ class GraphKeeper:
 class _FreeMemory:
     """Free memory of the compute tier, which is spent on kept graphs and saved results."""
 
-    def __init__(self, keeper: GraphKeeper, found: KeptGraphs, tier: str) -> None:
+    def __init__(self, keeper: GraphKeeper, found: PlacedStep, tier: str) -> None:
         self._keeper, self._found, self._tier = keeper, found, tier
         self._inputs = activations_of(found.program)
         self._kept: Mapping[What, frozenset[int]] = {
@@ -192,8 +172,8 @@ class _FreeMemory:
                 return
 
     def _try_keeping(self, kept: Mapping[What, frozenset[int]]) -> bool:
-        budget = self._found.budgets[self._tier]
-        grown = self._keeper.nbytes(kept["graphs"]) - self._found.nbytes
+        budget = self._found.budgets_by_tier[self._tier]
+        grown = self._keeper.nbytes(kept["graphs"]) - self._found.kept_bytes
         used = self._found.placement.peak_bytes(self._tier) + grown + self._added_bytes(kept)
         if used > budget.capacity_bytes:
             return False
@@ -202,7 +182,7 @@ class _FreeMemory:
 
     def _added_bytes(self, kept: Mapping[What, frozenset[int]]) -> int:
         """Return by how many bytes activation blocks grow: new results, minus inputs that kept graphs replace."""
-        slot_bytes, visits = self._found.budgets[self._tier].slot_bytes, self._keeper.trace.visits
+        slot_bytes, visits = self._found.budgets_by_tier[self._tier].slot_bytes, self._keeper.trace.visits
         blocks = self._found.program.blocks
         new_graphs = kept["graphs"] - self._found.program.recompute.kept_graphs
         dropped = [key for visit in new_graphs for key in self._inputs[visit]]
@@ -215,8 +195,8 @@ class _FreeMemory:
         inputs = [key for key in self._inputs[visit] if not key.endswith(".results")]
         return len(inputs) // len(self._keeper.trace.visits[visit].saved)
 
-    def kept(self) -> KeptGraphs:
-        """Return the program and placement with what has been kept so far."""
+    def kept(self) -> PlacedStep:
+        """Return the step with the graphs and results that have been kept so far."""
         found, tier, trace = self._found, self._tier, self._keeper.trace
         nbytes = self._keeper.nbytes(self._kept["graphs"])
         program = keeping_graphs(found.program, self._kept["graphs"] - found.program.recompute.kept_graphs)
@@ -231,7 +211,7 @@ class _FreeMemory:
             home_bytes={**home_bytes, tier: {**home_bytes[tier], "activations": activations}},
             workspace_bytes={name: budget.workspace_bytes for name, budget in budgets.items()},
         )
-        return KeptGraphs(program, budgets, placement, nbytes)
+        return replace(found, program=program, placement=placement, budgets_by_tier=budgets, kept_bytes=nbytes)
 
 
 def visits_with_results(trace: VisitTrace, *, attention_alone: bool = False) -> frozenset[int]:

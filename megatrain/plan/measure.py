@@ -27,7 +27,7 @@ from megatrain.optim import clip
 from megatrain.optim.threads import KernelThreads
 from megatrain.plan.plan import Plan
 from megatrain.plan.process import HEAP_BYTES, own_bytes
-from megatrain.plan.search import replaced
+from megatrain.plan.search import priced
 from megatrain.plan.simulate import step_seconds
 from megatrain.plan.stepping import model_for_steps, step_recipe
 from megatrain.plan.times import MeasuredTicks
@@ -399,6 +399,6 @@ def timed(
 
 def with_ticks(plan: Plan, ticks: MeasuredTicks) -> Plan:
     """Return a plan whose estimate replays measured ticks, at the measured rates of drives and buses."""
-    plan = replaced(replace(plan, ticks=ticks), load_profile())
-    step_s = step_seconds(plan)
-    return plan if step_s is None else replace(plan, estimate=replace(plan.estimate, step_s=step_s))
+    replayed = priced(replace(plan.step, ticks=ticks), load_profile())
+    step_s, estimate = step_seconds(replayed), replayed.estimate
+    return replace(plan, ticks=ticks, estimate=estimate if step_s is None else replace(estimate, step_s=step_s))

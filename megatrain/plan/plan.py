@@ -1,10 +1,11 @@
-"""Records that make up a plan: all decisions made before a run starts. ``megatrain.plan.show`` prints them."""
+"""Records of planning, in order: traced model, placed step, plan. ``megatrain.plan.show`` prints a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -55,18 +56,15 @@ class TracedModel:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All decisions made before a run starts.
+class PlacedStep:
+    """Program of a step, the homes of its blocks, and everything that follows from them except times.
 
     Attributes:
         run: Run of the traced model, or a variant with a different order of micro-batches.
         budgets_by_tier: Budgets of the tiers, fast to slow.
-        estimate: Estimated step time and writes to drives, at the rates measured on this machine.
         ticks: Seconds per tick, if steps of this model were timed. No decision depends on them.
-        kept_bytes: Workspace bytes of the compute tier for graphs that are kept until the backward.
-        objections: Reasons against running the plan on this machine.
-        library_memory: Sentence about the GPU memory left to libraries, or "" without a GPU.
-        passthrough_tensors: Description of untrained tensors in the model's folder; "" if there are none.
+        kept_bytes: Workspace bytes of the compute tier for graphs that are kept until the backward. This is their part
+            of the peak. The graphs together can be larger.
     """
 
     run: RunSpec
@@ -74,12 +72,8 @@ class Plan:
     program: StepProgram
     placement: Placement
     budgets_by_tier: Mapping[str, TierBudget]
-    estimate: Estimate
     ticks: MeasuredTicks | None = None
     kept_bytes: int = 0
-    objections: Sequence[Objection] = ()
-    library_memory: str = ""
-    passthrough_tensors: str = ""
 
     @property
     def graph(self) -> ModelGraph:
@@ -96,7 +90,7 @@ class Plan:
 
     @property
     def shape(self) -> StepShape:
-        """Inputs of the estimate other than the plan itself."""
+        """Inputs of the estimate other than the step itself."""
         run, tiers = self.run, self.run.tiers
         paths = [drive.path for drive in tiers.table.nvme]
         return StepShape(run.num_own_tokens, run.max_steps, paths, tiers.rates, tiers.has_rates)
@@ -127,3 +121,32 @@ class Plan:
     def updates(self) -> StepUpdates:
         """Updates in a step, and the memory in which they run."""
         return StepUpdates(self.program, self.placement.homes, self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(PlacedStep):
+    """Placed step with its estimate: all decisions made before a run starts.
+
+    Attributes:
+        estimate: Estimated step time and writes to drives, at the rates measured on this machine.
+        objections: Reasons against running the plan on this machine.
+        library_memory: Sentence about the GPU memory left to libraries, or "" without a GPU.
+    """
+
+    estimate: Estimate
+    objections: Sequence[Objection] = ()
+    library_memory: str = ""
+
+    @classmethod
+    def of(cls, step: PlacedStep, estimate: Estimate) -> Plan:
+        """Return the plan that consists of a step and its estimate."""
+        return cls(**_fields(step), estimate=estimate)
+
+    @property
+    def step(self) -> PlacedStep:
+        """The step without its estimate. Variants are made from it, because each needs a new estimate."""
+        return PlacedStep(**_fields(self))
+
+
+def _fields(step: PlacedStep) -> dict[str, Any]:
+    return {each.name: getattr(step, each.name) for each in fields(PlacedStep)}

@@ -1,4 +1,7 @@
-"""Planning of a run: model graph, program for a step, placement. Planning reads no data and allocates nothing."""
+"""Planning of a run: trace the model, place a step, estimate its time, and search for faster variants of the step.
+
+Planning reads no data and allocates nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,9 @@ from megatrain.plan.plan import Plan
 from megatrain.plan.rank_checks import check_ranks
 from megatrain.plan.remedies import add_remedies
 from megatrain.plan.run_spec import RunSpec
-from megatrain.plan.search import WORTHWHILE, fastest, replaced, step_s, with_open_room
+from megatrain.plan.search import WORTHWHILE, fastest, priced, step_s, with_open_room
 from megatrain.plan.shortfall import DoesNotFitError, Shortfall
 from megatrain.plan.simulate import measured_rates
-from megatrain.plan.times import Estimate
 from megatrain.plan.traced import trace_model
 
 #: Factor by which results that layers save may at most increase writes to drives, unless the config requests them.
@@ -73,27 +75,15 @@ def plan_run(
         other = _plan_first_fit(replace(attempts, run=model.run.one_at_a_time))
         if not isinstance(other, Shortfall) and not _uses_drives(other) and _is_shorter(other, plan):
             plan = other
-    return replace(plan, objections=objections_to(plan))
+    return compared_with_machine(plan)
 
 
 def _plan_first_fit(attempts: Attempts) -> Plan | Shortfall:
     """Plan the shortest step with the first program that fits. If none fits, return the smallest shortfall."""
-    run, model, profile = attempts.run, attempts.model, attempts.profile
-    placed = attempts.first_fit()
-    if isinstance(placed, Shortfall):
-        return placed
-    capacity = placed.budgets[model.compute_tier].capacity_bytes
-    plan = Plan(
-        run=run,
-        traced=model,
-        program=placed.program,
-        placement=placed.placement,
-        budgets_by_tier=placed.budgets,
-        estimate=Estimate(run.num_own_tokens, {}),
-        kept_bytes=placed.nbytes,
-        library_memory=describe_library_memory(run.tiers.machine, capacity, run.device),
-    )
-    plan = _with_configured_streaming(replaced(plan, profile), profile)
+    step, profile = attempts.first_fit(), attempts.profile
+    if isinstance(step, Shortfall):
+        return step
+    plan = _with_configured_streaming(priced(step, profile), profile)
     return _with_shortest_step(plan, profile)
 
 
@@ -159,6 +149,13 @@ def _is_shorter(plan: Plan, other: Plan) -> bool:
         moves_more = sum(plan.traffic.values()) > sum(other.traffic.values())
         return not moves_more and flops_per_token(plan) < WORTHWHILE * flops_per_token(other)
     return seconds < WORTHWHILE * other_s
+
+
+def compared_with_machine(plan: Plan) -> Plan:
+    """Return the plan with the objections of this machine, and with the GPU memory that it leaves to libraries."""
+    capacity = plan.budgets[plan.program.compute_tier]
+    library_memory = describe_library_memory(plan.run.tiers.machine, capacity, plan.device)
+    return replace(plan, objections=objections_to(plan), library_memory=library_memory)
 
 
 def objections_to(plan: Plan) -> tuple[Objection, ...]:

@@ -11,8 +11,8 @@ from megatrain.engine.program.visit_trace import Recompute
 from megatrain.machine.profiles import LoadedProfile
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.kept import weights_stay
-from megatrain.plan.placement import HomeAssignment, Placement, PlacementSolver
-from megatrain.plan.plan import Plan
+from megatrain.plan.placement import HomeAssignment, PlacementSolver
+from megatrain.plan.plan import PlacedStep, Plan
 from megatrain.plan.shortfall import Shortfall
 from megatrain.plan.simulate import measured_rates, step_seconds
 
@@ -26,21 +26,13 @@ _NUM_TRIES = 4
 WORTHWHILE = 0.99
 
 
-def replaced(
-    plan: Plan,
-    profile: LoadedProfile,
-    *,
-    program: StepProgram | None = None,
-    placement: Placement | None = None,
-    num_tokens: int | None = None,
-) -> Plan:
-    """Return the plan with another program or placement, and with a new estimate of its step.
+def priced(step: PlacedStep, profile: LoadedProfile, num_tokens: int | None = None) -> Plan:
+    """Return the plan of a step: the step with an estimate of its times at the rates of a profile.
 
     ``num_tokens`` is the number of tokens in a step, if this rank does not train on all of its tokens.
     """
-    plan = replace(plan, program=program or plan.program, placement=placement or plan.placement)
-    shape = plan.shape if num_tokens is None else replace(plan.shape, tokens_per_step=num_tokens)
-    return replace(plan, estimate=estimate_step(plan, shape, profile))
+    shape = step.shape if num_tokens is None else replace(step.shape, tokens_per_step=num_tokens)
+    return Plan.of(step, estimate_step(step, shape, profile))
 
 
 def with_open_room(plan: Plan, profile: LoadedProfile, program: StepProgram | None = None) -> Iterator[Plan]:
@@ -61,7 +53,7 @@ def with_open_room(plan: Plan, profile: LoadedProfile, program: StepProgram | No
             continue
         placement = solver.describe(settled)
         if weights_stay(plan.graph, plan.trace, program, placement.homes):
-            yield replaced(plan, profile, program=program, placement=placement)
+            yield priced(replace(plan.step, program=program, placement=placement), profile)
 
 
 def _with_buffers(solver: PlacementSolver, room: Mapping[str, int]) -> HomeAssignment | Shortfall:

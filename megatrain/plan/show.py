@@ -67,8 +67,11 @@ def table_rows(plan: Plan) -> Sequence[tuple[str, Mapping[str, int], str]]:
     return rows
 
 
-def messages(plan: Plan) -> Sequence[str]:
-    """Return the messages below a plan's table: blocks that move, the tiers that update weights, and assumptions."""
+def messages(plan: Plan, passthrough: str = "") -> Sequence[str]:
+    """Return the messages below a plan's table: blocks that move, the tiers that update weights, and assumptions.
+
+    ``passthrough`` describes the pass-through tensors in the model's folder; "" if there are none.
+    """
     estimates = [f"the workspace is estimated: {guess}" for guess in plan.trace.guesses]
     if plan.trace.uncounted:
         estimates.append(f"the FLOPs of a step are unknown: {'; '.join(plan.trace.uncounted)}")
@@ -96,7 +99,7 @@ def messages(plan: Plan) -> Sequence[str]:
             f"this is one of {world.size} processes; the {world.local_size} {where} together take {totals}, and train "
             f"{plan.run.batch.num_tokens:,} tokens per step"
         )
-    return (*_traffic_notes(plan), *notes, *estimates)
+    return (*_traffic_notes(plan, passthrough), *notes, *estimates)
 
 
 def process_line(memory: ProcessMemory) -> str:
@@ -116,7 +119,7 @@ def _recompute_notes(plan: Plan) -> Sequence[str]:
         return []
 
     def with_flops(other: Recompute) -> float:
-        return flops_per_token(replace(plan, program=replace(plan.program, recompute=other)))
+        return flops_per_token(replace(plan.step, program=replace(plan.program, recompute=other)))
 
     again = frozenset(number for number, visit in enumerate(trace.visits) if visit.is_recomputed)
     least = with_flops(Recompute(again, kept_parts=recompute.kept_parts))
@@ -152,10 +155,10 @@ def _expert_notes(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _traffic_notes(plan: Plan) -> tuple[str, ...]:
+def _traffic_notes(plan: Plan, passthrough: str) -> tuple[str, ...]:
     compute = plan.program.compute_tier
     placement, capacity = plan.placement, plan.budgets_by_tier[compute].capacity_bytes
-    updates: tuple[str, ...] = (plan.passthrough_tensors,) if plan.passthrough_tensors else ()
+    updates: tuple[str, ...] = (passthrough,) if passthrough else ()
     updates += () if compute == "ram" or not plan.updates.ticks else (_update_note(plan),)
     if plan.run.checkpoint.table.num_copies and plan.checkpoint.on_drives:
         size = format_size(plan.checkpoint.on_drives)

@@ -69,7 +69,6 @@ class SomePlan:
         )
     )
     traced: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(packing_warning="", flash_note=""))
-    passthrough_tensors: str = ""
 
 
 METRICS = StepMetrics(
@@ -131,8 +130,9 @@ def trainer(monkeypatch: pytest.MonkeyPatch, cli_module: CliModule) -> dict[str,
         monkeypatch.setattr(module, "inspect_weights", lambda plan: ("", None))
     memory = ProcessMemory(3 * MiB, 400 * MiB, 0, MiB, MiB)
     monkeypatch.setattr("megatrain.plan.process.process_memory", lambda plan: memory)
-    for function, field_name in (("headline", "headline"), ("table_rows", "rows"), ("messages", "messages")):
+    for function, field_name in (("headline", "headline"), ("table_rows", "rows")):
         monkeypatch.setattr(f"megatrain.plan.show.{function}", attrgetter(field_name))
+    monkeypatch.setattr("megatrain.plan.show.messages", lambda plan, passthrough: plan.messages)
     return asked
 
 
