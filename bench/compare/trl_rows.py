@@ -86,7 +86,7 @@ def write_rows(config: RunConfig, folder: Path, count: int) -> tuple[Path, Path]
     table, source = config.model, config.data.train[0]
     tokenizer = load_tokenizer(table.model_name_or_path, chat_template=table.chat_template)
     source = source.model_copy(update={"max_samples": count})
-    rows = sources.rows_of(source, sources.source_files(source.path, source.subset, source.split), CHATS)
+    rows = sources.read_source(source, sources.source_files(source.path, source.subset, source.split), CHATS)
     chat, text = folder / "chat.jsonl", folder / "text.jsonl"
     with chat.open("w", encoding="utf-8") as chat_file, text.open("w", encoding="utf-8") as text_file:
         for row in rows:

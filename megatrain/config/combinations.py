@@ -219,7 +219,7 @@ def _check_formats(config: RunConfig) -> Iterator[Problem]:
             fields = f" ({', '.join(reader.required)})" if reader.required else ""
             is_choice = reader.name in get_args(RowFormat)
             advice = f'Write "{reader.name}", or leave the key out' if is_choice else "Leave the key out"
-            yield Problem(key, f"{setting}, but {task} trains on {reader.what}{fields}", advice)
+            yield Problem(key, f"{setting}, but {task} trains on {reader.title}{fields}", advice)
         elif name not in READERS:
             yield Problem(key, f"{setting} has preferences, but {task} trains on single rows", 'Write task = "dpo"')
         elif kind.is_text and name not in ("text", "tokenized"):

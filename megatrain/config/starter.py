@@ -158,7 +158,7 @@ def _rows(data: DataFacts) -> Iterator[str]:
         yield _line("format", data.format, f"the rows have {fields}")
         yield _line("columns", dict(data.columns), "our field = their column")
     elif data.format:
-        yield f"# {(READERS | {PREFERENCE.name: PREFERENCE})[data.format].what}"
+        yield f"# {(READERS | {PREFERENCE.name: PREFERENCE})[data.format].title}"
 
 
 def _ascii(text: str) -> str:

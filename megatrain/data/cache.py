@@ -34,10 +34,10 @@ _VERSION = 6
 #: File name of each array in a cache entry.
 _FILE_NAMES = {name: f"{name}.{np.dtype(dtype).name}" for name, dtype in ARRAYS.items()} | {"images": "images.bytes"}
 _MANIFEST = "manifest.json"
-_PARTIAL, _REMOVED, _LOCK = ".partial", ".removed", ".lock"
+_PARTIAL_SUFFIX, _REMOVED_SUFFIX, _LOCK_SUFFIX = ".partial", ".removed", ".lock"
 _CHECKSUMS = "checksums"
 _READ_BYTES = 4 * MiB
-_SETTLED_S = 2.0  # a file changed less than 2 s ago may change again without a new mtime
+_MIN_AGE_S = 2.0  # a file changed less than 2 s ago may change again without a new mtime
 
 Encode = Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]]
 
@@ -104,24 +104,24 @@ class TokenCache:
         Raises:
             DataError: ``encode`` raised it, the entry cannot be written, or the entry exceeds ``max_nbytes``.
         """
-        found = self._open_entry(key)
-        if found is not None:
-            return found
+        dataset = self._open_entry(key)
+        if dataset is not None:
+            return dataset
         with self._lock(key):
-            found = self._open_entry(key)
-            if found is None:
+            dataset = self._open_entry(key)
+            if dataset is None:
                 try:
                     self._create_entry(key, encode)
                 except OSError as error:
-                    self._remove_folder(self._folder / (key + _PARTIAL))
+                    self._remove_folder(self._folder / (key + _PARTIAL_SUFFIX))
                     raise DataError(
                         str(self._folder),
                         f"tokenized data cannot be written: {error.strerror or error}",
                         "Free space, or name another folder as data.cache_dir",
                     ) from error
-                found = self._open_entry(key)
-        assert found is not None, key
-        return found
+                dataset = self._open_entry(key)
+        assert dataset is not None, key
+        return dataset
 
     def file_checksum(self, file: Path) -> str:
         """Return the checksum of a file's contents. Reuse the stored checksum if size, mtime and inode are unchanged.
@@ -130,27 +130,27 @@ class TokenCache:
             DataError: The file cannot be read.
         """
         try:
-            state = file.stat()
+            stat = file.stat()
         except OSError as error:
             raise read_error(file, error) from None
-        stamp = [state.st_size, state.st_mtime_ns, state.st_ino, state.st_dev]
+        stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_dev]
         name = xxhash.xxh3_64(os.fsencode(file.absolute())).hexdigest()
-        memory = self._folder / _CHECKSUMS / f"{name}.json"
+        record_path = self._folder / _CHECKSUMS / f"{name}.json"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            known = json.loads(memory.read_text(encoding="utf-8"))
-            if known["stamp"] == stamp:
-                return str(known["checksum"])
-        found = read_checksum(file)
-        if time.time() - state.st_mtime > _SETTLED_S:
+            record = json.loads(record_path.read_text(encoding="utf-8"))
+            if record["stamp"] == stamp:
+                return str(record["checksum"])
+        checksum = read_checksum(file)
+        if time.time() - stat.st_mtime > _MIN_AGE_S:
             with contextlib.suppress(OSError):
-                memory.parent.mkdir(exist_ok=True)
-                replace_file(memory, json.dumps({"stamp": stamp, "checksum": found}))
-        return found
+                record_path.parent.mkdir(exist_ok=True)
+                replace_file(record_path, json.dumps({"stamp": stamp, "checksum": checksum}))
+        return checksum
 
     @contextlib.contextmanager
     def _lock(self, key: str) -> Iterator[None]:
         """Hold the lock of an entry. The operating system releases the lock if the process dies."""
-        path = self._folder / (key + _LOCK)
+        path = self._folder / (key + _LOCK_SUFFIX)
         with path.open("w") as file:
             try:
                 lock(file.fileno(), path)
@@ -161,13 +161,13 @@ class TokenCache:
 
     def _create_entry(self, key: str, encode: Encode) -> None:
         """Write an entry under a temporary name, then rename it, so that a crash never leaves a partial entry."""
-        partial, final = self._folder / (key + _PARTIAL), self._folder / key
-        self._remove_folder(partial)
-        self._remove_folder(final)  # an existing folder is damaged, because `get` failed to open it
-        partial.mkdir()
+        partial_folder, final_folder = self._folder / (key + _PARTIAL_SUFFIX), self._folder / key
+        self._remove_folder(partial_folder)
+        self._remove_folder(final_folder)  # an existing folder is damaged, because `get` failed to open it
+        partial_folder.mkdir()
         try:
             with contextlib.ExitStack() as stack:
-                files = [stack.enter_context((partial / _FILE_NAMES[name]).open("wb")) for name in ARRAYS]
+                files = [stack.enter_context((partial_folder / _FILE_NAMES[name]).open("wb")) for name in ARRAYS]
                 writer = TokenWriter(files, lambda nbytes: self._evict_entries(nbytes, key))
                 report, source_starts = encode(writer)
                 for file in files:
@@ -179,14 +179,14 @@ class TokenCache:
                 "num_documents": writer.num_documents,
                 "num_image_bytes": writer.num_image_bytes,
                 "largest_id": writer.largest_id,
-                "content": writer.content,
+                "content": writer.checksum,
                 "source_starts": source_starts,
                 "report": report.to_json(),
             }
-            replace_file(partial / _MANIFEST, json.dumps(manifest), durable=True)
-            os.rename(partial, final)
+            replace_file(partial_folder / _MANIFEST, json.dumps(manifest), durable=True)
+            os.rename(partial_folder, final_folder)
         except BaseException:
-            self._remove_folder(partial)
+            self._remove_folder(partial_folder)
             raise
 
     def _open_entry(self, key: str) -> TokenDataset | None:
@@ -200,7 +200,7 @@ class TokenCache:
                 **_map_arrays(folder, manifest["num_tokens"], manifest["num_documents"], manifest["num_image_bytes"]),
                 report=DataReport.from_json(manifest["report"]),
                 source_starts=tuple(manifest["source_starts"]),
-                content=manifest["content"],
+                content_checksum=manifest["content"],
                 known_largest_id=manifest["largest_id"],
             )
         except (OSError, ValueError, KeyError, TypeError):
@@ -213,15 +213,15 @@ class TokenCache:
         """Evict the least recently used entries until the cache has space for an entry of ``nbytes``."""
         if self._max_nbytes is None:
             return
-        others = []
+        entries = []
         for folder in self._folder.iterdir():
-            if folder.name not in (key, key + _PARTIAL, _CHECKSUMS):
+            if folder.name not in (key, key + _PARTIAL_SUFFIX, _CHECKSUMS):
                 with contextlib.suppress(OSError):
-                    used = (folder / _MANIFEST).stat().st_mtime_ns
-                    others.append((used, folder, sum(file.stat().st_size for file in folder.iterdir())))
-        others.sort(reverse=True)
-        while others and nbytes + sum(size for _, _, size in others) > self._max_nbytes:
-            self._remove_folder(others.pop()[1])
+                    mtime_ns = (folder / _MANIFEST).stat().st_mtime_ns
+                    entries.append((mtime_ns, folder, sum(file.stat().st_size for file in folder.iterdir())))
+        entries.sort(reverse=True)
+        while entries and nbytes + sum(size for _, _, size in entries) > self._max_nbytes:
+            self._remove_folder(entries.pop()[1])
         if nbytes > self._max_nbytes:
             raise DataError(
                 str(self._folder),
@@ -233,10 +233,10 @@ class TokenCache:
         """Rename a folder, then delete it. Files that other processes have mapped stay readable."""
         if not folder.exists():
             return
-        aside = folder.with_name(f"{folder.name}{_REMOVED}-{os.getpid()}")
+        trash_folder = folder.with_name(f"{folder.name}{_REMOVED_SUFFIX}-{os.getpid()}")
         with contextlib.suppress(OSError):
-            os.rename(folder, aside)
-        shutil.rmtree(aside, ignore_errors=True)
+            os.rename(folder, trash_folder)
+        shutil.rmtree(trash_folder, ignore_errors=True)
 
 
 def read_checksum(file: Path) -> str:
@@ -262,18 +262,18 @@ def _map_arrays(folder: Path, num_tokens: int, num_documents: int, num_image_byt
         "image_starts": num_documents + 1,
         "roles": num_documents,
     }
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for name, dtype in ARRAYS.items():
         path, count = folder / _FILE_NAMES[name], counts[name]
         if path.stat().st_size != count * np.dtype(dtype).itemsize:
             raise ValueError(f"{path} has {path.stat().st_size} bytes")
         # An empty file cannot be memory-mapped.
-        found[name] = np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype=dtype)
-    return found
+        arrays[name] = np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype=dtype)
+    return arrays
 
 
 #: Version of the encoding. Increase it whenever a code change makes the same rows produce different tokens.
-ENCODING = 3
+ENCODING_VERSION = 3
 
 
 def cache_key(
@@ -294,7 +294,7 @@ def cache_key(
         cache: Cache of file checksums.
         image_processor: Description of the image processor, or "" if no row has images.
     """
-    described = [
+    source_parts = [
         {
             "files": [[suffix_of(file), cache.file_checksum(file)] for file in paths],
             "format": source.format,
@@ -305,12 +305,12 @@ def cache_key(
         for source, paths in zip(sources, files, strict=True)
     ]
     parts = {
-        "encoding": ENCODING,
+        "encoding": ENCODING_VERSION,
         "libraries": {name: version(name) for name in ("transformers", "tokenizers")},
         "tokenizer": _tokenizer_parts(tokenizer),
-        "sources": described,
+        "sources": source_parts,
         "only_text": options.kind.is_text,
-        "joins_texts": options.joins_texts,
+        "joins_texts": options.join_texts,
         "options": [train_on, options.max_length, options.overlong, options.bad_rows],
     }
     if options.kind.key_name:
@@ -325,5 +325,5 @@ def cache_key(
 def _tokenizer_parts(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
     """Return a cache key's tokenizer parts: checksum of vocabulary and rules, special tokens, and chat template."""
     rules = tokenizer.backend_tokenizer.to_str().encode()
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    return [hashlib.sha256(rules).hexdigest(), special, tokenizer.chat_template]
+    special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return [hashlib.sha256(rules).hexdigest(), special_tokens, tokenizer.chat_template]

@@ -47,7 +47,7 @@ class Collator:
         batch = self._pack_rows(dataset, rows) if self.shape.packing else self._pad_examples(dataset, rows)
         if self.teacher is None:
             return batch
-        keys = [[(dataset.document_key(document), dataset.num_tokens_of(document)) for document in row] for row in rows]
+        keys = [[(dataset.document_key(document), dataset.length(document)) for document in row] for row in rows]
         return batch | self.teacher.batch_scores(keys, batch["input_ids"].shape[1])
 
     def pad_rows(self, dataset: TokenDataset, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
@@ -60,17 +60,17 @@ class Collator:
         labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
         attention_mask = np.zeros(shape, dtype=np.int64)
         attention_mask[:, 0] = 1  # let empty rows attend to one token, because softmax needs at least one
-        for number, document in enumerate(documents):
+        for index, document in enumerate(documents):
             if document is not None:
-                part = slice(0, len(document[0]))
-                input_ids[number, part], labels[number, part] = document
-                attention_mask[number, part] = 1
+                span = slice(0, len(document[0]))
+                input_ids[index, span], labels[index, span] = document
+                attention_mask[index, span] = 1
         arrays = {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}
         batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
         if self.image_processor is None:
             return batch
         tokens = [[] if document is None else document[0].tolist() for document in documents]
-        images = [dataset.images_of(row[0]) if row else [] for row in rows]
+        images = [dataset.document_images(row[0]) if row else [] for row in rows]
         return batch | self.image_processor.make_inputs(tokens, images, shape[1])
 
     def _pack_rows(self, dataset: TokenDataset, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
@@ -81,22 +81,22 @@ class Collator:
         input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
         position_ids = np.empty(shape, dtype=np.int64)
-        for number, row in enumerate(rows):
-            at = 0
+        for index, row in enumerate(rows):
+            start = 0
             for document in row:
-                tokens, wanted = _read_document(dataset, document)
-                part = slice(at, at + len(tokens))
-                input_ids[number, part], labels[number, part] = tokens, wanted
-                position_ids[number, part] = np.arange(len(tokens))
-                at += len(tokens)
-            position_ids[number, at:] = np.arange(shape[1] - at)
+                tokens, document_labels = _read_document(dataset, document)
+                span = slice(start, start + len(tokens))
+                input_ids[index, span], labels[index, span] = tokens, document_labels
+                position_ids[index, span] = np.arange(len(tokens))
+                start += len(tokens)
+            position_ids[index, start:] = np.arange(shape[1] - start)
         arrays = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
     def _pad_examples(self, dataset: TokenDataset, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """Return one document per row: every example's first document, then every example's second document."""
-        together = range(dataset.kind.num_documents)
-        documents = [[first + number for first in row] for number in together for row in rows]
+        offsets = range(dataset.kind.num_documents)
+        documents = [[document + offset for document in row] for offset in offsets for row in rows]
         facts = [self._document_facts(dataset, row[0]) if row else None for row in documents]
         return dataset.kind.collate(self.pad_rows(dataset, documents), facts)
 
@@ -111,6 +111,6 @@ class Collator:
 def _read_document(dataset: TokenDataset, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return a document's token ids and labels."""
     start = int(dataset.starts[index])
-    part = slice(start, start + dataset.num_tokens_of(index))
-    tokens = dataset.tokens[part].astype(np.int64)
-    return tokens, np.where(dataset.trained[part], tokens, IGNORED_LABEL)
+    span = slice(start, start + dataset.length(index))
+    tokens = dataset.tokens[span].astype(np.int64)
+    return tokens, np.where(dataset.trained[span], tokens, IGNORED_LABEL)

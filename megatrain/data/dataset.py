@@ -21,7 +21,7 @@ from megatrain.data.images import ImageProcessor
 from megatrain.data.packing import BatchShape
 from megatrain.data.row_kind import CHATS, RowKind
 from megatrain.data.rows_report import DataError, DataReport
-from megatrain.data.sources import rows_of, source_files
+from megatrain.data.sources import read_source, source_files
 from megatrain.data.token_dataset import TokenDataset, hold_out
 from tiered import checksum
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatrain.data.table import DataConfig
 
 
-_SECONDS_BETWEEN_MESSAGES = 10.0
+_MESSAGE_INTERVAL_S = 10.0
 OnMessage = Callable[[str], None]
 
 
@@ -87,7 +87,7 @@ class DataSpec:
     @property
     def source_names(self) -> list[str]:
         """Name of each source in messages."""
-        return [f"data.train.{number} ({source.path})" for number, source in enumerate(self.table.train)]
+        return [f"data.train.{index} ({source.path})" for index, source in enumerate(self.table.train)]
 
 
 def load_dataset(
@@ -101,7 +101,7 @@ def load_dataset(
         on_message: Called with the progress of a long tokenization, and with the reason if the cache is not used.
 
     Raises:
-        DataError: ``rows_of`` or ``RowEncoder.encode_many`` failed, there is no token to train on, or
+        DataError: ``read_source`` or ``RowEncoder.encode_many`` failed, there is no token to train on, or
             ``data.cache_dir`` cannot be written.
         RowError: A row cannot be used for training and ``data.bad_rows`` is "error".
     """
@@ -111,13 +111,13 @@ def load_dataset(
     folder = cache_folder(data.table.cache_dir, on_message)
     cache = None
     if folder is None:
-        made = InMemoryWriter()
-        dataset = made.dataset(*encode(made.writer))
+        memory_writer = InMemoryWriter()
+        dataset = memory_writer.dataset(*encode(memory_writer.writer))
     else:
         cache = TokenCache(folder, max_nbytes=data.table.max_cache_size, on_message=on_message)
         processor = data.image_processor(tokenizer)
-        described = "" if processor is None else processor.describe()
-        key = cache_key(data.table.train, files, tokenizer, data.table.train_on, data.encoding, cache, described)
+        description = "" if processor is None else processor.describe()
+        key = cache_key(data.table.train, files, tokenizer, data.table.train_on, data.encoding, cache, description)
         dataset = cache.get(key, encode)
     dataset = replace(
         dataset, kind=data.kind, weights=weights, source_checksums=partial(source_checksums, files, cache)
@@ -135,9 +135,9 @@ def source_checksums(files: Sequence[Sequence[Path]], cache: TokenCache | None) 
     Args:
         cache: Cache of file checksums, or None to read all files.
     """
-    of_file = read_checksum if cache is None else cache.file_checksum
-    described = ("\n".join(f"{suffix_of(file)} {of_file(file)}" for file in paths) for paths in files)
-    return tuple(checksum(text.encode()) for text in described)
+    file_checksum = read_checksum if cache is None else cache.file_checksum
+    texts = ("\n".join(f"{suffix_of(file)} {file_checksum(file)}" for file in paths) for paths in files)
+    return tuple(checksum(text.encode()) for text in texts)
 
 
 def _encode_sources(
@@ -148,11 +148,11 @@ def _encode_sources(
     writer: TokenWriter,
 ) -> tuple[DataReport, tuple[int, ...]]:
     """Tokenize every source. Return the report and ``source_starts``."""
-    rows = RowEncoder(tokenizer, train_on=data.table.train_on, images=data.image_processor(tokenizer))
+    rows = RowEncoder(tokenizer, train_on=data.table.train_on, image_processor=data.image_processor(tokenizer))
     encoder = Encoder(rows, writer, data.encoding, _progress_callback(on_message))
     source_starts = [0]
     for source, paths in zip(data.table.train, files, strict=True):
-        encoder.add_rows(rows_of(source, paths, data.kind))
+        encoder.add_rows(read_source(source, paths, data.kind))
         encoder.end_source()
         source_starts.append(writer.num_documents)
     return encoder.finish(), tuple(source_starts)
@@ -167,20 +167,20 @@ class InMemoryWriter:
 
     def dataset(self, report: DataReport, source_starts: tuple[int, ...] = (), kind: RowKind = CHATS) -> TokenDataset:
         """Return a dataset of the documents written and flushed so far."""
-        own: dict[str, Any] = {"content": self.writer.content, "known_largest_id": self.writer.largest_id}
+        arrays: dict[str, Any] = {"content_checksum": self.writer.checksum, "known_largest_id": self.writer.largest_id}
         for name, file in self._files.items():
-            own[name] = np.frombuffer(file.getbuffer(), dtype=ARRAYS[name])
-        return TokenDataset(**own, report=report, source_starts=source_starts, kind=kind)
+            arrays[name] = np.frombuffer(file.getbuffer(), dtype=ARRAYS[name])
+        return TokenDataset(**arrays, report=report, source_starts=source_starts, kind=kind)
 
 
 def _progress_callback(on_message: OnMessage) -> Callable[[int], None]:
     """Return a callback that reports the number of tokenized rows, at most once every ten seconds."""
-    reported = time.monotonic()
+    last_report = time.monotonic()
 
     def on_rows(count: int) -> None:
-        nonlocal reported
-        if time.monotonic() - reported >= _SECONDS_BETWEEN_MESSAGES:
-            reported = time.monotonic()
+        nonlocal last_report
+        if time.monotonic() - last_report >= _MESSAGE_INTERVAL_S:
+            last_report = time.monotonic()
             on_message(f"tokenizing: {count:,} rows")
 
     return on_rows
@@ -196,11 +196,11 @@ def check_id_range(dataset: TokenDataset, num_embeddings: int, *, where: str) ->
     Raises:
         DataError: A token id has no embedding.
     """
-    largest = dataset.largest_id
-    if largest >= num_embeddings:
+    largest_id = dataset.largest_id
+    if largest_id >= num_embeddings:
         raise DataError(
             where,
-            f"this tokenizer produces the token id {largest}, but the model has only {num_embeddings} embeddings "
+            f"this tokenizer produces the token id {largest_id}, but the model has only {num_embeddings} embeddings "
             "(vocab_size)",
             "Use the model's own tokenizer",
         )

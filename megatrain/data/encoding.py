@@ -86,7 +86,7 @@ _MAX_CALL_ROWS = 512  # rows tokenized in one call; a larger value uses more cor
 _MAX_CALL_CHARACTERS = 1 << 20
 _FLUSH_TOKENS = 1 << 20
 _FLUSH_IMAGE_BYTES = 1 << 26
-_NUM_CHECKSUMMED = 3  # the content checksum covers the first three arrays: tokens, trained and starts
+_NUM_CHECKSUMMED_ARRAYS = 3  # the content checksum covers the first three arrays: tokens, trained and starts
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -97,7 +97,7 @@ class EncodingOptions:
         max_length: Maximum number of tokens in a document.
         overlong: Treatment of conversations longer than ``max_length``. Plain text is always split.
         bad_rows: "drop" to drop and count rows that cannot be used for training; "error" to stop at the first one.
-        joins_texts: Whether texts are concatenated and split into documents of exactly ``max_length`` tokens. Only
+        join_texts: Whether texts are concatenated and split into documents of exactly ``max_length`` tokens. Only
             a source's last document can be shorter.
     """
 
@@ -105,13 +105,13 @@ class EncodingOptions:
     overlong: Overlong = "truncate"
     bad_rows: Literal["drop", "error"] = "drop"
     kind: RowKind = CHATS
-    joins_texts: bool = False
+    join_texts: bool = False
 
     def __repr__(self) -> str:
         """Return the options as text. Its format must never change, because stored stream fingerprints include it."""
         return (
             f"EncodingOptions(max_length={self.max_length!r}, overlong={self.overlong!r}, bad_rows={self.bad_rows!r}, "
-            f"only_text={self.kind.is_text!r}, joins_texts={self.joins_texts!r}, preferences={self.kind.key_name!r})"
+            f"only_text={self.kind.is_text!r}, joins_texts={self.join_texts!r}, preferences={self.kind.key_name!r})"
         )
 
 
@@ -125,7 +125,7 @@ ARRAYS: Mapping[str, type[np.generic]] = {
     "image_starts": np.int64,
     "roles": np.uint8,
 }
-_CODES = {np.int32: "i", np.int64: "q"}  # type codes of array.array; all other arrays hold bytes
+_TYPE_CODES = {np.int32: "i", np.int64: "q"}  # type codes of array.array; all other arrays hold bytes
 
 
 class TokenWriter:
@@ -143,7 +143,7 @@ class TokenWriter:
         self._buffers["starts"].append(0)
         self._buffers["image_starts"].append(0)
         self._images_digest = xxhash.xxh3_64()
-        self._digests = tuple(xxhash.xxh3_64() for _ in files[:_NUM_CHECKSUMMED])
+        self._digests = tuple(xxhash.xxh3_64() for _ in files[:_NUM_CHECKSUMMED_ARRAYS])
         self._roles_digest: xxhash.xxh3_64 | None = None  # None while all roles are 0
         self._flushed_tokens = 0
         self.nbytes = 0
@@ -158,7 +158,7 @@ class TokenWriter:
         return self._flushed_tokens + len(self._buffers["tokens"])
 
     @property
-    def content(self) -> str:
+    def checksum(self) -> str:
         """Checksum of all flushed data. Equal to ``content_checksum`` if there are no images and no roles."""
         digests = self._digests if not self.num_image_bytes else (*self._digests, self._images_digest)
         roles = () if self._roles_digest is None else (self._roles_digest,)
@@ -166,7 +166,7 @@ class TokenWriter:
 
     def add(self, document: TokenDocument) -> None:
         """Append a document."""
-        tokens, trained, images = document.encoded.tokens, document.encoded.trained, document.encoded.images
+        tokens, trained, images = document.text.tokens, document.text.trained, document.text.images
         value = document.value
         assert len(tokens) == len(trained), (len(tokens), len(trained))
         buffers = self._buffers
@@ -207,7 +207,7 @@ class TokenWriter:
 
 
 def _empty_buffers() -> dict[str, array[int]]:
-    return {name: array(_CODES.get(dtype, "B")) for name, dtype in ARRAYS.items()}
+    return {name: array(_TYPE_CODES.get(dtype, "B")) for name, dtype in ARRAYS.items()}
 
 
 class Encoder:
@@ -229,7 +229,7 @@ class Encoder:
         self._writer = writer
         self._options = options
         self._on_rows = on_rows
-        self._cutter = TextCutter(options.max_length, encoder.start_tokens, joins_texts=options.joins_texts)
+        self._cutter = TextCutter(options.max_length, encoder.start_tokens, join_texts=options.join_texts)
         self._text_has_document = False  # whether a document of the current text has been written
         self._examples: list[Example] = []
         self._kind_state: Any = None  # state that the last call to `documents_of` returned
@@ -252,54 +252,54 @@ class Encoder:
                 if isinstance(row, RowError):
                     texts.append([row])
                 else:
-                    self.counts.record("unread", row.unread, row.where)
+                    self.counts.record("unread", row.unread_columns, row.where)
                     texts.append(self._options.kind.texts_of(row))
             encoded = self._encoder.encode_many(list(itertools.chain.from_iterable(texts)))
-            for row, of_row in zip(batch, texts, strict=True):
-                self._add(row, list(itertools.islice(encoded, len(of_row))))
+            for row, row_texts in zip(batch, texts, strict=True):
+                self._add(row, list(itertools.islice(encoded, len(row_texts))))
             self._write_examples()
             self._on_rows(self.counts.total.num_rows)
 
-    def _add(self, row: DataRow | RowError, found: Sequence[TokenizedRow | RowError]) -> None:
+    def _add(self, row: DataRow | RowError, results: Sequence[TokenizedRow | RowError]) -> None:
         """Count a row and queue its example. If one of the row's texts has an error, drop the row."""
-        texts = [each for each in found if isinstance(each, TokenizedRow)]
-        self.counts.total.num_tokens += sum(len(each.tokens) for each in texts)
-        error = next((each for each in found if isinstance(each, RowError)), None)
+        texts = [result for result in results if isinstance(result, TokenizedRow)]
+        self.counts.total.num_tokens += sum(len(text.tokens) for text in texts)
+        error = next((result for result in results if isinstance(result, RowError)), None)
         if isinstance(row, RowError) or error is not None:
             assert error is not None, row
             self._drop(error, texts)
             return
-        self.counts.record("left_out", dict.fromkeys(name for each in texts for name in each.left_out), row.where)
-        special = dict.fromkeys(name for each in texts for name in each.special_tokens)
-        self.counts.record("special_tokens", special, row.where)
-        if any(each.is_text for each in texts):
+        self.counts.record("left_out", dict.fromkeys(name for text in texts for name in text.omitted_fields), row.where)
+        special_tokens = dict.fromkeys(name for text in texts for name in text.special_tokens)
+        self.counts.record("special_tokens", special_tokens, row.where)
+        if any(text.is_text for text in texts):
             assert not self._options.kind.num_values, "pieces of plain text have no stored values"
             (text,) = texts
             self._add_text(text, row.where)
-        elif kept := self._fit_texts(row, texts):
-            self._examples.append((row, kept))
+        elif kept_texts := self._fit_texts(row, texts):
+            self._examples.append((row, kept_texts))
 
     def _fit_texts(self, row: DataRow, texts: Sequence[TokenizedRow]) -> list[TokenizedRow]:
         """Return a row's texts, truncated if necessary. Return an empty list if the row is dropped."""
         counts, options, max_length = self.counts.total, self._options, self._options.max_length
-        longest = max(len(each.tokens) for each in texts)
+        longest_length = max(len(text.tokens) for text in texts)
         if error := options.kind.rejection(texts, row, max_length):
             self._drop(error, texts)
             return []
-        if longest > max_length and options.overlong == "error":
+        if longest_length > max_length and options.overlong == "error":
             raise DataError(
                 row.where,
-                f"{longest} tokens are more than data.max_length = {max_length}",
+                f"{longest_length} tokens are more than data.max_length = {max_length}",
                 'Raise it, or set overlong = "truncate" or "drop"',
             )
-        places = [place for each in texts for place in each.image_tokens]
-        if options.overlong == "truncate" and any(place.start < max_length < place.stop for place in places):
-            text = f"data.max_length = {max_length} would truncate it within an image"
+        spans = [span for text in texts for span in text.image_tokens]
+        if options.overlong == "truncate" and any(span.start < max_length < span.stop for span in spans):
+            problem = f"data.max_length = {max_length} would truncate it within an image"
             reason = "data.max_length would truncate it within an image"
-            self._drop(RowError(row.where, text, "Raise it, or make the images smaller", reason=reason), texts)
+            self._drop(RowError(row.where, problem, "Raise it, or make the images smaller", reason=reason), texts)
             return []
-        cut = [_truncate(each, max_length) for each in texts]
-        num_before, num_kept = (sum(len(each.tokens) for each in several) for several in (texts, cut))
+        kept_texts = [_truncate(text, max_length) for text in texts]
+        num_before, num_kept = (sum(len(text.tokens) for text in group) for group in (texts, kept_texts))
         counts.num_rows += 1
         counts.num_tokens_lost += num_before - num_kept
         if num_kept < num_before:
@@ -309,10 +309,10 @@ class Encoder:
                 counts.num_tokens_lost += num_kept
                 return []
             counts.num_truncated += 1
-        if all(any(each.trained) for each in cut):
-            for each in texts:
-                self.counts.add_turns(each.num_turns, each.untrained_turns, row.where)
-            return cut
+        if all(any(text.trained) for text in kept_texts):
+            for text in texts:
+                self.counts.add_turns(text.num_turns, text.untrained_turns, row.where)
+            return kept_texts
         counts.num_rows_lost += num_kept == num_before  # truncated rows were already counted above
         counts.num_tokens_lost += num_kept
         self._count_untrained(row.where)
@@ -322,7 +322,7 @@ class Encoder:
         """Count a row as dropped, and its tokens as lost. Raise the error if ``bad_rows`` is "error"."""
         if self._options.bad_rows == "error":
             raise error
-        self.counts.total.num_tokens_lost += sum(len(each.tokens) for each in texts)
+        self.counts.total.num_tokens_lost += sum(len(text.tokens) for text in texts)
         self.counts.drop(error)
 
     def _write_examples(self) -> None:
@@ -337,10 +337,10 @@ class Encoder:
             raise RowError(where, "no token of this row would be trained", "Fix or remove the row, or raise max_length")
         self.counts.count_untrained(where)
 
-    def _add_text(self, encoded: TokenizedRow, where: str) -> None:
-        self._add_pieces(self._cutter.cut(encoded))
-        self._text_has_document |= self._options.joins_texts and bool(encoded.tokens)
-        if encoded.is_end:
+    def _add_text(self, text: TokenizedRow, where: str) -> None:
+        self._add_pieces(self._cutter.cut(text))
+        self._text_has_document |= self._options.join_texts and bool(text.tokens)
+        if text.is_end:
             self.counts.total.num_rows += 1
             if not self._text_has_document:
                 self.counts.total.num_rows_lost += 1
@@ -363,11 +363,11 @@ class Encoder:
         """Return the report on all sources. Raises DataError if there is no token to train on."""
         report = self.report()
         if not report.num_trained_tokens:
-            first = self.counts.first_error
+            error = self.counts.first_error
             raise DataError(
                 "data.train",
                 f"no token would be trained: {report}",
-                "Check data.train_on and data.max_length" if first is None else f"The first error is: {first}",
+                "Check data.train_on and data.max_length" if error is None else f"The first error is: {error}",
             )
         return report
 
@@ -375,18 +375,18 @@ class Encoder:
         self._write_examples()  # write the queued examples first, because they come before these pieces
         for piece in pieces:
             if any(piece.trained):
-                begins_row = self._options.joins_texts or not self._text_has_document
+                begins_row = self._options.join_texts or not self._text_has_document
                 self._writer.add(TokenDocument(TokenizedRow(piece.tokens, piece.trained, True), begins_row))
                 self._text_has_document = True
             else:
                 self.counts.total.num_tokens_lost += len(piece.tokens) - piece.num_repeated
 
 
-def _truncate(encoded: TokenizedRow, max_length: int) -> TokenizedRow:
+def _truncate(text: TokenizedRow, max_length: int) -> TokenizedRow:
     """Return a row's first ``max_length`` tokens, and the images that are completely within these tokens."""
-    kept = [ref for ref, place in zip(encoded.images, encoded.image_tokens, strict=True) if place.stop <= max_length]
-    tokens, trained = encoded.tokens[:max_length], encoded.trained[:max_length]
-    return replace(encoded, tokens=tokens, trained=trained, images=tuple(kept))
+    images = [ref for ref, span in zip(text.images, text.image_tokens, strict=True) if span.stop <= max_length]
+    tokens, trained = text.tokens[:max_length], text.trained[:max_length]
+    return replace(text, tokens=tokens, trained=trained, images=tuple(images))
 
 
 def _batches(rows: Iterable[DataRow | RowError]) -> Iterator[list[DataRow | RowError]]:

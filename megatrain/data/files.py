@@ -17,19 +17,19 @@ from typing import IO, Any
 
 import psutil
 
-from megatrain.data.messages import json_fault, kind
+from megatrain.data.messages import describe_json_error, type_name
 from megatrain.data.rows_report import DataError
 from tiered.units import MiB, format_size
 
 TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt")
 ARROW_SUFFIXES = (".parquet", ".arrow", ".feather")
-EXTRA = "pip install 'megatrain-tier[data]'"
+PIP_COMMAND = "pip install 'megatrain-tier[data]'"
 _FORMATS = ".jsonl (one object per line), .json (a list of objects), .csv, .tsv, .txt, .parquet and .arrow"
 #: File names of MosaicML streaming shards, compressed or not.
-_MDS = re.compile(r"\.mds(\.(zstd?|gz|br|bz2|snappy))?$", re.IGNORECASE)
+_MDS_PATTERN = re.compile(r"\.mds(\.(zstd?|gz|br|bz2|snappy))?$", re.IGNORECASE)
 _SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
 _METADATA_FILES = ("dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json")
-_LISTS_WITHIN_ROWS = (
+_NESTED_LIST_KEYS = (
     "messages",
     "conversations",
     "conversation",
@@ -40,14 +40,14 @@ _LISTS_WITHIN_ROWS = (
     "tools",
 )
 _PIECE_CHARACTERS = 1 << 22  # text files are read in pieces of about this size, because they can exceed the RAM
-_MIN_ROWS_OF_BATCH = 256
+_MAX_BATCH_ROWS = 256
 _TEXT_TYPES = ("STRING", "JSON", "ENUM", "NONE")  # logical types of parquet columns that contain texts or bytes
 #: Bytes of RAM per value in a list, including the value's share of the list's offsets.
 _BYTES_PER_NESTED_VALUE = 16
 #: Maximum decompressed size of a row. Without this limit, a small untrusted file could fill the RAM.
 MAX_ROW_BYTES = 256 * MiB
 #: Bytes of RAM per byte of a JSON list, because RAM holds both the text and the parsed objects.
-_BYTES_PER_CHARACTER_OF_LIST = 8
+_BYTES_PER_LIST_CHARACTER = 8
 
 
 def suffix_of(file: Path) -> str:
@@ -93,7 +93,7 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
 def reject_mds(names: Iterable[str]) -> None:
     """Raise DataError if one of the files is a MosaicML streaming shard."""
     for name in names:
-        if _MDS.search(name):
+        if _MDS_PATTERN.search(name):
             raise DataError(
                 name,
                 "MDS shards are not supported",
@@ -104,7 +104,7 @@ def reject_mds(names: Iterable[str]) -> None:
 def _find_in_folder(folder: Path) -> list[Path]:
     files = []
     for file in folder.rglob("*"):
-        if _MDS.search(file.name) and file.is_file():
+        if _MDS_PATTERN.search(file.name) and file.is_file():
             reject_mds([str(file)])
         elif (
             suffix_of(file) in (*TEXT_SUFFIXES, *ARROW_SUFFIXES) and file.name not in _METADATA_FILES and file.is_file()
@@ -116,22 +116,22 @@ def _find_in_folder(folder: Path) -> list[Path]:
 
 
 def _select_split(folder: Path, files: list[Path], split: str | None) -> list[Path]:
-    def has(file: Path, name: str) -> bool:
+    def has_name(file: Path, name: str) -> bool:
         words = re.split(r"[^a-z0-9]+", file.relative_to(folder).as_posix().lower())
         return name.lower() in words or name in file.relative_to(folder).parts
 
     if split is not None:
-        chosen = [file for file in files if has(file, split)]
-        if not chosen:
-            found = ", ".join(name for name in _SPLITS if any(has(file, name) for file in files)) or "none"
-            raise DataError(str(folder), f'no file in the folder belongs to split "{split}"', f"Splits found: {found}")
-        return chosen
-    splits = {name: [file for file in files if has(file, name)] for name in _SPLITS}
-    named = [name for name in _SPLITS if splits[name]]
-    if len(named) > 1 and len({file for name in named for file in splits[name]}) == len(files):
-        if "train" not in named:
+        matches = [file for file in files if has_name(file, split)]
+        if not matches:
+            names = ", ".join(name for name in _SPLITS if any(has_name(file, name) for file in files)) or "none"
+            raise DataError(str(folder), f'no file in the folder belongs to split "{split}"', f"Splits found: {names}")
+        return matches
+    splits = {name: [file for file in files if has_name(file, name)] for name in _SPLITS}
+    options = [name for name in _SPLITS if splits[name]]
+    if len(options) > 1 and len({file for name in options for file in splits[name]}) == len(files):
+        if "train" not in options:
             raise DataError(
-                str(folder), f"the folder contains several splits: {', '.join(named)}", f'Set split = "{named[0]}"'
+                str(folder), f"the folder contains several splits: {', '.join(options)}", f'Set split = "{options[0]}"'
             )
         return splits["train"]
     return files
@@ -163,14 +163,14 @@ def read_text(file: Path) -> Iterator[tuple[str, bool]]:
     Raises:
         DataError: The file cannot be read or is not UTF-8.
     """
-    held = ""
+    buffer = ""
     for text in _decode_file(file):
-        held += text
-        if len(held) >= _PIECE_CHARACTERS:
-            cut = _find_cut(held)
-            yield held[:cut], False
-            held = held[cut:]
-    yield held, True
+        buffer += text
+        if len(buffer) >= _PIECE_CHARACTERS:
+            cut = _find_cut(buffer)
+            yield buffer[:cut], False
+            buffer = buffer[cut:]
+    yield buffer, True
 
 
 def _decode_file(file: Path) -> Iterator[str]:
@@ -187,7 +187,7 @@ def _decode_file(file: Path) -> Iterator[str]:
             try:
                 yield line_ends.decode(decoder.decode(raw, final=not raw), final=not raw)
             except UnicodeDecodeError as error:
-                raise _not_utf8(file, error, start) from None
+                raise _utf8_error(file, error, start) from None
             if not raw:
                 return
             num_read += len(raw)
@@ -211,7 +211,7 @@ def read_error(file: Path, error: Exception) -> DataError:
     return DataError(str(file), f"the file cannot be read: {reason}", "Check its permissions, or fetch it again")
 
 
-def _not_utf8(file: Path, error: UnicodeDecodeError, start: int = 0) -> DataError:
+def _utf8_error(file: Path, error: UnicodeDecodeError, start: int = 0) -> DataError:
     return DataError(str(file), f"the file is not UTF-8 text (byte {start + error.start})", "Convert it to UTF-8")
 
 
@@ -231,8 +231,8 @@ def json_lines(stream: IO[bytes], name: str, start: int = 0) -> Iterator[tuple[s
         OSError: The stream cannot be read.
     """
     row = 0
-    for number, raw in enumerate(iter(partial(stream.readline, MAX_ROW_BYTES + 1), b""), start=1):
-        where = f"{name} line {number}"
+    for line_number, raw in enumerate(iter(partial(stream.readline, MAX_ROW_BYTES + 1), b""), start=1):
+        where = f"{name} line {line_number}"
         if len(raw) > MAX_ROW_BYTES:
             raise size_error(where)
         try:
@@ -257,13 +257,13 @@ def _parse_line(line: str, where: str) -> Any:
             advice = "Write one object per line (jq -c . FILE), or a list of objects in a .json file"
             raise DataError(where, "the object spans several lines", advice) from None
         raise DataError(
-            where, f"broken JSON {_json_fault(error)}. The line begins: {start}", "Fix or remove the line"
+            where, f"broken JSON {_describe_parse_error(error)}. The line begins: {start}", "Fix or remove the line"
         ) from None
 
 
-def _json_fault(error: ValueError | RecursionError) -> str:
+def _describe_parse_error(error: ValueError | RecursionError) -> str:
     if isinstance(error, json.JSONDecodeError):
-        return json_fault(error)
+        return describe_json_error(error)
     return "nested too deeply" if isinstance(error, RecursionError) else "with a number of too many digits"
 
 
@@ -271,18 +271,18 @@ def _json_list(file: Path, json_key: str | None) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a .json file. The file is a list that fits in RAM, or it has one object per line."""
     with _open(file) as stream:
         try:
-            max_bytes = psutil.virtual_memory().available // _BYTES_PER_CHARACTER_OF_LIST
-            read = stream.read(max_bytes + 1)  # limit the read, because a .gz file's decompressed size is unknown
-            if len(read) > max_bytes:
+            max_bytes = psutil.virtual_memory().available // _BYTES_PER_LIST_CHARACTER
+            data = stream.read(max_bytes + 1)  # limit the read, because a .gz file's decompressed size is unknown
+            if len(data) > max_bytes:
                 raise DataError(
                     str(file),
                     f"the list has more than {format_size(max_bytes)}, which is too large for this machine's RAM",
                     "Write one object per line, and name the file .jsonl",
                 )
-            text = read.decode("utf-8-sig")
-            del read
+            text = data.decode("utf-8-sig")
+            del data
         except UnicodeDecodeError as error:
-            raise _not_utf8(file, error) from None
+            raise _utf8_error(file, error) from None
         except (OSError, EOFError) as error:
             raise read_error(file, error) from None
     if not text.strip():
@@ -294,30 +294,30 @@ def _json_list(file: Path, json_key: str | None) -> Iterator[tuple[str, Any]]:
             yield from _json_lines(file)
             return
         where = f"{file} line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(file)
-        raise DataError(where, f"broken JSON {_json_fault(error)}", "Fix the file") from None
-    for number, value in enumerate(_find_rows(file, rows, json_key), start=1):
-        yield f"{file} row {number}", value
+        raise DataError(where, f"broken JSON {_describe_parse_error(error)}", "Fix the file") from None
+    for row_number, value in enumerate(_find_rows(file, rows, json_key), start=1):
+        yield f"{file} row {row_number}", value
 
 
-def _find_rows(file: Path, found: object, json_key: str | None) -> list[Any]:
+def _find_rows(file: Path, value: object, json_key: str | None) -> list[Any]:
     """Return the list of rows in a parsed .json file. The file is the list, or an object that contains the list."""
-    if isinstance(found, list) and json_key is None:
-        return found
-    lists = dict(_find_lists(found))
+    if isinstance(value, list) and json_key is None:
+        return value
+    lists = dict(_find_lists(value))
     if json_key is not None:
         if json_key in lists:
             return lists[json_key]
-        there = ", ".join(f"`{key}`" for key in lists) or "none"
-        raise DataError(str(file), f"there is no list of rows at `{json_key}`", f"Lists of rows found: {there}")
-    outer = {key: rows for key, rows in lists.items() if key.rpartition(".")[2] not in _LISTS_WITHIN_ROWS}
-    if len(outer) == 1:
-        return next(iter(outer.values()))
-    if outer:
-        there = ", ".join(f"`{key}`" for key in outer)
-        advice = f'Set json_key next to this path, for example json_key = "{next(iter(outer))}"'
-        raise DataError(str(file), f"the file contains several lists of rows: {there}", advice)
-    shown = "an object without such a list" if isinstance(found, dict) else kind(found)
-    raise DataError(str(file), f"a .json file must contain a list of rows, not {shown}", "Wrap the rows in [ ]")
+        keys = ", ".join(f"`{key}`" for key in lists) or "none"
+        raise DataError(str(file), f"there is no list of rows at `{json_key}`", f"Lists of rows found: {keys}")
+    outer_lists = {key: rows for key, rows in lists.items() if key.rpartition(".")[2] not in _NESTED_LIST_KEYS}
+    if len(outer_lists) == 1:
+        return next(iter(outer_lists.values()))
+    if outer_lists:
+        keys = ", ".join(f"`{key}`" for key in outer_lists)
+        advice = f'Set json_key next to this path, for example json_key = "{next(iter(outer_lists))}"'
+        raise DataError(str(file), f"the file contains several lists of rows: {keys}", advice)
+    description = "an object without such a list" if isinstance(value, dict) else type_name(value)
+    raise DataError(str(file), f"a .json file must contain a list of rows, not {description}", "Wrap the rows in [ ]")
 
 
 def _find_lists(value: object, key: str = "") -> Iterator[tuple[str, list[Any]]]:
@@ -325,8 +325,8 @@ def _find_lists(value: object, key: str = "") -> Iterator[tuple[str, list[Any]]]
     if isinstance(value, list) and value and isinstance(value[0], dict) and key:
         yield key, value
     elif isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _find_lists(inner, f"{key}.{name}" if key else name)
+        for name, child in value.items():
+            yield from _find_lists(child, f"{key}.{name}" if key else name)
 
 
 def _csv_rows(file: Path, default_separator: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -334,15 +334,15 @@ def _csv_rows(file: Path, default_separator: str) -> Iterator[tuple[str, dict[st
     with _open(file) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
         reader = None
         try:
-            first = text.readline()
-            separator = _separator(first, default_separator)
-            reader = csv.reader(itertools.chain([first] if first else [], text), delimiter=separator, strict=True)
+            line = text.readline()
+            separator = _detect_separator(line, default_separator)
+            reader = csv.reader(itertools.chain([line] if line else [], text), delimiter=separator, strict=True)
             header = next(reader, [])
-            twice = sorted({name for name in header if header.count(name) > 1})
-            if twice:
-                raise DataError(f"{file} line 1", f"the column `{twice[0]}` occurs twice", "Rename or remove one")
-            for number, cells in enumerate(reader, start=1):
-                where = f"{file} row {number}"
+            duplicates = sorted({name for name in header if header.count(name) > 1})
+            if duplicates:
+                raise DataError(f"{file} line 1", f"the column `{duplicates[0]}` occurs twice", "Rename or remove one")
+            for row_number, cells in enumerate(reader, start=1):
+                where = f"{file} row {row_number}"
                 if not any(cells):
                     continue
                 if len(cells) != len(header):
@@ -353,10 +353,10 @@ def _csv_rows(file: Path, default_separator: str) -> Iterator[tuple[str, dict[st
                     )
                 yield where, dict(zip(header, cells, strict=True))
         except UnicodeDecodeError as error:
-            raise _not_utf8(file, error) from None
+            raise _utf8_error(file, error) from None
         except csv.Error as error:
-            line = 1 if reader is None else reader.line_num
-            raise DataError(f"{file} line {line}", f"broken CSV: {error}", "Fix the line") from None
+            line_number = 1 if reader is None else reader.line_num
+            raise DataError(f"{file} line {line_number}", f"broken CSV: {error}", "Fix the line") from None
         except (OSError, EOFError) as error:
             raise read_error(file, error) from None
 
@@ -364,30 +364,30 @@ def _csv_rows(file: Path, default_separator: str) -> Iterator[tuple[str, dict[st
 _SEPARATOR_NAMES = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 
-def _separator(header: str, default_separator: str) -> str:
+def _detect_separator(header: str, default: str) -> str:
     """Return the default separator if it splits the header, else the separator that yields the most columns."""
 
-    def count(separator: str) -> int:
+    def count_columns(separator: str) -> int:
         try:
             return len(next(csv.reader([header], delimiter=separator), []))
         except csv.Error:
             return 0
 
-    return default_separator if count(default_separator) > 1 else max((default_separator, *_SEPARATOR_NAMES), key=count)
+    return default if count_columns(default) > 1 else max((default, *_SEPARATOR_NAMES), key=count_columns)
 
 
 def _arrow_rows(file: Path, suffix: str) -> Iterator[tuple[str, dict[str, Any]]]:
     pyarrow = import_pyarrow(str(file), f"{suffix} files")
-    number = 0
+    row_number = 0
     try:
         values = parquet_values(file, str(file)) if suffix == ".parquet" else _arrow_values(file)
         for value in values:
-            number += 1
-            yield f"{file} row {number}", value
+            row_number += 1
+            yield f"{file} row {row_number}", value
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
-            f"{file} row {number + 1}" if number else str(file),
+            f"{file} row {row_number + 1}" if row_number else str(file),
             f"this {suffix} file cannot be read: {reason.rstrip('.')}",
             "Download or write it again",
         ) from None
@@ -409,65 +409,65 @@ def parquet_values(file: Any, name: str, start: int = 0) -> Iterator[dict[str, A
     # item that uses it.
     is_text = [leaf.physical_type == "BYTE_ARRAY" and leaf.logical_type.type in _TEXT_TYPES for leaf in leaves]
     texts = [leaf.path for leaf, flag in zip(leaves, is_text, strict=True) if flag]
-    number = 1
+    row_number = 1
     with pyarrow.parquet.ParquetFile(file, memory_map=is_path, read_dictionary=texts) as parquet:
         for index in range(parquet.num_row_groups):
             group = parquet.metadata.row_group(index)
-            if number + group.num_rows <= start + 1:
-                number += group.num_rows
+            if row_number + group.num_rows <= start + 1:
+                row_number += group.num_rows
                 continue
             columns = [group.column(column) for column in range(group.num_columns)]
-            nested = [
+            nested_counts = [
                 column.num_values for leaf, column in zip(leaves, columns, strict=True) if leaf.max_repetition_level
             ]
             # Lists could fill the RAM. Check only local files, because a stream must not depend on the free RAM.
-            if is_path and sum(nested) * _BYTES_PER_NESTED_VALUE > psutil.virtual_memory().available // 2:
+            if is_path and sum(nested_counts) * _BYTES_PER_NESTED_VALUE > psutil.virtual_memory().available // 2:
                 raise DataError(
-                    f"{name} row {number}",
-                    f"the row group of {group.num_rows:,} rows that starts here has {max(nested):,} values in lists, "
-                    "too many for this machine's RAM",
+                    f"{name} row {row_number}",
+                    f"the row group of {group.num_rows:,} rows that starts here has {max(nested_counts):,} values in "
+                    "lists, too many for this machine's RAM",
                     "Write the file with smaller row groups (row_group_size)",
                 )
             nbytes = max(
-                sum(column.total_uncompressed_size for column in columns), sum(nested) * _BYTES_PER_NESTED_VALUE
+                sum(column.total_uncompressed_size for column in columns), sum(nested_counts) * _BYTES_PER_NESTED_VALUE
             )
-            size = max(1, min(_MIN_ROWS_OF_BATCH, MAX_ROW_BYTES * group.num_rows // max(1, nbytes)))
-            for batch in parquet.iter_batches(batch_size=size, row_groups=[index]):
-                skipped = min(max(0, start + 1 - number), batch.num_rows)
-                yield from unpacked_rows(batch.slice(skipped), name, number + skipped)
-                number += batch.num_rows
+            batch_size = max(1, min(_MAX_BATCH_ROWS, MAX_ROW_BYTES * group.num_rows // max(1, nbytes)))
+            for batch in parquet.iter_batches(batch_size=batch_size, row_groups=[index]):
+                num_skipped = min(max(0, start + 1 - row_number), batch.num_rows)
+                yield from unpack_rows(batch.slice(num_skipped), name, row_number + num_skipped)
+                row_number += batch.num_rows
 
 
-def unpacked_rows(batch: Any, name: str, number: int) -> Iterator[dict[str, Any]]:
+def unpack_rows(batch: Any, name: str, row_number: int) -> Iterator[dict[str, Any]]:
     """Yield a batch's rows as dicts. If the batch is larger than ``MAX_ROW_BYTES``, convert one row at a time.
 
     Args:
-        number: Number of the batch's first row in error messages.
+        row_number: Number of the batch's first row in error messages.
     """
     step = max(1, batch.num_rows) if _count_bytes(batch) <= MAX_ROW_BYTES else 1
     for start in range(0, batch.num_rows, step):
         rows = batch.slice(start, step)
         if step == 1 and _count_bytes(rows) > MAX_ROW_BYTES:
-            raise size_error(f"{name} row {number + start}")
-        nested = [field.name for field in rows.schema if _has_objects(field.type)]
+            raise size_error(f"{name} row {row_number + start}")
+        nested_columns = [field.name for field in rows.schema if _has_objects(field.type)]
         for row in rows.to_pylist():
-            yield row | {name: _without_null_keys(row[name]) for name in nested}
+            yield row | {name: _drop_null_keys(row[name]) for name in nested_columns}
 
 
-def _has_objects(kind: Any) -> bool:
+def _has_objects(arrow_type: Any) -> bool:
     """Return whether the values of an Arrow type are objects or lists of objects."""
     import pyarrow
 
-    if pyarrow.types.is_struct(kind):
+    if pyarrow.types.is_struct(arrow_type):
         return True
-    return hasattr(kind, "value_type") and _has_objects(kind.value_type)
+    return hasattr(arrow_type, "value_type") and _has_objects(arrow_type.value_type)
 
 
-def _without_null_keys(value: Any) -> Any:
+def _drop_null_keys(value: Any) -> Any:
     """Return a value without null fields. Columnar formats add them to give all objects in a column the same keys."""
     if isinstance(value, dict):
-        return {key: _without_null_keys(inner) for key, inner in value.items() if inner is not None}
-    return [_without_null_keys(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _drop_null_keys(child) for key, child in value.items() if child is not None}
+    return [_drop_null_keys(child) for child in value] if isinstance(value, list) else value
 
 
 def _count_bytes(rows: Any) -> int:
@@ -487,8 +487,8 @@ def _count_bytes(rows: Any) -> int:
     if pyarrow.types.is_struct(rows.type):
         return sum(map(_count_bytes, rows.flatten()))
     if pyarrow.types.is_map(rows.type):
-        first, last = rows.offsets[0].as_py(), rows.offsets[-1].as_py()
-        return sum(_count_bytes(part.slice(first, last - first)) for part in (rows.keys, rows.items))
+        start, stop = rows.offsets[0].as_py(), rows.offsets[-1].as_py()
+        return sum(_count_bytes(part.slice(start, stop - start)) for part in (rows.keys, rows.items))
     if hasattr(rows, "flatten"):
         return _count_bytes(rows.flatten())
     return int(rows.nbytes)
@@ -502,26 +502,26 @@ def _arrow_values(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of an Arrow file (Feather 2) or an Arrow stream. The datasets library writes Arrow streams."""
     import pyarrow
 
-    number = 1
-    with pyarrow.memory_map(str(file)) as mapped:
+    row_number = 1
+    with pyarrow.memory_map(str(file)) as file_map:
         try:
-            reader = pyarrow.ipc.open_file(mapped)
+            reader = pyarrow.ipc.open_file(file_map)
             batches = map(reader.get_batch, range(reader.num_record_batches))
         except pyarrow.ArrowInvalid:
-            mapped.seek(0)
-            batches = iter(pyarrow.ipc.open_stream(mapped))
+            file_map.seek(0)
+            batches = iter(pyarrow.ipc.open_stream(file_map))
         for batch in batches:
-            for start in range(0, batch.num_rows, _MIN_ROWS_OF_BATCH):
-                yield from unpacked_rows(batch.slice(start, _MIN_ROWS_OF_BATCH), str(file), number + start)
-            number += batch.num_rows
+            for start in range(0, batch.num_rows, _MAX_BATCH_ROWS):
+                yield from unpack_rows(batch.slice(start, _MAX_BATCH_ROWS), str(file), row_number + start)
+            row_number += batch.num_rows
 
 
-def import_pyarrow(where: str, what: str) -> Any:
+def import_pyarrow(where: str, feature: str) -> Any:
     """Import and return pyarrow with its readers. Raises DataError if pyarrow is not installed."""
     try:
         import pyarrow
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError:
-        raise DataError(where, f"{what} need pyarrow", f"Install the data extra: {EXTRA}") from None
+        raise DataError(where, f"{feature} need pyarrow", f"Install the data extra: {PIP_COMMAND}") from None
     return pyarrow

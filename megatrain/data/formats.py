@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast, get_args
 
 from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.data.images import NamedImage
-from megatrain.data.messages import RowImages, field_names, kind, parse_inner_json, read_messages, read_tools
+from megatrain.data.messages import RowImages, field_names, parse_inner_json, read_messages, read_tools, type_name
 from megatrain.data.rows_report import DataError, RowError
 from megatrain.data.table import ColumnName, RowFormat
 
@@ -20,11 +20,11 @@ from megatrain.data.table import ColumnName, RowFormat
 _SYNONYMS, _MESSAGE_FIELDS = ("query", "response"), ("role", "content")
 _FIELDS = tuple(name for name in get_args(ColumnName) if name not in (*_SYNONYMS, *_MESSAGE_FIELDS))
 _CHAT_FIELDS = ("system", "tools", "images", "image")
-_KNOWN = "messages, conversations, instruction and output, prompt and completion, text, or input_ids"
+_NAMES = "messages, conversations, instruction and output, prompt and completion, text, or input_ids"
 #: Usual column names of prompts, answers and plain texts. The most likely names come first.
-_PROMPTS = ("prompt", "question", "instruction", "query", "input", "inputs", "problem", "q")
-_ANSWERS = ("completion", "answer", "response", "output", "outputs", "target", "targets", "solution", "a")
-_PLAIN_TEXTS = ("text", "content", "body", "document", "article")
+_PROMPT_NAMES = ("prompt", "question", "instruction", "query", "input", "inputs", "problem", "q")
+_ANSWER_NAMES = ("completion", "answer", "response", "output", "outputs", "target", "targets", "solution", "a")
+_TEXT_NAMES = ("text", "content", "body", "document", "article")
 #: Columns of rows for reinforcement learning. These rows have no answer.
 _RL_COLUMNS = {"prompt", "solution", "reward", "ground_truth", "reward_model", "data_source", "ability", "extra_info"}
 
@@ -34,12 +34,12 @@ class DataRow:
 
     Attributes:
         where: File and row, for messages.
-        unread: Columns of the row that its format does not read.
+        unread_columns: Columns of the row that its format does not read.
     """
 
     __slots__ = ()
     where: str
-    unread: tuple[str, ...]
+    unread_columns: tuple[str, ...]
 
     #: Names of the attributes whose lengths add up to the row's number of characters.
     length_fields: ClassVar[tuple[str, ...]] = ()
@@ -56,7 +56,7 @@ class Conversation(DataRow):
 
     Attributes:
         messages: Messages in order. Each has the text fields ``role`` and ``content``; some also have ``tool_calls``.
-        trained_from: Index of the first message that can be in the loss. Above 0 for a prompt with its completion.
+        loss_start: Index of the first message that can be in the loss. Above 0 for a prompt with its completion.
         tools: Tools that the assistant can call. The chat template renders them.
         flags: Loss flag of each message, None for messages without a flag. Empty if no message has a flag.
         images: Images in the order of the image marks in the messages, one image per mark.
@@ -65,11 +65,11 @@ class Conversation(DataRow):
     title: ClassVar[str] = "conversation"
     messages: tuple[Mapping[str, Any], ...]
     where: str
-    trained_from: int = 0
+    loss_start: int = 0
     tools: tuple[Mapping[str, Any], ...] | None = None
     flags: tuple[bool | None, ...] = ()
     images: tuple[NamedImage, ...] = ()
-    unread: tuple[str, ...] = field(default=(), compare=False)
+    unread_columns: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def num_characters(self) -> int:
@@ -86,7 +86,7 @@ class PromptCompletion(DataRow):
     prompt: str
     completion: str
     where: str
-    unread: tuple[str, ...] = field(default=(), compare=False)
+    unread_columns: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Document(DataRow):
     where: str
     is_start: bool = True
     is_end: bool = True
-    unread: tuple[str, ...] = field(default=(), compare=False)
+    unread_columns: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Tokenized(DataRow):
     tokens: tuple[int, ...]
     trained: tuple[bool, ...] | None
     where: str
-    unread: tuple[str, ...] = field(default=(), compare=False)
+    unread_columns: tuple[str, ...] = field(default=(), compare=False)
 
 
 #: Row types that contain exactly one text.
@@ -189,7 +189,7 @@ class RowReader:
 
     Attributes:
         name: Value of ``format`` in a config.
-        what: Description of the rows and of their treatment, for comments in a generated config.
+        title: Description of the rows and of their treatment, for comments in a generated config.
         read: Function that parses a row. Raises RowError, or DataError if fields are missing.
         required: Required fields.
         alternatives: Fields of which a row must have at least one. Empty if there is no such requirement.
@@ -197,7 +197,7 @@ class RowReader:
     """
 
     name: str
-    what: str
+    title: str
     read: Callable[[RowFields], DataRow]
     required: tuple[str, ...] = ()
     alternatives: tuple[str, ...] = ()
@@ -208,15 +208,15 @@ class RowReader:
         has_any = not self.alternatives or any(names.get(field, field) in value for field in self.alternatives)
         return has_any and all(names.get(field, field) in value for field in self.required)
 
-    def unread(self, row: DataRow, fields: RowFields) -> tuple[str, ...]:
+    def find_unread_columns(self, row: DataRow, fields: RowFields) -> tuple[str, ...]:
         """Return a row's nonempty columns that this format does not read."""
-        ours = tuple(fields.names) if self.fields is None else (*self.required, *self.fields)
+        names = tuple(fields.names) if self.fields is None else (*self.required, *self.fields)
         if isinstance(row, Conversation):
-            ours += _CHAT_FIELDS
-        read = set(map(fields.name, ours))
-        read |= {name.partition(".")[0] for name in read}
+            names += _CHAT_FIELDS
+        read_columns = set(map(fields.name, names))
+        read_columns |= {name.partition(".")[0] for name in read_columns}
         return tuple(
-            name for name, inner in fields.value.items() if name not in read and inner not in (None, "", [], {})
+            name for name, cell in fields.value.items() if name not in read_columns and cell not in (None, "", [], {})
         )
 
 
@@ -239,35 +239,35 @@ def read_row(
     """
     if not isinstance(value, Mapping) or not value:
         rule = "a row must be an object with fields"
-        more = "; a list of rows must be in a .json file" if isinstance(value, list) else ""
-        raise RowError(where, f"{rule}, not {kind(value)}", f"Fix or remove the row{more}", reason=rule)
+        hint = "; a list of rows must be in a .json file" if isinstance(value, list) else ""
+        raise RowError(where, f"{rule}, not {type_name(value)}", f"Fix or remove the row{hint}", reason=rule)
     if isinstance(format, RowReader):
         readers = [format]
     else:
         readers = list(READERS.values()) if format == "auto" else [READERS[format]]
     names = _map_fields(columns, is_alpaca=format == "alpaca", is_auto=format == "auto")
-    found = _rename_columns(value, names, columns, readers)
-    reader = _detect_reader(found, names, where, columns, readers) if format == "auto" else readers[0]
-    fields = RowFields(found, where, names, columns, folder)
+    row_value = _rename_columns(value, names, columns, readers)
+    reader = _detect_reader(row_value, names, where, columns, readers) if format == "auto" else readers[0]
+    fields = RowFields(row_value, where, names, columns, folder)
     if reader.read is _read_conversation:
         _name_messages(fields, reader.required[0])
-    for required in reader.required:
-        if required not in fields:
-            if refused := explain_preferences(found):
-                raise DataError(where, *refused)
-            if absent := find_absent_column(found, columns):
-                raise DataError(where, *absent)
-            problem = f"no field `{fields.name(required)}`; the row has {field_names(found)}"
-            raise DataError(where, problem, guess_columns(found, where))
+    for required_field in reader.required:
+        if required_field not in fields:
+            if error_parts := explain_preferences(row_value):
+                raise DataError(where, *error_parts)
+            if error_parts := find_absent_column(row_value, columns):
+                raise DataError(where, *error_parts)
+            problem = f"no field `{fields.name(required_field)}`; the row has {field_names(row_value)}"
+            raise DataError(where, problem, guess_columns(row_value, where))
     row = reader.read(fields)
-    unread = reader.unread(row, fields)
-    return reader.name, replace(cast("Any", row), unread=unread) if unread else row
+    unread_columns = reader.find_unread_columns(row, fields)
+    return reader.name, replace(cast("Any", row), unread_columns=unread_columns) if unread_columns else row
 
 
-def _name_messages(fields: RowFields, usual: str) -> None:
+def _name_messages(fields: RowFields, default_name: str) -> None:
     """Map ``messages`` and ``conversations`` to whichever column the row has, because one reader reads both formats."""
-    names, other = fields.names, "conversations" if usual == "messages" else "messages"
-    names["messages"] = names[usual] if usual in fields or other not in fields else names[other]
+    names, other_name = fields.names, "conversations" if default_name == "messages" else "messages"
+    names["messages"] = names[default_name] if default_name in fields or other_name not in fields else names[other_name]
     names["conversations"] = names["messages"]
 
 
@@ -278,23 +278,23 @@ def _map_fields(columns: Mapping[str, str], *, is_alpaca: bool, is_auto: bool) -
     synonyms = {"prompt": "instruction", "query": "input", "response": "output"} if is_alpaca else {
         "response": "completion"
     }  # fmt: skip
-    names.update({ours: columns[synonym] for synonym, ours in synonyms.items() if synonym in columns})
+    names.update({field: columns[synonym] for synonym, field in synonyms.items() if synonym in columns})
     return names
 
 
 def row_columns(columns: Mapping[str, str]) -> dict[str, str]:
     """Return the entries of ``columns`` for fields of rows, without the entries for fields of messages."""
-    return {ours: theirs for ours, theirs in columns.items() if ours in (*_FIELDS, *_SYNONYMS)}
+    return {field: column for field, column in columns.items() if field in (*_FIELDS, *_SYNONYMS)}
 
 
 def find_absent_column(value: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[str, str] | None:
     """Return (problem, remedy) if ``columns`` names a column that the row does not have, else None."""
-    for ours, theirs in row_columns(columns).items():
-        if theirs not in value:
-            close = difflib.get_close_matches(theirs.casefold(), [name.casefold() for name in value], 1, 0.6)
-            meant = next((name for name in value if close and name.casefold() == close[0]), None)
-            advice = f'Did you mean {ours} = "{meant}"?' if meant else "Use the name of an existing column"
-            problem = f'no column `{theirs}` (columns = {{ {ours} = "{theirs}" }}); the row has {field_names(value)}'
+    for key, column in row_columns(columns).items():
+        if column not in value:
+            matches = difflib.get_close_matches(column.casefold(), [name.casefold() for name in value], 1, 0.6)
+            suggestion = next((name for name in value if matches and name.casefold() == matches[0]), None)
+            advice = f'Did you mean {key} = "{suggestion}"?' if suggestion else "Use the name of an existing column"
+            problem = f'no column `{column}` (columns = {{ {key} = "{column}" }}); the row has {field_names(value)}'
             return problem, advice
     return None
 
@@ -308,23 +308,23 @@ def _rename_columns(
     without case only if no format fits the row, as for a spreadsheet with ``Question,Answer``.
     """
     columns = row_columns(columns)
-    fits = any(reader.matches(value, names) for reader in readers)
-    return with_columns(value, columns if fits else {**names, **columns})
+    is_match = any(reader.matches(value, names) for reader in readers)
+    return with_columns(value, columns if is_match else {**names, **columns})
 
 
 def with_columns(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
     """Return a row that has the names in ``columns``, which are matched ignoring case, or by path for dotted names."""
-    wanted = [theirs for theirs in columns.values() if theirs not in value]
-    if not wanted:
+    missing_names = [column for column in columns.values() if column not in value]
+    if not missing_names:
         return value
-    found = dict(value)
-    for name in wanted:
-        same = [key for key in found if key.strip().casefold() == name.strip().casefold()]
-        if len(same) == 1:
-            found[name] = found.pop(same[0])
-        elif "." in name and (inner := _get_nested(value, name.split("."))) is not None:
-            found[name] = inner
-    return found
+    row = dict(value)
+    for name in missing_names:
+        matches = [key for key in row if key.strip().casefold() == name.strip().casefold()]
+        if len(matches) == 1:
+            row[name] = row.pop(matches[0])
+        elif "." in name and (nested_value := _get_nested(value, name.split("."))) is not None:
+            row[name] = nested_value
+    return row
 
 
 def _get_nested(value: object, keys: Sequence[str]) -> object:
@@ -341,14 +341,14 @@ def _detect_reader(
     columns: Mapping[str, str],
     readers: Sequence[RowReader],
 ) -> RowReader:
-    if refused := explain_preferences(value):
-        raise DataError(where, *refused)
-    found = next((reader for reader in readers if reader.matches(value, names)), None)
-    if found is not None:
-        return found
-    if absent := find_absent_column(value, columns):
-        raise DataError(where, *absent)
-    raise DataError(where, f"no known field ({_KNOWN}); the row has {field_names(value)}", guess_columns(value, where))
+    if error_parts := explain_preferences(value):
+        raise DataError(where, *error_parts)
+    reader = next((reader for reader in readers if reader.matches(value, names)), None)
+    if reader is not None:
+        return reader
+    if error_parts := find_absent_column(value, columns):
+        raise DataError(where, *error_parts)
+    raise DataError(where, f"no known field ({_NAMES}); the row has {field_names(value)}", guess_columns(value, where))
 
 
 def explain_preferences(value: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -390,21 +390,21 @@ def guess_columns(value: Mapping[str, Any], where: str) -> str:
             "Prompts without answers are data for reinforcement learning such as GRPO; sft needs `prompt` and "
             "`completion`, or `messages`"
         )
-    texts = dict(_texts_in(value))
-    called = {path.rpartition(".")[2].strip().casefold(): path for path in reversed(texts)}
+    texts = dict(_iter_texts(value))
+    paths = {path.rpartition(".")[2].strip().casefold(): path for path in reversed(texts)}
     prompt, answer, text = (
-        next((called[name] for name in names if name in called), None) for names in (_PROMPTS, _ANSWERS, _PLAIN_TEXTS)
+        next((paths[n] for n in names if n in paths), None) for names in (_PROMPT_NAMES, _ANSWER_NAMES, _TEXT_NAMES)
     )
-    header = (
+    header_hint = (
         ". The first line of the file must name its columns" if re.search(r"\.[ct]sv(\.gz)? row \d+$", where) else ""
     )
     if prompt and not answer:
-        lists = [f"`{name}`" for name, inner in value.items() if isinstance(inner, list)]
-        but = f" ({' and '.join(lists[:3])}: lists)" if lists else ""
+        lists = [f"`{n}`" for n, cell in value.items() if isinstance(cell, list)]
+        list_hint = f" ({' and '.join(lists[:3])}: lists)" if lists else ""
         return (
-            f"`{prompt}` may be the prompt, but no field contains an answer as text{but}. Add one, for example "
+            f"`{prompt}` may be the prompt, but no field contains an answer as text{list_hint}. Add one, for example "
             f"`answer`, and write {_format_columns(prompt=prompt, completion='answer')} under this [[data.train]]"
-            f"{header}"
+            f"{header_hint}"
         )
     if not (prompt and answer) and not text:
         if not texts:
@@ -412,29 +412,29 @@ def guess_columns(value: Mapping[str, Any], where: str) -> str:
         if len(texts) == 2:
             prompt, answer = texts
         text = max(texts, key=lambda path: len(texts[path]))
-    shown = _format_columns(prompt=prompt, completion=answer) if prompt and answer else _format_columns(text=text)
-    return f"Write for example {shown} under this [[data.train]]{header}"
+    example = _format_columns(prompt=prompt, completion=answer) if prompt and answer else _format_columns(text=text)
+    return f"Write for example {example} under this [[data.train]]{header_hint}"
 
 
 def _format_columns(**names: str | None) -> str:
-    shown = ", ".join(f"{ours} = {json.dumps(theirs, ensure_ascii=False)}" for ours, theirs in names.items())
-    return f"columns = {{ {shown} }}"
+    entries = ", ".join(f"{field} = {json.dumps(column, ensure_ascii=False)}" for field, column in names.items())
+    return f"columns = {{ {entries} }}"
 
 
-def _texts_in(value: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, str]]:
+def _iter_texts(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield (dotted name, text) for each text field of a row, then for each text field of its nested objects."""
-    for name, inner in value.items():
-        if isinstance(inner, str) and inner.strip():
-            yield f"{within}{name}", inner
-    for name, inner in value.items():
-        if isinstance(inner, Mapping):
-            yield from _texts_in(inner, f"{within}{name}.")
+    for name, child in value.items():
+        if isinstance(child, str) and child.strip():
+            yield f"{prefix}{name}", child
+    for name, child in value.items():
+        if isinstance(child, Mapping):
+            yield from _iter_texts(child, f"{prefix}{name}.")
 
 
 def require_text(value: object, where: str, name: str) -> str:
     """Return the value if it is text. Raises RowError if it is not text."""
     if not isinstance(value, str):
-        raise RowError(where, f"`{name}` must be text, not {kind(value)}")
+        raise RowError(where, f"`{name}` must be text, not {type_name(value)}")
     return value
 
 
@@ -451,30 +451,30 @@ def _make_conversation(
     messages: tuple[dict[str, Any], ...],
     flags: tuple[bool | None, ...],
     images: RowImages,
-    trained_from: int = 0,
+    loss_start: int = 0,
 ) -> Conversation:
-    given = flags if any(flag is not None for flag in flags) else ()
+    flags = flags if any(flag is not None for flag in flags) else ()
     tools = fields.tools()
-    return Conversation(messages, fields.where, trained_from, tools, given, images.found(fields.folder, fields.where))
+    return Conversation(messages, fields.where, loss_start, tools, flags, images.match(fields.folder, fields.where))
 
 
 def _read_alpaca(fields: RowFields) -> Conversation:
     """Convert an Alpaca row to a chat. Instruction and input become the user's turn, output the assistant's turn."""
     images = fields.images()
     messages = instruction_messages(fields, images)
-    answer = {"role": "assistant", "content": images.text(fields.text("output"), fields.where)}
+    answer = {"role": "assistant", "content": images.mark(fields.text("output"), fields.where)}
     return _make_conversation(fields, (*messages, answer), (), images)
 
 
 def instruction_messages(fields: RowFields, images: RowImages) -> tuple[dict[str, Any], ...]:
     """Return an Alpaca row's messages before the answer."""
 
-    def optional(field: str) -> str:
+    def optional_text(field: str) -> str:
         return "" if fields.get(field) is None else fields.text(field)
 
     messages: list[dict[str, str]] = []
-    if optional("system").strip():
-        messages.append({"role": "system", "content": optional("system")})
+    if optional_text("system").strip():
+        messages.append({"role": "system", "content": optional_text("system")})
     name, where = fields.names["history"], fields.where
     history = fields.get("history")
     history = parse_inner_json(history, where, name) if history else []
@@ -482,9 +482,9 @@ def instruction_messages(fields: RowFields, images: RowImages) -> tuple[dict[str
         if not isinstance(turn, list | tuple) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
             raise RowError(where, f"`{name}` must be a list of pairs (question, answer)")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    asked = "\n".join(text for text in (fields.text("instruction"), optional("input")) if text.strip())
-    messages.append({"role": "user", "content": asked})
-    return tuple({**message, "content": images.text(message["content"], where)} for message in messages)
+    question = "\n".join(text for text in (fields.text("instruction"), optional_text("input")) if text.strip())
+    messages.append({"role": "user", "content": question})
+    return tuple({**message, "content": images.mark(message["content"], where)} for message in messages)
 
 
 def _read_text(fields: RowFields) -> Document:
@@ -494,26 +494,26 @@ def _read_text(fields: RowFields) -> Document:
 def _read_prompt_completion(fields: RowFields) -> Conversation | PromptCompletion:
     if isinstance(fields["prompt"], list) and isinstance(fields["completion"], list):
         images = fields.images()
-        before, flags_before = fields.messages("prompt", images)
-        after, flags_after = fields.messages("completion", images)
-        return _make_conversation(fields, (*before, *after), (*flags_before, *flags_after), images, len(before))
+        prompt, prompt_flags = fields.messages("prompt", images)
+        answer, answer_flags = fields.messages("completion", images)
+        return _make_conversation(fields, (*prompt, *answer), (*prompt_flags, *answer_flags), images, len(prompt))
     return PromptCompletion(fields.text("prompt"), fields.text("completion"), fields.where)
 
 
 def _read_tokenized(fields: RowFields) -> Tokenized:
     """Return the tokens without padding. ``labels`` of -100 or a ``loss_mask`` of 0 exclude a token from the loss."""
     where, names = fields.where, fields.names
-    tokens = _integers(fields["input_ids"], where, names["input_ids"])
+    tokens = _read_integers(fields["input_ids"], where, names["input_ids"])
     if any(token < 0 for token in tokens):
         raise RowError(
             where, f"`{names['input_ids']}` contains a negative token id", "Remove it; attention_mask marks padding"
         )
-    kept = range(len(tokens))
+    kept_range = range(len(tokens))
     trained: tuple[bool, ...] | None = None
     for name in ("labels", "loss_mask", "attention_mask"):
         if fields.get(name) is None:
             continue
-        numbers = _integers(fields[name], where, names[name])
+        numbers = _read_integers(fields[name], where, names[name])
         if len(numbers) != len(tokens):
             raise RowError(
                 where,
@@ -521,33 +521,33 @@ def _read_tokenized(fields: RowFields) -> Tokenized:
                 reason=f"`{names[name]}` and the tokens have different lengths",
             )
         if name == "attention_mask":
-            kept = range(*_attended_range(numbers, where, names[name]))
+            kept_range = range(*_attended_range(numbers, where, names[name]))
             continue
-        found = tuple(number != (IGNORED_LABEL if name == "labels" else 0) for number in numbers)
-        if name == "labels" and any(new and a != b for new, a, b in zip(found, numbers, tokens, strict=True)):
+        mask = tuple(number != (IGNORED_LABEL if name == "labels" else 0) for number in numbers)
+        if name == "labels" and any(new and a != b for new, a, b in zip(mask, numbers, tokens, strict=True)):
             raise RowError(
                 where,
                 f"`{names[name]}` has a value that is neither the token at its position nor {IGNORED_LABEL}",
                 "Do not shift the labels: the loss compares each token with the prediction before it",
             )
-        trained = found if trained is None else tuple(a and b for a, b in zip(trained, found, strict=True))
-    part = slice(kept.start, kept.stop)
-    return Tokenized(tokens[part], None if trained is None else trained[part], where)
+        trained = mask if trained is None else tuple(a and b for a, b in zip(trained, mask, strict=True))
+    span = slice(kept_range.start, kept_range.stop)
+    return Tokenized(tokens[span], None if trained is None else trained[span], where)
 
 
-def _integers(value: object, where: str, name: str) -> tuple[int, ...]:
+def _read_integers(value: object, where: str, name: str) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not all(type(n) in (int, bool) for n in value):
-        raise RowError(where, f"`{name}` must be a list of whole numbers, not {kind(value)}")
+        raise RowError(where, f"`{name}` must be a list of whole numbers, not {type_name(value)}")
     return tuple(map(int, value))
 
 
 def _attended_range(mask: Sequence[int], where: str, name: str) -> tuple[int, int]:
     """Return the start and end of a mask's ones. Raises RowError if the ones are not contiguous."""
-    first = next((index for index, number in enumerate(mask) if number), len(mask))
-    last = len(mask) - next((index for index, number in enumerate(reversed(mask)) if number), len(mask))
-    if not all(mask[first:last]):
+    start = next((index for index, number in enumerate(mask) if number), len(mask))
+    stop = len(mask) - next((index for index, number in enumerate(reversed(mask)) if number), len(mask))
+    if not all(mask[start:stop]):
         raise RowError(where, f"`{name}` has zeros in the middle", "Put padding at the ends only")
-    return (first, last) if first < last else (0, 0)
+    return (start, stop) if start < stop else (0, 0)
 
 
 #: Formats whose rows are rendered with the chat template.

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 #: Private-use character that marks an image's position in a message's text.
 IMAGE_MARK = "\U0010f8f1"
-EXTRA = 'pip install "megatrain-tier[images]"'
+PIP_COMMAND = 'pip install "megatrain-tier[images]"'
 #: Maximum size of an image file in bytes. The limit is needed because a path in a row can point to any file.
 MAX_IMAGE_BYTES = 256 * MiB
-_SIDES = (32, 64, 128, 256, 512, 1024, 2048)  # side lengths of the probe images with which `make_example` fills rows
+_PROBE_SIDES = (32, 64, 128, 256, 512, 1024, 2048)  # side lengths of the probe images that fill a row in `make_example`
 _TEXT_OUTPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 _TYPE_OUTPUTS = ("mm_token_type_ids", "token_type_ids")
 
@@ -67,12 +67,12 @@ class ImageRef:
             RowError: The value has an unsupported type, or the file cannot be read.
         """
         if isinstance(value, Mapping):  # the datasets library and chat messages store images as mappings
-            given = [value[key] for key in ("bytes", "path", "url", "image", "base64") if value.get(key) is not None]
-            if not given:
+            values = [value[key] for key in ("bytes", "path", "url", "image", "base64") if value.get(key) is not None]
+            if not values:
                 raise RowError(where, "an image has neither bytes nor a path", "Fix or remove the row")
-            if value.get("base64") is not None and len(given) == 1:
-                return cls._from_base64(str(given[0]), where)
-            return cls.from_value(given[0], folder, where)
+            if value.get("base64") is not None and len(values) == 1:
+                return cls._from_base64(str(values[0]), where)
+            return cls.from_value(values[0], folder, where)
         if isinstance(value, bytes):
             return cls(where, xxhash.xxh3_64_hexdigest(value), value)
         if not isinstance(value, str) or not value:
@@ -141,29 +141,29 @@ def refs_to_bytes(refs: Sequence[ImageRef]) -> bytes:
     """Serialize a document's image references. Return empty bytes if the document has no images."""
     if not refs:
         return b""
-    head = json.dumps([[ref.where, ref.checksum, -1 if ref.content is None else len(ref.content)] for ref in refs])
-    encoded = head.encode()
+    header = json.dumps([[ref.where, ref.checksum, -1 if ref.content is None else len(ref.content)] for ref in refs])
+    encoded = header.encode()
     return b"".join([len(encoded).to_bytes(8, "little"), encoded, *(ref.content or b"" for ref in refs)])
 
 
-def refs_from_bytes(stored: bytes) -> list[ImageRef]:
+def refs_from_bytes(data: bytes) -> list[ImageRef]:
     """Parse the output of :func:`refs_to_bytes`."""
-    if not stored:
+    if not data:
         return []
-    at = 8 + int.from_bytes(stored[:8], "little")
+    offset = 8 + int.from_bytes(data[:8], "little")
     refs: list[ImageRef] = []
-    for where, checksum, nbytes in json.loads(stored[8:at]):
-        refs.append(ImageRef(where, checksum, None if nbytes < 0 else stored[at : at + nbytes]))
-        at += max(0, nbytes)
+    for where, checksum, nbytes in json.loads(data[8:offset]):
+        refs.append(ImageRef(where, checksum, None if nbytes < 0 else data[offset : offset + nbytes]))
+        offset += max(0, nbytes)
     return refs
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSpan:
-    """Character ranges of an image: ``before`` and ``after`` the expansion of its placeholder to image tokens."""
+    """Character ranges of an image's placeholder, and of the image tokens to which the placeholder expands."""
 
-    before: range
-    after: range
+    placeholder: range
+    expansion: range
 
 
 class ImageProcessor:
@@ -180,12 +180,12 @@ class ImageProcessor:
 
     def __init__(self, folder: str, tokenizer: PreTrainedTokenizerFast, max_length: int) -> None:
         self._folder, self._max_length = folder, max_length
-        self._fill = next(
+        self._fill_id = next(
             (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(token, int)), 0
         )
         self._processor = _open_processor(folder, tokenizer)
-        self._token = getattr(self._processor, "image_token", None)
-        if not isinstance(self._token, str):
+        self._image_token = getattr(self._processor, "image_token", None)
+        if not isinstance(self._image_token, str):
             raise DataError(
                 folder,
                 f"{type(self._processor).__name__} has no image token",
@@ -193,7 +193,7 @@ class ImageProcessor:
             )
         template = getattr(self._processor, "chat_template", None)
         self.chat_template: str | None = template if isinstance(template, str) else None
-        probe = self._run_processor([self._token], [[_make_blank_image(_SIDES[1], _SIDES[1])]])
+        probe = self._run_processor([self._image_token], [[_make_blank_image(_PROBE_SIDES[1], _PROBE_SIDES[1])]])
         self._types_name = next((name for name in _TYPE_OUTPUTS if name in probe), None)
 
     def describe(self) -> str:
@@ -206,11 +206,12 @@ class ImageProcessor:
         Raises:
             RowError: An image cannot be decoded, or the number of placeholders differs from the number of images.
         """
-        found = text.count(str(self._token))
-        if found != len(refs):
+        num_placeholders = text.count(str(self._image_token))
+        if num_placeholders != len(refs):
             raise RowError(
                 where,
-                f"the rendered row has {found} placeholders for images ({self._token}), but {len(refs)} images",
+                f"the rendered row has {num_placeholders} placeholders for images ({self._image_token}), but "
+                f"{len(refs)} images",
                 "Fix or remove the row; its text must not contain that token",
                 reason="the rendered row does not have one placeholder for each image",
             )
@@ -218,13 +219,13 @@ class ImageProcessor:
             return text, []
         images = [self._decode(ref) for ref in refs]
         try:
-            made = self._run_processor([text], [images], return_text_replacement_offsets=True)
+            outputs = self._run_processor([text], [images], return_text_replacement_offsets=True)
         except Exception as error:  # the processors of the model families raise different types of errors
             reason = " ".join(str(error).split()) or type(error).__name__
             raise RowError(
                 where, f"the processor rejects the images: {reason}", reason="the processor rejects the images"
             ) from None
-        if _num_elements(made) > self._max_elements:  # the images would not fit in the memory planned for a step
+        if _count_elements(outputs) > self._max_elements:  # the images would not fit in the memory planned for a step
             raise RowError(
                 where,
                 f"its images have more pixels than the memory plan allows for a row of {self._max_length} tokens",
@@ -233,13 +234,13 @@ class ImageProcessor:
             )
         inserted: list[ImageSpan] = []
         pieces: list[str] = []
-        at = 0
-        for each in made["text_replacement_offsets"][0]:
-            start, end = each["span"]
-            pieces += [text[at:start], each["replacement"]]
-            inserted.append(ImageSpan(range(start, end), range(*each["new_span"])))
-            at = end
-        return "".join([*pieces, text[at:]]), inserted
+        position = 0
+        for replacement in outputs["text_replacement_offsets"][0]:
+            start, end = replacement["span"]
+            pieces += [text[position:start], replacement["replacement"]]
+            inserted.append(ImageSpan(range(start, end), range(*replacement["new_span"])))
+            position = end
+        return "".join([*pieces, text[position:]]), inserted
 
     def make_inputs(
         self, rows: Sequence[Sequence[int]], refs: Sequence[Sequence[ImageRef]], width: int
@@ -255,16 +256,16 @@ class ImageProcessor:
         """
         import torch
 
-        found: dict[str, Tensor] = {}
-        images = [[self._decode(ref) for ref in own] for own in refs if own]
+        inputs: dict[str, Tensor] = {}
+        images = [[self._decode(ref) for ref in row_refs] for row_refs in refs if row_refs]
         if images:
-            found = self._pixels(images)
+            inputs = self._compute_pixels(images)
         if self._types_name is not None:
             types = torch.zeros(len(rows), width, dtype=torch.long)
-            for number, own in enumerate(self._processor.create_mm_token_type_ids([list(row) for row in rows])):
-                types[number, : len(own)] = torch.tensor(own, dtype=torch.long)
-            found[self._types_name] = types
-        return found
+            for index, row_types in enumerate(self._processor.create_mm_token_type_ids([list(row) for row in rows])):
+                types[index, : len(row_types)] = torch.tensor(row_types, dtype=torch.long)
+            inputs[self._types_name] = types
+        return inputs
 
     def make_example(self, num_rows: int) -> dict[str, Tensor]:
         """Return a micro-batch for measurements. Its rows have ``max_length`` tokens and are filled with images.
@@ -278,57 +279,57 @@ class ImageProcessor:
         images: list[Any] = []
         for image, tokens in reversed(self._probe_images):
             count = (self._max_length - len(row)) // (len(tokens) + 1)  # one text token separates two images
-            row += [*tokens, self._fill] * count
+            row += [*tokens, self._fill_id] * count
             images += [image] * count
-        row += [self._fill] * (self._max_length - len(row))
+        row += [self._fill_id] * (self._max_length - len(row))
         types: dict[str, Tensor] = {}
         if self._types_name is not None:
-            (own,) = self._processor.create_mm_token_type_ids([row])
-            types[self._types_name] = torch.tensor([own] * num_rows, dtype=torch.long)
+            (row_types,) = self._processor.create_mm_token_type_ids([row])
+            types[self._types_name] = torch.tensor([row_types] * num_rows, dtype=torch.long)
         ids = torch.tensor([row] * num_rows, dtype=torch.long)
         mask = torch.ones_like(ids)
-        return {"input_ids": ids, "attention_mask": mask, **self._pixels([images] * num_rows), **types}
+        return {"input_ids": ids, "attention_mask": mask, **self._compute_pixels([images] * num_rows), **types}
 
     @cached_property
     def _max_elements(self) -> int:
         """Maximum number of elements in a row's image tensors."""
-        return _num_elements(self.make_example(1))
+        return _count_elements(self.make_example(1))
 
     @cached_property
     def _probe_images(self) -> list[tuple[Any, list[int]]]:
         """Images that fit in a row, smallest first, and the token ids of each image."""
-        found: list[tuple[Any, list[int]]] = []
-        for side in _SIDES:
+        probes: list[tuple[Any, list[int]]] = []
+        for side in _PROBE_SIDES:
             image = _make_blank_image(side, side)
             # Convert the ids to integers, because some processors always return tensors.
-            tokens = [int(token) for token in self._run_processor([self._token], [[image]])["input_ids"][0]]
+            tokens = [int(token) for token in self._run_processor([self._image_token], [[image]])["input_ids"][0]]
             if len(tokens) >= self._max_length:
                 break
-            if not found or tokens != found[-1][1]:
-                found.append((image, tokens))
-        if not found:
+            if not probes or tokens != probes[-1][1]:
+                probes.append((image, tokens))
+        if not probes:
             raise DataError(
                 self._folder,
                 f"the smallest image needs {len(tokens)} tokens, but data.max_length = {self._max_length}",
                 "Raise data.max_length",
             )
-        return found
+        return probes
 
-    def _pixels(self, images: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
+    def _compute_pixels(self, images: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
         import torch
 
-        made = self._run_processor(
-            [str(self._token) * len(own) for own in images], images, return_tensors="pt", padding=True
+        out = self._run_processor(
+            [str(self._image_token) * len(row) for row in images], images, return_tensors="pt", padding=True
         )
         return {
-            name: value for name, value in made.items() if name not in _TEXT_OUTPUTS and isinstance(value, torch.Tensor)
+            name: value for name, value in out.items() if name not in _TEXT_OUTPUTS and isinstance(value, torch.Tensor)
         }
 
     def _run_processor(self, text: Sequence[Any], images: Sequence[Sequence[Any]], **options: Any) -> Mapping[str, Any]:
         # The chat template already adds the special tokens, for example <bos>.
         options = {"add_special_tokens": False, "return_mm_token_type_ids": True, **options}
         return cast(
-            "Mapping[str, Any]", self._processor(text=list(text), images=[list(own) for own in images], **options)
+            "Mapping[str, Any]", self._processor(text=list(text), images=[list(row) for row in images], **options)
         )
 
     def _decode(self, ref: ImageRef) -> Any:
@@ -355,7 +356,7 @@ def _make_blank_image(width: int, height: int) -> Any:
     return Image.new("RGB", (width, height), (127, 127, 127))
 
 
-def _num_elements(made: Mapping[str, Any]) -> int:
+def _count_elements(outputs: Mapping[str, Any]) -> int:
     """Return the total number of elements in a processor's image outputs."""
 
     def count(value: Any) -> int:
@@ -363,7 +364,7 @@ def _num_elements(made: Mapping[str, Any]) -> int:
             return sum(map(count, value))
         return math.prod(value.shape) if hasattr(value, "shape") else 0
 
-    return sum(count(value) for name, value in made.items() if name not in _TEXT_OUTPUTS)
+    return sum(count(value) for name, value in outputs.items() if name not in _TEXT_OUTPUTS)
 
 
 class _UnusedComponent(dict[str, Any]):
@@ -374,7 +375,7 @@ def _open_processor(folder: str, tokenizer: PreTrainedTokenizerFast) -> Any:
     try:
         import PIL  # noqa: F401
     except ImportError:
-        raise DataError(folder, "images need Pillow, which is not installed", f"Install it: {EXTRA}") from None
+        raise DataError(folder, "images need Pillow, which is not installed", f"Install it: {PIP_COMMAND}") from None
     from transformers import AutoProcessor, ProcessorMixin
 
     advice = "Copy the processor's files (preprocessor_config.json, processor_config.json) of the model into the folder"
@@ -383,7 +384,7 @@ def _open_processor(folder: str, tokenizer: PreTrainedTokenizerFast) -> Any:
             processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except ImportError as error:
         reason = " ".join(str(error).split()).partition(". ")[0]
-        raise DataError(folder, f"its processor needs a package: {reason}", f"Install that, or {EXTRA}") from None
+        raise DataError(folder, f"its processor needs a package: {reason}", f"Install that, or {PIP_COMMAND}") from None
     except Exception as error:  # from_pretrained raises many types of errors
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(folder, f"its image processor cannot be opened: {reason}", advice) from None
@@ -399,44 +400,44 @@ def _image_only_processors(tokenizer: PreTrainedTokenizerFast) -> Iterator[None]
 
     processing_auto: Any = importlib.import_module("transformers.models.auto.processing_auto")
     mixin: Any = ProcessorMixin
-    class_of = processing_auto.processor_class_from_name
-    before = {
+    get_class = processing_auto.processor_class_from_name
+    originals = {
         name: mixin.__dict__[name] for name in ("_get_arguments_from_pretrained", "check_argument_for_proper_class")
     }
-    check = before["check_argument_for_proper_class"]
+    check_argument = originals["check_argument_for_proper_class"]
 
-    def parts(cls: Any, /, folder: Any, processor_dict: Any = None, **options: Any) -> list[Any]:
-        made: list[Any] = []
+    def make_components(cls: Any, /, folder: Any, processor_dict: Any = None, **options: Any) -> list[Any]:
+        components: list[Any] = []
         for name in cls.get_attributes():
             if name == "tokenizer":
-                made.append(tokenizer)
+                components.append(tokenizer)
             elif name == "image_processor":
-                made.append(AutoImageProcessor.from_pretrained(folder, backend="pil", **options))
+                components.append(AutoImageProcessor.from_pretrained(folder, backend="pil", **options))
             else:
-                made.append(_UnusedComponent())
-        return made
+                components.append(_UnusedComponent())
+        return components
 
-    def checked(self: Any, name: str, argument: Any) -> Any:
-        return None if isinstance(argument, _UnusedComponent) else check(self, name, argument)
+    def check_component(self: Any, name: str, argument: Any) -> Any:
+        return None if isinstance(argument, _UnusedComponent) else check_argument(self, name, argument)
 
     try:
-        processing_auto.processor_class_from_name = lambda name: _without_torchvision(name, class_of(name))
-        mixin._get_arguments_from_pretrained = classmethod(parts)
-        mixin.check_argument_for_proper_class = checked
+        processing_auto.processor_class_from_name = lambda name: _load_without_torchvision(name, get_class(name))
+        mixin._get_arguments_from_pretrained = classmethod(make_components)
+        mixin.check_argument_for_proper_class = check_component
         yield
     finally:
-        processing_auto.processor_class_from_name = class_of
-        for name, function in before.items():
+        processing_auto.processor_class_from_name = get_class
+        for name, function in originals.items():
             setattr(mixin, name, function)
 
 
-def _without_torchvision(name: str, found: Any) -> Any:
+def _load_without_torchvision(name: str, processor_class: Any) -> Any:
     """Return a processor class that works without torchvision, if only the image module needs torchvision.
 
     The class is imported with the Pillow image module instead of the torchvision module. Both have the same functions.
     """
-    if getattr(found, "_backends", None) != ["torchvision"]:
-        return found
+    if getattr(processor_class, "_backends", None) != ["torchvision"]:
+        return processor_class
     import transformers
 
     module = getattr(transformers, name).__module__
@@ -448,6 +449,6 @@ def _without_torchvision(name: str, found: Any) -> Any:
         )
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
-        return found  # if a caller uses this class, it raises an error that names the missing package
+        return processor_class  # if a caller uses this class, it raises an error that names the missing package
     finally:
         sys.modules.pop(image_module, None)  # later imports of this module must still raise the original error

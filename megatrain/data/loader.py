@@ -71,36 +71,36 @@ class BatchLoader:
         return self
 
     def __next__(self) -> StepBatch:
-        drawn, count = next(self._steps), self._collator.shape.num_micro_batches
-        dataset, epoch = drawn.dataset, self.position.epoch
-        micro_batches = [self._collator.micro_batch(dataset, drawn.rows[first::count]) for first in range(count)]
-        together = range(dataset.kind.num_documents)
-        documents = (first + number for row in drawn.rows for first in row for number in together)
-        num_real_tokens = sum(map(dataset.num_tokens_of, documents))
+        step_rows, count = next(self._steps), self._collator.shape.num_micro_batches
+        dataset, epoch = step_rows.dataset, self.position.epoch
+        micro_batches = [self._collator.micro_batch(dataset, step_rows.rows[index::count]) for index in range(count)]
+        offsets = range(dataset.kind.num_documents)
+        documents = (document + offset for row in step_rows.rows for document in row for offset in offsets)
+        num_real_tokens = sum(map(dataset.length, documents))
         dataset.release_pages()
-        self.position = drawn.position
+        self.position = step_rows.position
         return StepBatch(
             micro_batches,
             num_real_tokens=num_real_tokens,
             num_trained_tokens=sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in micro_batches),
             epoch=epoch,
-            position=drawn.position,
+            position=step_rows.position,
         )
 
     def fingerprint(self) -> str:
         """Return a checksum of all data that a run uses, including the teacher's scores."""
-        own, teacher = self.dataset.fingerprint(), self._collator.teacher
-        return own if teacher is None else f"{own}-{teacher.fingerprint()}"
+        fingerprint, teacher = self.dataset.fingerprint(), self._collator.teacher
+        return fingerprint if teacher is None else f"{fingerprint}-{teacher.fingerprint()}"
 
     @property
     def ordered_batch_rows(self) -> int:
         """Number of documents in each micro-batch that :meth:`ordered_batch` returns."""
         return self._collator.shape.micro_batch_size
 
-    def ordered_batch(self, first: int) -> dict[str, torch.Tensor] | None:
-        """Return a micro-batch of the documents starting at ``first``, in data order; None after the last document."""
+    def ordered_batch(self, start: int) -> dict[str, torch.Tensor] | None:
+        """Return a micro-batch of the documents starting at ``start``, in data order; None after the last document."""
         rows = self.ordered_batch_rows
-        documents = [[document] for document in range(first, min(first + rows, len(self.dataset)))]
+        documents = [[document] for document in range(start, min(start + rows, len(self.dataset)))]
         if not documents:
             return None
         return self._collator.pad_rows(self.dataset, [*documents, *([[]] * (rows - len(documents)))])

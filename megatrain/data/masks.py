@@ -27,17 +27,17 @@ Message = Mapping[str, Any]
 Messages = Sequence[Message]
 Tools = Sequence[Mapping[str, Any]] | None
 
-EMPTY = "it is empty"
-REWRITTEN = "the chat template rewrites it"
-NO_PLACE = "the chat template has no place for its `tool_calls`"
-PART_LEFT_OUT = "the chat template leaves out a part of its `tool_calls`"
+EMPTY_TEXT = "it is empty"
+REWRITTEN_TEXT = "the chat template rewrites it"
+OMITTED_CALLS = "the chat template has no place for its `tool_calls`"
+PARTIAL_CALLS = "the chat template leaves out a part of its `tool_calls`"
 OUTSIDE_MARKERS = "the generation markers of the chat template do not enclose it"
 REMEDY = 'Use a template with {% generation %} markers (model.chat_template), or train_on = "all"'
-_CHANGES: tuple[Callable[[str], str], ...] = (str, str.strip, str.rstrip, str.lstrip)
+_STRIP_FUNCTIONS: tuple[Callable[[str], str], ...] = (str, str.strip, str.rstrip, str.lstrip)
 _SENTINEL = "qzsentinel"
 #: Name of the tokenizer attribute that holds the path of a chat template outside the tokenizer's folder.
 TEMPLATE_FILE = "chat_template_file"
-_MAX_TESTED = 24  # maximum role sequences per template that are tested with limited time and memory
+_MAX_TESTED_ROLES = 24  # maximum role sequences per template that are tested with limited time and memory
 #: Tested role sequences by template. All renderers share them, because each test forks the process.
 _TESTED_ROLES: dict[str, set[tuple[str, ...]]] = {}
 #: Fields that link a tool's result to its call. Templates can omit them, because they are never in the loss.
@@ -68,8 +68,8 @@ class ChatRenderer:
         DataError: The tokenizer has no chat template, or the template uses too much time or memory.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, in_parts: bool = False) -> None:
-        self._in_parts = in_parts
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, use_parts: bool = False) -> None:
+        self._use_parts = use_parts
         template = tokenizer.chat_template
         if not (isinstance(template, str) or (isinstance(template, dict) and "default" in template)):
             raise DataError(
@@ -80,12 +80,12 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._rendered_fields: set[str] = set()  # fields that have already changed a rendering
         probe: Messages = [{"role": "user", "content": "hello"}]
-        self._tested_roles = _TESTED_ROLES.setdefault(json.dumps([template, in_parts]), set())
+        self._tested_roles = _TESTED_ROLES.setdefault(json.dumps([template, use_parts]), set())
         try:
-            plain, prompted = (self.render(probe, "", add_generation_prompt=prompt) for prompt in (False, True))
+            text, prompted_text = (self.render(probe, "", add_generation_prompt=prompt) for prompt in (False, True))
         except RowError:
-            plain = prompted = ""
-        self._prompt = prompted[len(plain) :] if prompted.startswith(plain) else ""
+            text = prompted_text = ""
+        self._prompt = prompted_text[len(text) :] if prompted_text.startswith(text) else ""
 
     def render(
         self, messages: Messages, where: str, *, tools: Tools = None, add_generation_prompt: bool = False
@@ -97,15 +97,15 @@ class ChatRenderer:
             DataError: The template uses too much time or memory.
         """
         roles = tuple(str(message.get("role")) for message in messages)
-        if len(self._tested_roles) < _MAX_TESTED and roles not in self._tested_roles:
+        if len(self._tested_roles) < _MAX_TESTED_ROLES and roles not in self._tested_roles:
             self._check_limits(messages, tools)
             self._tested_roles.add(roles)
         try:
             return self._apply(messages, tools, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # a template can raise any exception
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            what = f"the chat template rejects this conversation: {reason}"
-            raise RowError(where, what, "Fix or remove the row") from None
+            problem = f"the chat template rejects this conversation: {reason}"
+            raise RowError(where, problem, "Fix or remove the row") from None
 
     def _apply(self, messages: Messages, tools: Tools, *, add_generation_prompt: bool) -> str:
         text = self._tokenizer.apply_chat_template(
@@ -144,7 +144,7 @@ class ChatRenderer:
 
     def _template_messages(self, messages: Messages) -> list[dict[str, Any]]:
         """Return the messages in the structure that the template expects."""
-        if not self._in_parts:
+        if not self._use_parts:
             return [dict(message) for message in messages]
         return [{**message, "content": list(_split_parts(message["content"]))} for message in messages]
 
@@ -159,7 +159,7 @@ class ChatRenderer:
             where: File and row, for error messages.
         """
         compact_text = "".join(text.split())
-        holders: dict[str, list[int]] = {}
+        field_indices: dict[str, list[int]] = {}
         for index, message in enumerate(messages):
             for name, value in message.items():
                 if (
@@ -178,19 +178,19 @@ class ChatRenderer:
                         continue
                 elif name in self._rendered_fields and _all_occur_in(value, compact_text):
                     continue
-                holders.setdefault(name, []).append(index)
-        found = [
+                field_indices.setdefault(name, []).append(index)
+        omitted = [
             name
-            for name, indices in holders.items()
+            for name, indices in field_indices.items()
             if not self._affects_rendering(name, messages, indices, text, tools)
         ]
         if tools and not ("tools" in self._rendered_fields and _all_occur_in(tools, compact_text)):
-            found += [] if self._affects_rendering("tools", messages, (), text, tools) else ["tools"]
-        if any("tool_calls" in message for message in messages) and "tool_calls" not in found:
-            found += self._find_omitted_parts(("names", "arguments"), "tool_calls", messages, text, tools)
-        if tools and "tools" not in found:
-            found += self._find_omitted_parts(("names", "descriptions", "parameters"), "tools", messages, text, tools)
-        return tuple(found)
+            omitted += [] if self._affects_rendering("tools", messages, (), text, tools) else ["tools"]
+        if any("tool_calls" in message for message in messages) and "tool_calls" not in omitted:
+            omitted += self._find_omitted_parts(("names", "arguments"), "tool_calls", messages, text, tools)
+        if tools and "tools" not in omitted:
+            omitted += self._find_omitted_parts(("names", "descriptions", "parameters"), "tools", messages, text, tools)
+        return tuple(omitted)
 
     def _find_omitted_parts(
         self, kinds: Sequence[str], field: str, messages: Messages, text: str, tools: Tools
@@ -199,50 +199,50 @@ class ChatRenderer:
         compact_text = "".join(text.split())
 
         def is_shown(kind: str, change: Callable[[str], str]) -> bool | None:
-            changed, others = messages, tools
+            changed_messages, changed_tools = messages, tools
             if field == "tools":
-                others = [_map_leaves(tool, kind, change) for tool in tools or ()]
+                changed_tools = [_map_leaves(tool, kind, change) for tool in tools or ()]
             else:
-                calls = [[_map_leaves(call, kind, change) for call in each.get(field) or ()] for each in messages]
+                calls = [[_map_leaves(call, kind, change) for call in message.get(field) or ()] for message in messages]
                 pairs = zip(messages, calls, strict=True)
-                changed = [{**message, field: own} if own else message for message, own in pairs]
-            if [*changed, *(others or ())] == [*messages, *(tools or ())]:
+                changed_messages = [{**m, field: new_calls} if new_calls else m for m, new_calls in pairs]
+            if [*changed_messages, *(changed_tools or ())] == [*messages, *(tools or ())]:
                 return None
             try:
-                return self.render(changed, "", tools=others) != text
+                return self.render(changed_messages, "", tools=changed_tools) != text
             except RowError:
                 return True
 
-        found = []
+        omitted = []
         for kind in kinds:
             name = f"{kind} of {field}"
-            whole = name in self._rendered_fields or is_shown(kind, lambda leaf: leaf + _SENTINEL)
-            if whole:
+            is_complete = name in self._rendered_fields or is_shown(kind, lambda leaf: leaf + _SENTINEL)
+            if is_complete:
                 self._rendered_fields.add(name)
-                whole = is_shown(kind, lambda leaf: leaf if _occurs_in(leaf, compact_text) else leaf + _SENTINEL)
-            found += [name] if whole is False else []
-        return [field] if len(found) == len(kinds) else found
+                is_complete = is_shown(kind, lambda leaf: leaf if _occurs_in(leaf, compact_text) else leaf + _SENTINEL)
+            omitted += [name] if is_complete is False else []
+        return [field] if len(omitted) == len(kinds) else omitted
 
     def _affects_rendering(
         self, name: str, messages: Messages, indices: Sequence[int], text: str, tools: Tools
     ) -> bool:
         """Return whether the rendering changes if a field is removed from some messages or the tools are removed."""
 
-        def without(message: Message) -> Message:
+        def remove_field(message: Message) -> Message:
             if name not in message:
                 return {**message, "content": ""}
             return {key: value for key, value in message.items() if key != name}
 
-        changed = [without(message) if index in indices else message for index, message in enumerate(messages)]
+        changed_messages = [remove_field(message) if i in indices else message for i, message in enumerate(messages)]
         try:
-            is_shown = self.render(changed, "", tools=None if name == "tools" else tools) != text
+            is_rendered = self.render(changed_messages, "", tools=None if name == "tools" else tools) != text
         except RowError:
-            is_shown = True
-        if is_shown:
+            is_rendered = True
+        if is_rendered:
             self._rendered_fields.add(name)
-        return is_shown
+        return is_rendered
 
-    def assistant_spans(
+    def find_assistant_spans(
         self, messages: Messages, text: str, where: str, indices: Sequence[int], tools: Tools = None
     ) -> dict[int, MessageSpan | str]:
         """Locate assistant messages in ``text``. Return each span without its end of turn, or why there is none.
@@ -252,28 +252,28 @@ class ChatRenderer:
             where: File and row, for error messages.
             indices: Indices of the assistant messages to locate.
         """
-        found: dict[int, MessageSpan | str] = {index: EMPTY for index in indices}
-        wanted = [index for index in indices if _is_plain_answer(messages[index]) or messages[index].get("tool_calls")]
-        if not wanted:
-            return found
+        results: dict[int, MessageSpan | str] = {index: EMPTY_TEXT for index in indices}
+        turns = [index for index in indices if _is_plain_answer(messages[index]) or messages[index].get("tool_calls")]
+        if not turns:
+            return results
         chat = _RenderedConversation(self, messages, tools, text, where)
         marked_spans = self._find_by_markers(chat)
         if marked_spans is not None:
-            found.update({index: marked_spans[index] for index in wanted})
-            return found
-        simple = [index for index in wanted if _is_plain_answer(messages[index])]
+            results.update({index: marked_spans[index] for index in turns})
+            return results
+        plain_answers = [index for index in turns if _is_plain_answer(messages[index])]
         spans = _find_by_sentinels(chat, [i for i, message in enumerate(messages) if _is_plain_answer(message)]) or {}
-        for index in simple:  # search each turn separately, because a single rewritten turn makes the joint search fail
+        for index in plain_answers:  # search each turn alone, because one rewritten turn makes the joint search fail
             if index not in spans:
                 spans.update(_find_by_sentinels(chat, [index]) or {})
-        for index in wanted:
+        for index in turns:
             span = spans.get(index)
-            if span is None and (found_span := _find_by_prefixes(chat, index)) is not None:
-                found[index] = found_span
+            if span is None and (prefix_span := _find_by_prefixes(chat, index)) is not None:
+                results[index] = prefix_span
                 continue
             span = span or _find_by_replacement(chat, index)
-            found[index] = REWRITTEN if span is None else self._extend_to_prompt(chat, span)
-        return found
+            results[index] = REWRITTEN_TEXT if span is None else self._extend_to_prompt(chat, span)
+        return results
 
     def _find_by_markers(self, chat: _RenderedConversation) -> dict[int, MessageSpan | str] | None:
         template = self._tokenizer.get_chat_template(tools=None if chat.tools is None else list(chat.tools))
@@ -281,13 +281,13 @@ class ChatRenderer:
             return None
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        special: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
+        special_tokens: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
         result: Any = render_jinja_template(
             conversations=[self._template_messages(chat.messages)],
             tools=None if chat.tools is None else [dict(tool) for tool in chat.tools],
             chat_template=template,
             return_assistant_tokens_mask=True,
-            **special,
+            **special_tokens,
         )
         rendered, marks = result
         turns = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
@@ -295,8 +295,8 @@ class ChatRenderer:
             return None
         spans: dict[int, MessageSpan | str] = {}
         for index, (start, end) in zip(turns, marks[0], strict=True):
-            holds = _contains_message(chat.text[start:end], chat.messages[index])
-            spans[index] = MessageSpan(index, int(start), int(end)) if holds else OUTSIDE_MARKERS
+            is_enclosed = _contains_message(chat.text[start:end], chat.messages[index])
+            spans[index] = MessageSpan(index, int(start), int(end)) if is_enclosed else OUTSIDE_MARKERS
         return spans
 
     def _extend_to_prompt(self, chat: _RenderedConversation, span: MessageSpan) -> MessageSpan:
@@ -305,12 +305,12 @@ class ChatRenderer:
         At inference, the model starts after the generation prompt, so it must also learn to produce this text. If the
         template has no generation prompt, the text could be a role header. Then extend the span only over white space.
         """
-        before = chat.messages[: span.message]
-        if not before or (self._prompt and chat.text.endswith(self._prompt, 0, span.start)):
+        history = chat.messages[: span.message]
+        if not history or (self._prompt and chat.text.endswith(self._prompt, 0, span.start)):
             return span
         try:
-            prompt = chat.render(before, add_generation_prompt=True)
-            has_prompt = prompt != chat.render(before)
+            prompt = chat.render(history, add_generation_prompt=True)
+            has_prompt = prompt != chat.render(history)
         except RowError:
             return span
         if not chat.text.startswith(prompt) or len(prompt) > span.start:
@@ -321,8 +321,8 @@ class ChatRenderer:
 
 
 def _split_parts(content: str) -> Iterator[dict[str, str]]:
-    for number, text in enumerate(content.split(IMAGE_MARK)):
-        if number:
+    for index, text in enumerate(content.split(IMAGE_MARK)):
+        if index:
             yield {"type": "image"}
         if text:
             yield {"type": "text", "text": text}
@@ -348,21 +348,21 @@ def _is_plain_answer(message: Message) -> bool:
 
 
 def _find_by_sentinels(chat: _RenderedConversation, turns: Sequence[int]) -> dict[int, MessageSpan] | None:
-    mark = _SENTINEL
-    while any(mark in message["content"] for message in chat.messages):
-        mark += "z"
-    sentinels = {index: f"{mark}{index}end" for index in turns}
-    marked = [
+    prefix = _SENTINEL
+    while any(prefix in message["content"] for message in chat.messages):
+        prefix += "z"
+    sentinels = {index: f"{prefix}{index}end" for index in turns}
+    marked_messages = [
         {**message, "content": sentinels[index]} if index in sentinels else message
         for index, message in enumerate(chat.messages)
     ]
     try:
-        frame = chat.render(marked)
+        frame = chat.render(marked_messages)
     except RowError:
         return None
     if any(frame.count(sentinel) != 1 for sentinel in sentinels.values()):
         return None
-    for change in _CHANGES:
+    for change in _STRIP_FUNCTIONS:
         contents = {index: change(chat.messages[index]["content"]) for index in turns}
         spans = _replace_sentinels(frame, sentinels, contents, chat.text)
         if spans is not None:
@@ -380,46 +380,46 @@ def _find_by_replacement(chat: _RenderedConversation, index: int) -> MessageSpan
         )
     except RowError:
         return None
-    before, found, after = frame.partition(_SENTINEL)
-    end = len(chat.text) - len(after)
-    is_around = found and chat.text.startswith(before) and chat.text.endswith(after) and len(before) <= end
-    if not is_around or not _contains_message(chat.text[len(before) : end], chat.messages[index]):
+    prefix, sentinel, suffix = frame.partition(_SENTINEL)
+    end = len(chat.text) - len(suffix)
+    is_match = sentinel and chat.text.startswith(prefix) and chat.text.endswith(suffix) and len(prefix) <= end
+    if not is_match or not _contains_message(chat.text[len(prefix) : end], chat.messages[index]):
         return None
-    others = [message["content"].strip() for message in chat.messages[index + 1 :]]
-    if any(other and other in chat.text[len(before) : end] for other in others):
+    later_texts = [message["content"].strip() for message in chat.messages[index + 1 :]]
+    if any(text and text in chat.text[len(prefix) : end] for text in later_texts):
         return None  # the span also contains later messages, which the template renders only after a tool call
-    return MessageSpan(index, len(before), end)
+    return MessageSpan(index, len(prefix), end)
 
 
 def _find_by_prefixes(chat: _RenderedConversation, index: int) -> MessageSpan | None:
     """Locate a turn between the generation prompt and the text that the template appends to every turn."""
     messages = chat.messages
     try:
-        before = chat.render(messages[:index], add_generation_prompt=True) if index else ""
-        turn = chat.render(messages[:index]) if index else ""
-        through = chat.render(messages[: index + 1])
+        prompt_text = chat.render(messages[:index], add_generation_prompt=True) if index else ""
+        history_text = chat.render(messages[:index]) if index else ""
+        turn_text = chat.render(messages[: index + 1])
         frame = chat.render([*messages[:index], {"role": "assistant", "content": _SENTINEL}])
     except RowError:
         return None
-    after = frame[frame.rindex(_SENTINEL) + len(_SENTINEL) :] if _SENTINEL in frame else ""
-    if not through.endswith(after):
+    suffix = frame[frame.rindex(_SENTINEL) + len(_SENTINEL) :] if _SENTINEL in frame else ""
+    if not turn_text.endswith(suffix):
         if not messages[index].get("tool_calls"):
             return None
-        after = through[len(through.rstrip()) :]  # a tool call's own end text is part of the loss, white space is not
-    end = len(through) - len(after)
-    if not (chat.text.startswith(through) and through.startswith(before) and len(before) <= end):
+        suffix = turn_text[len(turn_text.rstrip()) :]  # the loss includes a tool call's end text, but no white space
+    end = len(turn_text) - len(suffix)
+    if not (chat.text.startswith(turn_text) and turn_text.startswith(prompt_text) and len(prompt_text) <= end):
         return None
     # Include the generation prompt in the check, because the prompt can contain the start of the message's thought.
-    whole = through[len(turn) if before.startswith(turn) else len(before) : end]
-    return MessageSpan(index, len(before), end) if _contains_message(whole, messages[index]) else None
+    message_text = turn_text[len(history_text) if prompt_text.startswith(history_text) else len(prompt_text) : end]
+    return MessageSpan(index, len(prompt_text), end) if _contains_message(message_text, messages[index]) else None
 
 
-def _contains_message(written: str, message: Message) -> bool:
+def _contains_message(turn_text: str, message: Message) -> bool:
     """Return whether a rendered turn contains a message's text and the names and arguments of all its tool calls."""
-    if "".join(message["content"].split()) not in "".join(written.split()):
+    if "".join(message["content"].split()) not in "".join(turn_text.split()):
         return False
     calls = message.get("tool_calls") or ()
-    return all(text in written or json.dumps(text)[1:-1] in written for call in calls for text in texts_in(call))
+    return all(text in turn_text or json.dumps(text)[1:-1] in turn_text for call in calls for text in iter_texts(call))
 
 
 def _occurs_in(text: str, compact_text: str) -> bool:
@@ -430,35 +430,35 @@ def _occurs_in(text: str, compact_text: str) -> bool:
 
 def _all_occur_in(value: object, compact_text: str) -> bool:
     """Return whether a value contains texts and all of them occur in ``compact_text``."""
-    texts = list(texts_in(value))
+    texts = list(iter_texts(value))
     return bool(texts) and all(_occurs_in(text, compact_text) for text in texts)
 
 
-def texts_in(value: object) -> Iterator[str]:
+def iter_texts(value: object) -> Iterator[str]:
     """Yield all texts in a value. For a tool call, yield only the texts in its ``function``."""
     if isinstance(value, Mapping):
-        inner: Iterable[Any] = [value["function"]] if "function" in value else value.values()
+        children: Iterable[Any] = [value["function"]] if "function" in value else value.values()
     else:
-        inner = value if isinstance(value, list | tuple) else ()
+        children = value if isinstance(value, list | tuple) else ()
     if isinstance(value, str):
         yield value
-    for each in inner:
-        yield from texts_in(each)
+    for child in children:
+        yield from iter_texts(child)
 
 
 def _map_leaves(value: Any, kind: str, change: Callable[[str], str], key: str = "") -> Any:
     """Return a tool or tool call after applying ``change`` to each text of a kind."""
     if isinstance(value, Mapping) and key == "properties" and kind == "parameters":
-        return {change(name): _map_leaves(each, kind, change) for name, each in value.items()}
+        return {change(name): _map_leaves(child, kind, change) for name, child in value.items()}
     if key == "arguments" and kind == "arguments":
         return _map_arguments(value, change)
     if isinstance(value, Mapping):
         is_deep = key != "arguments" and kind != "names"
-        inner = value if is_deep else {"function": value["function"]} if "function" in value else {}
-        changed = {name: _map_leaves(each, kind, change, name) for name, each in inner.items()}
+        children = value if is_deep else {"function": value["function"]} if "function" in value else {}
+        changed_fields = {name: _map_leaves(child, kind, change, name) for name, child in children.items()}
         if kind == "names" and isinstance(value.get("name"), str):
-            changed["name"] = change(value["name"])
-        return {**value, **changed}
+            changed_fields["name"] = change(value["name"])
+        return {**value, **changed_fields}
     if kind == "descriptions" and key == "description" and isinstance(value, str):
         return change(value)
     return value
@@ -467,11 +467,11 @@ def _map_leaves(value: Any, kind: str, change: Callable[[str], str], key: str = 
 def _map_arguments(value: Any, change: Callable[[str], str]) -> Any:
     """Return a tool call's arguments with ``change`` applied to all names and values (as JSON if they are not text)."""
     if isinstance(value, Mapping):
-        return {change(name): _map_arguments(each, change) for name, each in value.items()}
+        return {change(name): _map_arguments(child, change) for name, child in value.items()}
     if isinstance(value, list | tuple):
-        return [_map_arguments(each, change) for each in value]
+        return [_map_arguments(child, change) for child in value]
     text = value if isinstance(value, str) else json.dumps(value)
-    return value if (changed := change(text)) == text else changed
+    return value if (changed_text := change(text)) == text else changed_text
 
 
 def _replace_sentinels(
@@ -479,11 +479,11 @@ def _replace_sentinels(
 ) -> dict[int, MessageSpan] | None:
     """Replace the sentinels in ``frame`` with contents. Return the contents' spans if the result equals ``text``."""
     spans: dict[int, MessageSpan] = {}
-    built, at = "", 0
+    result, end = "", 0
     for index, sentinel in sorted(sentinels.items(), key=lambda item: frame.index(item[1])):
-        found = frame.index(sentinel)
-        built += frame[at:found]
-        spans[index] = MessageSpan(index, len(built), len(built) + len(contents[index]))
-        built += contents[index]
-        at = found + len(sentinel)
-    return spans if built + frame[at:] == text else None
+        start = frame.index(sentinel)
+        result += frame[end:start]
+        spans[index] = MessageSpan(index, len(result), len(result) + len(contents[index]))
+        result += contents[index]
+        end = start + len(sentinel)
+    return spans if result + frame[end:] == text else None

@@ -12,7 +12,7 @@ from megatrain.data.rows_report import RowError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 #: Names that other tools use for the roles.
-_OTHER_ROLES = {
+_ROLE_SYNONYMS = {
     "human": "user", "prompter": "user",
     "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant", "ai": "assistant",
     "function": "tool", "observation": "tool", "ipython": "tool", "tool_response": "tool",
@@ -38,14 +38,14 @@ def read_messages(
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parse_inner_json(value, where, name)
     if not isinstance(value, list) or not value:
-        raise RowError(where, f"`{name}` must be a list of messages, not {kind(value)}")
+        raise RowError(where, f"`{name}` must be a list of messages, not {type_name(value)}")
     messages, flags = [], []
-    for number, message in enumerate(value, start=1):
-        place = f"{where}, message {number}"
+    for position, message in enumerate(value, start=1):
+        location = f"{where}, message {position}"
         if not isinstance(message, dict):
-            raise RowError(place, f"a message must be an object with `role` and `content`, not {kind(message)}")
-        messages.append(_read_message(message, place, columns, images))
-        flags.append(_parse_flag(message, place))
+            raise RowError(location, f"a message must be an object with `role` and `content`, not {type_name(message)}")
+        messages.append(_read_message(message, location, columns, images))
+        flags.append(_parse_flag(message, location))
     return tuple(messages), tuple(flags)
 
 
@@ -54,58 +54,58 @@ def _read_message(message: dict[str, Any], where: str, columns: Mapping[str, str
     content_name = columns.get("content") or ("value" if "value" in message and "content" not in message else "content")
     calls = _find_calls(message, where)
     if role_name not in message or (content_name not in message and not calls):
-        seen = field_names(message)
+        names = field_names(message)
         raise RowError(
             where,
-            f"a message needs `{role_name}` and `{content_name}`, but this message has {seen}",
+            f"a message needs `{role_name}` and `{content_name}`, but this message has {names}",
             reason=f"a message lacks `{role_name}` or `{content_name}`",
         )
     role, content = message[role_name], message.get(content_name)
-    read: dict[str, Any] = {"role": _parse_role(role, where)}
+    result: dict[str, Any] = {"role": _parse_role(role, where)}
     if role in _CALL_ROLES:
         calls, content = parse_inner_json(content, where, content_name), ""
-    read["content"] = _parse_content(content, where, content_name, images, is_optional=bool(calls))
+    result["content"] = _parse_content(content, where, content_name, images, is_optional=bool(calls))
     if calls:
-        read["tool_calls"] = [_parse_tool_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
-    consumed = {*read, role_name, content_name, *_CALL_FIELDS, *_FLAG_FIELDS}
+        result["tool_calls"] = [_parse_tool_call(c, where) for c in (calls if isinstance(calls, list) else [calls])]
+    known_fields = {*result, role_name, content_name, *_CALL_FIELDS, *_FLAG_FIELDS}
     # Keep all other fields, because templates read many of them (`reasoning_content`, `name`, `recipient`).
-    return read | _other_fields(message, consumed)
+    return result | _other_fields(message, known_fields)
 
 
 def _find_calls(message: Mapping[str, Any], where: str) -> Any:
     """Return a message's ``tool_calls``, or its ``function_call`` from an older format: a list, one call, or None."""
-    given = {name: parse_inner_json(message[name], where, name) for name in _CALL_FIELDS if message.get(name)}
-    if len(given) > 1:
+    calls = {name: parse_inner_json(message[name], where, name) for name in _CALL_FIELDS if message.get(name)}
+    if len(calls) > 1:
         raise RowError(where, "a message has both `tool_calls` and `function_call`", "Keep one of them")
-    return next(iter(given.values()), None)
+    return next(iter(calls.values()), None)
 
 
 def _parse_role(role: object, where: str) -> str:
     if role in _CALL_ROLES:
         return "assistant"
-    known = _OTHER_ROLES.get(role, role) if isinstance(role, str) else role
-    if known not in ROLES:
-        shown = json.dumps(role, ensure_ascii=False)
-        raise RowError(where, f"unknown role {shown}", f"Roles: {', '.join(ROLES)}")
-    return str(known)
+    standard_role = _ROLE_SYNONYMS.get(role, role) if isinstance(role, str) else role
+    if standard_role not in ROLES:
+        role_text = json.dumps(role, ensure_ascii=False)
+        raise RowError(where, f"unknown role {role_text}", f"Roles: {', '.join(ROLES)}")
+    return str(standard_role)
 
 
 def _parse_content(content: object, where: str, name: str, images: RowImages, *, is_optional: bool) -> str:
     if (content is None and is_optional) or content == []:
         return ""
     if isinstance(content, list):  # chat APIs represent content as a list of parts
-        parts = [part if isinstance(part, dict) else {"type": kind(part)} for part in content]
-        other = [str(part.get("type")) for part in parts if not (_is_text(part) or part.get("type") in _IMAGE_TYPES)]
-        if other:
+        parts = [part if isinstance(part, dict) else {"type": type_name(part)} for part in content]
+        types = [str(part.get("type")) for part in parts if not (_is_text(part) or part.get("type") in _IMAGE_TYPES)]
+        if types:
             raise RowError(
                 where,
-                f"`{name}` contains a part that is neither text nor an image: {other[0]}",
+                f"`{name}` contains a part that is neither text nor an image: {types[0]}",
                 "Remove the row: only texts and images are supported",
             )
-        return "".join(images.text(part["text"], where) if _is_text(part) else images.part(part) for part in parts)
+        return "".join(images.mark(part["text"], where) if _is_text(part) else images.add(part) for part in parts)
     if not isinstance(content, str):
-        raise RowError(where, f"`{name}` must be text, not {kind(content)}")
-    return images.text(content, where)
+        raise RowError(where, f"`{name}` must be text, not {type_name(content)}")
+    return images.mark(content, where)
 
 
 #: Names of image parts in the messages of OpenAI and in transformers' chat templates.
@@ -121,81 +121,81 @@ class RowImages:
     """Images of a row, collected in the order of their placeholders in the messages.
 
     Args:
-        column: Images from a column of the row. Each placeholder without its own image takes the next one.
-        single: Like ``column``, but ignored if the messages have no placeholder for it.
+        images: Images from a column of the row. Each placeholder without its own image takes the next one.
+        optional_images: Like ``images``, but ignored if the messages have no placeholder for them.
     """
 
-    def __init__(self, column: object = None, single: object = None) -> None:
-        self._is_single = column is None
-        column = single if column is None else column
-        if isinstance(column, Mapping | str | bytes):
-            column = [column]
-        self._column = list(column) if isinstance(column, Sequence) else []
-        self._named: list[Any] = []
+    def __init__(self, images: object = None, optional_images: object = None) -> None:
+        self._is_optional = images is None
+        images = optional_images if images is None else images
+        if isinstance(images, Mapping | str | bytes):
+            images = [images]
+        self._column_images = list(images) if isinstance(images, Sequence) else []
+        self._images: list[Any] = []
 
-    def text(self, text: str, where: str) -> str:
+    def mark(self, text: str, where: str) -> str:
         """Replace each ``<image>`` in a text with the image mark if the row has a column of images."""
         if IMAGE_MARK in text:
             raise RowError(where, f"the text contains {IMAGE_MARK!a}, which is the internal mark of images")
-        if not self._column or _PLACEHOLDER not in text:
+        if not self._column_images or _PLACEHOLDER not in text:
             return text
-        self._named += [None] * text.count(_PLACEHOLDER)
+        self._images += [None] * text.count(_PLACEHOLDER)
         return text.replace(_PLACEHOLDER, IMAGE_MARK)
 
-    def part(self, part: Mapping[str, Any]) -> str:
+    def add(self, part: Mapping[str, Any]) -> str:
         """Record the image in a message's image part, and return the image mark."""
-        named = next((part[key] for key in _IMAGE_KEYS if part.get(key) not in (None, "")), None)
-        self._named.append(named)
+        image = next((part[key] for key in _IMAGE_KEYS if part.get(key) not in (None, "")), None)
+        self._images.append(image)
         return IMAGE_MARK
 
-    def found(self, folder: Path, where: str) -> tuple[NamedImage, ...]:
-        """Return the recorded images. The images are not read.
+    def match(self, folder: Path, where: str) -> tuple[NamedImage, ...]:
+        """Return the image of each placeholder. The images are not read.
 
         Raises:
             RowError: The number of placeholders differs from the number of images.
         """
-        num_places = sum(named is None for named in self._named)
-        if self._is_single and not num_places:
-            self._column = []
-        if num_places != len(self._column):
+        num_placeholders = sum(image is None for image in self._images)
+        if self._is_optional and not num_placeholders:
+            self._column_images = []
+        if num_placeholders != len(self._column_images):
             raise RowError(
                 where,
-                f"the row has {len(self._column)} images but {num_places} placeholders for them ({_PLACEHOLDER}, or "
-                "parts of type image)",
+                f"the row has {len(self._column_images)} images but {num_placeholders} placeholders for them "
+                f"({_PLACEHOLDER}, or parts of type image)",
                 "Write one placeholder for each image",
                 reason="the numbers of images and of placeholders differ",
             )
-        rest = iter(self._column)
-        return tuple(NamedImage(next(rest) if named is None else named, folder, where) for named in self._named)
+        images = iter(self._column_images)
+        return tuple(NamedImage(next(images) if image is None else image, folder, where) for image in self._images)
 
 
 _PLACEHOLDER = "<image>"
 _IMAGE_KEYS = ("image_url", "image", "url", "path", "base64", "bytes")
 
 
-def _parse_tool_call(given_call: object, where: str) -> dict[str, Any]:
+def _parse_tool_call(value: object, where: str) -> dict[str, Any]:
     """Return a tool call whose arguments are an object, because most chat templates expect this form."""
-    call = given_call if isinstance(given_call, dict) else {}
+    call = value if isinstance(value, dict) else {}
     function = call.get("function") or call
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError(where, "a tool call needs the `name` of its function", reason="a tool call has no name")
     name = "arguments" if function.get("arguments") is not None else "parameters"
-    given = function.get(name)
-    arguments = parse_inner_json(given, where, name) if isinstance(given, str) and given.strip() else given
+    field = function.get(name)
+    arguments = parse_inner_json(field, where, name) if isinstance(field, str) and field.strip() else field
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         arguments = {}
     if not isinstance(arguments, dict):
         raise RowError(
             where,
-            f"`{name}` of the tool call `{function['name']}` must be an object, not {kind(arguments)}",
+            f"`{name}` of the tool call `{function['name']}` must be an object, not {type_name(arguments)}",
             'Write an object, such as {"city": "Rome"}, or the object as JSON text',
             reason=f"`{name}` of a tool call is not an object",
         )
-    inner = {"name": function["name"], "arguments": arguments}
+    call_function = {"name": function["name"], "arguments": arguments}
     if function is not call:
-        inner.update(_other_fields(function, ("name", "arguments", "parameters")))
-    rest = _other_fields(call, ("type", "function", "name", "arguments", "parameters"))
-    return {"type": "function", "function": inner, **rest}
+        call_function.update(_other_fields(function, ("name", "arguments", "parameters")))
+    other_fields = _other_fields(call, ("type", "function", "name", "arguments", "parameters"))
+    return {"type": "function", "function": call_function, **other_fields}
 
 
 def _other_fields(value: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
@@ -203,16 +203,16 @@ def _other_fields(value: Mapping[str, Any], names: Container[str]) -> dict[str, 
     return {key: field for key, field in value.items() if key not in names and field is not None}
 
 
-def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+def arguments_to_text(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
     """Return the messages with all tool calls' arguments converted to JSON text."""
 
-    def changed(call: Mapping[str, Any]) -> dict[str, Any]:
+    def convert_call(call: Mapping[str, Any]) -> dict[str, Any]:
         function = call["function"]
         text = json.dumps(function["arguments"], ensure_ascii=False)
         return {**call, "function": {**function, "arguments": text}}
 
     return tuple(
-        {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}
+        {**message, "tool_calls": [convert_call(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
         else dict(message)
         for message in messages
@@ -242,11 +242,11 @@ def read_tools(value: object, where: str) -> tuple[dict[str, Any], ...] | None:
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise RowError(where, f"`tools` must be a list of objects, not {kind(value)}")
+        raise RowError(where, f"`tools` must be a list of objects, not {type_name(value)}")
     return tuple(value)
 
 
-def json_fault(error: json.JSONDecodeError) -> str:
+def describe_json_error(error: json.JSONDecodeError) -> str:
     """Return the column and cause of a JSON error, without the "at" that ends some of the parser's messages."""
     return f"at column {error.colno}: {error.msg.removesuffix(' at').removesuffix(' starting')}"
 
@@ -256,9 +256,9 @@ def parse_inner_json(value: object, where: str, name: str) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
-        fault = f" {json_fault(error)}" if isinstance(error, json.JSONDecodeError) else ""
+        detail = f" {describe_json_error(error)}" if isinstance(error, json.JSONDecodeError) else ""
         problem = f"`{name}` contains broken JSON"
-        raise RowError(where, f"{problem}{fault}", reason=problem) from None
+        raise RowError(where, f"{problem}{detail}", reason=problem) from None
 
 
 def field_names(value: Mapping[str, Any]) -> str:
@@ -267,8 +267,8 @@ def field_names(value: Mapping[str, Any]) -> str:
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "no fields"
 
 
-def kind(value: object) -> str:
-    """Return the type of a JSON value in words, for messages."""
+def type_name(value: object) -> str:
+    """Return the type of a JSON value in words, for error messages."""
     if value is None:
         return "null"
     if value in ([], "", {}):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from megatrain.data.token_dataset import TokenDataset
 
-WINDOW = 4096  # documents packed together; a larger window needs less padding, a smaller window mixes documents better
+WINDOW_SIZE = 4096  # documents packed together; larger windows need less padding, smaller windows mix documents better
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class RowTable:
 
 
 def pack_documents(
-    documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], capacity: int, *, window: int = WINDOW
+    documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], capacity: int, *, window: int = WINDOW_SIZE
 ) -> RowTable:
     """Assign documents to rows by best fit decreasing within each window. The result is deterministic.
 
@@ -79,10 +79,10 @@ def pack_documents(
     members = np.empty(len(documents), dtype=np.int64)
     starts = array("q", [0])
     for start in range(0, len(documents), window):
-        part = slice(start, start + window)
-        for row in _pack_window(lengths[part].tolist(), capacity):
+        span = slice(start, start + window)
+        for row in _pack_window(lengths[span].tolist(), capacity):
             end = starts[-1] + len(row)
-            members[starts[-1] : end] = documents[part][row]
+            members[starts[-1] : end] = documents[span][row]
             starts.append(end)
     return RowTable(members, np.array(starts, dtype=np.int64))
 
@@ -94,13 +94,13 @@ def _pack_window(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     for document in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         length = lengths[document]
         assert 0 < length <= capacity, (document, length, capacity)
-        best = bisect_left(open_rows, (length, -1))
-        if best == len(open_rows):
-            row, left = len(rows), capacity
+        position = bisect_left(open_rows, (length, -1))
+        if position == len(open_rows):
+            row, free_tokens = len(rows), capacity
             rows.append([])
         else:
-            left, row = open_rows.pop(best)
+            free_tokens, row = open_rows.pop(position)
         rows[row].append(document)
-        if left > length:
-            insort(open_rows, (left - length, row))
+        if free_tokens > length:
+            insort(open_rows, (free_tokens - length, row))
     return rows

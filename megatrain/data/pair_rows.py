@@ -51,26 +51,26 @@ class PairRows(RowKind):
 
     def rejection(self, texts: Sequence[TokenizedRow], row: DataRow, max_length: int) -> RowError | None:
         """Return an error if both answers have the same tokens."""
-        first, *others = [text.tokens[:max_length] for text in texts]
-        if first not in others:
+        answer, *other_answers = [text.tokens[:max_length] for text in texts]
+        if answer not in other_answers:
             return None
         is_cut = any(len(text.tokens) > max_length for text in texts)
-        same = "the two answers have the same tokens" + (" after truncation to data.max_length" if is_cut else "")
-        return RowError(row.where, same, "Raise data.max_length" if is_cut else "")
+        problem = "the two answers have the same tokens" + (" after truncation to data.max_length" if is_cut else "")
+        return RowError(row.where, problem, "Raise data.max_length" if is_cut else "")
 
     def documents_of(self, examples: Sequence[Example], max_length: int, state: Any) -> tuple[list[TokenDocument], Any]:
         """Return two documents per pair: the chosen answer, then the rejected answer."""
-        found = []
+        documents = []
         for _, (chosen, rejected) in examples:
-            found += [TokenDocument(chosen, True, CHOSEN), TokenDocument(rejected, False, REJECTED)]
-        return found, None
+            documents += [TokenDocument(chosen, True, CHOSEN), TokenDocument(rejected, False, REJECTED)]
+        return documents, None
 
     def collate(self, batch: Batch, facts: Sequence[DocumentFacts | None]) -> Batch:
         """Add each answer's reference log-probability, and whether each example's first answer is desirable."""
         import torch
 
-        reference = [0.0 if each is None else each.reference for each in facts]
-        is_good = [each is not None and each.role == CHOSEN for each in facts[: len(facts) // 2]]
+        reference = [0.0 if fact is None else fact.reference for fact in facts]
+        is_good = [fact is not None and fact.role == CHOSEN for fact in facts[: len(facts) // 2]]
         return batch | {
             REFERENCE: torch.tensor(reference, dtype=torch.float32),
             DESIRABLE: torch.tensor(is_good, dtype=torch.bool),
@@ -94,14 +94,14 @@ class TextPairRows(PairRows):
         """Return both texts of each pair. The loss mask contains no tokens, only the chosen text's margin."""
         import numpy as np
 
-        found = []
+        documents = []
         for row, (chosen, rejected) in examples:
             assert isinstance(row, Preference), row
             margin = int(np.float32(row.margin).view(np.int32))
             for text, role, value in ((chosen, CHOSEN, (margin, True)), (rejected, REJECTED, (0, False))):
-                untrained = replace(text, trained=[False] * len(text.tokens))
-                found.append(TokenDocument(untrained, role == CHOSEN, role | _HAS_MARGIN, value))
-        return found, None
+                masked_text = replace(text, trained=[False] * len(text.tokens))
+                documents.append(TokenDocument(masked_text, role == CHOSEN, role | _HAS_MARGIN, value))
+        return documents, None
 
     def collate(self, batch: Batch, facts: Sequence[DocumentFacts | None]) -> Batch:
         """Replace the token labels with one label for each chosen text, and add the margins."""
@@ -111,10 +111,10 @@ class TextPairRows(PairRows):
         half = len(facts) // 2
         labels = torch.full((len(facts), 2), IGNORED_LABEL, dtype=torch.int64)
         margins = torch.zeros(half, dtype=torch.float32)
-        for number, each in enumerate(facts[:half]):
-            if each is not None:
-                labels[number, 1] = 0
-                margins[number] = float(np.int32(each.value).view(np.float32))
+        for index, fact in enumerate(facts[:half]):
+            if fact is not None:
+                labels[index, 1] = 0
+                margins[index] = float(np.int32(fact.value).view(np.float32))
         return batch | {"labels": labels, MARGIN: margins}
 
 

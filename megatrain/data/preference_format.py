@@ -17,7 +17,7 @@ from megatrain.data.formats import (
     instruction_messages,
     require_text,
 )
-from megatrain.data.messages import RowImages, field_names, kind, read_messages
+from megatrain.data.messages import RowImages, field_names, read_messages, type_name
 from megatrain.data.rows_report import DataError, RowError
 
 _LARGEST_MARGIN = 3.4028234663852886e38  # largest fp32 value, because the loss is computed in fp32
@@ -39,7 +39,7 @@ class Preference(DataRow):
     is_good: bool
     where: str
     margin: float = 0.0
-    unread: tuple[str, ...] = field(default=(), compare=False)
+    unread_columns: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def answers(self) -> tuple[Conversation | PromptCompletion, ...]:
@@ -58,7 +58,7 @@ _LABEL_FIELDS = "label", "kto_tag"
 _Messages = tuple[dict[str, Any], ...]
 
 
-def _read(fields: RowFields) -> Preference:
+def _read_preference(fields: RowFields) -> Preference:
     """Parse a row that has two answers, or one answer and a label."""
     value, where, names = fields.value, fields.where, fields.names
     chosen, rejected = names["chosen"], names["rejected"]
@@ -70,26 +70,27 @@ def _read(fields: RowFields) -> Preference:
         answers = [_read_answer(fields, name) for name in ("chosen", "rejected")]
         if isinstance(answers[0], str) != isinstance(answers[1], str):
             raise RowError(where, f"of `{chosen}` and `{rejected}` one is text and the other is a list of messages")
-        first, second = _add_prompt(prompt, answers, where, (chosen, rejected), tools)
-        return Preference(first, second, True, where, _read_margin(fields))
+        chosen_row, rejected_row = _add_prompt(prompt, answers, where, (chosen, rejected), tools)
+        return Preference(chosen_row, rejected_row, True, where, _read_margin(fields))
     label = next((names[name] for name in _LABEL_FIELDS if name in fields), None)
     if label is None:
-        if absent := find_absent_column(value, fields.columns):
-            raise DataError(where, *absent)
-        missing = next(
+        if error_parts := find_absent_column(value, fields.columns):
+            raise DataError(where, *error_parts)
+        column = next(
             (name for name in (chosen, rejected) if (chosen in value or rejected in value) and name not in value), ""
         )
-        said = f"no field `{missing}`" if missing else f"no preferences: they have the fields {_PREFERENCE_FIELDS}"
+        problem = f"no field `{column}`" if column else f"no preferences: they have the fields {_PREFERENCE_FIELDS}"
         advice = 'If they have other names, write for example columns = { chosen = "better", rejected = "worse" }'
-        raise DataError(where, f"{said}; the row has {field_names(value)}", advice)
+        raise DataError(where, f"{problem}; the row has {field_names(value)}", advice)
     if not isinstance(value[label], bool):
         raise DataError(
             where,
-            f"`{label}` says whether the answer is a good one, and must be true or false; this is {kind(value[label])}",
+            f"`{label}` says whether the answer is a good one, and must be true or false; this is "
+            f"{type_name(value[label])}",
             "Write true or false",
         )
-    prompt, only = _read_labelled(fields)
-    (answer,) = _add_prompt(prompt, [only], where, (names["completion"],), fields.tools())
+    prompt, completion = _read_labelled(fields)
+    (answer,) = _add_prompt(prompt, [completion], where, (names["completion"],), fields.tools())
     return Preference(answer, None, value[label], where)
 
 
@@ -98,8 +99,8 @@ def _read_margin(fields: RowFields) -> float:
     if margin is None:
         return 0.0
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= _LARGEST_MARGIN:
-        found = f"{kind(margin)}, {margin!r:.20}"
-        raise RowError(fields.where, f"`{fields.names['margin']}` must be a number of fp32, this is {found}")
+        description = f"{type_name(margin)}, {margin!r:.20}"
+        raise RowError(fields.where, f"`{fields.names['margin']}` must be a number of fp32, this is {description}")
     return float(margin)
 
 
@@ -123,18 +124,18 @@ def _read_labelled(fields: RowFields) -> tuple[str | _Messages | None, str | _Me
             return prompt, _read_answer(fields, name)
     if isinstance(prompt, tuple) and prompt[-1]["role"] == "assistant":  # a whole conversation
         return prompt[:-1], prompt[-1:]
-    said = f"no field `{fields.names['completion']}`; the row has {field_names(fields.value)}"
-    raise DataError(where, said, guess_columns(fields.value, where))
+    problem = f"no field `{fields.names['completion']}`; the row has {field_names(fields.value)}"
+    raise DataError(where, problem, guess_columns(fields.value, where))
 
 
 def _read_answer(fields: RowFields, name: str) -> str | _Messages:
     """Return a field's text unchanged, or its message or messages as a tuple."""
-    value, theirs = fields[name], fields.names[name]
+    value, column = fields[name], fields.names[name]
     if isinstance(value, Mapping):
         value = [value]
     if isinstance(value, list):
-        return read_messages(value, fields.where, theirs, fields.columns, RowImages())[0]
-    return require_text(value, fields.where, theirs)
+        return read_messages(value, fields.where, column, fields.columns, RowImages())[0]
+    return require_text(value, fields.where, column)
 
 
 def _add_prompt(
@@ -147,8 +148,8 @@ def _add_prompt(
     """Return the prompt with each answer. Without a prompt, the answers' common start is the prompt."""
     texts = [answer for answer in answers if isinstance(answer, str)]
     if texts and not isinstance(prompt, tuple):
-        return _completions(prompt, texts, where, names)
-    lists = [({"role": "assistant", "content": each},) if isinstance(each, str) else each for each in answers]
+        return _make_completions(prompt, texts, where, names)
+    lists = [({"role": "assistant", "content": text},) if isinstance(text, str) else text for text in answers]
     prompt, num_repeated = _prompt_messages(prompt, lists, where, names)
     if any(messages[:num_repeated] != prompt[:num_repeated] for messages in lists):
         raise _no_prefix_error(where, names)
@@ -158,10 +159,10 @@ def _add_prompt(
             raise RowError(
                 where, f"`{name}` has no turn of the assistant after the prompt", reason=f"`{name}` has no answer"
             )
-    return [Conversation((*prompt, *each), where, trained_from=len(prompt), tools=tools) for each in lists]
+    return [Conversation((*prompt, *answer), where, loss_start=len(prompt), tools=tools) for answer in lists]
 
 
-def _completions(
+def _make_completions(
     prompt: str | None, texts: Sequence[str], where: str, names: Sequence[str]
 ) -> list[Conversation | PromptCompletion]:
     """Return a text prompt with each answer. If there is no prompt, use the answers' common start as the prompt."""
@@ -178,24 +179,24 @@ def _prompt_messages(
     prompt: str | _Messages | None, lists: Sequence[_Messages], where: str, names: Sequence[str]
 ) -> tuple[_Messages, int]:
     """Return the prompt as messages, and the number of prompt messages that the answers repeat."""
-    are_whole = len(lists[0]) > 1 and lists[0][0]["role"] != "assistant"
-    if isinstance(prompt, str) and are_whole:
+    has_conversations = len(lists[0]) > 1 and lists[0][0]["role"] != "assistant"
+    if isinstance(prompt, str) and has_conversations:
         # In some datasets, the prompt is the question as text, and each answer is a whole conversation.
-        asked = [next((m["content"] for m in messages if m["role"] == "user"), None) for messages in lists]
-        if any(not isinstance(text, str) or text.strip() != prompt.strip() for text in asked):
+        questions = [next((m["content"] for m in messages if m["role"] == "user"), None) for messages in lists]
+        if any(not isinstance(text, str) or text.strip() != prompt.strip() for text in questions):
             raise _no_prefix_error(where, names)
         prompt = None
     if prompt is None:
-        shared = _shared_messages(lists)
-        if not shared:
+        prefix = _shared_messages(lists)
+        if not prefix:
             raise RowError(
                 where,
                 f"{' and '.join(f'`{name}`' for name in names)} begin with different messages, so there is no prompt",
                 reason="there is no prompt that the answers share",
             )
-        return shared, len(shared)
+        return prefix, len(prefix)
     messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
-    return messages, len(messages) if are_whole else 0
+    return messages, len(messages) if has_conversations else 0
 
 
 def _no_prefix_error(where: str, names: Sequence[str]) -> RowError:
@@ -210,8 +211,8 @@ def _no_prefix_error(where: str, names: Sequence[str]) -> RowError:
 def _shared_text(texts: Sequence[str]) -> str:
     """Return the common start of several texts, without trailing white space, which belongs to the answers."""
     length = next((n for n, chars in enumerate(zip(*texts, strict=False)) if len(set(chars)) > 1), min(map(len, texts)))
-    shared = texts[0][:length]
-    return shared.removesuffix(" ")
+    prefix = texts[0][:length]
+    return prefix.removesuffix(" ")
 
 
 def _shared_messages(lists: Sequence[_Messages]) -> _Messages:
@@ -227,7 +228,7 @@ def _shared_messages(lists: Sequence[_Messages]) -> _Messages:
 PREFERENCE = RowReader(
     "preference",
     "rows of preferences: answers to one prompt that are compared, or one that is judged",
-    _read,
+    _read_preference,
     alternatives=("chosen", "rejected", *_LABEL_FIELDS),
     fields=None,
 )

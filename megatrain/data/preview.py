@@ -17,7 +17,7 @@ from megatrain.data.packing import pack_documents
 from megatrain.data.row_order import epoch_order
 from megatrain.data.rows_report import DataError, DataReport, EmptyFileError, RowError
 from megatrain.data.shards import Shards
-from megatrain.data.sources import parse_row, rows_of, source_files
+from megatrain.data.sources import parse_row, read_source, source_files
 from megatrain.data.text_rows import CutDocument, TextCutter
 from megatrain.data.token_dataset import TokenDataset, describe, held_out_part
 
@@ -81,24 +81,24 @@ def preview_rows(
     Raises:
         DataError: The data cannot be read, or there is no such row.
     """
-    encoder = RowEncoder(tokenizer, train_on=data.table.train_on, images=data.image_processor(tokenizer))
-    first = 1 if row is None else row
-    last = n if row is None else row
-    if first < 1:
+    encoder = RowEncoder(tokenizer, train_on=data.table.train_on, image_processor=data.image_processor(tokenizer))
+    start = 1 if row is None else row
+    stop = n if row is None else row
+    if start < 1:
         raise DataError("--row", f"there is no row {row}", "The first row is row 1")
-    numbered = zip(itertools.count(1), _rows(data), strict=False)
+    numbered_rows = zip(itertools.count(1), _iter_rows(data), strict=False)
     previews = [
         preview
-        for number, item in itertools.islice(numbered, first - 1, last)
-        for preview in _preview_texts(data, tokenizer, encoder, number, item)
+        for row_number, item in itertools.islice(numbered_rows, start - 1, stop)
+        for preview in _preview_texts(data, tokenizer, encoder, row_number, item)
     ]
     if row is not None and not previews:
-        count = sum(1 for _ in _rows(data))
+        count = sum(1 for _ in _iter_rows(data))
         raise DataError("--row", f"there is no row {row}", f"The data has {count:,} rows")
     return previews
 
 
-def _rows(data: DataSpec) -> Iterator[DataRow | RowError]:
+def _iter_rows(data: DataSpec) -> Iterator[DataRow | RowError]:
     """Yield the rows of all sources, including rows that cannot be used for training."""
     for source in data.table.train:
         if data.table.streaming:
@@ -106,73 +106,73 @@ def _rows(data: DataSpec) -> Iterator[DataRow | RowError]:
             for where, value in itertools.chain.from_iterable(shards.rows(index, 0) for index in range(len(shards))):
                 yield parse_row(value, where, data.kind.reader or source.format, source.column_names)
             continue
-        for row in rows_of(source, source_files(source.path, source.subset, source.split), data.kind):
+        for row in read_source(source, source_files(source.path, source.subset, source.split), data.kind):
             if not isinstance(row, EmptyFileError) and (not isinstance(row, Document) or row.is_start):
                 yield row  # skip the later pieces of a long text
 
 
 def _preview_texts(
-    data: DataSpec, tokenizer: PreTrainedTokenizerFast, encoder: RowEncoder, number: int, item: DataRow | RowError
+    data: DataSpec, tokenizer: PreTrainedTokenizerFast, encoder: RowEncoder, row_number: int, item: DataRow | RowError
 ) -> Iterator[RowPreview]:
     """Yield a preview of each of a row's texts."""
     if isinstance(item, RowError):
-        yield _preview_text(data, tokenizer, encoder, number, item, "row")
+        yield _preview_text(data, tokenizer, encoder, row_number, item, "row")
         return
     for text, title in zip(data.kind.texts_of(item), data.kind.titles_of(item), strict=True):
-        yield _preview_text(data, tokenizer, encoder, number, text, title)
+        yield _preview_text(data, tokenizer, encoder, row_number, text, title)
 
 
 def _preview_text(
     data: DataSpec,
     tokenizer: PreTrainedTokenizerFast,
     encoder: RowEncoder,
-    number: int,
+    row_number: int,
     item: PlainRow | RowError,
     title: str,
 ) -> RowPreview:
-    (encoded,) = encoder.encode_many([item])
-    if isinstance(encoded, RowError):
-        reason = str(encoded).removeprefix(f"{encoded.where}: ")
-        return RowPreview(number=number, where=encoded.where, kind=title, dropped=reason)
-    tokens, trained = encoded.tokens[: data.table.max_length], encoded.trained[: data.table.max_length]
+    (tokenized,) = encoder.encode_many([item])
+    if isinstance(tokenized, RowError):
+        reason = str(tokenized).removeprefix(f"{tokenized.where}: ")
+        return RowPreview(number=row_number, where=tokenized.where, kind=title, dropped=reason)
+    tokens, trained = tokenized.tokens[: data.table.max_length], tokenized.trained[: data.table.max_length]
     num_pieces = 1
-    if encoded.is_text:
-        pieces = _split_start(encoded, data.table.max_length, encoder)
-        tokens = [token for each in pieces for token in each.tokens]
-        trained = [flag for each in pieces for flag in each.trained]
+    if tokenized.is_text:
+        pieces = _split_start(tokenized, data.table.max_length, encoder)
+        tokens = [token for piece in pieces for token in piece.tokens]
+        trained = [flag for piece in pieces for flag in piece.trained]
         num_pieces = len(pieces)
     return RowPreview(
-        number=number,
+        number=row_number,
         where="" if isinstance(item, RowError) else item.where,
         kind=title,
         segments=_decode_runs(tokenizer, tokens, trained),
         num_tokens=len(tokens),
         num_trained=sum(trained),
-        num_tokens_before=len(encoded.tokens),
-        dropped=_drop_reason(data, encoded, trained),
-        untrained_turns=encoded.untrained_turns,
+        num_tokens_before=len(tokenized.tokens),
+        dropped=_drop_reason(data, tokenized, trained),
+        untrained_turns=tokenized.untrained_turns,
         num_pieces=num_pieces,
-        left_out=encoded.left_out,
-        special_tokens=encoded.special_tokens,
+        left_out=tokenized.omitted_fields,
+        special_tokens=tokenized.special_tokens,
     )
 
 
-def _split_start(encoded: TokenizedRow, max_length: int, encoder: RowEncoder) -> list[CutDocument]:
+def _split_start(text: TokenizedRow, max_length: int, encoder: RowEncoder) -> list[CutDocument]:
     """Split the start of a text into documents, as in training."""
     start = replace(
-        encoded, tokens=encoded.tokens[:_MAX_PREVIEW_TOKENS], trained=encoded.trained[:_MAX_PREVIEW_TOKENS], is_end=True
+        text, tokens=text.tokens[:_MAX_PREVIEW_TOKENS], trained=text.trained[:_MAX_PREVIEW_TOKENS], is_end=True
     )
     return list(TextCutter(max_length, encoder.start_tokens).cut(start))
 
 
-def _drop_reason(data: DataSpec, encoded: TokenizedRow, trained: list[bool]) -> str:
-    if not encoded.is_text and len(encoded.tokens) > data.table.max_length and data.table.overlong != "truncate":
-        return f"{len(encoded.tokens)} tokens are more than data.max_length = {data.table.max_length}"
-    if any(place.start < data.table.max_length < place.stop for place in encoded.image_tokens):
+def _drop_reason(data: DataSpec, text: TokenizedRow, trained: list[bool]) -> str:
+    if not text.is_text and len(text.tokens) > data.table.max_length and data.table.overlong != "truncate":
+        return f"{len(text.tokens)} tokens are more than data.max_length = {data.table.max_length}"
+    if any(image_range.start < data.table.max_length < image_range.stop for image_range in text.image_tokens):
         return f"data.max_length = {data.table.max_length} would truncate it within an image"
     if any(trained):
         return ""
-    is_cut = not encoded.is_text and any(encoded.trained)
+    is_cut = not text.is_text and any(text.trained)
     if is_cut:
         return f"none of its first {data.table.max_length} tokens (data.max_length) would be trained"
     return "none of its tokens would be trained"
@@ -268,32 +268,33 @@ def dataset_stats(
         )
     dataset = load_dataset(data, tokenizer, on_message)
     documents = dataset.epoch_documents(data.seed)
-    together = dataset.kind.num_documents
-    documents = np.add.outer(documents, np.arange(together)).reshape(-1)
+    group_size = dataset.kind.num_documents
+    documents = np.add.outer(documents, np.arange(group_size)).reshape(-1)
     all_lengths = dataset.lengths()
     lengths = all_lengths if dataset.in_use is None else all_lengths[dataset.in_use]
-    used = all_lengths[documents]
-    trained = _count_trained(dataset)
+    epoch_lengths = all_lengths[documents]
+    trained_counts = _count_trained(dataset)
     max_length = data.table.max_length
-    num_packed = len(pack_documents(documents, used, max_length))
-    packed = 1.0 - int(used.sum()) / (num_packed * max_length)
-    longest = used.reshape(-1, together).max(axis=1)[epoch_order(data.seed, 0, len(used) // together)]
-    examples = rows_per_step // together, max(1, micro_batch_rows // together)
-    padded = 1.0 - int(used.sum()) / (together * _padded_tokens(longest, *examples))
+    num_packed = len(pack_documents(documents, epoch_lengths, max_length))
+    packed_padding = 1.0 - int(epoch_lengths.sum()) / (num_packed * max_length)
+    order = epoch_order(data.seed, 0, len(epoch_lengths) // group_size)
+    example_lengths = epoch_lengths.reshape(-1, group_size).max(axis=1)[order]
+    example_counts = rows_per_step // group_size, max(1, micro_batch_rows // group_size)
+    unpacked_padding = 1.0 - int(epoch_lengths.sum()) / (group_size * _padded_tokens(example_lengths, *example_counts))
     packing = data.table.packing
     num_rows = num_packed if packing else len(documents)
     return DataStats(
         report=dataset.report,
-        sources=tuple(_source_stats(data, dataset, trained)),
+        sources=tuple(_source_stats(data, dataset, trained_counts)),
         percentiles={percent: int(np.percentile(lengths, percent, method="nearest")) for percent in _PERCENTILES},
         histogram=_histogram(lengths, max_length),
         num_documents=len(documents),
-        num_tokens=int(used.sum()),
-        num_trained_tokens=int(trained[documents].sum()),
+        num_tokens=int(epoch_lengths.sum()),
+        num_trained_tokens=int(trained_counts[documents].sum()),
         num_rows=num_rows,
         num_steps=-(-num_rows // rows_per_step),
-        padding_share=packed if packing else padded,
-        padding_share_other=padded if packing else packed,
+        padding_share=packed_padding if packing else unpacked_padding,
+        padding_share_other=unpacked_padding if packing else packed_padding,
         held_out="" if dataset.in_use is None else describe(held_out_part(dataset)),
     )
 
@@ -303,13 +304,13 @@ def _count_trained(dataset: TokenDataset) -> npt.NDArray[np.int64]:
     return np.add.reduceat(dataset.trained, dataset.starts[:-1], dtype=np.int64)
 
 
-def _source_stats(data: DataSpec, dataset: TokenDataset, trained: npt.NDArray[np.int64]) -> Iterator[SourceStats]:
-    for number, source in enumerate(data.table.train):
-        documents = np.arange(dataset.source_starts[number], dataset.source_starts[number + 1])
+def _source_stats(data: DataSpec, dataset: TokenDataset, num_trained: npt.NDArray[np.int64]) -> Iterator[SourceStats]:
+    for index, source in enumerate(data.table.train):
+        documents = np.arange(dataset.source_starts[index], dataset.source_starts[index + 1])
         if dataset.in_use is not None:
             documents = np.intersect1d(documents, dataset.in_use, assume_unique=True)
         num_tokens = int(dataset.lengths()[documents].sum())
-        yield SourceStats(source.path, source.weight, len(documents), num_tokens, int(trained[documents].sum()))
+        yield SourceStats(source.path, source.weight, len(documents), num_tokens, int(num_trained[documents].sum()))
 
 
 def _padded_tokens(lengths: npt.NDArray[np.int64], rows_per_step: int, micro_batch_rows: int) -> int:
@@ -323,13 +324,13 @@ def _padded_tokens(lengths: npt.NDArray[np.int64], rows_per_step: int, micro_bat
     num_steps = -(-len(lengths) // rows_per_step)
     rows = np.zeros(num_steps * rows_per_step, dtype=np.int64)
     rows[: len(lengths)] = lengths
-    dealt = rows.reshape(num_steps, micro_batch_rows, rows_per_step // micro_batch_rows)
-    return int(dealt.max(axis=1).sum()) * micro_batch_rows
+    micro_batches = rows.reshape(num_steps, micro_batch_rows, rows_per_step // micro_batch_rows)
+    return int(micro_batches.max(axis=1).sum()) * micro_batch_rows
 
 
 def _histogram(lengths: npt.NDArray[np.int64], max_length: int) -> tuple[LengthBin, ...]:
-    doubling = itertools.takewhile(lambda bound: bound <= max_length, (1 << power for power in itertools.count()))
-    edges = [*doubling, max_length + 1]
+    bounds = itertools.takewhile(lambda bound: bound <= max_length, (1 << power for power in itertools.count()))
+    edges = [*bounds, max_length + 1]
     counts, _ = np.histogram(lengths, bins=edges)
     return tuple(
         LengthBin(low, high - 1, int(count))

@@ -37,7 +37,7 @@ class TokenDocument:
         value: Extra value to store after the tokens, and the value's flag in the loss mask. None for no extra value.
     """
 
-    encoded: TokenizedRow
+    text: TokenizedRow
     begins_row: bool = True
     role: int = 0
     value: tuple[int, bool] | None = None
@@ -108,5 +108,5 @@ CHATS = RowKind()
 
 def row_kind(name: str) -> RowKind:
     """Return the row kind with a module and object name, for example "pair_rows.PAIRS"."""
-    file, _, made = name.partition(".")
-    return cast("RowKind", getattr(import_module(f"megatrain.data.{file}"), made))
+    module_name, _, object_name = name.partition(".")
+    return cast("RowKind", getattr(import_module(f"megatrain.data.{module_name}"), object_name))

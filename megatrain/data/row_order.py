@@ -14,7 +14,7 @@ from megatrain.data.packing import BatchShape
 if TYPE_CHECKING:
     from megatrain.data.token_dataset import TokenDataset
 
-_SHUFFLE, _PACK = 0, 1  # indices of random streams; token_dataset and stream_window use 2 to 6
+_SHUFFLE_STREAM, _PACK_STREAM = 0, 1  # indices of random streams; token_dataset and stream_window use 2 to 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class RowOrder(Protocol):
 
 def epoch_order(data_seed: int, epoch: int, num_rows: int) -> npt.NDArray[np.int64]:
     """Return the row numbers of an epoch in shuffled order."""
-    return np.random.default_rng((data_seed, _SHUFFLE, epoch)).permutation(num_rows).astype(np.int64)
+    return np.random.default_rng((data_seed, _SHUFFLE_STREAM, epoch)).permutation(num_rows).astype(np.int64)
 
 
 class EpochOrder:
@@ -83,7 +83,7 @@ class EpochOrder:
         self._rows_per_step = shape.examples_per_step(dataset.kind.num_documents)
         documents = dataset.epoch_documents(data_seed)
         if shape.packing:
-            documents = documents[np.random.default_rng((data_seed, _PACK)).permutation(len(documents))]
+            documents = documents[np.random.default_rng((data_seed, _PACK_STREAM)).permutation(len(documents))]
         self._rows = shape.assign(documents, dataset)
         self.num_rows = len(self._rows)
         self.steps_per_epoch = -(-self.num_rows // self._rows_per_step)
@@ -100,11 +100,11 @@ class EpochOrder:
         assert 0 <= step < self.steps_per_epoch, (start, self.steps_per_epoch)
         while True:
             order = epoch_order(self._data_seed, epoch, self.num_rows)
-            for first in range(step * self._rows_per_step, len(order), self._rows_per_step):
+            for offset in range(step * self._rows_per_step, len(order), self._rows_per_step):
                 step += 1
-                chosen = [self._rows[row] for row in order[first : first + self._rows_per_step]]
-                chosen += [[]] * (self._rows_per_step - len(chosen))
+                rows = [self._rows[row] for row in order[offset : offset + self._rows_per_step]]
+                rows += [[]] * (self._rows_per_step - len(rows))
                 is_last = step == self.steps_per_epoch
-                after = LoaderPosition(epoch + 1) if is_last else LoaderPosition(epoch, step)
-                yield StepRows(self.dataset, chosen, after)
+                position = LoaderPosition(epoch + 1) if is_last else LoaderPosition(epoch, step)
+                yield StepRows(self.dataset, rows, position)
             epoch, step = epoch + 1, 0

@@ -103,14 +103,14 @@ class SourceCounts:
         """Fraction of the assistant turns that cannot be in the loss. Only rows that are kept are counted."""
         return self.num_turns_lost / max(1, self.num_turns)
 
-    def __sub__(self, before: SourceCounts) -> SourceCounts:
-        return SourceCounts(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+    def __sub__(self, other: SourceCounts) -> SourceCounts:
+        return SourceCounts(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __str__(self) -> str:
         rows, tokens = self.num_rows_lost / max(1, self.num_rows), self.num_tokens_lost / max(1, self.num_tokens)
         parts = [
-            f"{count:,} {what}"
-            for count, what in (
+            f"{count:,} {label}"
+            for count, label in (
                 (self.num_truncated, "truncated to data.max_length"),
                 (self.num_too_long, "dropped as too long"),
                 (self.num_untrained, "dropped without a trained token"),
@@ -118,11 +118,11 @@ class SourceCounts:
             )
             if count
         ]
-        of_rows = f"{self.num_rows_lost:,} of {pluralize(self.num_rows, 'row')} ({rows:.1%})"
-        lost = f"{of_rows} and {tokens:.1%} of the tokens are dropped or truncated: {', '.join(parts)}"
-        rows_lost = lost if self.num_rows_lost else ""
-        of_all = f"{self.num_turns_lost:,} of {pluralize(self.num_turns, 'turn')} ({self.turns_lost_share:.1%})"
-        turns_lost = f"{of_all} of the assistant are not trained" if self.num_turns_lost else ""
+        row_share = f"{self.num_rows_lost:,} of {pluralize(self.num_rows, 'row')} ({rows:.1%})"
+        row_loss = f"{row_share} and {tokens:.1%} of the tokens are dropped or truncated: {', '.join(parts)}"
+        rows_lost = row_loss if self.num_rows_lost else ""
+        turn_share = f"{self.num_turns_lost:,} of {pluralize(self.num_turns, 'turn')} ({self.turns_lost_share:.1%})"
+        turns_lost = f"{turn_share} of the assistant are not trained" if self.num_turns_lost else ""
         return "; ".join(filter(None, (rows_lost, turns_lost)))
 
 
@@ -161,55 +161,55 @@ class DataReport:
 
     def remarks(self) -> Iterator[tuple[Literal["warning", "note"], str]]:
         """Yield (severity, message) for each remark about fields, columns and special tokens."""
-        calls = [each for each in self.left_out if each.reason.split()[-1] in ("tool_calls", "tools")]
-        for count, group in itertools.groupby(calls, key=lambda each: each.count):
-            same = list(group)
-            names, rows = " / ".join(each.reason for each in same), f"{count:,} of {pluralize(self.num_rows, 'row')}"
+        calls = [entry for entry in self.left_out if entry.reason.split()[-1] in ("tool_calls", "tools")]
+        for count, group in itertools.groupby(calls, key=lambda entry: entry.count):
+            entries = list(group)
+            names, rows = " / ".join(e.reason for e in entries), f"{count:,} of {pluralize(self.num_rows, 'row')}"
             yield (
                 "warning",
-                f"the chat template has no place for {names} ({rows}; first: {same[0].example}): set "
+                f"the chat template has no place for {names} ({rows}; first: {entries[0].example}): set "
                 "model.chat_template to a template with tools",
             )
-        for each in self.left_out:
-            if each not in calls:
+        for entry in self.left_out:
+            if entry not in calls:
                 yield (
                     "note",
-                    f"the chat template leaves out `{each.reason}` of {pluralize(each.count, 'row')} (first: "
-                    f"{each.example})",
+                    f"the chat template leaves out `{entry.reason}` of {pluralize(entry.count, 'row')} (first: "
+                    f"{entry.example})",
                 )
         if self.unread:
-            names = ", ".join(f"`{each.reason}` ({pluralize(each.count, 'row')})" for each in self.unread[:8])
-            more = f" and {len(self.unread) - 8} others" if len(self.unread) > 8 else ""
-            yield "note", f"ignored columns: {names}{more}"
-        for each in self.special_tokens:
+            names = ", ".join(f"`{entry.reason}` ({pluralize(entry.count, 'row')})" for entry in self.unread[:8])
+            suffix = f" and {len(self.unread) - 8} others" if len(self.unread) > 8 else ""
+            yield "note", f"ignored columns: {names}{suffix}"
+        for entry in self.special_tokens:
             yield (
                 "note",
-                f"the text of {pluralize(each.count, 'row')} contains {each.reason}, which the tokenizer reads as a "
-                f"special token, as in transformers (first: {each.example})",
+                f"the text of {pluralize(entry.count, 'row')} contains {entry.reason}, which the tokenizer reads as a "
+                f"special token, as in transformers (first: {entry.example})",
             )
 
     @property
     def num_dropped(self) -> int:
         """Total number of dropped rows."""
-        return self.num_too_long + self.num_untrained + sum(each.count for each in self.dropped)
+        return self.num_too_long + self.num_untrained + sum(entry.count for entry in self.dropped)
 
     def __str__(self) -> str:
         share = 100.0 * self.num_trained_tokens / max(1, self.num_tokens)
         text = f"{pluralize(self.num_rows, 'row')}, {pluralize(self.num_documents, 'document')}, "
         text += f"{self.num_tokens:,} tokens ({share:.1f}% trained)"
-        for count, what in (
+        for count, label in (
             (self.num_truncated, "truncated"),
             (self.num_too_long, "dropped as too long"),
             (self.num_untrained, f"dropped without a trained token (first: {self.first_untrained})"),
         ):
             if count:
-                text += f", {count:,} {what}"
+                text += f", {count:,} {label}"
         if self.empty_files is not None:
             text += f", {self.empty_files.skip_message}"
-        for each in self.dropped:
-            text += f"\n  {pluralize(each.count, 'row')} dropped: {each.reason} (first: {each.example})"
-        for each in self.untrained_turns:
-            text += f"\n  {pluralize(each.count, 'turn')} not trained: {each.reason} (first: {each.example})"
+        for entry in self.dropped:
+            text += f"\n  {pluralize(entry.count, 'row')} dropped: {entry.reason} (first: {entry.example})"
+        for entry in self.untrained_turns:
+            text += f"\n  {pluralize(entry.count, 'turn')} not trained: {entry.reason} (first: {entry.example})"
         for severity, remark in self.remarks():
             text += f"\n  {'warning: ' if severity == 'warning' else ''}{remark}"
         return text
@@ -221,10 +221,10 @@ class DataReport:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> DataReport:
         """Create a report from the output of :meth:`to_json`."""
-        lists = {name: tuple(DropCount(**each) for each in values.get(name, ())) for name in _LISTS}
-        sources = tuple(SourceCounts(**each) for each in values["sources"])
-        empty = values.get("empty_files")
-        empty_files = None if empty is None else DropCount(**empty)
+        lists = {name: tuple(DropCount(**entry) for entry in values.get(name, ())) for name in _LISTS}
+        sources = tuple(SourceCounts(**entry) for entry in values["sources"])
+        empty_count = values.get("empty_files")
+        empty_files = None if empty_count is None else DropCount(**empty_count)
         return cls(**{**values, **lists, "sources": sources, "empty_files": empty_files})
 
 
@@ -269,7 +269,7 @@ class RowCounts:
     """
 
     def __init__(self) -> None:
-        self.total, self._before = SourceCounts(), SourceCounts()
+        self.total, self._source_start = SourceCounts(), SourceCounts()
         self.sources: list[SourceCounts] = []
         self.first_untrained = ""
         self.first_error: RowError | None = None
@@ -279,8 +279,8 @@ class RowCounts:
     def drop(self, error: RowError) -> None:
         """Count a row that cannot be used for training, or an empty file."""
         if isinstance(error, EmptyFileError):
-            before = self._empty_files or DropCount("the file is empty", 0, error.where)
-            self._empty_files = replace(before, count=before.count + 1)
+            old_count = self._empty_files or DropCount("the file is empty", 0, error.where)
+            self._empty_files = replace(old_count, count=old_count.count + 1)
             return
         self.total.num_rows += 1
         self.total.num_rows_lost += 1
@@ -293,30 +293,28 @@ class RowCounts:
         self.total.num_untrained += 1
         self.first_untrained = self.first_untrained or where
 
-    def add_turns(self, num_turns: int, untrained: Sequence[str], where: str) -> None:
+    def add_turns(self, num_turns: int, reasons: Sequence[str], where: str) -> None:
         """Count the assistant turns of a kept row, and the reasons why some of them cannot be in the loss."""
         self.total.num_turns += num_turns
-        self.total.num_turns_lost += len(untrained)
-        self.record("untrained_turns", untrained, where)
+        self.total.num_turns_lost += len(reasons)
+        self.record("untrained_turns", reasons, where)
 
     def record(self, name: str, reasons: Iterable[str], where: str) -> None:
         """Add one to the count of each reason in the report's list ``name``."""
         counts = self._reasons[name]
         for reason in reasons:
-            before = counts.get(reason) or DropCount(reason, 0, where)
-            counts[reason] = replace(before, count=before.count + 1)
+            old_count = counts.get(reason) or DropCount(reason, 0, where)
+            counts[reason] = replace(old_count, count=old_count.count + 1)
 
     def end_source(self) -> None:
         """Mark the end of a source."""
-        self.sources.append(self.total - self._before)
-        self._before = replace(self.total)
+        self.sources.append(self.total - self._source_start)
+        self._source_start = replace(self.total)
 
     def report(self, num_documents: int, num_tokens: int, num_trained_tokens: int) -> DataReport:
         """Return a report with the current counts."""
         total = self.total
-        lists = {
-            name: tuple(sorted(counts.values(), key=lambda each: -each.count)) for name, counts in self._reasons.items()
-        }
+        lists = {name: tuple(sorted(counts.values(), key=lambda e: -e.count)) for name, counts in self._reasons.items()}
         return DataReport(
             total.num_rows,
             num_documents,
@@ -332,6 +330,6 @@ class RowCounts:
         )
 
 
-def pluralize(count: int, what: str) -> str:
+def pluralize(count: int, noun: str) -> str:
     """Return a count followed by its noun, with a plural "s" if the count is not 1."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

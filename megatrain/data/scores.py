@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 #: Name of the score folder in ``output_dir``.
 SCORES_NAME = "scores"
-_KIND_NAME = "scores.json"
+_MANIFEST_NAME = "scores.json"
 _PARTIAL_NAME = ".writing"
 _VERSION = 1
-_PART = re.compile(r"part-([0-9]{12})-([0-9]{9})(?:\.parquet)?")
+_PART_PATTERN = re.compile(r"part-([0-9]{12})-([0-9]{9})(?:\.parquet)?")
 _GROUP_NBYTES = 4 << 20  # approximate size of a row group; a reader loads a whole row group to get one document
 _MAX_CACHED_GROUPS = 8
-EXTRA = 'pip install "megatrain-tier[data]"'
+PIP_COMMAND = 'pip install "megatrain-tier[data]"'
 
 Array = npt.NDArray[Any]
 
@@ -105,7 +105,7 @@ def read_kind(folder: Path) -> ScoreKind:
     Raises:
         ScoresError: The folder contains no readable scores.
     """
-    path = folder / _KIND_NAME
+    path = folder / _MANIFEST_NAME
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         version = values.pop("version")
@@ -113,9 +113,9 @@ def read_kind(folder: Path) -> ScoreKind:
             raise ScoresError(f"{path} has version {version}, but this program supports version {_VERSION}")
         return ScoreKind(**{**values, "formats": tuple(values["formats"])})
     except FileNotFoundError:
-        inside = folder / SCORES_NAME
-        hint = f". They may be in {inside}" if (inside / _KIND_NAME).is_file() else ""
-        raise ScoresError(f"there are no scores in {folder} (no {_KIND_NAME}){hint}") from None
+        subfolder = folder / SCORES_NAME
+        hint = f". They may be in {subfolder}" if (subfolder / _MANIFEST_NAME).is_file() else ""
+        raise ScoresError(f"there are no scores in {folder} (no {_MANIFEST_NAME}){hint}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ScoresError(f"{path} cannot be read: {error}") from None
 
@@ -170,29 +170,29 @@ class ScoreFolder:
 
     def __init__(self, folder: Path, kind: ScoreKind) -> None:
         self.path, self._kind = folder, kind
-        if (folder / _KIND_NAME).exists():
-            found = read_kind(folder)
-            different = [
+        if (folder / _MANIFEST_NAME).exists():
+            stored_kind = read_kind(folder)
+            differences = [
                 _NAMES_IN_MESSAGES.get(field.name, f"score.{field.name}")
                 for field in dataclasses.fields(kind)
-                if getattr(found, field.name) != getattr(kind, field.name)
+                if getattr(stored_kind, field.name) != getattr(kind, field.name)
             ]
-            if different:
+            if differences:
                 raise ScoresError(
-                    f"{folder} contains scores that differ from this config in {', '.join(dict.fromkeys(different))}. "
-                    "Set another output_dir, or delete that folder"
+                    f"{folder} contains scores that differ from this config in "
+                    f"{', '.join(dict.fromkeys(differences))}. Set another output_dir, or delete that folder"
                 )
         elif folder.is_dir() and any(folder.iterdir()):
             raise ScoresError(f"{folder} contains other files. Set another output_dir")
         if "parquet" in kind.formats:
-            _parquet()
+            _import_parquet()
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(folder / _PARTIAL_NAME, ignore_errors=True)
-        if not (folder / _KIND_NAME).exists():
+        if not (folder / _MANIFEST_NAME).exists():
             values = {"version": _VERSION, **dataclasses.asdict(kind)}
-            replace_file(folder / _KIND_NAME, json.dumps(values, indent=2) + "\n", durable=True)
-        for form in kind.formats:
-            (folder / form).mkdir(exist_ok=True)
+            replace_file(folder / _MANIFEST_NAME, json.dumps(values, indent=2) + "\n", durable=True)
+        for fmt in kind.formats:
+            (folder / fmt).mkdir(exist_ok=True)
         if "zarr" in kind.formats:
             import zarr
 
@@ -200,53 +200,53 @@ class ScoreFolder:
 
     def missing_rows(self) -> list[range]:
         """Return the ranges of rows whose scores are missing in at least one format."""
-        whole = set.intersection(*({part[:2] for part in _parts(self.path / form)} for form in self._kind.formats))
-        found, done = [], 0
-        for first, count in sorted(whole):
-            if first > done:
-                found.append(range(done, first))
-            done = max(done, first + count)
-        return [*found, *([range(done, self._kind.num_rows)] if done < self._kind.num_rows else [])]
+        parts = set.intersection(*({part[:2] for part in _list_parts(self.path / fmt)} for fmt in self._kind.formats))
+        ranges, next_row = [], 0
+        for start, count in sorted(parts):
+            if start > next_row:
+                ranges.append(range(next_row, start))
+            next_row = max(next_row, start + count)
+        return [*ranges, *([range(next_row, self._kind.num_rows)] if next_row < self._kind.num_rows else [])]
 
     def write(self, first_row: int, num_rows: int, documents: Sequence[DocumentScores]) -> None:
         """Write the scores of ``num_rows`` rows in every format. Raises OSError."""
         name = f"part-{first_row:012d}-{num_rows:09d}"
-        writing = self.path / _PARTIAL_NAME
-        writing.mkdir(exist_ok=True)
-        for form in self._kind.formats:
-            ending = ".parquet" if form == "parquet" else ""
-            partial, place = writing / f"{name}{ending}", self.path / form / f"{name}{ending}"
-            if form == "parquet":
-                _write_parquet(partial, documents, self._kind)
+        partial_folder = self.path / _PARTIAL_NAME
+        partial_folder.mkdir(exist_ok=True)
+        for fmt in self._kind.formats:
+            suffix = ".parquet" if fmt == "parquet" else ""
+            partial_path, final_path = partial_folder / f"{name}{suffix}", self.path / fmt / f"{name}{suffix}"
+            if fmt == "parquet":
+                _write_parquet(partial_path, documents, self._kind)
             else:
-                _write_zarr(partial, documents, self._kind)
+                _write_zarr(partial_path, documents, self._kind)
             # Remove older parts that contain these rows. A crash between two formats can leave such parts.
-            for first, count, stale in _parts(self.path / form):
-                if first < first_row + num_rows and first_row < first + count:
-                    shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
-            _commit_part(partial, place)
+            for start, count, stale_path in _list_parts(self.path / fmt):
+                if start < first_row + num_rows and first_row < start + count:
+                    shutil.rmtree(stale_path) if stale_path.is_dir() else stale_path.unlink()
+            _commit_part(partial_path, final_path)
 
 
-def _parts(folder: Path) -> list[tuple[int, int, Path]]:
+def _list_parts(folder: Path) -> list[tuple[int, int, Path]]:
     """Return (first row, number of rows, path) for each part in a folder, in order of rows."""
-    found = []
+    parts = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        match = _PART.fullmatch(path.name)
+        match = _PART_PATTERN.fullmatch(path.name)
         if match is not None:
-            found.append((int(match[1]), int(match[2]), path))
-    return sorted(found)
+            parts.append((int(match[1]), int(match[2]), path))
+    return sorted(parts)
 
 
-def _commit_part(partial: Path, place: Path) -> None:
+def _commit_part(partial_path: Path, final_path: Path) -> None:
     """Flush a file or folder to the drive, then rename it to its final name."""
-    for folder, _, names in os.walk(partial, topdown=False):
+    for folder, _, names in os.walk(partial_path, topdown=False):
         for name in names:
             _fsync(Path(folder, name))
         _fsync(Path(folder))
-    if partial.is_file():
-        _fsync(partial)
-    os.replace(partial, place)
-    _fsync(place.parent)
+    if partial_path.is_file():
+        _fsync(partial_path)
+    os.replace(partial_path, final_path)
+    _fsync(final_path.parent)
 
 
 def _fsync(path: Path) -> None:
@@ -257,15 +257,15 @@ def _fsync(path: Path) -> None:
         os.close(fd)
 
 
-def _parquet() -> Any:
+def _import_parquet() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise ScoresError(f"parquet files need pyarrow: {EXTRA}. Or use zarr or .jsonl") from None
+        raise ScoresError(f"parquet files need pyarrow: {PIP_COMMAND}. Or use zarr or .jsonl") from None
     return pyarrow.parquet
 
 
-def _arrays(documents: Sequence[DocumentScores], kind: ScoreKind) -> dict[str, Array]:
+def _make_arrays(documents: Sequence[DocumentScores], kind: ScoreKind) -> dict[str, Array]:
     """Return a part's arrays: the per-document values, ``starts``, and the concatenated per-token values."""
     counts = [len(document.positions) for document in documents]
     arrays: dict[str, Array] = {
@@ -291,35 +291,36 @@ def _perplexity(log_probs: Array) -> float:
 def _write_parquet(path: Path, documents: Sequence[DocumentScores], kind: ScoreKind) -> None:
     import pyarrow as pa
 
-    arrays = _arrays(documents, kind)
+    arrays = _make_arrays(documents, kind)
     starts = pa.array(arrays.pop("starts"))
     columns: dict[str, Any] = {"key": pa.array([document.key for document in documents])}
     for name, values in arrays.items():
-        flat = pa.array(values.reshape(-1))
+        array = pa.array(values.reshape(-1))
         if values.ndim == 2:
-            flat = pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
-        columns[name] = pa.LargeListArray.from_arrays(starts, flat) if name in _TOKEN_ARRAYS else flat
+            array = pa.FixedSizeListArray.from_arrays(array, values.shape[1])
+        columns[name] = pa.LargeListArray.from_arrays(starts, array) if name in _TOKEN_ARRAYS else array
     nbytes = sum(document.nbytes for document in documents)
-    group = max(1, len(documents) * _GROUP_NBYTES // max(_GROUP_NBYTES, nbytes))
+    group_rows = max(1, len(documents) * _GROUP_NBYTES // max(_GROUP_NBYTES, nbytes))
     # Disable dictionary encoding, because it takes time and does not compress log-probabilities.
-    _parquet().write_table(pa.table(columns), path, row_group_size=group, use_dictionary=False, compression="zstd")
+    parquet = _import_parquet()
+    parquet.write_table(pa.table(columns), path, row_group_size=group_rows, use_dictionary=False, compression="zstd")
 
 
 def _write_zarr(path: Path, documents: Sequence[DocumentScores], kind: ScoreKind) -> None:
     import zarr
 
     group = zarr.create_group(str(path))
-    arrays = _arrays(documents, kind)
+    arrays = _make_arrays(documents, kind)
     arrays["key"] = np.array([int(document.key, 16) for document in documents], dtype=np.uint64)
     for name, values in arrays.items():
         row_nbytes = max(1, values.nbytes // max(1, len(values)))
-        chunk = max(1, min(len(values) or 1, _GROUP_NBYTES // row_nbytes))
-        group.create_array(name, data=values, chunks=(chunk, *values.shape[1:]))
+        chunk_rows = max(1, min(len(values) or 1, _GROUP_NBYTES // row_nbytes))
+        group.create_array(name, data=values, chunks=(chunk_rows, *values.shape[1:]))
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows to a parquet file. Raises ScoresError if pyarrow is not installed."""
-    parquet = _parquet()
+    parquet = _import_parquet()
     import pyarrow as pa
 
     parquet.write_table(pa.Table.from_pylist([dict(row) for row in rows]), path)
@@ -332,7 +333,7 @@ class _ParquetPart:
     """Reader of single documents in a parquet part."""
 
     def __init__(self, path: Path) -> None:
-        self._file = _parquet().ParquetFile(path, memory_map=True)
+        self._file = _import_parquet().ParquetFile(path, memory_map=True)
         counts = [self._file.metadata.row_group(n).num_rows for n in range(self._file.num_row_groups)]
         self._ends = np.cumsum(counts)
         self._groups: OrderedDict[int, Any] = OrderedDict()
@@ -341,21 +342,21 @@ class _ParquetPart:
         return list(self._file.read(columns=["key"]).column("key").to_pylist())
 
     def read(self, row: int, names: Sequence[str]) -> list[Array]:
-        number = int(np.searchsorted(self._ends, row, side="right"))
-        if number not in self._groups:
-            self._groups[number] = self._file.read_row_group(number, columns=list(names))
+        group = int(np.searchsorted(self._ends, row, side="right"))
+        if group not in self._groups:
+            self._groups[group] = self._file.read_row_group(group, columns=list(names))
             while len(self._groups) > _MAX_CACHED_GROUPS:
                 self._groups.popitem(last=False)
-        self._groups.move_to_end(number)
-        at = row - (int(self._ends[number - 1]) if number else 0)
-        found = []
+        self._groups.move_to_end(group)
+        offset = row - (int(self._ends[group - 1]) if group else 0)
+        arrays = []
         for name in names:
-            values = self._groups[number].column(name)[at].values
+            values = self._groups[group].column(name)[offset].values
             width = values.type.list_size if hasattr(values.type, "list_size") else 0
-            flat = values.flatten() if width else values
-            numbers = flat.to_numpy(zero_copy_only=False)
-            found.append(numbers.reshape(-1, width) if width else numbers)
-        return found
+            flat_values = values.flatten() if width else values
+            numbers = flat_values.to_numpy(zero_copy_only=False)
+            arrays.append(numbers.reshape(-1, width) if width else numbers)
+        return arrays
 
 
 class _ZarrPart:
@@ -371,8 +372,8 @@ class _ZarrPart:
         return [f"{int(key):016x}" for key in self._group["key"][:]]
 
     def read(self, row: int, names: Sequence[str]) -> list[Array]:
-        part = slice(int(self._starts[row]), int(self._starts[row + 1]))
-        return [np.asarray(self._group[name][part]) for name in names]
+        span = slice(int(self._starts[row]), int(self._starts[row + 1]))
+        return [np.asarray(self._group[name][span]) for name in names]
 
 
 class TeacherScores:
@@ -390,18 +391,18 @@ class TeacherScores:
     def __init__(self, folder: Path, top_k: int, vocab_size: int) -> None:
         self.kind = read_kind(folder)
         self._folder, self._top_k, self._vocab_size = folder, top_k, vocab_size
-        form = self.kind.formats[0]
+        fmt = self.kind.formats[0]
         self._parts: list[tuple[Path, _ParquetPart | _ZarrPart]] = []
         self._index: dict[str, tuple[int, int]] = {}
-        names = []
-        for _, _, path in _parts(folder / form):
+        part_sizes = []
+        for _, _, path in _list_parts(folder / fmt):
             with _explain_damage(path):
-                part = _ParquetPart(path) if form == "parquet" else _ZarrPart(path)
+                part = _ParquetPart(path) if fmt == "parquet" else _ZarrPart(path)
                 keys = part.keys()
             self._index.update((key, (len(self._parts), row)) for row, key in enumerate(keys))
             self._parts.append((path, part))
-            names.append((path.name, len(keys)))
-        self._fingerprint = checksum(json.dumps([dataclasses.asdict(self.kind), names, top_k]).encode())
+            part_sizes.append((path.name, len(keys)))
+        self._fingerprint = checksum(json.dumps([dataclasses.asdict(self.kind), part_sizes, top_k]).encode())
 
     def fingerprint(self) -> str:
         """Return a checksum of the scores' origin, the parts' names and sizes, and ``top_k``."""
@@ -416,19 +417,17 @@ class TeacherScores:
         Raises:
             DataError: Some documents have no scores. The message states their number and a likely cause.
         """
-        used = dataset.epoch_documents(0) if dataset.in_use is None else dataset.in_use
-        missing = [int(document) for document in used if dataset.document_key(int(document)) not in self._index]
-        if not missing:
+        documents = dataset.epoch_documents(0) if dataset.in_use is None else dataset.in_use
+        unscored = [int(document) for document in documents if dataset.document_key(int(document)) not in self._index]
+        if not unscored:
             return
-        num_rows = sum(count for _, count, _ in _parts(self._folder / self.kind.formats[0]))
+        num_rows = sum(count for _, count, _ in _list_parts(self._folder / self.kind.formats[0]))
         if tokenizer != self.kind.tokenizer:
             cause = (
                 f"The scores belong to another tokenizer ({self.kind.model}). A student needs the tokenizer of its "
                 "teacher: set model.tokenizer_name_or_path"
             )
-        elif (
-            num_rows := sum(count for _, count, _ in _parts(self._folder / self.kind.formats[0]))
-        ) < self.kind.num_rows:
+        elif num_rows < self.kind.num_rows:
             cause = (
                 f"Only {num_rows:,} of {self.kind.num_rows:,} rows have been scored: run the same megatrain-tier "
                 "score command again to continue"
@@ -440,8 +439,8 @@ class TeacherScores:
             )
         raise DataError(
             str(self._folder),
-            f"{len(missing):,} of {len(used):,} documents of data.train have no scores (first: document "
-            f"{missing[0]:,}, with {dataset.starts[missing[0] + 1] - dataset.starts[missing[0]]:,} tokens)",
+            f"{len(unscored):,} of {len(documents):,} documents of data.train have no scores (first: document "
+            f"{unscored[0]:,}, with {dataset.starts[unscored[0] + 1] - dataset.starts[unscored[0]]:,} tokens)",
             cause,
         )
 
@@ -462,25 +461,25 @@ class TeacherScores:
         shape = (len(rows), width)
         ids = np.zeros((*shape, self._top_k), dtype=np.int32)
         log_probs = np.zeros((*shape, self._top_k), dtype=np.float32)
-        rest = np.zeros(shape, dtype=np.float32)
-        for number, row in enumerate(rows):
-            at = 0
+        rest_log_probs = np.zeros(shape, dtype=np.float32)
+        for i, row in enumerate(rows):
+            start = 0
             for key, length in row:
-                positions, *found = self._read(key)
-                places = at + positions - 1  # each token is predicted at the position before it
-                ids[number, places], log_probs[number, places], rest[number, places] = self._select_top(key, *found)
-                at += length
-        return dict(zip(TEACHER_KEYS, map(torch.from_numpy, (ids, log_probs, rest)), strict=True))
+                positions, *arrays = self._read(key)
+                columns = start + positions - 1  # each token is predicted at the position before it
+                ids[i, columns], log_probs[i, columns], rest_log_probs[i, columns] = self._select_top(key, *arrays)
+                start += length
+        return dict(zip(TEACHER_KEYS, map(torch.from_numpy, (ids, log_probs, rest_log_probs)), strict=True))
 
     def _read(self, key: str) -> list[Array]:
         if key not in self._index:
             raise DataError(str(self._folder), f"there are no scores for document {key}")
-        number, row = self._index[key]
-        path, part = self._parts[number]
+        part_index, row = self._index[key]
+        path, part = self._parts[part_index]
         with _explain_damage(path):
             return part.read(row, ("positions", "top_ids", "top_log_probs", "rest_log_probs"))
 
-    def _select_top(self, key: str, ids: Array, log_probs: Array, rest: Array) -> tuple[Array, Array, Array]:
+    def _select_top(self, key: str, ids: Array, log_probs: Array, rest_log_probs: Array) -> tuple[Array, Array, Array]:
         if ids.size and ids.max() >= self._vocab_size:
             raise DataError(
                 str(self._folder),
@@ -488,11 +487,11 @@ class TeacherScores:
                 f"{self._vocab_size:,} tokens",
                 "A student needs the vocabulary of its teacher",
             )
-        left_out = log_probs[:, self._top_k :]
-        if left_out.shape[1]:
-            for column in left_out.T:
-                rest = np.logaddexp(rest, column)
-        return ids[:, : self._top_k], log_probs[:, : self._top_k], rest
+        omitted_log_probs = log_probs[:, self._top_k :]
+        if omitted_log_probs.shape[1]:
+            for column in omitted_log_probs.T:
+                rest_log_probs = np.logaddexp(rest_log_probs, column)
+        return ids[:, : self._top_k], log_probs[:, : self._top_k], rest_log_probs
 
 
 @contextmanager

@@ -25,12 +25,12 @@ from megatrain.data.table import DatasetConfig
 from tiered.units import MiB
 
 #: File name suffixes of shards and of compressed shards.
-_LINES, _PARQUET = (".jsonl", ".ndjson"), (".parquet",)
-_COMPRESSED = (".gz", ".zst", ".zstd")
+_LINES_SUFFIXES, _PARQUET_SUFFIXES = (".jsonl", ".ndjson"), (".parquet",)
+_COMPRESSION_SUFFIXES = (".gz", ".zst", ".zstd")
 _FORMATS = ".jsonl (also compressed: .jsonl.gz, .jsonl.zst or .jsonl.zstd) and .parquet"
 _BLOCK_BYTES = 8 * MiB
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-_GLOB = re.compile(r"[*?\[]")
+_GLOB_PATTERN = re.compile(r"[*?\[]")
 #: Number of attempts to open a shard. After the last attempt, a server error ends the run.
 NUM_ATTEMPTS = 5
 _FIRST_RETRY_S = 0.5
@@ -96,9 +96,9 @@ class Shards:
             DataError: The shard is damaged.
         """
         shard = self.shards[index]
-        read = self._read_parquet if _has_suffix(shard.path, _PARQUET) else self._read_lines
+        read_rows = self._read_parquet if _has_suffix(shard.path, _PARQUET_SUFFIXES) else self._read_lines
         try:
-            with closing(read(shard, start)) as rows:
+            with closing(read_rows(shard, start)) as rows:
                 yield from rows
         except DataError:
             raise
@@ -109,22 +109,22 @@ class Shards:
 
     def _list_shards(self) -> list[Shard]:
         files, root = self._files, self._root
-        listed = files.glob(root, detail=True) if _GLOB.search(root) else files.find(root, detail=True)
-        sizes = {name: int(info.get("size") or 0) for name, info in listed.items() if info.get("type") != "directory"}
+        entries = files.glob(root, detail=True) if _GLOB_PATTERN.search(root) else files.find(root, detail=True)
+        sizes = {name: int(info.get("size") or 0) for name, info in entries.items() if info.get("type") != "directory"}
         if not sizes:
             raise DataError(self.path, "there is no such file or folder, or the folder is empty", "Check the path")
         reject_mds(sorted(sizes))
         names = [
             name
             for name in sorted(sizes)
-            if _has_suffix(_strip_compression(name), _LINES) or _has_suffix(name, _PARQUET)
+            if _has_suffix(_strip_compression(name), _LINES_SUFFIXES) or _has_suffix(name, _PARQUET_SUFFIXES)
         ]
         if not names:
             raise DataError(
                 self.path, f"no file there can be streamed, for example '{min(sizes)}'", f"Supported shards: {_FORMATS}"
             )
-        common = len(names[0].rpartition("/")[0]) if len(names) == 1 else len(_common_folder(names))
-        return [Shard(name, name[common:].lstrip("/"), sizes[name]) for name in names]
+        prefix_length = len(names[0].rpartition("/")[0]) if len(names) == 1 else len(_common_folder(names))
+        return [Shard(name, name[prefix_length:].lstrip("/"), sizes[name]) for name in names]
 
     # -- rows of a shard ---------------------------------------------------------------------------------------------
 
@@ -138,12 +138,12 @@ class Shards:
     def _read_parquet(self, shard: Shard, start: int) -> Generator[tuple[str, Any]]:
         import_pyarrow(shard.path, "such files")
         with self._files.open(shard.path, "rb", block_size=_BLOCK_BYTES) as file:
-            for number, value in enumerate(parquet_values(file, shard.path, start), start=start + 1):
-                yield f"{shard.path} row {number}", value
+            for row_number, value in enumerate(parquet_values(file, shard.path, start), start=start + 1):
+                yield f"{shard.path} row {row_number}", value
 
     def _read_error(self, path: str, error: Exception) -> ShardError:
         text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        names = [each.__name__ for each in type(error).__mro__]
+        names = [error_type.__name__ for error_type in type(error).__mro__]
         advice = "Check the path and its permissions"
         if "NoCredentialsError" in names or "locate credentials" in text:
             advice = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
@@ -196,7 +196,7 @@ class RowStream:
         Raises:
             DataError: A shard cannot be read, or the source has no rows.
         """
-        while (found := self._next_in_shard()) is None:
+        while (item := self._next_in_shard()) is None:
             cursor = replace(self.cursor, shard=self.cursor.shard + 1, row=0)
             if cursor.shard == len(self._shards):
                 if not self._has_rows:
@@ -206,22 +206,22 @@ class RowStream:
             self.close()
         self._has_rows = True
         self.cursor = replace(self.cursor, row=self.cursor.row + 1)
-        where, value = found
+        where, value = item
         return parse_row(value, where, self._source.format, self._columns)
 
     def _next_in_shard(self) -> tuple[str, Any] | None:
         """Return the current shard's next row, or None at the end of the shard. Retry after an error."""
         order = np.random.default_rng((*self._seed, self.cursor.turn)).permutation(len(self._shards))
-        for number in range(NUM_ATTEMPTS):
+        for attempt in range(NUM_ATTEMPTS):
             try:
                 if self._rows is None:
                     self._rows = self._shards.rows(int(order[self.cursor.shard]), self.cursor.row)
                 return next(self._rows, None)
             except ShardError as error:
                 self.close()
-                if number + 1 == NUM_ATTEMPTS:
+                if attempt + 1 == NUM_ATTEMPTS:
                     raise
-                pause_s = _FIRST_RETRY_S * 2**number
+                pause_s = _FIRST_RETRY_S * 2**attempt
                 self._on_message(f"warning: {error}. Retrying in {pause_s:g} s")
                 time.sleep(pause_s)
         raise AssertionError(NUM_ATTEMPTS)
@@ -233,24 +233,24 @@ class RowStream:
         self._rows = None
 
 
-def _has_suffix(name: str, endings: Sequence[str]) -> bool:
-    return name.lower().endswith(tuple(endings))
+def _has_suffix(name: str, suffixes: Sequence[str]) -> bool:
+    return name.lower().endswith(tuple(suffixes))
 
 
 def _strip_compression(name: str) -> str:
-    return name.rpartition(".")[0] if _has_suffix(name, _COMPRESSED) else name
+    return name.rpartition(".")[0] if _has_suffix(name, _COMPRESSION_SUFFIXES) else name
 
 
 def _common_folder(names: Sequence[str]) -> str:
-    first, last = min(names).split("/"), max(names).split("/")
-    same = list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
-    return "/".join(part for part, _ in same)
+    first_parts, last_parts = min(names).split("/"), max(names).split("/")
+    pairs = list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first_parts, last_parts, strict=False)))
+    return "/".join(part for part, _ in pairs)
 
 
 def _open_decompressed(path: str, file: Any) -> IO[bytes]:
     if _has_suffix(path, (".gz",)):
         return gzip.GzipFile(fileobj=file)  # type: ignore[return-value]
-    if not _has_suffix(path, _COMPRESSED):
+    if not _has_suffix(path, _COMPRESSION_SUFFIXES):
         return file if hasattr(file, "readline") else io.BufferedReader(file, _BLOCK_BYTES)
     pyarrow = import_pyarrow(path, "such files")
     stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")

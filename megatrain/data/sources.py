@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatrain.data.files import EXTRA, find_files, read_file, read_text, suffix_of
+from megatrain.data.files import PIP_COMMAND, find_files, read_file, read_text, suffix_of
 from megatrain.data.formats import (
     DataRow,
     Document,
@@ -40,7 +40,7 @@ def source_files(path: str, name: str | None = None, split: str | None = None) -
     return find_files(path, split)
 
 
-def rows_of(source: DatasetConfig, files: Sequence[Path], kind: RowKind) -> Iterator[DataRow | RowError]:
+def read_source(source: DatasetConfig, files: Sequence[Path], kind: RowKind) -> Iterator[DataRow | RowError]:
     """Yield a source's rows in order. Yield a RowError for each row that cannot be used for training.
 
     Errors for empty files are yielded last.
@@ -50,22 +50,22 @@ def rows_of(source: DatasetConfig, files: Sequence[Path], kind: RowKind) -> Iter
             column named in ``columns`` occurs in no row.
     """
     count = 0
-    empty: list[Path] = []
+    empty_files: list[Path] = []
     column_check = _ColumnCheck(source.column_names)
     for file in files:
         is_empty = True
-        for row in _rows_of_file(file, kind.reader or source.format, column_check, source.json_key):
+        for row in _read_file_rows(file, kind.reader or source.format, column_check, source.json_key):
             if source.max_samples is not None and count >= source.max_samples:
                 return
             is_empty = False
             count += not isinstance(row, Document) or row.is_end
             yield row
         if is_empty:
-            empty.append(file)
-    if len(empty) == len(files):
+            empty_files.append(file)
+    if len(empty_files) == len(files):
         problem = "the file is empty" if len(files) == 1 else f"this file and {len(files) - 1} other files are empty"
         raise DataError(str(files[0]), problem, "Remove it or fill it")
-    yield from (EmptyFileError(str(file)) for file in empty)
+    yield from (EmptyFileError(str(file)) for file in empty_files)
     column_check.check(files)
 
 
@@ -78,23 +78,23 @@ class _ColumnCheck:
 
     def __init__(self, columns: Mapping[str, str]) -> None:
         self.columns = columns
-        self._missing = row_columns(columns)
+        self._missing_columns = row_columns(columns)
         self._fields: dict[str, None] = {}
 
     def add(self, value: object) -> None:
         """Record a row's columns."""
-        if self._missing and isinstance(value, Mapping):
+        if self._missing_columns and isinstance(value, Mapping):
             self._fields.update(dict.fromkeys(value))
-            named = with_columns(value, self._missing)
-            self._missing = {name: column for name, column in self._missing.items() if column not in named}
+            row = with_columns(value, self._missing_columns)
+            self._missing_columns = {k: column for k, column in self._missing_columns.items() if column not in row}
 
     def check(self, files: Sequence[Path]) -> None:
         """Raise DataError if one of the columns occurs in no row."""
-        if self._fields and (absent := find_absent_column(self._fields, self._missing)):
-            raise DataError(str(files[0]), *absent)
+        if self._fields and (error_parts := find_absent_column(self._fields, self._missing_columns)):
+            raise DataError(str(files[0]), *error_parts)
 
 
-def _rows_of_file(
+def _read_file_rows(
     file: Path, row_format: RowFormat | RowReader, column_check: _ColumnCheck, json_key: str | None
 ) -> Iterator[DataRow | RowError]:
     if suffix_of(file) == ".txt":
@@ -160,7 +160,7 @@ _COMMON_COLUMNS: tuple[tuple[RowFormat, Mapping[str, str]], ...] = (
     ("text", {"text": "body"}),
     ("text", {"text": "document"}),
 )
-_NUM_PREVIEWED = 100
+_NUM_PREVIEW_ROWS = 100
 
 
 def detect_format(path: str, kind: RowKind | None = None) -> SourcePreview:
@@ -178,22 +178,22 @@ def detect_format(path: str, kind: RowKind | None = None) -> SourcePreview:
     files = source_files(path)
     for file in files:
         if suffix_of(file) == ".txt":
-            if next(_rows_of_file(file, "text", _ColumnCheck({}), None), None) is not None:
+            if next(_read_file_rows(file, "text", _ColumnCheck({}), None), None) is not None:
                 return SourcePreview("text")
             continue
-        rows = list(itertools.islice(read_file(file), _NUM_PREVIEWED))
+        rows = list(itertools.islice(read_file(file), _NUM_PREVIEW_ROWS))
         if not rows:
             continue
         has_answers = any(explain_preferences(_lowercase_fields(value)) is not None for _, value in rows)
         is_preference = has_answers if kind is None else kind.reader is PREFERENCE
-        first = None
+        first_preview = None
         for where, value in rows:
             preview = _detect_row_format(value, where, is_preference=is_preference)
             if not preview.problem:
                 return preview
-            first = first or preview
-        assert first is not None
-        return first
+            first_preview = first_preview or preview
+        assert first_preview is not None
+        return first_preview
     raise DataError(str(files[0]), "the file is empty", "Remove it or fill it")
 
 
@@ -210,12 +210,12 @@ def _detect_row_format(value: Any, where: str, *, is_preference: bool) -> Source
         return SourcePreview("preference" if is_preference else "", {}, fields, str(error))
     except DataError as error:
         if explain_preferences(_lowercase_fields(value)) is None and not is_preference:
-            called = {name.strip().casefold(): name for name in fields}
+            lookup = {name.strip().casefold(): name for name in fields}
             for row_format, columns in _COMMON_COLUMNS:
-                if all(column in called for column in columns.values()):
-                    names = {name: called[column] for name, column in columns.items() if name != called[column]}
+                if all(column in lookup for column in columns.values()):
+                    names = {name: lookup[column] for name, column in columns.items() if name != lookup[column]}
                     try:
-                        sample = {called[column]: value[called[column]] for column in columns.values()}
+                        sample = {lookup[column]: value[lookup[column]] for column in columns.values()}
                         read_row(sample, where, row_format, names)
                     except (DataError, RowError):
                         continue
@@ -250,20 +250,20 @@ def fetch_dataset(path: str, name: str | None = None, split: str | None = None) 
         raise DataError(
             path,
             "there is no such file or folder, and hub datasets need the package datasets",
-            f"Check the path, which is relative to the config file, or install the data extra: {EXTRA}",
+            f"Check the path, which is relative to the config file, or install the data extra: {PIP_COMMAND}",
         ) from None
     try:
-        found = datasets.load_dataset(path, name, split=split or "train")
+        dataset = datasets.load_dataset(path, name, split=split or "train")
     except Exception as error:  # the readers of datasets raise many types of errors
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        offline = any(os.environ.get(key, "").upper() in ("1", "ON", "YES", "TRUE") for key in _OFFLINE)
+        is_offline = any(os.environ.get(key, "").upper() in ("1", "ON", "YES", "TRUE") for key in _OFFLINE_VARIABLES)
         raise DataError(
             path,
             f"there is no such file or folder, and no hub dataset could be fetched: {reason.rstrip('.')}",
-            "HF_HUB_OFFLINE is set: unset it to fetch the dataset once, or use the path of a file" if offline
+            "HF_HUB_OFFLINE is set: unset it to fetch the dataset once, or use the path of a file" if is_offline
             else "Check the spelling, subset and split; without a network, use the path of a file",
         ) from None  # fmt: skip
-    files = [Path(entry["filename"]) for entry in found.cache_files]
+    files = [Path(entry["filename"]) for entry in dataset.cache_files]
     if not files:
         raise DataError(
             path, "the dataset has no files in the cache", "Save it as parquet and use the path of that file"
@@ -271,4 +271,4 @@ def fetch_dataset(path: str, name: str | None = None, split: str | None = None) 
     return files
 
 
-_OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+_OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")

@@ -59,16 +59,16 @@ class StreamDataset(TokenDataset):
         ]
         tokenizer = checksum(self.tokenizer.backend_tokenizer.to_str().encode())
         template = checksum(str(self.tokenizer.chat_template).encode())
-        what = (sources, data.table.train_on, data.encoding, data.seed, tokenizer, template)
-        return f"stream-{checksum(repr(what).encode())}"
+        parts = (sources, data.table.train_on, data.encoding, data.seed, tokenizer, template)
+        return f"stream-{checksum(repr(parts).encode())}"
 
 
 def open_dataset(
     data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: OnMessage = lambda text: None
 ) -> TokenDataset:
     """Call ``open_stream`` if the data is streamed, else ``load_dataset``. Raises the errors of that function."""
-    opened = open_stream if data.table.streaming else load_dataset
-    return opened(data, tokenizer, on_message)
+    open_function = open_stream if data.table.streaming else load_dataset
+    return open_function(data, tokenizer, on_message)
 
 
 def open_stream(data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: OnMessage) -> StreamDataset:
@@ -78,9 +78,9 @@ def open_stream(data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: 
         DataError: A source's shards cannot be listed, or a source has no shards.
     """
     streams = tuple(Shards(source.path) for source in data.table.train)
-    shown = ", ".join(f"{len(shards):,} shard{'s' * (len(shards) != 1)} of {shards.path}" for shards in streams)
+    description = ", ".join(f"{len(shards):,} shard{'s' * (len(shards) != 1)} of {shards.path}" for shards in streams)
     counts = tuple(SourceCounts() for _ in streams)
-    report = StreamReport(0, 0, 0, 0, 0, 0, 0, sources=counts, text=f"streamed during the run: {shown}")
+    report = StreamReport(0, 0, 0, 0, 0, 0, 0, sources=counts, text=f"streamed during the run: {description}")
     return StreamDataset(
         np.empty(0, dtype=np.int32),
         np.empty(0, dtype=np.bool_),
@@ -88,7 +88,7 @@ def open_stream(data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: 
         report,
         known_largest_id=0,
         kind=data.kind,
-        source_checksums=lambda: tuple(map(_checksum_of_shards, streams)),
+        source_checksums=lambda: tuple(map(_shards_checksum, streams)),
         data=data,
         tokenizer=copy.deepcopy(tokenizer),  # the thread that prepares windows needs its own copy
         streams=streams,
@@ -96,11 +96,11 @@ def open_stream(data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: 
     )
 
 
-def _checksum_of_shards(shards: Shards) -> str:
+def _shards_checksum(shards: Shards) -> str:
     return checksum(repr(shards.describe()).encode())
 
 
-def changed_sources(table: DataConfig, recorded: Sequence[str]) -> list[str]:
+def changed_sources(table: DataConfig, recorded_checksums: Sequence[str]) -> list[str]:
     """Return a message for each source whose files have changed. Nothing is tokenized.
 
     If a source cannot be read, the message states the reason. Hub datasets are skipped, because reading them could
@@ -108,27 +108,27 @@ def changed_sources(table: DataConfig, recorded: Sequence[str]) -> list[str]:
 
     Args:
         table: ``[data]``, with ``streaming`` as it was when the run started.
-        recorded: Result of ``TokenDataset.source_checksums`` at that time. Empty if it was not recorded.
+        recorded_checksums: Result of ``TokenDataset.source_checksums`` at that time. Empty if it was not recorded.
     """
-    if recorded and len(recorded) != len(table.train):
-        return [f"data.train: number of sources: {len(recorded)} -> {len(table.train)}"]
+    if recorded_checksums and len(recorded_checksums) != len(table.train):
+        return [f"data.train: number of sources: {len(recorded_checksums)} -> {len(table.train)}"]
     folder = None
     with contextlib.suppress(DataError):  # without a cache, the files are read to compute their checksums
         folder = None if table.streaming else cache_folder(table.cache_dir, lambda text: None)
     cache = None if folder is None else TokenCache(folder)
     lines = []
-    for number, (source, old) in enumerate(zip(table.train, recorded, strict=False)):
+    for index, (source, old_checksum) in enumerate(zip(table.train, recorded_checksums, strict=False)):
         if not table.streaming and is_hub_name(source.path):
             continue
         try:
             if table.streaming:
-                new = _checksum_of_shards(Shards(source.path))
+                new_checksum = _shards_checksum(Shards(source.path))
             else:
-                (new,) = source_checksums([source_files(source.path, source.subset, source.split)], cache)
+                (new_checksum,) = source_checksums([source_files(source.path, source.subset, source.split)], cache)
         except (DataError, OSError) as error:
-            lines.append(f"data.train.{number}: cannot be compared: {error}")
+            lines.append(f"data.train.{index}: cannot be compared: {error}")
             continue
-        if new != old:
-            what = "names or sizes of the shards" if table.streaming else "contents of the files"
-            lines.append(f"data.train.{number}: the {what} have changed ({source.path})")
+        if new_checksum != old_checksum:
+            subject = "names or sizes of the shards" if table.streaming else "contents of the files"
+            lines.append(f"data.train.{index}: the {subject} have changed ({source.path})")
     return lines

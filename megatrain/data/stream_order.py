@@ -40,7 +40,7 @@ class StreamOrder:
 
     def steps(self, start: LoaderPosition) -> Iterator[StepRows]:
         """Yield the rows of each step from ``start`` on. The first step encodes the window at ``start`` again."""
-        cursor = Cursor.first(len(self._streams.streams)) if start.cursor is None else Cursor.from_json(start.cursor)
+        cursor = Cursor.start(len(self._streams.streams)) if start.cursor is None else Cursor.from_json(start.cursor)
         windows = self._windows(cursor, (self.steps_per_epoch - start.step) * self._rows_per_step)
         window = next(windows)
         for step in itertools.count(start.step + 1):
@@ -49,10 +49,10 @@ class StreamOrder:
                 if cursor.used == len(window.rows):
                     window = next(windows)
                     cursor = window.cursor
-                used = range(cursor.used, min(cursor.used + self._rows_per_step - len(parts), len(window.rows)))
-                parts += [(window.dataset, window.rows[row]) for row in used]
-                self._report_ends(window, used)
-                cursor = replace(cursor, used=used.stop)
+                row_range = range(cursor.used, min(cursor.used + self._rows_per_step - len(parts), len(window.rows)))
+                parts += [(window.dataset, window.rows[row]) for row in row_range]
+                self._report_ends(window, row_range)
+                cursor = replace(cursor, used=row_range.stop)
             yield StepRows(*join_rows(parts), LoaderPosition(start.epoch, step, cursor.to_json()))
 
     def _windows(self, cursor: Cursor, num_rows: int) -> Iterator[Window]:
@@ -62,14 +62,14 @@ class StreamOrder:
             num_rows: Number of batch rows that the run still needs.
         """
         losses = _LossWarnings(self._streams)
-        used, coming = cursor.used, self._prepare(replace(cursor, used=0))
+        num_used, future = cursor.used, self._prepare(replace(cursor, used=0))
         while True:
-            window = coming.result()
+            window = future.result()
             losses.add(window.dataset.report)
-            num_rows, used = num_rows - len(window.rows) + used, 0
-            following = self._prepare(window.next_cursor(self._rows_per_step)) if num_rows > 0 else None
+            num_rows, num_used = num_rows - len(window.rows) + num_used, 0
+            next_future = self._prepare(window.next_cursor(self._rows_per_step)) if num_rows > 0 else None
             yield window
-            coming = following or self._prepare(window.next_cursor(self._rows_per_step))
+            future = next_future or self._prepare(window.next_cursor(self._rows_per_step))
 
     def _prepare(self, cursor: Cursor) -> Future[Window]:
         """Prepare a window on a new thread.
@@ -88,11 +88,11 @@ class StreamOrder:
         threading.Thread(target=run, name="data-window").start()
         return window
 
-    def _report_ends(self, window: Window, used: range) -> None:
+    def _report_ends(self, window: Window, row_range: range) -> None:
         """Report each source that ends for the first time in these batch rows."""
-        for number, at in window.first_ends.items():
-            if at in used:
-                name = self._streams.data.source_names[number]
+        for source_index, row in window.first_ends.items():
+            if row in row_range:
+                name = self._streams.data.source_names[source_index]
                 self._streams.on_message(
                     f"{name} has been read to its end and starts again, with its shards in another order"
                 )
@@ -115,13 +115,13 @@ class _LossWarnings:
         data = self._streams.data
         messages: list[tuple[str, str]] = []
         counts = zip(self._counts, report.sources, strict=True)
-        self._counts = [SourceCounts(*map(add, astuple(before), astuple(now))) for before, now in counts]
-        why = f" (first: {report.dropped[0].example}: {report.dropped[0].reason})" if report.dropped else ""
+        self._counts = [SourceCounts(*map(add, astuple(old), astuple(new))) for old, new in counts]
+        example = f" (first: {report.dropped[0].example}: {report.dropped[0].reason})" if report.dropped else ""
         for name, total in zip(data.source_names, self._counts, strict=True):
             losses = check_losses(replace(report, sources=(total,)), [name], data.table.max_dropped)
-            messages += [(f"losses of {name}", f"warning: {text}{why}") for text in losses]
+            messages += [(f"losses of {name}", f"warning: {text}{example}") for text in losses]
         messages += [("fields", f"warning: {text}") for severity, text in report.remarks() if severity == "warning"]
-        for what, text in messages:
-            if what not in self._issued:
-                self._issued.add(what)
+        for key, text in messages:
+            if key not in self._issued:
+                self._issued.add(key)
                 self._streams.on_message(text)

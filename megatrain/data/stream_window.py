@@ -21,11 +21,11 @@ from megatrain.data.table import weights_at
 from megatrain.data.token_dataset import TokenDataset
 
 #: Indices of random streams. The order of epochs and the dataset use streams 0 to 3.
-_SHARDS, _ROWS, _ORDER = 4, 5, 6
+_SHARD_STREAM, _ROW_STREAM, _ORDER_STREAM = 4, 5, 6
 #: Maximum rows and characters in a window, whose rows are kept in RAM.
 WINDOW_ROWS = 4096
 WINDOW_CHARACTERS = 1 << 24
-_ROWS_AT_ONCE = 512
+_ROWS_PER_DRAW = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ class Cursor:
     sources: tuple[SourceCursor, ...]
 
     @classmethod
-    def first(cls, num_sources: int) -> Cursor:
+    def start(cls, num_sources: int) -> Cursor:
         """Return the position before the first row."""
         return cls(0, 0, 0, 0, tuple(SourceCursor() for _ in range(num_sources)))
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Cursor:
         """Create a cursor from the output of :meth:`to_json`."""
-        return cls(**{**values, "sources": tuple(SourceCursor(**each) for each in values["sources"])})
+        return cls(**{**values, "sources": tuple(SourceCursor(**entry) for entry in values["sources"])})
 
     def to_json(self) -> dict[str, Any]:
         """Return the cursor as a dict that checkpoints store. Its keys must never change."""
@@ -104,7 +104,7 @@ class WindowMaker:
         Raises:
             DataError: A shard cannot be read, no token would be trained, or a token id has no embedding.
         """
-        drafts, rows_left = self._open(cursor)
+        drafts, rows_left = self._open_sources(cursor)
         try:
             num_rows = _fill(drafts, rows_left, self.shape.max_length if self.shape.packing else None)
         finally:
@@ -112,25 +112,25 @@ class WindowMaker:
                 draft.stream.close()
         dataset = _join_drafts(drafts, num_rows)
         check_id_range(dataset, self.num_embeddings, where=str(self.streams.tokenizer.name_or_path))
-        documents = self._random(_ROWS, cursor.window).permutation(len(dataset))
+        documents = self._random(_ROW_STREAM, cursor.window).permutation(len(dataset))
         table = self.shape.assign(documents, dataset)
-        order = self._random(_ORDER, cursor.window).permutation(len(table))
-        ends = {number: draft.first_end for number, draft in enumerate(drafts) if draft.first_end is not None}
-        first_ends = {number: int(count / num_rows * len(table)) for number, count in ends.items()}
-        return Window(cursor, tuple(each.cursor for each in drafts), dataset, [table[row] for row in order], first_ends)
+        order = self._random(_ORDER_STREAM, cursor.window).permutation(len(table))
+        ends = {index: draft.first_end for index, draft in enumerate(drafts) if draft.first_end is not None}
+        first_ends = {index: int(count / num_rows * len(table)) for index, count in ends.items()}
+        return Window(cursor, tuple(draft.cursor for draft in drafts), dataset, [table[i] for i in order], first_ends)
 
-    def _open(self, cursor: Cursor) -> tuple[list[_SourceDraft], int | None]:
+    def _open_sources(self, cursor: Cursor) -> tuple[list[_SourceDraft], int | None]:
         """Open all sources at a cursor. Return drafts, and the number of batch rows until weights change, or None."""
         data, streams = self.streams.data, self.streams
-        weights, until = weights_at(data.table.train, cursor.step)
+        weights, change_step = weights_at(data.table.train, cursor.step)
         rows_left = None
-        if until is not None:
-            rows_left = (until - cursor.step) * self.shape.examples_per_step(1) - cursor.place
+        if change_step is not None:
+            rows_left = (change_step - cursor.step) * self.shape.examples_per_step(1) - cursor.place
         rows = RowEncoder(streams.tokenizer, train_on=data.table.train_on)
         drafts = []
-        for number, weight in enumerate(weights):
-            seed, at = (self.data_seed, _SHARDS, number), cursor.sources[number]
-            stream = RowStream(data.table.train[number], streams.streams[number], seed, at, streams.on_message)
+        for index, weight in enumerate(weights):
+            seed, source_cursor = (self.data_seed, _SHARD_STREAM, index), cursor.sources[index]
+            stream = RowStream(data.table.train[index], streams.streams[index], seed, source_cursor, streams.on_message)
             drafts.append(_SourceDraft(stream, weight / sum(weights), rows, data.encoding))
         return drafts, rows_left
 
@@ -152,9 +152,9 @@ class _SourceDraft:
     def __init__(self, stream: RowStream, share: float, rows: RowEncoder, options: EncodingOptions) -> None:
         self.stream, self.share, self.credit = stream, share, stream.cursor.credit
         self.first_end: int | None = None
-        self.made = InMemoryWriter()
-        self.encoder = Encoder(rows, self.made.writer, options)
-        self._drawn: list[DataRow | RowError] = []
+        self.memory = InMemoryWriter()
+        self.encoder = Encoder(rows, self.memory.writer, options)
+        self._drawn_rows: list[DataRow | RowError] = []
 
     @property
     def cursor(self) -> SourceCursor:
@@ -170,13 +170,13 @@ class _SourceDraft:
         turn, row = self.stream.cursor.turn, self.stream.next_row()
         if turn == 0 < self.stream.cursor.turn:
             self.first_end = num_rows
-        self._drawn.append(row)
+        self._drawn_rows.append(row)
         return 0 if isinstance(row, RowError) else row.num_characters
 
     def encode(self) -> None:
         """Encode the rows drawn since the last call."""
-        self.encoder.add_rows(self._drawn)
-        self._drawn = []
+        self.encoder.add_rows(self._drawn_rows)
+        self._drawn_rows = []
 
 
 def _fill(drafts: Sequence[_SourceDraft], rows_left: int | None, row_tokens: int | None) -> int:
@@ -191,36 +191,36 @@ def _fill(drafts: Sequence[_SourceDraft], rows_left: int | None, row_tokens: int
     """
     num_rows = num_characters = 0
     while num_rows < WINDOW_ROWS and num_characters < WINDOW_CHARACTERS:
-        count = min(_ROWS_AT_ONCE, WINDOW_ROWS - num_rows)
+        count = min(_ROWS_PER_DRAW, WINDOW_ROWS - num_rows)
         if rows_left is not None:
-            made, needed = sum(each.made.writer.num_documents for each in drafts), rows_left
+            num_made, num_needed = sum(draft.memory.writer.num_documents for draft in drafts), rows_left
             if row_tokens is not None:
-                made, needed = sum(each.made.writer.num_tokens for each in drafts), rows_left * row_tokens
-            if made >= needed:
+                num_made, num_needed = sum(draft.memory.writer.num_tokens for draft in drafts), rows_left * row_tokens
+            if num_made >= num_needed:
                 break
-            a_row = max(1.0, made / num_rows) if num_rows else float(row_tokens or 1)
-            count = max(1, min(count, int((needed - made) / a_row)))
+            per_row = max(1.0, num_made / num_rows) if num_rows else float(row_tokens or 1)
+            count = max(1, min(count, int((num_needed - num_made) / per_row)))
         for _ in range(count):
-            for each in drafts:
-                each.credit += each.share
-            chosen = max(drafts, key=lambda each: (each.share > 0, each.credit))
-            chosen.credit -= 1.0
+            for draft in drafts:
+                draft.credit += draft.share
+            next_draft = max(drafts, key=lambda draft: (draft.share > 0, draft.credit))
+            next_draft.credit -= 1.0
             if not threading.main_thread().is_alive():
                 raise DataError("data.train", "the program is exiting and needs no more rows")
-            num_characters += chosen.draw(num_rows)
+            num_characters += next_draft.draw(num_rows)
             num_rows += 1
             if num_characters >= WINDOW_CHARACTERS:
                 break
-        for each in drafts:
-            each.encode()
-    for each in drafts:
-        each.encoder.end_source()
+        for draft in drafts:
+            draft.encode()
+    for draft in drafts:
+        draft.encoder.end_source()
     return num_rows
 
 
 def _join_drafts(drafts: Sequence[_SourceDraft], num_rows: int) -> TokenDataset:
     """Return the documents of all rows, sorted by source. Raises DataError if there is no token to train on."""
-    parts = [draft.made.dataset(draft.encoder.report()) for draft in drafts]
+    parts = [draft.memory.dataset(draft.encoder.report()) for draft in drafts]
     first_error = next((draft.encoder.counts.first_error for draft in drafts if draft.encoder.counts.first_error), None)
     if not any(map(len, parts)):
         raise DataError(
@@ -228,25 +228,25 @@ def _join_drafts(drafts: Sequence[_SourceDraft], num_rows: int) -> TokenDataset:
             f"no token of {num_rows:,} consecutive rows would be trained",
             "Check data.train_on and data.max_length" if first_error is None else f"The first error: {first_error}",
         )
-    whole, _ = join_rows((part, range(len(part))) for part in parts)
+    dataset, _ = join_rows((part, range(len(part))) for part in parts)
     report = replace(
         parts[0].report,
         num_rows=sum(part.report.num_rows for part in parts),
         sources=tuple(part.report.sources[0] for part in parts),
-        dropped=tuple(each for part in parts for each in part.report.dropped),
-        left_out=tuple(each for part in parts for each in part.report.left_out),
+        dropped=tuple(count for part in parts for count in part.report.dropped),
+        left_out=tuple(count for part in parts for count in part.report.left_out),
     )
-    return replace(whole, report=report, known_largest_id=max(part.largest_id for part in parts if len(part)))
+    return replace(dataset, report=report, known_largest_id=max(part.largest_id for part in parts if len(part)))
 
 
 def join_rows(rows: Iterable[tuple[TokenDataset, Sequence[int]]]) -> tuple[TokenDataset, list[list[int]]]:
     """Join the documents of rows from several datasets. Return the joined dataset, and each row's documents in it."""
-    joined: list[list[int]] = []
-    found: list[tuple[TokenDataset, slice]] = []
+    joined_rows: list[list[int]] = []
+    spans: list[tuple[TokenDataset, slice]] = []
     for dataset, documents in rows:
-        joined.append(list(range(len(found), len(found) + len(documents))))
-        found += [(dataset, slice(*dataset.starts[number : number + 2].tolist())) for number in documents]
-    starts = np.cumsum([0, *(part.stop - part.start for _, part in found)], dtype=np.int64)
-    tokens = np.concatenate([np.empty(0, dtype=np.int32), *(dataset.tokens[part] for dataset, part in found)])
-    trained = np.concatenate([np.empty(0, dtype=np.bool_), *(dataset.trained[part] for dataset, part in found)])
-    return TokenDataset(tokens, trained, starts, found[0][0].report), joined
+        joined_rows.append(list(range(len(spans), len(spans) + len(documents))))
+        spans += [(dataset, slice(*dataset.starts[document : document + 2].tolist())) for document in documents]
+    starts = np.cumsum([0, *(part.stop - part.start for _, part in spans)], dtype=np.int64)
+    tokens = np.concatenate([np.empty(0, dtype=np.int32), *(dataset.tokens[part] for dataset, part in spans)])
+    trained = np.concatenate([np.empty(0, dtype=np.bool_), *(dataset.trained[part] for dataset, part in spans)])
+    return TokenDataset(tokens, trained, starts, spans[0][0].report), joined_rows

@@ -95,16 +95,16 @@ class DatasetConfig(Table, json_schema_extra=all_alter("by contents")):
     @property
     def column_names(self) -> dict[str, str]:
         """Column name of each field in ``columns``."""
-        return {str(ours): theirs for ours, theirs in self.columns.items()}
+        return {str(field_name): column for field_name, column in self.columns.items()}
 
 
 def weights_at(sources: Sequence[DatasetConfig], step: int) -> tuple[list[float], int | None]:
     """Return each source's weight at a step, and the next step at which a weight changes, or None."""
     weights, changes = [], []
     for source in sources:
-        begins = sorted((int(first), weight) for first, weight in source.weight_from_step.items())
-        weights.append(next((weight for first, weight in reversed(begins) if first <= step), source.weight))
-        changes += [first for first, _ in begins if first > step]
+        schedule = sorted((int(start), weight) for start, weight in source.weight_from_step.items())
+        weights.append(next((weight for start, weight in reversed(schedule) if start <= step), source.weight))
+        changes += [start for start, _ in schedule if start > step]
     return weights, min(changes, default=None)
 
 

@@ -44,24 +44,24 @@ class AnswerRows(PairRows):
         The first prompt gets the last answer of these rows, because TRL also rotates the answers within a batch. If
         there is only one answer, its prompt gets ``state``, the last answer of the previous call.
         """
-        judged = [pair for row, texts in examples for pair in zip(texts, _answer_labels(row), strict=True)]
-        if not judged:
+        labelled_texts = [pair for row, texts in examples for pair in zip(texts, _answer_labels(row), strict=True)]
+        if not labelled_texts:
             return [], state
-        found = []
-        parts = [_split_answer(text) for text, _ in judged]
-        before = parts[-1][1] if len(parts) > 1 or state is None else state
-        for (text, is_good), (prompt, answer) in zip(judged, parts, strict=True):
-            found.append(TokenDocument(text, role=CHOSEN if is_good else REJECTED))
-            tokens = [*prompt, *before[0]][:max_length]
-            trained = [*([False] * len(prompt)), *before[1]][:max_length]
-            found.append(TokenDocument(replace(text, tokens=tokens, trained=trained), False, MISMATCHED))
-            before = answer
-        return found, parts[-1][1]
+        documents = []
+        parts = [_split_answer(text) for text, _ in labelled_texts]
+        previous_answer = parts[-1][1] if len(parts) > 1 or state is None else state
+        for (text, is_good), (prompt, answer) in zip(labelled_texts, parts, strict=True):
+            documents.append(TokenDocument(text, role=CHOSEN if is_good else REJECTED))
+            tokens = [*prompt, *previous_answer[0]][:max_length]
+            trained = [*([False] * len(prompt)), *previous_answer[1]][:max_length]
+            documents.append(TokenDocument(replace(text, tokens=tokens, trained=trained), False, MISMATCHED))
+            previous_answer = answer
+        return documents, parts[-1][1]
 
     def summary(self, roles: npt.NDArray[np.uint8]) -> str:
         """Return the numbers of good and bad answers as text."""
-        good = int((roles[::2] == CHOSEN).sum())
-        return f"{good:,} good and {len(roles) // 2 - good:,} bad answers"
+        num_good = int((roles[::2] == CHOSEN).sum())
+        return f"{num_good:,} good and {len(roles) // 2 - num_good:,} bad answers"
 
 
 def _answer_labels(row: DataRow) -> tuple[bool, ...]:
@@ -72,8 +72,8 @@ def _answer_labels(row: DataRow) -> tuple[bool, ...]:
 
 def _split_answer(text: TokenizedRow) -> tuple[list[int], _Answer]:
     """Return the prompt's tokens, and the answer's tokens and loss mask."""
-    first = text.trained.index(True)
-    return text.tokens[:first], (text.tokens[first:], text.trained[first:])
+    start = text.trained.index(True)
+    return text.tokens[:start], (text.tokens[start:], text.trained[start:])
 
 
 ANSWERS = AnswerRows()

@@ -53,49 +53,49 @@ class TextCutter:
     Args:
         max_length: Maximum tokens in a piece, including start tokens.
         start_tokens: Tokens that the tokenizer puts before every text.
-        joins_texts: Whether to concatenate texts, so that all pieces except the last have ``max_length`` tokens. A
+        join_texts: Whether to concatenate texts, so that all pieces except the last have ``max_length`` tokens. A
             text's first token is in the loss if another text precedes it in the piece.
     """
 
-    def __init__(self, max_length: int, start_tokens: Sequence[int] = (), *, joins_texts: bool = False) -> None:
-        self._max_length, self._joins_texts = max_length, joins_texts
+    def __init__(self, max_length: int, start_tokens: Sequence[int] = (), *, join_texts: bool = False) -> None:
+        self._max_length, self._join_texts = max_length, join_texts
         self._start_tokens = list(start_tokens) if len(start_tokens) < max_length - 1 else []
         self._tokens: list[int] = []
         self._trained: list[bool] = []
-        self._repeated: list[int] = []  # start tokens to repeat in this text's later pieces
+        self._repeated_tokens: list[int] = []  # start tokens to repeat in this text's later pieces
         self._is_first = True
 
-    def cut(self, encoded: TokenizedRow) -> Iterator[CutDocument]:
+    def cut(self, text: TokenizedRow) -> Iterator[CutDocument]:
         """Yield the pieces that this part of a text completes. At the end of a text, yield the last, shorter piece."""
-        trained = encoded.trained
-        if encoded.is_start:
-            self._repeated = self._start_tokens if self._has_start_tokens(encoded.tokens) else []
-            self._is_first = self._is_first or not self._joins_texts
-            if self._joins_texts and self._tokens:
+        trained = text.trained
+        if text.is_start:
+            self._repeated_tokens = self._start_tokens if self._has_start_tokens(text.tokens) else []
+            self._is_first = self._is_first or not self._join_texts
+            if self._join_texts and self._tokens:
                 trained = [True] * len(trained[:1]) + trained[1:]
-        self._tokens += encoded.tokens
+        self._tokens += text.tokens
         self._trained += trained
-        yield from self._pieces(is_end=encoded.is_end and not self._joins_texts)
+        yield from self._iter_pieces(is_end=text.is_end and not self._join_texts)
 
     def finish(self) -> Iterator[CutDocument]:
         """Yield the remainder of the joined texts. The next text starts a new piece."""
-        yield from self._pieces(is_end=True)
+        yield from self._iter_pieces(is_end=True)
         self._is_first = True
 
     def _has_start_tokens(self, tokens: Sequence[int]) -> bool:
         return list(tokens[: len(self._start_tokens)]) == self._start_tokens
 
-    def _pieces(self, *, is_end: bool) -> Iterator[CutDocument]:
-        at = 0
+    def _iter_pieces(self, *, is_end: bool) -> Iterator[CutDocument]:
+        start = 0
         while True:
-            ahead = self._tokens[at : at + len(self._start_tokens)]
-            before = [] if self._is_first or self._has_start_tokens(ahead) else self._repeated
-            end = at + self._max_length - len(before)
-            if end > len(self._tokens) and not (is_end and at < len(self._tokens)):
+            next_tokens = self._tokens[start : start + len(self._start_tokens)]
+            prefix = [] if self._is_first or self._has_start_tokens(next_tokens) else self._repeated_tokens
+            end = start + self._max_length - len(prefix)
+            if end > len(self._tokens) and not (is_end and start < len(self._tokens)):
                 break
-            trained = self._trained[at:end]
+            trained = self._trained[start:end]
             trained[0] = False  # the first token is not in the loss, because no token in this piece predicts it
-            yield CutDocument([*before, *self._tokens[at:end]], [*([False] * len(before)), *trained], len(before))
+            yield CutDocument([*prefix, *self._tokens[start:end]], [*([False] * len(prefix)), *trained], len(prefix))
             self._is_first = False
-            at = min(end, len(self._tokens))
-        del self._tokens[:at], self._trained[:at]
+            start = min(end, len(self._tokens))
+        del self._tokens[:start], self._trained[:start]

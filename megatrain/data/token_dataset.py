@@ -14,11 +14,11 @@ import numpy.typing as npt
 from megatrain.data.encoding import ARRAYS
 from megatrain.data.images import ImageRef, refs_from_bytes
 from megatrain.data.row_kind import CHATS, RowKind
-from megatrain.data.rows_report import DataError, DataReport
+from megatrain.data.rows_report import DataError, DataReport, pluralize
 from tiered import checksum
 
 #: Indices of random streams. The order of rows uses streams 0 and 1.
-_WEIGHTS, _HOLD_OUT = 2, 3
+_WEIGHT_STREAM, _HOLD_OUT_STREAM = 2, 3
 #: Name of the held-out rows in metrics.
 HELD_OUT_NAME = "val"
 
@@ -35,7 +35,7 @@ class TokenDataset:
         source_starts: Index of each source's first document, followed by the number of documents. Can be empty if
             there is only one source.
         weights: For each source, how many times an epoch uses each document. Empty if every weight is 1.
-        content: Checksum of ``tokens``, ``trained`` and ``starts``. None or "" if it has not been computed.
+        content_checksum: Checksum of ``tokens``, ``trained`` and ``starts``. None or "" if it has not been computed.
         begins_row: For each document, whether it is the first one made from its row. Most rows become one document.
         in_use: Ascending indices of the documents to use, or None for all documents.
         images: Images of all documents, serialized by ``refs_to_bytes``.
@@ -50,7 +50,7 @@ class TokenDataset:
     report: DataReport
     source_starts: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
-    content: str | None = None
+    content_checksum: str | None = None
     known_largest_id: int | None = None
     begins_row: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
     in_use: npt.NDArray[np.int64] | None = None
@@ -73,7 +73,7 @@ class TokenDataset:
         return checksum(self.tokens[part].tobytes() + self.trained[part].tobytes())
 
     def fingerprint(self) -> str:
-        """Return a checksum of all data that a run uses. Read the tokens only if ``content`` is not set."""
+        """Return a checksum of all data that a run uses. Read the tokens only if ``content_checksum`` is not set."""
         text = self.total_checksum
         if any(weight != 1.0 for weight in self.weights):
             text += f"-{checksum(repr((self.source_starts, self.weights)).encode())}"
@@ -82,7 +82,7 @@ class TokenDataset:
     @cached_property
     def total_checksum(self) -> str:
         """Checksum of all documents, including those that are not in use."""
-        return self.content or content_checksum(self.tokens, self.trained, self.starts)
+        return self.content_checksum or content_checksum(self.tokens, self.trained, self.starts)
 
     @property
     def largest_id(self) -> int:
@@ -91,14 +91,14 @@ class TokenDataset:
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """Return the number of tokens in each document."""
-        found: npt.NDArray[np.int64] = np.diff(self.starts) - self.kind.num_values
-        return found
+        lengths: npt.NDArray[np.int64] = np.diff(self.starts) - self.kind.num_values
+        return lengths
 
-    def num_tokens_of(self, document: int) -> int:
+    def length(self, document: int) -> int:
         """Return the number of tokens in a document."""
         return int(self.starts[document + 1] - self.starts[document]) - self.kind.num_values
 
-    def images_of(self, document: int) -> list[ImageRef]:
+    def document_images(self, document: int) -> list[ImageRef]:
         """Return a document's images, in order."""
         if not len(self.images):
             return []
@@ -110,9 +110,9 @@ class TokenDataset:
         If this is never called, the process's resident memory grows with every read.
         """
         owners: list[object] = [getattr(self, name).base for name in ARRAYS]
-        for mapped in owners:
-            if isinstance(mapped, mmap.mmap):
-                mapped.madvise(mmap.MADV_DONTNEED)
+        for owner in owners:
+            if isinstance(owner, mmap.mmap):
+                owner.madvise(mmap.MADV_DONTNEED)
 
     def epoch_documents(self, data_seed: int) -> npt.NDArray[np.int64]:
         """Return the documents of an epoch, in order. Each source is repeated according to its weight.
@@ -120,19 +120,19 @@ class TokenDataset:
         For the fractional part of a weight, ``data_seed`` selects the same documents in every epoch. If an example has
         several documents, only its first document is returned.
         """
-        used = np.arange(len(self), dtype=np.int64) if self.in_use is None else self.in_use
+        candidates = np.arange(len(self), dtype=np.int64) if self.in_use is None else self.in_use
         if self.kind.num_documents > 1:
-            used = used[self.begins_row[used]]
+            candidates = candidates[self.begins_row[candidates]]
         if all(weight == 1.0 for weight in self.weights):
-            return used
+            return candidates
         parts = []
-        for number, weight in enumerate(self.weights):
-            first, end = np.searchsorted(used, self.source_starts[number : number + 2])
-            documents = used[first:end]
-            whole = math.floor(weight)
-            count = round((weight - whole) * len(documents))
-            shuffled = np.random.default_rng((data_seed, _WEIGHTS, number)).permutation(len(documents))
-            parts += [*([documents] * whole), documents[np.sort(shuffled[:count])]]
+        for index, weight in enumerate(self.weights):
+            start, stop = np.searchsorted(candidates, self.source_starts[index : index + 2])
+            documents = candidates[start:stop]
+            num_repeats = math.floor(weight)
+            count = round((weight - num_repeats) * len(documents))
+            permutation = np.random.default_rng((data_seed, _WEIGHT_STREAM, index)).permutation(len(documents))
+            parts += [*([documents] * num_repeats), documents[np.sort(permutation[:count])]]
         return np.concatenate(parts)
 
 
@@ -155,38 +155,38 @@ def hold_out(dataset: TokenDataset, val_size: float, data_seed: int) -> TokenDat
     Raises:
         DataError: No row would be left to train on.
     """
-    row_of_document = np.cumsum(dataset.begins_row) - 1
-    count = int(row_of_document[-1]) + 1
-    wanted = max(1, round(val_size * count)) if val_size < 1 else int(val_size)
-    if wanted >= count:
-        shown = f"{wanted:,}" if val_size >= 1 else f"{val_size:g}"
+    document_rows = np.cumsum(dataset.begins_row) - 1
+    count = int(document_rows[-1]) + 1
+    num_held_out = max(1, round(val_size * count)) if val_size < 1 else int(val_size)
+    if num_held_out >= count:
+        value_text = f"{num_held_out:,}" if val_size >= 1 else f"{val_size:g}"
         raise DataError(
             "data.val_size",
-            f"data.val_size = {shown} leaves nothing to train on: the data has {count:,} row{'s' * (count > 1)}",
+            f"data.val_size = {value_text} leaves nothing to train on: the data has {count:,} row{'s' * (count > 1)}",
             "Lower it, or use separate rows in [[data.eval]]" if count > 1
             else "A text file is one row: use another text file in [[data.eval]]",
         )  # fmt: skip
     is_held_out = np.zeros(count, dtype=np.bool_)
-    is_held_out[np.random.default_rng((data_seed, _HOLD_OUT)).permutation(count)[:wanted]] = True
-    return replace(dataset, in_use=np.flatnonzero(~is_held_out[row_of_document]))
+    is_held_out[np.random.default_rng((data_seed, _HOLD_OUT_STREAM)).permutation(count)[:num_held_out]] = True
+    return replace(dataset, in_use=np.flatnonzero(~is_held_out[document_rows]))
 
 
 def held_out_part(dataset: TokenDataset, max_samples: int | None = None) -> TokenDataset:
     """Return the rows that :func:`hold_out` removed, all with weight 1. Return at most ``max_samples`` rows."""
     assert dataset.in_use is not None
-    others = np.ones(len(dataset), dtype=np.bool_)
-    others[dataset.in_use] = False
-    documents = np.flatnonzero(others)
+    is_held_out = np.ones(len(dataset), dtype=np.bool_)
+    is_held_out[dataset.in_use] = False
+    documents = np.flatnonzero(is_held_out)
     if max_samples is not None:
         documents = documents[np.cumsum(dataset.begins_row[documents]) <= max_samples]
     return replace(dataset, in_use=documents, weights=())
 
 
-def describe(held_out: TokenDataset) -> str:
+def describe(dataset: TokenDataset) -> str:
     """Return a message that states the number of held-out rows, documents and tokens."""
-    documents = held_out.in_use
+    documents = dataset.in_use
     assert documents is not None
-    rows = int(np.count_nonzero(held_out.begins_row[documents]))
-    tokens = int(held_out.lengths()[documents].sum())
-    pieces = "" if rows == len(documents) else f"{len(documents):,} documents, "
-    return f"{rows:,} row{'s' * (rows != 1)} held out from training (data.val_size), {pieces}{tokens:,} tokens"
+    num_rows = int(np.count_nonzero(dataset.begins_row[documents]))
+    num_tokens = int(dataset.lengths()[documents].sum())
+    pieces = "" if num_rows == len(documents) else f"{len(documents):,} documents, "
+    return f"{pluralize(num_rows, 'row')} held out from training (data.val_size), {pieces}{num_tokens:,} tokens"

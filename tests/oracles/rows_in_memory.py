@@ -16,7 +16,7 @@ from megatrain.data.packing import BatchShape
 from megatrain.data.row_kind import CHATS, RowKind
 from megatrain.data.row_order import EpochOrder
 from megatrain.data.rows_report import RowError
-from megatrain.data.sources import rows_of, source_files
+from megatrain.data.sources import read_source, source_files
 from megatrain.data.table import DatasetConfig, RowFormat
 from megatrain.data.token_dataset import TokenDataset
 
@@ -31,7 +31,7 @@ def read_rows(
     **keys: Any,
 ) -> Iterator[DataRow]:
     """Yield the rows of a source with these keys of its table. Pass row errors to ``on_bad_row``, or raise them."""
-    for row in rows_of(DatasetConfig(path=path, **keys), source_files(path, name, split), kind):
+    for row in read_source(DatasetConfig(path=path, **keys), source_files(path, name, split), kind):
         if not isinstance(row, RowError):
             yield row
         elif on_bad_row is not None:
@@ -46,12 +46,12 @@ def encode_rows(
     *,
     max_length: int,
     overlong: Overlong = "truncate",
-    joins_texts: bool = False,
+    join_texts: bool = False,
     kind: RowKind = CHATS,
 ) -> TokenDataset:
     """Tokenize rows of one kind with a config's options."""
     made = InMemoryWriter()
-    each = Encoder(encoder, made.writer, EncodingOptions(max_length, overlong, kind=kind, joins_texts=joins_texts))
+    each = Encoder(encoder, made.writer, EncodingOptions(max_length, overlong, kind=kind, join_texts=join_texts))
     each.add_rows(rows)
     each.end_source()
     return made.dataset(each.finish(), kind=kind)

@@ -69,10 +69,8 @@ CHAT = (
 )
 
 
-def conversation(*turns: tuple[str, str], trained_from: int = 0) -> Conversation:
-    return Conversation(
-        tuple({"role": role, "content": content} for role, content in turns), "rows line 1", trained_from
-    )
+def conversation(*turns: tuple[str, str], loss_start: int = 0) -> Conversation:
+    return Conversation(tuple({"role": role, "content": content} for role, content in turns), "rows line 1", loss_start)
 
 
 def trained_runs(tokenizer: Any, encoded: TokenizedRow) -> list[str]:
@@ -204,13 +202,13 @@ def test_empty_turns_and_no_assistant_train_nothing(tokenizer: Any) -> None:
 
 def test_trained_from_masks_earlier_turns(tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML
-    encoded = encode_row(RowEncoder(tokenizer), conversation(*CHAT, trained_from=4))
+    encoded = encode_row(RowEncoder(tokenizer), conversation(*CHAT, loss_start=4))
     assert trained_runs(tokenizer, encoded) == ["So be it<|im_end|>"]
 
 
 def test_only_the_last_turn(tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML
-    row = conversation(*CHAT, trained_from=2)
+    row = conversation(*CHAT, loss_start=2)
     assert trained_runs(tokenizer, encode_row(RowEncoder(tokenizer, train_on="completion"), row)) == [
         "Call me Ishmael.<|im_end|>",
         "So be it<|im_end|>",

@@ -24,7 +24,7 @@ TEXTS = [" ".join(["Call me Ishmael."] * count) for count in (1, 3, 2, 9, 1, 1, 
 
 def encode(tokenizer: Any, *texts: str, max_length: int = LENGTH) -> TokenDataset:
     rows = [Document(text, f"{number}.txt") for number, text in enumerate(texts)]
-    return encode_rows(rows, RowEncoder(tokenizer), max_length=max_length, joins_texts=True)
+    return encode_rows(rows, RowEncoder(tokenizer), max_length=max_length, join_texts=True)
 
 
 def rows_of(dataset: TokenDataset) -> list[list[int]]:

@@ -42,7 +42,7 @@ def test_all_fields_of_a_message_reach_the_template(tokenizer: Any) -> None:
     said = {"role": "assistant", "content": "Yes.", "reasoning": "Because. ", "recipient": "all ", "audio": None}
     encoded = encode_row(RowEncoder(tokenizer), row(QUESTION, said))
     assert "assistant\nBecause. all Yes.<|im_end|>" in tokenizer.decode(encoded.tokens)
-    assert encoded.left_out == ()
+    assert encoded.omitted_fields == ()
 
 
 def test_function_call_is_a_tool_call(tokenizer: Any) -> None:
@@ -63,9 +63,9 @@ def test_function_call_is_a_tool_call(tokenizer: Any) -> None:
 def test_fields_that_the_template_leaves_out_are_named(tokenizer: Any) -> None:
     template(tokenizer, "smollm2")
     said = {"role": "assistant", "content": "Yes.", "reasoning": "why", "end_turn": True}
-    assert encode_row(RowEncoder(tokenizer), row(QUESTION, said)).left_out == ("reasoning", "end_turn")
+    assert encode_row(RowEncoder(tokenizer), row(QUESTION, said)).omitted_fields == ("reasoning", "end_turn")
     encoded = encode_row(RowEncoder(tokenizer), row(QUESTION, CALLING, RESULT, ANSWER, tools=[TOOL]))
-    assert encoded.left_out == ("tool_calls", "tools")
+    assert encoded.omitted_fields == ("tool_calls", "tools")
     assert encoded.untrained_turns == ("the chat template has no place for its `tool_calls`",)
     assert encoded.num_turns == 2
     with pytest.raises(RowError, match="no place for its `tool_calls`"):
@@ -101,7 +101,7 @@ def test_omitted_parts_of_tools_and_calls_are_named(
     encoder = RowEncoder(tokenizer)
     for _ in range(2):  # the first row shows which fields appear
         encoded = encode_row(encoder, row(QUESTION, said, RESULT, ANSWER, tools=[TOOL]))
-        assert encoded.left_out == left_out
+        assert encoded.omitted_fields == left_out
         is_lost = "arguments of tool_calls" in left_out
         assert encoded.untrained_turns == ("the chat template leaves out a part of its `tool_calls`",) * is_lost
 
@@ -110,14 +110,14 @@ def test_a_short_name_in_the_text_proves_no_call(tokenizer: Any) -> None:
     template(tokenizer, "smollm2")
     call = {"type": "function", "function": {"name": "e", "arguments": {}}}
     encoded = encode_row(RowEncoder(tokenizer), row(QUESTION, {**CALLING, "tool_calls": [call]}, ANSWER))
-    assert encoded.left_out == ("tool_calls",)
+    assert encoded.omitted_fields == ("tool_calls",)
 
 
 def test_messages_that_a_template_skips_are_named(tokenizer: Any) -> None:
     skips = "{% if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endif %}"
     tokenizer.chat_template = f"{{% for m in messages %}}{skips}{{% endfor %}}"
     encoded = encode_row(RowEncoder(tokenizer), row(QUESTION, ANSWER, RESULT, {"role": "assistant", "content": "Go."}))
-    assert encoded.left_out == ("content of tool messages",)
+    assert encoded.omitted_fields == ("content of tool messages",)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "mistral_nemo", "deepseek_v3"])
@@ -127,7 +127,7 @@ def test_tool_templates_render_all_parts(tokenizer: Any, name: str) -> None:
     for encoded in encoder.encode_many(rows):
         assert not isinstance(encoded, RowError), encoded
         # Three of them show a row's tools never, by a fixed line, or only before a last question.
-        assert encoded.left_out == (("tools",) if name in ("mistral_nemo", "deepseek_v3", "llama3_1") else ())
+        assert encoded.omitted_fields == (("tools",) if name in ("mistral_nemo", "deepseek_v3", "llama3_1") else ())
 
 
 # -- in the report -----------------------------------------------------------------------------------------------
@@ -174,9 +174,9 @@ def test_unread_columns_are_counted(tmp_path: Path, tokenizer: Any) -> None:
     assert [(each.reason, each.count) for each in report.unread] == [("system_prompt", 2), ("id", 2), ("tools", 1)]
     assert "ignored columns: `system_prompt` (2 rows), `id` (2 rows), `tools` (1 row)" in str(report)
     columns = {"instruction": "instruction", "output": "response"}
-    assert to_row(dolly, "", "auto", columns).unread == ("context",)
-    assert to_row(dolly, "", "auto", {**columns, "input": "context"}).unread == ()
-    assert to_row(deep, "", "text", {"text": "doc.body"}).unread == ("id",)
+    assert to_row(dolly, "", "auto", columns).unread_columns == ("context",)
+    assert to_row(dolly, "", "auto", {**columns, "input": "context"}).unread_columns == ()
+    assert to_row(deep, "", "text", {"text": "doc.body"}).unread_columns == ("id",)
 
 
 # -- tool calls -------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from megatrain.data.files import _PIECE_CHARACTERS, find_files, read_text
 from megatrain.data.formats import Conversation, Document, PromptCompletion
 from megatrain.data.row_kind import CHATS
 from megatrain.data.rows_report import DataError, RowError
-from megatrain.data.sources import fetch_dataset, is_hub_name, rows_of
+from megatrain.data.sources import fetch_dataset, is_hub_name, read_source
 from megatrain.data.table import DatasetConfig
 from oracles.rows_in_memory import read_rows
 
@@ -187,7 +187,7 @@ def test_datasets_are_read_from_the_files_that_datasets_makes(tmp_path: Path) ->
     assert [file.suffix for file in files] == [".arrow"]
     assert [
         (row.prompt, row.completion)
-        for row in rows_of(DatasetConfig(path="x"), files, CHATS)
+        for row in read_source(DatasetConfig(path="x"), files, CHATS)
         if isinstance(row, PromptCompletion)
     ] == EXPECTED
     with pytest.raises(

@@ -57,7 +57,7 @@ def test_conversational_prompt_and_completion_train_the_completion(tmp_path: Pat
     )
     (row,) = read_rows(path)
     assert isinstance(row, Conversation)
-    assert (len(row.messages), row.trained_from) == (3, 2)
+    assert (len(row.messages), row.loss_start) == (3, 2)
 
 
 def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:

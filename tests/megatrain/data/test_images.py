@@ -139,12 +139,12 @@ def test_images_are_never_trained_and_never_cut(model: Path, tmp_path: Path) -> 
     assert places and not whole.trained[places].any() and whole.trained[: whole.starts[1]].any()
     # Cut within the image: dropped, with the reason. Cut after it: the image stays.
     cut = load_dataset(spec(path, model, train_on="all", max_length=places[-1], bad_rows="drop"), tokenizer)
-    assert len(cut) == 1 and not cut.images_of(0)
+    assert len(cut) == 1 and not cut.document_images(0)
     assert "1 row dropped: data.max_length would truncate it within an image" in str(cut.report)
     with pytest.raises(RowError, match="would truncate it within an image"):
         load_dataset(spec(path, model, train_on="all", max_length=places[-1]), tokenizer)
     kept = load_dataset(spec(path, model, train_on="all", max_length=places[-1] + 2), tokenizer)
-    assert len(kept.images_of(0)) == 1 and not kept.images_of(1)
+    assert len(kept.document_images(0)) == 1 and not kept.document_images(1)
 
 
 def test_changed_image_in_the_cache_is_reported(model: Path, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_changed_image_in_the_cache_is_reported(model: Path, tmp_path: Path) -> 
 
     first, second = again(), again()
     assert first.fingerprint() == second.fingerprint()
-    assert first.images_of(0) == second.images_of(0) and len(second.images_of(0)) == 1
+    assert first.document_images(0) == second.document_images(0) and len(second.document_images(0)) == 1
     batch = batch_of(data, model)
     (tmp_path / "rows/a.png").write_bytes(png(40, 60, 2))
     with pytest.raises(DataError, match=r"a\.png: the image has changed since the data was tokenized"):

@@ -6,13 +6,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.data.packing import WINDOW, pack_documents
+from megatrain.data.packing import WINDOW_SIZE, pack_documents
 
 CAPACITY = 50
 LENGTHS = st.lists(st.integers(1, CAPACITY), max_size=200)
 
 
-def pack(lengths: list[int], capacity: int, *, window: int = WINDOW) -> list[list[int]]:
+def pack(lengths: list[int], capacity: int, *, window: int = WINDOW_SIZE) -> list[list[int]]:
     """Return the documents of each row, packed in an order that is not by number."""
     documents = np.arange(len(lengths), dtype=np.int64)[::-1]
     sizes = np.array(lengths, dtype=np.int64)

@@ -50,8 +50,8 @@ JUDGED: dict[str, dict[str, Any]] = {
 def test_pairs_of_conversations(name: str) -> None:
     row = to_row(CHATS[name], "here", PREFERENCE, {})
     assert row == Preference(
-        Conversation((ASKED, GOOD), "here", trained_from=1),
-        Conversation((ASKED, BAD), "here", trained_from=1),
+        Conversation((ASKED, GOOD), "here", loss_start=1),
+        Conversation((ASKED, BAD), "here", loss_start=1),
         True,
         "here",
     )
@@ -60,7 +60,7 @@ def test_pairs_of_conversations(name: str) -> None:
 @pytest.mark.parametrize("name", JUDGED)
 def test_answers_with_a_label(name: str) -> None:
     row = to_row(JUDGED[name], "here", PREFERENCE, {})
-    assert row == Preference(Conversation((ASKED, BAD), "here", trained_from=1), None, False, "here")
+    assert row == Preference(Conversation((ASKED, BAD), "here", loss_start=1), None, False, "here")
 
 
 def test_texts() -> None:

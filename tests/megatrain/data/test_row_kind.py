@@ -72,7 +72,7 @@ class RankedRow(DataRow):
 
     answers: Sequence[PromptCompletion]
     where: str
-    unread: tuple[str, ...] = ()
+    unread_columns: tuple[str, ...] = ()
 
     @property
     def num_characters(self) -> int:
