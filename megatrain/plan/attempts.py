@@ -58,19 +58,19 @@ class Attempts:
 
     def first_fit(self) -> PlacedStep | Shortfall:
         """Place the first program that fits. If none fits, return the shortfall of the tier that was too small last."""
-        found: list[Shortfall] = []
+        shortfalls: list[Shortfall] = []
         for program in self.programs():
-            placed = self.place(program)
-            if not isinstance(placed, Shortfall):
-                return self._gather_further_ahead(placed)
-            found.append(placed)
+            step = self.place(program)
+            if not isinstance(step, Shortfall):
+                return self._gather_further_ahead(step)
+            shortfalls.append(step)
         # Later programs need less memory. Only the two ways to process the vocabulary come in no fixed order.
-        return min((each for each in found if each.tier == found[-1].tier), key=lambda each: each.need_bytes)
+        return min((s for s in shortfalls if s.tier == shortfalls[-1].tier), key=lambda s: s.need_bytes)
 
     def programs(self) -> Iterator[StepProgram]:
         """Yield candidate programs. The first hides the most latency, and the last needs the least memory."""
         for overlaps_device in self._overlap_choices():
-            for gathers_ahead in self._gathers_ahead():
+            for gathers_ahead in self._gather_distances():
                 yield from self._vocabulary_variants(self._builder(overlaps_device, gathers_ahead))
 
     def place(self, program: StepProgram) -> PlacedStep | Shortfall:
@@ -79,59 +79,60 @@ class Attempts:
         readers = buffer_bytes(model.in_place.values(), model.graph.dtype)
         budgets = with_folder(self._budgets(program), program, readers)
         budgets = with_residents(budgets, run, program, self.profile.machine if run.device.type == "cuda" else None)
-        return GraphKeeper(run, model, program, budgets).solve(*_layers_kept(run))
+        return GraphKeeper(run, model, program, budgets).solve(*_kept_layer_counts(run))
 
     def _overlap_choices(self) -> tuple[bool, ...]:
         """Return the values of `overlaps_device` to try. Overlap needs memory for one more layer's gradients."""
-        must_be = self.model.compute_tier == "ram" or self.run.optimizer.defers_updates
-        return (True,) if must_be else (True, False)
+        is_required = self.model.compute_tier == "ram" or self.run.optimizer.defers_updates
+        return (True,) if is_required else (True, False)
 
-    def _gathers_ahead(self) -> tuple[int, ...]:
+    def _gather_distances(self) -> tuple[int, ...]:
         """Return the gather distances to try, in visits. Distance 1 needs a second full copy of the largest layer."""
         is_possible = self.most_ahead and not self.run.world.is_single and self.run.advanced.prefetch_bytes != 0
         return (1, 0) if is_possible else (0,)
 
-    def _gather_further_ahead(self, placed: PlacedStep) -> PlacedStep:
+    def _gather_further_ahead(self, step: PlacedStep) -> PlacedStep:
         """Gather weights as far ahead as allowed without changing any block's home. Return the resulting step.
 
         This hides gathers that take longer than computing one layer. Gathers must not delay copies of other blocks, so
         the largest working set must fit in memory twice.
         """
-        program, tier = placed.program, self.model.compute_tier
+        program, tier = step.program, self.model.compute_tier
         if self.most_ahead < 2 or not program.sharding.gathers_ahead:
-            return placed
-        variant = replace(self, passes_parts=bool(program.cuts.passing))
-        (further,) = variant._vocabulary_variants(variant._builder(program.updates.overlaps_device, self.most_ahead))
-        found = self.place(further)
-        if isinstance(found, Shortfall):
-            return placed
-        placement = found.placement
-        fits_twice = placement.peak_bytes(tier) + placement.working_bytes[tier] <= found.budgets[tier]
-        return found if fits_twice and placement.traffic_bytes == placed.placement.traffic_bytes else placed
+            return step
+        attempts = replace(self, passes_parts=bool(program.cuts.passing))
+        (variant,) = attempts._vocabulary_variants(attempts._builder(program.updates.overlaps_device, self.most_ahead))
+        other_step = self.place(variant)
+        if isinstance(other_step, Shortfall):
+            return step
+        placement = other_step.placement
+        fits_twice = placement.peak_bytes(tier) + placement.working_bytes[tier] <= other_step.budgets[tier]
+        return other_step if fits_twice and placement.traffic_bytes == step.placement.traffic_bytes else step
 
     def _vocabulary_variants(self, builder: ProgramBuilder) -> Iterator[StepProgram]:
         """Yield programs that process the vocabulary as a whole or one part at a time, the cheaper program first."""
         run, graph, trace = self.run, self.model.graph, self.model.trace
         # A loss that compares rows needs all rows' logits before the head recomputes any, so the head keeps no logits.
         keeps_parts = not run.objective.loss.compares_rows
-        held = sharing_gradients(builder.build())
-        keeping_all = _keeping_parts(held, trace.head_parts if keeps_parts else 1)
-        if not self.passes_parts and _fits_entirely(self._budgets(keeping_all)[self.model.compute_tier], keeping_all):
-            yield keeping_all
+        whole_program = sharing_gradients(builder.build())
+        full_program = _with_kept_parts(whole_program, trace.head_parts if keeps_parts else 1)
+        if not self.passes_parts and _fits_entirely(self._budgets(full_program)[self.model.compute_tier], full_program):
+            yield full_program
             return
-        held = _keeping_parts(held, logit_parts_in_workspace(trace) if keeps_parts else 1)
-        passing = None if self.passes_parts is False else sharing_gradients(builder.build(passing_parts=True))
-        if passing is None or not passing.cuts.passing:
-            yield held
+        whole_program = _with_kept_parts(whole_program, logit_parts_in_workspace(trace) if keeps_parts else 1)
+        split_program = None if self.passes_parts is False else sharing_gradients(builder.build(passing_parts=True))
+        if split_program is None or not split_program.cuts.passing:
+            yield whole_program
             return
-        in_head = any(trace.visits[visit].is_head for visit, _ in passing.cuts.passing)
-        passing = _keeping_parts(passing, 1 if in_head else held.recompute.kept_parts)
+        splits_head = any(trace.visits[visit].is_head for visit, _ in split_program.cuts.passing)
+        split_program = _with_kept_parts(split_program, 1 if splits_head else whole_program.recompute.kept_parts)
         if self.passes_parts:
-            yield passing
+            yield split_program
             return
-        waiting = peak_bytes(waiting_rows(graph, trace, passing, run.num_together))
+        waiting_nbytes = peak_bytes(waiting_rows(graph, trace, split_program, run.num_together))
         # The factor 2 accounts for the logits that a head recomputes if it processes one part at a time.
-        yield from (passing, held) if 2 * waiting < spared_bytes(graph, passing) else (held, passing)
+        is_cheaper = 2 * waiting_nbytes < spared_bytes(graph, split_program)
+        yield from (split_program, whole_program) if is_cheaper else (whole_program, split_program)
 
     def _builder(self, overlaps_device: bool, gathers_ahead: int) -> ProgramBuilder:
         run, model = self.run, self.model
@@ -177,20 +178,20 @@ class Attempts:
         return {"ram": max((bytes_of(entry) for layout in layouts for entry in layout.entries), default=0)}
 
 
-def _layers_kept(run: RunSpec) -> tuple[_Count, _Count]:
+def _kept_layer_counts(run: RunSpec) -> tuple[_Count, _Count]:
     """Return how many of the last layers keep their graphs, and how many save results, as configured.
 
     Compiled layers save no results. With several processes, layers keep no graphs, because a weight's full copy has no
     home tier that could hold it until the backward.
     """
     choice, count = run.recompute, run.recompute.num_layers or _ALL_LAYERS
-    of_graphs: dict[str, _Count] = {"auto": "auto", "full": 0, "selective": 0, "none": count}
-    of_results: dict[str, _Count] = {"auto": "auto", "full": 0, "selective": count, "none": count}
-    graphs = of_graphs[choice.mode] if run.world.is_single else 0
-    return graphs, of_results[choice.mode] if run.model.table.compiler is None else 0
+    graph_counts: dict[str, _Count] = {"auto": "auto", "full": 0, "selective": 0, "none": count}
+    result_counts: dict[str, _Count] = {"auto": "auto", "full": 0, "selective": count, "none": count}
+    num_graphs = graph_counts[choice.mode] if run.world.is_single else 0
+    return num_graphs, result_counts[choice.mode] if run.model.table.compiler is None else 0
 
 
-def _keeping_parts(program: StepProgram, count: int) -> StepProgram:
+def _with_kept_parts(program: StepProgram, count: int) -> StepProgram:
     """Return the program with a head that keeps the logits of ``count`` parts of the vocabulary."""
     return replace(program, recompute=replace(program.recompute, kept_parts=count))
 
@@ -200,23 +201,23 @@ def logit_parts_in_workspace(trace: VisitTrace) -> int:
     if trace.head_parts == 1:
         return 1
     trunk = (visit for visit in trace.visits if not visit.is_head)
-    fullest = max((max(visit.memory.forward_nbytes, visit.memory.backward_nbytes) for visit in trunk), default=0)
-    free = max(0, fullest - trace.head_nbytes)
-    return min(trace.head_parts, 1 + free // trace.head_part_nbytes)
+    peak_nbytes = max((max(visit.memory.forward_nbytes, visit.memory.backward_nbytes) for visit in trunk), default=0)
+    free_nbytes = max(0, peak_nbytes - trace.head_nbytes)
+    return min(trace.head_parts, 1 + free_nbytes // trace.head_part_nbytes)
 
 
 def _fits_entirely(budget: TierBudget, program: StepProgram) -> bool:
     """Return whether a tier can hold all blocks of a step and the workspace."""
-    blocks = sum(budget.slot_bytes(block.nbytes) for block in program.blocks.values())
-    return blocks + budget.workspace_bytes <= budget.capacity_bytes
+    block_bytes = sum(budget.slot_bytes(block.nbytes) for block in program.blocks.values())
+    return block_bytes + budget.workspace_bytes <= budget.capacity_bytes
 
 
 def spared_bytes(graph: ModelGraph, program: StepProgram) -> int:
     """Return the bytes that the working set saves if gradients and split weights are leased in parts."""
 
-    def spared(layout: UnitLayout) -> int:
+    def layout_bytes(layout: UnitLayout) -> int:
         nbytes = 4 * program.sharding.own_lanes.max_open_sums
         nbytes += graph.dtype.itemsize if layout.name in program.cuts.weights else 0
         return nbytes * (layout.num_elements - max(map(len, layout.parts)))
 
-    return max((spared(graph.layouts[layout]) for _, layout in program.cuts.passing), default=0)
+    return max((layout_bytes(graph.layouts[layout]) for _, layout in program.cuts.passing), default=0)

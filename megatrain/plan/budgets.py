@@ -29,15 +29,15 @@ def with_folder(budgets: Mapping[str, TierBudget], program: StepProgram, reader_
     nbytes = sum(block.nbytes for block in program.blocks.values() if block.in_place)
     if not nbytes:
         return dict(budgets)
-    found: dict[str, TierBudget] = {}
+    result: dict[str, TierBudget] = {}
     for name, budget in budgets.items():
-        found[name] = budget
+        result[name] = budget
         if name == "ram":
-            found[name] = replace(budget, workspace_bytes=budget.workspace_bytes + reader_bytes)
-            found[FOLDER] = TierBudget(
+            result[name] = replace(budget, workspace_bytes=budget.workspace_bytes + reader_bytes)
+            result[FOLDER] = TierBudget(
                 FOLDER, nbytes, lambda n: n, links=((FOLDER, "ram"),), is_addressable=False, is_read_only=True
             )
-    return found
+    return result
 
 
 def teacher_bytes(run: RunSpec) -> int:
@@ -47,10 +47,10 @@ def teacher_bytes(run: RunSpec) -> int:
 
 def with_workspace(budgets: Mapping[str, TierBudget], nbytes: int, compute_tier: str) -> dict[str, TierBudget]:
     """Add ``nbytes`` of workspace to RAM, and to a compute tier other than RAM, which gets a copy of the same data."""
-    found = dict(budgets)
+    out = dict(budgets)
     for tier in dict.fromkeys(("ram", compute_tier)):
-        found[tier] = replace(found[tier], workspace_bytes=found[tier].workspace_bytes + round_up(nbytes, PAGE_BYTES))
-    return found
+        out[tier] = replace(out[tier], workspace_bytes=out[tier].workspace_bytes + round_up(nbytes, PAGE_BYTES))
+    return out
 
 
 def with_residents(
@@ -87,7 +87,7 @@ def _weight_dtype_name(program: StepProgram) -> str:
 
 def filling_bytes(program: StepProgram) -> int:
     """Return the RAM needed to load or save the largest layout's weights together with their fp32 masters."""
-    most, elements = 0, Counter[str]()  # elements by complete layout, because an export gathers all parts and shards
+    peak, elements = 0, Counter[str]()  # elements by complete layout, because an export gathers all parts and shards
     for block in program.blocks.values():
         if block.kind == "weights":
             elements[block.whole] += block.num_elements * program.sharding.shards.size
@@ -95,12 +95,12 @@ def filling_bytes(program: StepProgram) -> int:
         if block.kind == "weights":
             parts = [block.nbytes]
             if block.dtype.itemsize == 2:
-                low = stored_keys(state_key(key.rsplit("/", 1)[0], "low"), program.blocks)
+                low_keys = stored_keys(state_key(key.rsplit("/", 1)[0], "low"), program.blocks)
                 parts += [
                     4 * min(elements[block.whole], MASTER_ELEMENTS),
-                    max((program.blocks[part].nbytes for part in low), default=0),
+                    max((program.blocks[part].nbytes for part in low_keys), default=0),
                 ]
             averages = stored_keys(state_key(key.rsplit("/", 1)[0], EMA.name), program.blocks)
             parts.append(max((program.blocks[part].nbytes for part in averages), default=0))
-            most = max(most, sum(round_up(nbytes, PAGE_BYTES) for nbytes in parts))
-    return most
+            peak = max(peak, sum(round_up(nbytes, PAGE_BYTES) for nbytes in parts))
+    return peak

@@ -28,7 +28,7 @@ class CheckpointBytes:
     @classmethod
     def of(cls, program: StepProgram, placement: Placement, budgets: Mapping[str, TierBudget]) -> Self:
         """Return the bytes of a checkpoint, given the homes of the blocks."""
-        nbytes, moved = {True: 0, False: 0}, Counter[str]()
+        nbytes, traffic = {True: 0, False: 0}, Counter[str]()
         for key, home in placement.homes.items():
             budget, block = budgets[home], program.blocks[key]
             if not block.is_saved:
@@ -36,5 +36,5 @@ class CheckpointBytes:
             nbytes[budget.is_durable] += block.nbytes
             if not budget.is_addressable and not budget.is_durable:
                 for src, dst in placement.routes.between(home, "ram"):
-                    moved[f"{src}->{dst}"] += block.nbytes
-        return cls(nbytes[False], nbytes[True], moved)
+                    traffic[f"{src}->{dst}"] += block.nbytes
+        return cls(nbytes[False], nbytes[True], traffic)

@@ -34,45 +34,45 @@ class CopyWindows:
 
     def __init__(self, copies: Sequence[TickCopies]) -> None:
         self._num_ticks = len(copies)
-        in_group = Counter[int]()
-        kinds: dict[tuple[bool, int], int] = {}  # (whether it passes, size) -> index of the kind
-        last: dict[tuple[bool, str], int] = {}
+        max_per_group = Counter[int]()
+        kind_indices: dict[tuple[bool, int], int] = {}  # (whether it passes, size) -> index of the kind
+        last_ticks: dict[tuple[bool, str], int] = {}
         uses: list[tuple[int, int, int]] = []  # (tick, tick of the copy's previous use, index of the kind)
         keys: list[tuple[bool, str]] = []
-        for number, of_tick in enumerate(copies):
-            for passes, group in ((False, of_tick.held), *((True, group) for group in of_tick.passing)):
+        for tick, tick_copies in enumerate(copies):
+            for passes, group in ((False, tick_copies.held), *((True, group) for group in tick_copies.passing)):
                 for key, size in group.items():
-                    kind = kinds.setdefault((passes, size), len(kinds))
-                    uses.append((number, last.get((passes, key), _NEVER), kind))
+                    kind = kind_indices.setdefault((passes, size), len(kind_indices))
+                    uses.append((tick, last_ticks.get((passes, key), _NEVER), kind))
                     keys.append((passes, key))
-                    last[passes, key] = number
-            for group in of_tick.passing:
+                    last_ticks[passes, key] = tick
+            for group in tick_copies.passing:
                 for size, count in Counter(group.values()).items():
-                    in_group[size] = max(in_group[size], count)
-        ticks, before, kind_of_use = np.array(uses, dtype=np.int64).reshape(-1, 3).T
+                    max_per_group[size] = max(max_per_group[size], count)
+        ticks, previous_ticks, kinds = np.array(uses, dtype=np.int64).reshape(-1, 3).T
         # Append a second step, whose first uses follow the last uses of the first step.
-        afresh = np.array([last[key] for key in keys], dtype=np.int64)
-        again = np.where(before == _NEVER, afresh, before + self._num_ticks)
+        final_ticks = np.array([last_ticks[key] for key in keys], dtype=np.int64)
+        next_previous_ticks = np.where(previous_ticks == _NEVER, final_ticks, previous_ticks + self._num_ticks)
         self._ticks = np.concatenate([ticks, ticks + self._num_ticks])
-        self._before = np.concatenate([before, again])
-        self._kinds = np.concatenate([kind_of_use, kind_of_use])
-        self._in_group, self._kind_of = in_group, kinds
+        self._previous_ticks = np.concatenate([previous_ticks, next_previous_ticks])
+        self._kinds = np.concatenate([kinds, kinds])
+        self._max_per_group, self._kind_indices = max_per_group, kind_indices
 
     def counts(self, num_ticks: int) -> dict[int, NDArray[np.int64]]:
         """Return the number of buffers that ``num_ticks`` ticks need, by size and first tick."""
         # Count a copy once per window, at its first use. The window must begin after the copy's previous use.
-        first = np.maximum(np.maximum(self._before + 1, self._ticks - num_ticks + 1), 0)
-        stop = np.minimum(self._ticks + 1, self._num_ticks)
-        counted = first < stop
-        changes = np.zeros((len(self._kind_of), self._num_ticks + 1), dtype=np.int64)
-        np.add.at(changes, (self._kinds[counted], first[counted]), 1)
-        np.subtract.at(changes, (self._kinds[counted], stop[counted]), 1)
-        present = changes.cumsum(axis=1)[:, :-1]
-        found: dict[int, NDArray[np.int64]] = {}
-        for (passes, size), kind in self._kind_of.items():
-            of_kind = np.minimum(present[kind], num_ticks * self._in_group[size]) if passes else present[kind]
-            found[size] = found[size] + of_kind if size in found else of_kind
-        return found
+        starts = np.maximum(np.maximum(self._previous_ticks + 1, self._ticks - num_ticks + 1), 0)
+        stops = np.minimum(self._ticks + 1, self._num_ticks)
+        is_counted = starts < stops
+        changes = np.zeros((len(self._kind_indices), self._num_ticks + 1), dtype=np.int64)
+        np.add.at(changes, (self._kinds[is_counted], starts[is_counted]), 1)
+        np.subtract.at(changes, (self._kinds[is_counted], stops[is_counted]), 1)
+        copies = changes.cumsum(axis=1)[:, :-1]
+        result: dict[int, NDArray[np.int64]] = {}
+        for (passes, size), kind in self._kind_indices.items():
+            num_buffers = np.minimum(copies[kind], num_ticks * self._max_per_group[size]) if passes else copies[kind]
+            result[size] = result[size] + num_buffers if size in result else num_buffers
+        return result
 
     def most(self, num_ticks: int) -> dict[int, int]:
         """Return the largest number of buffers that any ``num_ticks`` consecutive ticks need, by size."""

@@ -67,20 +67,20 @@ class DeviceCosts:
             dtype: Compute dtype of the layers, such as ``bfloat16``.
         """
         key = f"{device}/{dtype}"
-        products = machine.matmul_flops_per_s.get(key)
-        if products is None:
+        matmul_rate = machine.matmul_flops_per_s.get(key)
+        if matmul_rate is None:
             return None
-        in_memory = machine.ram_update_bytes_per_s
+        update_rate = machine.ram_update_bytes_per_s
         if device == "cuda":
-            in_memory = (machine.gpu and machine.gpu.update_bytes_per_s) or in_memory
-        per_launch = (_LAUNCH_FOR_GPU if device == "cuda" else 1.0) / (machine.launches_per_s or _LAUNCHES_PER_S)
+            update_rate = (machine.gpu and machine.gpu.update_bytes_per_s) or update_rate
+        launch_s = (_LAUNCH_FOR_GPU if device == "cuda" else 1.0) / (machine.launches_per_s or _LAUNCHES_PER_S)
         return cls(
-            product_flops_per_s=products,
-            attention_flops_per_s=machine.attention_flops_per_s.get(key, _ATTENTION_SHARE * products),
-            moved_bytes_per_s=machine.elementwise_bytes_per_s.get(key, in_memory),
-            seconds_per_launch=per_launch,
-            seconds_per_lease=_LAUNCHES_PER_LEASE * per_launch,
-            seconds_per_transfer=_LAUNCHES_PER_TRANSFER * per_launch,
+            product_flops_per_s=matmul_rate,
+            attention_flops_per_s=machine.attention_flops_per_s.get(key, _ATTENTION_SHARE * matmul_rate),
+            moved_bytes_per_s=machine.elementwise_bytes_per_s.get(key, update_rate),
+            seconds_per_launch=launch_s,
+            seconds_per_lease=_LAUNCHES_PER_LEASE * launch_s,
+            seconds_per_transfer=_LAUNCHES_PER_TRANSFER * launch_s,
             assumed=tuple(_describe_assumed_rates(machine, device, key)),
         )
 
@@ -144,7 +144,7 @@ class StepCosts(ABC):
         """Seconds that a step spends in the host's Python code."""
         return HostSeconds()
 
-    def share_of(self, phase: Phase) -> float:
+    def phase_share(self, phase: Phase) -> float:
         """Return a phase's share of the compute seconds."""
         ticks = zip(self.step.program.ticks, tick_flops(self.step), strict=True)
         return sum(flops for tick, flops in ticks if tick.phase == phase) / flops_per_token(self.step)
@@ -172,8 +172,8 @@ class TimedCosts(StepCosts):
 
     def _seconds(self, *, updates: bool) -> float:
         """Return the seconds of updates if ``updates`` is True, else of all other ticks."""
-        timed = zip(self.step.program.ticks, self.ticks.seconds, strict=True)
-        return sum(seconds for tick, seconds in timed if (tick.phase == "update") == updates)
+        tick_seconds = zip(self.step.program.ticks, self.ticks.seconds, strict=True)
+        return sum(seconds for tick, seconds in tick_seconds if (tick.phase == "update") == updates)
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class CountedCosts(StepCosts):
 
     @property
     def note(self) -> str:
-        return "; ".join((_COUNTED, *(f"assumed: {', '.join(found)}" for found in [self.device.assumed] if found)))
+        return _COUNTED + (f"; assumed: {', '.join(self.device.assumed)}" if self.device.assumed else "")
 
     @property
     def computing_s(self) -> float:
@@ -199,7 +199,7 @@ class CountedCosts(StepCosts):
             device.seconds_per_transfer,
         )
 
-    def share_of(self, phase: Phase) -> float:
+    def phase_share(self, phase: Phase) -> float:
         return self.device.computing_s(self._phases[phase]) / self.device.computing_s(self._work)
 
     @cached_property
@@ -249,11 +249,11 @@ def _host_updates_s(step: PlacedStep, machine: MachineProfile) -> float | None:
         return None
     if has_measured_kernel(step.traced.optimizer, split_master=is_split):
         return num_updated / rate
-    on_gpu = step.device.type == "cuda"
-    there = step.updates.in_gpu_memory if on_gpu else ()
-    touched = _touched_bytes(step, (tick for tick in step.updates.ticks if tick not in there))
-    products = 0.0 if on_gpu else _orthogonalization_s(step, machine)
-    return None if products is None else num_processes * touched / (rate * _ADAMW_TOUCHED) + products
+    is_gpu = step.device.type == "cuda"
+    gpu_ticks = step.updates.in_gpu_memory if is_gpu else ()
+    touched_bytes = _touched_bytes(step, (tick for tick in step.updates.ticks if tick not in gpu_ticks))
+    products_s = 0.0 if is_gpu else _orthogonalization_s(step, machine)
+    return None if products_s is None else num_processes * touched_bytes / (rate * _ADAMW_TOUCHED) + products_s
 
 
 def gpu_updates_s(step: PlacedStep, machine: MachineProfile) -> float | None:
@@ -261,13 +261,13 @@ def gpu_updates_s(step: PlacedStep, machine: MachineProfile) -> float | None:
 
     The result includes orthogonalization on the GPU for updates whose other parts run on the host.
     """
-    products = _orthogonalization_s(step, machine) if step.device.type == "cuda" else 0.0
+    products_s = _orthogonalization_s(step, machine) if step.device.type == "cuda" else 0.0
     if not step.updates.num_weights(on_gpu=True):
-        return products
+        return products_s
     rate = machine.gpu.update_bytes_per_s if machine.gpu else None
-    if rate is None or products is None:
+    if rate is None or products_s is None:
         return None
-    return _touched_bytes(step, step.updates.in_gpu_memory) / rate + products
+    return _touched_bytes(step, step.updates.in_gpu_memory) / rate + products_s
 
 
 def _orthogonalization_s(step: PlacedStep, machine: MachineProfile) -> float | None:

@@ -33,9 +33,9 @@ def nvme_seconds(read_bytes: float, written_bytes: float, drive: DriveProfile) -
     Simultaneous reads and writes share the mixed rate. The remaining reads or writes run at their own rate. If a drive
     slows down under long writes, its sustained rate is the limit.
     """
-    both = min(read_bytes, written_bytes)
-    seconds = 2 * both / drive.mixed_bytes_per_s
-    seconds += (read_bytes - both) / drive.read_bytes_per_s + (written_bytes - both) / drive.write_bytes_per_s
+    overlap = min(read_bytes, written_bytes)
+    seconds = 2 * overlap / drive.mixed_bytes_per_s
+    seconds += (read_bytes - overlap) / drive.read_bytes_per_s + (written_bytes - overlap) / drive.write_bytes_per_s
     if drive.sustained_write_bytes_per_s is None:
         return seconds
     return max(seconds, written_bytes / drive.sustained_write_bytes_per_s)
@@ -46,17 +46,17 @@ def nvme_written_bytes(traffic: Mapping[str, int]) -> int:
     return sum(nbytes for link, nbytes in traffic.items() if link.endswith("->nvme"))
 
 
-def _slowest_drive_s(moved: Iterable[tuple[str, float, float]], drives: Mapping[str, DriveProfile]) -> float | None:
+def _slowest_drive_s(transfers: Iterable[tuple[str, float, float]], drives: Mapping[str, DriveProfile]) -> float | None:
     """Return the seconds for which the slowest drive is busy, or None if a drive was not measured.
 
     Args:
-        moved: Tuples of drive key, bytes read and bytes written. Paths on the same file system have the same key.
+        transfers: Tuples of drive key, bytes read and bytes written. Paths on the same file system have the same key.
         drives: Rates of drives, by key.
     """
     by_drive: dict[str, tuple[float, float]] = {}
-    for key, read, written in moved:
-        before = by_drive.get(key, (0.0, 0.0))
-        by_drive[key] = before[0] + read, before[1] + written
+    for key, read, written in transfers:
+        total_read, total_written = by_drive.get(key, (0.0, 0.0))
+        by_drive[key] = total_read + read, total_written + written
     if any(key not in drives for key in by_drive):
         return None
     return max((nvme_seconds(r, w, drives[key]) for key, (r, w) in by_drive.items()), default=0.0)
@@ -70,25 +70,25 @@ def split(nbytes: int, shape: StepShape) -> dict[str, int]:
 
 def estimate_step(step: PlacedStep, shape: StepShape, loaded: LoadedProfile) -> Estimate:
     """Estimate the times of a step at the rates of a profile, and its writes to drives."""
-    written = split(nvme_written_bytes(step.traffic), shape)
-    run = None
+    written_bytes = split(nvme_written_bytes(step.traffic), shape)
+    run_written_bytes = None
     if shape.num_steps is not None:
-        run = split(nvme_written_bytes(step.placement.run_traffic_bytes(shape.num_steps)), shape)
-    wear = Estimate(
+        run_written_bytes = split(nvme_written_bytes(step.placement.run_traffic_bytes(shape.num_steps)), shape)
+    estimate = Estimate(
         shape.tokens_per_step,
         {},
-        written_bytes=written,
-        run_written_bytes=run,
+        written_bytes=written_bytes,
+        run_written_bytes=run_written_bytes,
         is_timed=step.ticks is not None,
         occasions=tuple(_occasions(step, shape, loaded.machine if step.run.tiers.machine.is_here else None)),
     )
     if loaded.machine is None:
-        notes = [f"times           not measured: {_ADVICE}", *_striping(shape), *loaded.ranks]
-        return replace(wear, notes=(*notes, *([f"profile         {loaded.note}"] if loaded.note else [])))
+        notes = [f"times           not measured: {_ADVICE}", *_striping_notes(shape), *loaded.ranks]
+        return replace(estimate, notes=(*notes, *([f"profile         {loaded.note}"] if loaded.note else [])))
     costs, links = step_costs(step, shape.tokens_per_step, loaded.machine), _LinkTimes(step, shape, loaded.machine)
     step_time = _StepTime(costs, links)
     result = replace(
-        wear,
+        estimate,
         seconds=step_time.seconds,
         unmeasured=step_time.unmeasured,
         computing_s_per_nvme_byte=links.computing_s_per_nvme_byte,
@@ -106,39 +106,39 @@ def _occasions(step: PlacedStep, shape: StepShape, machine: MachineProfile | Non
     if not step.updates.ticks:
         return
     run, homes = step.run, step.placement.homes
-    durable = [block for block in step.program.blocks.values() if block.kind in DURABLE_KINDS]
-    on_drives = sum(block.nbytes for block in durable if homes[block.key] == "nvme")
-    masters = [block for block in durable if block.kind == "weights" or block.key.endswith("/low")]
-    masters_on_drives = sum(block.nbytes for block in masters if homes[block.key] == "nvme")
-    weights = [block for block in durable if block.kind == "weights"]
-    in_place = sum(block.nbytes for block in weights if step.budgets_by_tier[homes[block.key]].is_read_only)
-    loaded = 1 - in_place / max(1, sum(block.nbytes for block in weights))  # weights used in place are not loaded
-    folder_bytes = 0 if run.model.table.train_from_scratch else int(loaded * weight_file_bytes(run.model.folder))
+    durable_blocks = [block for block in step.program.blocks.values() if block.kind in DURABLE_KINDS]
+    drive_bytes = sum(block.nbytes for block in durable_blocks if homes[block.key] == "nvme")
+    master_blocks = [block for block in durable_blocks if block.kind == "weights" or block.key.endswith("/low")]
+    master_drive_bytes = sum(block.nbytes for block in master_blocks if homes[block.key] == "nvme")
+    weights = [block for block in durable_blocks if block.kind == "weights"]
+    in_place_bytes = sum(block.nbytes for block in weights if step.budgets_by_tier[homes[block.key]].is_read_only)
+    loaded_share = 1 - in_place_bytes / max(1, sum(block.nbytes for block in weights))  # the rest is not loaded
+    folder_bytes = 0 if run.model.table.train_from_scratch else int(loaded_share * weight_file_bytes(run.model.folder))
     layouts = step.graph.layouts.values()
     is_adapter = adapters_of(step.graph) is not None and not run.export.merge
     num_exported = sum(layout.num_parameters for layout in layouts if layout.trainable or not is_adapter)
-    exported = num_exported * export_dtype(run.export, run.dtype).itemsize
+    exported_bytes = num_exported * export_dtype(run.export, run.dtype).itemsize
 
-    def seconds(read: Mapping[Path, float], written: Mapping[Path, float]) -> float | None:
+    def drive_seconds(reads: Mapping[Path, float], writes: Mapping[Path, float]) -> float | None:
         if machine is None:
             return None
-        moved = ((path, read.get(path, 0.0), written.get(path, 0.0)) for path in {*read, *written})
-        keyed = ((file_system_of(path).key, r, w) for path, r, w in moved if r or w)
-        return _slowest_drive_s(keyed, machine.drives)
+        transfers = ((path, reads.get(path, 0.0), writes.get(path, 0.0)) for path in {*reads, *writes})
+        keyed_transfers = ((file_system_of(path).key, r, w) for path, r, w in transfers if r or w)
+        return _slowest_drive_s(keyed_transfers, machine.drives)
 
     drives = dict(zip(shape.paths, shape.weights, strict=True))
-    share = {path: weight / sum(drives.values()) for path, weight in drives.items()}
-    to_drives = {path: on_drives * part for path, part in share.items()}
-    from_drives = {path: masters_on_drives * part for path, part in share.items()}
-    folder = {Path(run.model.folder): float(folder_bytes)}
-    yield OutsideTraffic("start", folder_bytes, on_drives, seconds=seconds(folder, to_drives))
+    shares = {path: weight / sum(drives.values()) for path, weight in drives.items()}
+    drive_writes = {path: drive_bytes * part for path, part in shares.items()}
+    drive_reads = {path: master_drive_bytes * part for path, part in shares.items()}
+    folder_reads = {Path(run.model.folder): float(folder_bytes)}
+    yield OutsideTraffic("start", folder_bytes, drive_bytes, seconds=drive_seconds(folder_reads, drive_writes))
     if run.checkpoint.table.is_on:
-        written = step.checkpoint.in_output_dir
-        cost = seconds({}, {run.output_dir: float(written)})
-        yield OutsideTraffic("checkpoint", sum(step.checkpoint.traffic.values()), written, on_drives, cost)
-    from_drives[run.output_dir] = from_drives.get(run.output_dir, 0.0) + exported
-    cost = seconds(from_drives, {run.output_dir: float(exported)})
-    yield OutsideTraffic("export", masters_on_drives + exported, exported, seconds=cost)
+        saved_bytes = step.checkpoint.in_output_dir
+        seconds = drive_seconds({}, {run.output_dir: float(saved_bytes)})
+        yield OutsideTraffic("checkpoint", sum(step.checkpoint.traffic.values()), saved_bytes, drive_bytes, seconds)
+    drive_reads[run.output_dir] = drive_reads.get(run.output_dir, 0.0) + exported_bytes
+    seconds = drive_seconds(drive_reads, {run.output_dir: float(exported_bytes)})
+    yield OutsideTraffic("export", master_drive_bytes + exported_bytes, exported_bytes, seconds=seconds)
 
 
 class _LinkTimes:
@@ -157,23 +157,23 @@ class _LinkTimes:
         self.drives = [drive for drive in self._drives.values() if drive is not None]
         self.unmeasured_paths = [path for path, drive in self._drives.items() if drive is None]
 
-    def of_constant_blocks(self) -> dict[str, float | None]:
+    def constant_block_seconds(self) -> dict[str, float | None]:
         """Return the seconds per step to move the blocks whose sizes do not depend on the number of tokens."""
         return self.seconds(self._traffic.of_step(self._has_constant_size))
 
-    def num_gpu_transfers(self, *, constant: bool = False) -> int:
+    def num_gpu_transfers(self, *, constant_only: bool = False) -> int:
         """Return how many blocks a step moves to and from a GPU, optionally counting only blocks of constant size."""
-        return self._traffic.num_transfers("gpu", self._has_constant_size if constant else None)
+        return self._traffic.num_transfers("gpu", self._has_constant_size if constant_only else None)
 
     def seconds(self, traffic: Mapping[str, int]) -> dict[str, float | None]:
         """Return for how many seconds each link that moves bytes is busy, or None for a link that was not measured."""
         seconds: dict[str, float | None] = {}
         for name, budget in self._step.budgets_by_tier.items():
             if not budget.is_addressable:
-                read = sum(nbytes for link, nbytes in traffic.items() if link.startswith(f"{name}->"))
-                written = sum(nbytes for link, nbytes in traffic.items() if link.endswith(f"->{name}"))
-                if read or written:
-                    seconds[name] = self._storage_s(name, read, written)
+                read_bytes = sum(nbytes for link, nbytes in traffic.items() if link.startswith(f"{name}->"))
+                written_bytes = sum(nbytes for link, nbytes in traffic.items() if link.endswith(f"->{name}"))
+                if read_bytes or written_bytes:
+                    seconds[name] = self._storage_s(name, read_bytes, written_bytes)
         gpu = self._machine.gpu if self._step.device.type == "cuda" else None  # an emulated GPU has no bus
         for link, rate in (
             ("ram->gpu", gpu.h2d_bytes_per_s if gpu else None),
@@ -187,17 +187,17 @@ class _LinkTimes:
                 seconds[link] = None if rate is None else traffic[link] / rate
         return seconds
 
-    def _storage_s(self, tier: str, read: int, written: int) -> float | None:
+    def _storage_s(self, tier: str, read_bytes: int, written_bytes: int) -> float | None:
         """Return for how many seconds a storage tier's links are busy, or None if they were not measured."""
-        run, known = self._step.run, self._machine.drives
+        run, drives = self._step.run, self._machine.drives
         if tier == "nvme":
             num_ranks = run.world.local_size  # all ranks of a host share its drives
-            reads, writes = split(num_ranks * read, self._shape), split(num_ranks * written, self._shape)
-            return _slowest_drive_s(((key, reads[path], writes[path]) for path, key in self._keys.items()), known)
+            reads, writes = split(num_ranks * read_bytes, self._shape), split(num_ranks * written_bytes, self._shape)
+            return _slowest_drive_s(((key, reads[path], writes[path]) for path, key in self._keys.items()), drives)
         if tier != FOLDER:
             return None
         (key,) = run.tiers.machine.drive_keys([Path(run.model.folder)])
-        return nvme_seconds(read, 0, known[key]) if key in known else None
+        return nvme_seconds(read_bytes, 0, drives[key]) if key in drives else None
 
     @cached_property
     def _traffic(self) -> Traffic:
@@ -212,8 +212,8 @@ class _LinkTimes:
     def computing_s_per_nvme_byte(self) -> float:
         """Seconds by which each byte moved to or from a drive delays computing: mean over paths, weighted by bytes."""
         shares = zip(self._shape.weights, self._drives.values(), strict=True)
-        lost = sum(weight * (drive.computing_s_per_byte or 0.0) for weight, drive in shares if drive is not None)
-        return lost / sum(self._shape.weights) if lost else 0.0
+        delay = sum(weight * (drive.computing_s_per_byte or 0.0) for weight, drive in shares if drive is not None)
+        return delay / sum(self._shape.weights) if delay else 0.0
 
 
 class _StepTime:
@@ -229,30 +229,30 @@ class _StepTime:
 
     def __init__(self, costs: StepCosts, links: _LinkTimes) -> None:
         self._costs, self._links, self._tokens = costs, links, costs.num_tokens
-        self._on_gpu = costs.step.device.type == "cuda"
+        self._is_gpu = costs.step.device.type == "cuda"
         # Whether all micro-batches of a step pass through one layer before any of them reaches the next layer.
         self._runs_together = costs.step.run.batch.order == "layer"
-        found = {
+        resource_s = {
             "compute": costs.computing_s,
             "host": costs.host.launching_s + costs.host.leasing_s + self._transfers_s(),
             "optimizer": costs.updates_s,
             "gpu optimizer": gpu_updates_s(costs.step, costs.machine),
             **links.seconds(costs.step.traffic),
         }
-        self.seconds: Mapping[str, float] = {name: seconds for name, seconds in found.items() if seconds}
-        self.unmeasured = tuple(name for name, seconds in found.items() if seconds is None)
+        self.seconds: Mapping[str, float] = {name: seconds for name, seconds in resource_s.items() if seconds}
+        self.unmeasured = tuple(name for name, seconds in resource_s.items() if seconds is None)
 
     def bound(self) -> tuple[float, str]:
         """Return the seconds per step, and the resource that determines them."""
-        sequential = [name for name in _PROCESSORS if name in self.seconds and not (self._on_gpu and name == "host")]
-        compute, hiding_s = self._s("compute"), self._s("compute") * self._hiding_share
-        busy_s = compute - hiding_s + max(hiding_s, self._s("optimizer")) + self._s("gpu optimizer")
-        busy_s += 0.0 if self._on_gpu else self._s("host")
-        overlapping = {name: seconds for name, seconds in self.seconds.items() if name not in sequential}
-        slowest = max(overlapping, key=overlapping.__getitem__, default="")
-        if slowest and overlapping[slowest] > busy_s:
-            return overlapping[slowest], slowest
-        return busy_s, max(sequential, key=self.seconds.__getitem__)
+        processors = [name for name in _PROCESSORS if name in self.seconds and not (self._is_gpu and name == "host")]
+        compute_s, hiding_s = self._busy_s("compute"), self._busy_s("compute") * self._hiding_share
+        busy_s = compute_s - hiding_s + max(hiding_s, self._busy_s("optimizer")) + self._busy_s("gpu optimizer")
+        busy_s += 0.0 if self._is_gpu else self._busy_s("host")
+        overlapping_s = {name: seconds for name, seconds in self.seconds.items() if name not in processors}
+        bottleneck = max(overlapping_s, key=overlapping_s.__getitem__, default="")
+        if bottleneck and overlapping_s[bottleneck] > busy_s:
+            return overlapping_s[bottleneck], bottleneck
+        return busy_s, max(processors, key=self.seconds.__getitem__)
 
     def crossing_tokens(self) -> float | None:
         """Return T*: the number of tokens above which computing takes longer than the slowest link and a GPU's host.
@@ -260,22 +260,22 @@ class _StepTime:
         Micro-batches keep their length, so activation bytes and kernel launches grow with the tokens. All other bytes
         and launches are constant.
         """
-        host, on_gpu, optimizer = self._costs.host, self._s("gpu optimizer"), self._s("optimizer")
-        per_token, constant = self._s("compute") / self._tokens, self._links.of_constant_blocks()
-        if self._on_gpu:
-            constant["host"] = host.leasing_s + self._transfers_s(constant=True)
+        host, gpu_optimizer_s, optimizer_s = self._costs.host, self._busy_s("gpu optimizer"), self._busy_s("optimizer")
+        per_token, constant_seconds = self._busy_s("compute") / self._tokens, self._links.constant_block_seconds()
+        if self._is_gpu:
+            constant_seconds["host"] = host.leasing_s + self._transfers_s(constant_only=True)
         else:  # a CPU launches, computes and leases sequentially
-            per_token, optimizer = per_token + host.launching_s / self._tokens, optimizer + host.leasing_s
+            per_token, optimizer_s = per_token + host.launching_s / self._tokens, optimizer_s + host.leasing_s
         # If micro-batches run one at a time, only one of them hides updates, regardless of the number of tokens.
-        hiding_s = self._hiding_share * self._s("compute")
+        hiding_s = self._hiding_share * self._busy_s("compute")
         hiding_per_token, hiding_s = (hiding_s / self._tokens, 0.0) if self._runs_together else (0.0, hiding_s)
         # The processors take longer than a link if either does: computing alone, or updates plus unhidden computing.
-        lines = [(per_token, 0.0), (per_token - hiding_per_token, optimizer - hiding_s)]
+        lines = [(per_token, 0.0), (per_token - hiding_per_token, optimizer_s - hiding_s)]
         crossing = 0.0
-        for name, constant_s in constant.items():
-            moved_per_token = (self._s(name) - (constant_s or 0.0)) / self._tokens
+        for name, constant_s in constant_seconds.items():
+            moved_per_token = (self._busy_s(name) - (constant_s or 0.0)) / self._tokens
             starts = [
-                max(0.0, (constant_s or 0.0) - offset - on_gpu) / (slope - moved_per_token)
+                max(0.0, (constant_s or 0.0) - offset - gpu_optimizer_s) / (slope - moved_per_token)
                 for slope, offset in lines
                 if slope > moved_per_token
             ]
@@ -283,16 +283,16 @@ class _StepTime:
                 return None
             crossing = max(crossing, min(starts))
         if self._hiding_share and per_token:
-            crossing = max(crossing, (optimizer - hiding_s) / (hiding_per_token or per_token))
+            crossing = max(crossing, (optimizer_s - hiding_s) / (hiding_per_token or per_token))
         return crossing
 
-    def _s(self, name: str) -> float:
+    def _busy_s(self, name: str) -> float:
         return self.seconds.get(name, 0.0)
 
-    def _transfers_s(self, *, constant: bool = False) -> float:
+    def _transfers_s(self, *, constant_only: bool = False) -> float:
         """Return the host's seconds to start and end GPU transfers, optionally only for blocks of constant size."""
-        per_transfer_s = self._costs.host.per_transfer_s if self._on_gpu else 0.0
-        return per_transfer_s and self._links.num_gpu_transfers(constant=constant) * per_transfer_s
+        per_transfer_s = self._costs.host.per_transfer_s if self._is_gpu else 0.0
+        return per_transfer_s and self._links.num_gpu_transfers(constant_only=constant_only) * per_transfer_s
 
     @cached_property
     def _hiding_share(self) -> float:
@@ -301,11 +301,11 @@ class _StepTime:
         Updates that wait for the global norm overlap with the forward of the next step. Other updates overlap with the
         backward. On a CPU, no updates overlap.
         """
-        if not self._on_gpu:
+        if not self._is_gpu:
             return 0.0
         step = self._costs.step
         phase: Phase = "forward" if step.program.updates.are_deferred else "backward"
-        return self._costs.share_of(phase) / (1 if self._runs_together else max(1, len(step.run.own_micro_batches)))
+        return self._costs.phase_share(phase) / (1 if self._runs_together else max(1, len(step.run.own_micro_batches)))
 
 
 def _notes(
@@ -318,7 +318,7 @@ def _notes(
     if "nvme" in unmeasured:
         paths = ", ".join(links.unmeasured_paths)
         notes.append(f"times           drive of {paths} not measured: {_ADVICE}")
-        notes.extend(_striping(shape))
+        notes.extend(_striping_notes(shape))
     if FOLDER in unmeasured:
         notes.append(f"times           drive of the model's folder not measured: {_ADVICE}")
     is_timed = costs.is_timed or has_measured_kernel(
@@ -326,21 +326,21 @@ def _notes(
     )
     if not (unmeasured or is_timed):
         notes.append("updates         at AdamW's bytes per second, because this optimizer was not timed")
-    others = [name for name in unmeasured if name not in ("nvme", FOLDER)]
-    if others:
-        notes.append(f"times           not measured: {', '.join(others)}. The step is not predicted")
+    other_names = [name for name in unmeasured if name not in ("nvme", FOLDER)]
+    if other_names:
+        notes.append(f"times           not measured: {', '.join(other_names)}. The step is not predicted")
     if loaded.origin:
         return (*notes, loaded.origin)
-    measured = [machine.measured_at, *(drive.measured_at for drive in links.drives)]
-    age = age_days(min(measured))
-    quick = ", quick" if machine.is_quick or any(drive.is_quick for drive in links.drives) else ""
-    line = f"rates           measured by doctor {_days_ago(age)}{quick}"
+    dates = [machine.measured_at, *(drive.measured_at for drive in links.drives)]
+    age = age_days(min(dates))
+    quick_note = ", quick" if machine.is_quick or any(drive.is_quick for drive in links.drives) else ""
+    line = f"rates           measured by doctor {_format_age(age)}{quick_note}"
     if age > STALE_DAYS:
         line += f". They are older than {STALE_DAYS} days: measure again"
     return (*notes, line, *loaded.ranks)
 
 
-def _striping(shape: StepShape) -> Sequence[str]:
+def _striping_notes(shape: StepShape) -> Sequence[str]:
     """Return the note that NVMe paths are assumed to be equally fast, if no rates are known or configured."""
     if len(shape.paths) < 2 or shape.has_rates:
         return ()
@@ -349,7 +349,7 @@ def _striping(shape: StepShape) -> Sequence[str]:
     )
 
 
-def _days_ago(days: float) -> str:
+def _format_age(days: float) -> str:
     return "today" if days < 1 else f"{int(days)} day{'s' if int(days) > 1 else ''} ago"
 
 
@@ -388,20 +388,20 @@ def run_length(plan: Plan, num_steps: int | None, step_s: float | None) -> RunLe
         num_steps = plan.run.max_steps
     if num_steps is None:
         return RunLength(None)
-    moved = plan.placement.run_traffic_bytes(num_steps)
-    written = nvme_written_bytes(moved)
+    moved_bytes = plan.placement.run_traffic_bytes(num_steps)
+    written_bytes = nvme_written_bytes(moved_bytes)
     limits = [drive.max_written for drive in plan.run.tiers.table.nvme]
     table = plan.run.checkpoint.table
-    saves = 0 if table.save_strategy == "no" else 1
+    num_saves = 0 if table.save_strategy == "no" else 1
     if table.save_strategy == "steps":
-        saves = -(-num_steps // table.save_steps)
+        num_saves = -(-num_steps // table.save_steps)
     return RunLength(
         num_steps=num_steps,
         num_tokens=num_steps * plan.run.batch.num_tokens,
         seconds=None if step_s is None else num_steps * step_s,
-        moved_bytes=moved,
-        written_bytes=written,
-        share_of_limit=written / sum(limit for limit in limits if limit) if limits and all(limits) else None,
-        num_saves=saves,
-        saved_bytes=saves * plan.checkpoint.in_output_dir,
+        moved_bytes=moved_bytes,
+        written_bytes=written_bytes,
+        share_of_limit=written_bytes / sum(limit for limit in limits if limit) if limits and all(limits) else None,
+        num_saves=num_saves,
+        saved_bytes=num_saves * plan.checkpoint.in_output_dir,
     )

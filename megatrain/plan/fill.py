@@ -38,7 +38,7 @@ class _Results:
 
 
 def with_results(
-    plan: Plan, placed: Callable[[StepProgram], Plan | None], seconds: Callable[[Plan], float], *, on_drives_bytes: int
+    plan: Plan, place: Callable[[StepProgram], Plan | None], step_s: Callable[[Plan], float], *, on_drives_bytes: int
 ) -> Plan:
     """Return the plan that saves the number of results with the shortest steps, or ``plan`` if saving does not help.
 
@@ -47,44 +47,45 @@ def with_results(
 
     Args:
         plan: Plan of a step that moves blocks.
-        placed: Function that places and estimates a program, or returns None if it does not fit or writes too much.
-        seconds: Function that returns a plan's seconds per step.
+        place: Function that places and estimates a program, or returns None if it does not fit or writes too much.
+        step_s: Function that returns a plan's seconds per step.
         on_drives_bytes: Bytes of results, or of blocks displaced by results, that may go to drives.
     """
-    order = _results_in_order(plan)
-    room = _free_bytes(plan) + on_drives_bytes
-    most = bisect.bisect_right(list(accumulate(plan.run.num_together * each.more_nbytes for each in order)), room)
-    if not most:
+    results = _results_in_order(plan)
+    room_bytes = _free_bytes(plan) + on_drives_bytes
+    sizes = (plan.run.num_together * entry.more_nbytes for entry in results)
+    max_count = bisect.bisect_right(list(accumulate(sizes)), room_bytes)
+    if not max_count:
         return plan
-    best, best_s = plan, seconds(plan)
-    low, high, count = 0, most + 1, most  # best number so far, smallest number known as too large, next number
-    while low < count < high:
-        other = placed(_with_saved(plan, order[:count]))
-        other_s = math.inf if other is None else seconds(other)
-        if other is not None and other_s < best_s:
-            best, best_s, low = other, other_s, count
+    best, best_s = plan, step_s(plan)
+    best_count, too_many, count = 0, max_count + 1, max_count  # too_many: smallest count known to be too large
+    while best_count < count < too_many:
+        candidate = place(_with_saved(plan, results[:count]))
+        candidate_s = math.inf if candidate is None else step_s(candidate)
+        if candidate is not None and candidate_s < best_s:
+            best, best_s, best_count = candidate, candidate_s, count
         else:
-            high = count
-        count = (low + high) // 2 if high - low > len(order) // _PARTS else low
+            too_many = count
+        count = (best_count + too_many) // 2 if too_many - best_count > len(results) // _PARTS else best_count
     return best
 
 
 def _results_in_order(plan: Plan) -> Sequence[_Results]:
     """Return the results that visits do not save yet. Attention comes first if it saves more operations per byte."""
     recompute, visits = plan.program.recompute, plan.trace.visits
-    taken = recompute.kept_graphs | recompute.saving
-    worth = operations_per_byte(plan.trace)
-    order: list[_Results] = []
-    of_attention: dict[int, int] = {}
-    if worth.get("attention", 0.0) > worth.get("results", 0.0):
-        for visit in sorted(visits_with_results(plan.trace, attention_alone=True) - taken, reverse=True):
-            of_attention[visit] = visits[visit].attention.nbytes
-            order.append(_Results(visit, of_attention[visit], with_products=False))
-    order.extend(
-        _Results(visit, visits[visit].results.nbytes - of_attention.get(visit, 0), with_products=True)
-        for visit in sorted(visits_with_results(plan.trace) - taken, reverse=True)
+    excluded = recompute.kept_graphs | recompute.saving
+    ops_per_byte = operations_per_byte(plan.trace)
+    results: list[_Results] = []
+    attention_nbytes: dict[int, int] = {}
+    if ops_per_byte.get("attention", 0.0) > ops_per_byte.get("results", 0.0):
+        for visit in sorted(visits_with_results(plan.trace, attention_alone=True) - excluded, reverse=True):
+            attention_nbytes[visit] = visits[visit].attention.nbytes
+            results.append(_Results(visit, attention_nbytes[visit], with_products=False))
+    results.extend(
+        _Results(visit, visits[visit].results.nbytes - attention_nbytes.get(visit, 0), with_products=True)
+        for visit in sorted(visits_with_results(plan.trace) - excluded, reverse=True)
     )
-    return order
+    return results
 
 
 def _free_bytes(plan: Plan) -> float:
@@ -92,12 +93,13 @@ def _free_bytes(plan: Plan) -> float:
     placement, budgets = plan.placement, plan.budgets_by_tier
     if any(budget.is_read_only for budget in budgets.values()):
         return math.inf
-    taken = {tier: sum(each.values()) + placement.workspace_bytes[tier] for tier, each in placement.home_bytes.items()}
-    return sum(budgets[tier].capacity_bytes - nbytes for tier, nbytes in taken.items() if budgets[tier].is_addressable)
+    homes, workspace = placement.home_bytes, placement.workspace_bytes
+    addressable = [budget for budget in budgets.values() if budget.is_addressable]
+    return sum(tier.capacity_bytes - sum(homes[tier.name].values()) - workspace[tier.name] for tier in addressable)
 
 
-def _with_saved(plan: Plan, admitted: Sequence[_Results]) -> StepProgram:
-    results = frozenset(each.visit for each in admitted if each.with_products)
-    attention = frozenset(each.visit for each in admitted) - results
+def _with_saved(plan: Plan, selection: Sequence[_Results]) -> StepProgram:
+    results = frozenset(entry.visit for entry in selection if entry.with_products)
+    attention = frozenset(entry.visit for entry in selection) - results
     program = saving_results(plan.program, plan.trace, attention)
     return saving_results(program, plan.trace, results, with_products=True)

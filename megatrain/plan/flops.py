@@ -28,54 +28,54 @@ def flops_per_token(step: PlacedStep) -> float:
     """
     if is_counted(step.trace):
         return sum(work.computed_flops for work in _visits_work(step).values()) / step.trace.num_tokens
-    once = num_parameters_run_once(step.graph, step.trace, step.program)
-    return FLOPS_PER_PARAM_TOKEN * step.graph.num_parameters - _FORWARD_FLOPS * once
+    num_run_once = num_parameters_run_once(step.graph, step.trace, step.program)
+    return FLOPS_PER_PARAM_TOKEN * step.graph.num_parameters - _FORWARD_FLOPS * num_run_once
 
 
 def tick_flops(step: PlacedStep) -> list[float]:
     """Return each tick's FLOPs per token; 0 for updates. Their sum is ``flops_per_token``."""
     ticks, blocks = step.program.ticks, step.program.blocks
-    counted = _visits_work(step) if is_counted(step.trace) else None
-    same = Counter((tick.phase, tick.visit) for tick in ticks)
-    found: list[float] = []
+    visit_work = _visits_work(step) if is_counted(step.trace) else None
+    tick_counts = Counter((tick.phase, tick.visit) for tick in ticks)
+    result: list[float] = []
     for tick in ticks:
         flops: float = 0.0
-        if tick.phase in ("forward", "head", "backward") and counted is not None:
-            flops = counted[tick.phase, tick.visit].computed_flops
+        if tick.phase in ("forward", "head", "backward") and visit_work is not None:
+            flops = visit_work[tick.phase, tick.visit].computed_flops
         elif tick.phase in ("forward", "head", "backward"):
-            again = 0 if tick.visit in step.program.recompute.kept_graphs else _RECOMPUTE_FLOPS
-            factor = {"forward": _FORWARD_FLOPS, "head": _HEAD_FLOPS, "backward": again + _BACKWARD_FLOPS}[tick.phase]
-            flops = factor * sum(blocks[key].num_values for key, _ in tick.uses if blocks[key].kind == "weights")
+            extra = 0 if tick.visit in step.program.recompute.kept_graphs else _RECOMPUTE_FLOPS
+            flops = {"forward": _FORWARD_FLOPS, "head": _HEAD_FLOPS, "backward": extra + _BACKWARD_FLOPS}[tick.phase]
+            flops *= sum(blocks[key].num_values for key, _ in tick.uses if blocks[key].kind == "weights")
         # If micro-batches run one at a time, each micro-batch has separate ticks.
-        found.append(flops / same[tick.phase, tick.visit])
-    total = sum(found)
-    return [flops * flops_per_token(step) / total if total else 0.0 for flops in found]
+        result.append(flops / tick_counts[tick.phase, tick.visit])
+    total = sum(result)
+    return [flops * flops_per_token(step) / total if total else 0.0 for flops in result]
 
 
 def work_of_phases(step: PlacedStep) -> dict[Phase, Work]:
     """Return the work of the traced micro-batch by phase."""
-    found: dict[Phase, Work] = {}
+    result: dict[Phase, Work] = {}
     for (phase, _), work in _visits_work(step).items():
-        found[phase] = found.get(phase, NO_WORK) + work
-    return found
+        result[phase] = result.get(phase, NO_WORK) + work
+    return result
 
 
 def _visits_work(step: PlacedStep) -> dict[tuple[Phase, int], Work]:
     """Return the traced micro-batch's work by phase and visit. The first head visit has the work of the whole head."""
     trace, program = step.trace, step.program
-    found: dict[tuple[Phase, int], Work] = {}
-    for number, visit in enumerate(trace.visits):
+    result: dict[tuple[Phase, int], Work] = {}
+    for index, visit in enumerate(trace.visits):
         if visit.is_head:
             continue
         backward = visit.backward
-        saved = program.recompute.savable(number, visit)
-        if number in program.recompute.kept_graphs:
+        saved = program.recompute.savable(index, visit)
+        if index in program.recompute.kept_graphs:
             backward -= visit.recompute
-        found["forward", number], found["backward", number] = visit.forward + saved.copying, backward - saved.work
-    again = trace.logits_flops * max(0, trace.head_parts - program.recompute.kept_parts) // trace.head_parts
-    first_head = next((number for number, visit in enumerate(trace.visits) if visit.is_head), len(trace.visits))
-    found["head", first_head] = trace.head + Work(product_flops=again)
-    return found
+        result["forward", index], result["backward", index] = visit.forward + saved.copying, backward - saved.work
+    recompute_flops = trace.logits_flops * max(0, trace.head_parts - program.recompute.kept_parts) // trace.head_parts
+    first_head = next((index for index, visit in enumerate(trace.visits) if visit.is_head), len(trace.visits))
+    result["head", first_head] = trace.head + Work(product_flops=recompute_flops)
+    return result
 
 
 def sums_of_phases(step: PlacedStep) -> dict[Phase, Work]:
@@ -83,14 +83,14 @@ def sums_of_phases(step: PlacedStep) -> dict[Phase, Work]:
 
     On a CPU, the measured matmul rate already includes this traffic.
     """
-    found: dict[Phase, Work] = {}
+    result: dict[Phase, Work] = {}
     for visit in step.trace.visits if step.device.type == "cuda" else ():
         layouts = [step.graph.layouts[name] for name in layouts_of_unit(step.graph, visit.unit)]
         num_trained = sum(layout.num_parameters for layout in layouts if layout.trainable)
         if visit.is_head or visit.backward.product_flops:
             phase: Phase = "head" if visit.is_head else "backward"
-            found[phase] = found.get(phase, NO_WORK) + Work(moved_nbytes=_SUM_NBYTES * num_trained)
-    return found
+            result[phase] = result.get(phase, NO_WORK) + Work(moved_nbytes=_SUM_NBYTES * num_trained)
+    return result
 
 
 def matrix_flops(step: PlacedStep) -> dict[int, int]:
@@ -98,9 +98,9 @@ def matrix_flops(step: PlacedStep) -> dict[int, int]:
     optimizer, layouts = step.traced.optimizer, list(step.graph.layouts.values())
     if not isinstance(optimizer, MatrixOptimizer):
         return {}
-    found: dict[int, int] = {}
+    result: dict[int, int] = {}
     for index in {tick.visit for tick in step.updates.ticks}:
         entries = [entry for entry in layouts[index].entries if optimizer.has_matrices(entry)]
-        shapes = [(e.shape[-2], e.shape[-1], math.prod(e.shape[:-2]), e.name) for e in entries]
-        found[index] = sum(optimizer.orthogonalize_flops(r, c, name) * count for r, c, count, name in shapes)
-    return found
+        shapes = [(entry.shape[-2], entry.shape[-1], math.prod(entry.shape[:-2]), entry.name) for entry in entries]
+        result[index] = sum(optimizer.orthogonalize_flops(r, c, name) * count for r, c, count, name in shapes)
+    return result

@@ -45,11 +45,11 @@ from megatrain.trace.trace import trace_generation
 from tiered.units import PAGE_BYTES, round_up
 
 #: Number of fp32 copies of a micro-batch's logits that sampling a token needs (warped, sorted, softmax and so on).
-_COPIES_OF_LOGITS = 8
+_NUM_LOGIT_COPIES = 8
 #: Rates for passes between a run's steps: none, because the traced step's counts include a backward.
-_UNTIMED = LoadedProfile(None)
+_NO_RATES = LoadedProfile(None)
 #: Number of copies of a pass's scores: the computed scores, the scores by document, and the written rows.
-_COPIES = 3
+_NUM_SCORE_COPIES = 3
 
 
 def forward_run(run: RunSpec) -> RunSpec:
@@ -77,7 +77,7 @@ def score_bytes(run: RunSpec, top_k: int, width: int) -> int:
         top_k: Number of scored vocabulary entries per token.
         width: Size of an embedding; 0 without embeddings.
     """
-    return _COPIES * run.batch.num_tokens * (12 * top_k + 16) + 4 * run.batch.num_rows * width
+    return _NUM_SCORE_COPIES * run.batch.num_tokens * (12 * top_k + 16) + 4 * run.batch.num_rows * width
 
 
 def _traced_forward(
@@ -98,7 +98,7 @@ def _traced_forward(
     )
 
 
-def _placed(
+def _place(
     model: TracedModel, program: StepProgram, budgets: Mapping[str, TierBudget], stay_share: float = 0
 ) -> PlacedStep:
     """Place a program in tiers with these budgets.
@@ -107,10 +107,10 @@ def _placed(
         DoesNotFitError: If a tier is too small.
     """
     run, profile = model.run, model.run.tiers.machine.rates()
-    known = with_folder(budgets, program, buffer_bytes(model.in_place.values(), model.graph.dtype))
-    known = with_residents(known, run, program, profile.machine if run.device.type == "cuda" else None)
-    solver = PlacementSolver(program, list(known.values()), run.placement.homes, None, stay_share)
-    return PlacedStep(run, model, program, require_fit(solver.solve()), known)
+    budgets = with_folder(budgets, program, buffer_bytes(model.in_place.values(), model.graph.dtype))
+    budgets = with_residents(budgets, run, program, profile.machine if run.device.type == "cuda" else None)
+    solver = PlacementSolver(program, list(budgets.values()), run.placement.homes, None, stay_share)
+    return PlacedStep(run, model, program, require_fit(solver.solve()), budgets)
 
 
 def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
@@ -143,9 +143,9 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
     ).build()
     program = evaluation_program(program)
     workspace = step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches, run.traced_on)
-    known = with_workspace(tier_budgets(run, workspace), score_bytes(run, top_k, width), "ram")
+    budgets = with_workspace(tier_budgets(run, workspace), score_bytes(run, top_k, width), "ram")
     profile = run.tiers.machine.rates()
-    plan = priced(_placed(model, program, known, STAY_SHARE), profile)
+    plan = priced(_place(model, program, budgets, STAY_SHARE), profile)
     if any(plan.traffic.values()):
         plan = fastest(list(with_open_room(plan, profile)) or [plan])
     return compared_with_machine(plan)
@@ -166,10 +166,10 @@ class GenerationPlan:
     def planned_bytes(self, num_passes: int) -> dict[str, int]:
         """Return the bytes that each link moves in ``num_passes`` passes. The first pass fills the KV cache."""
         placement = self.plan.placement
-        moved = Counter(Traffic(self.first, placement.routes, placement.homes, {}).of_first_step())
+        moved_bytes = Counter(Traffic(self.first, placement.routes, placement.homes, {}).of_first_step())
         if num_passes > 1:
-            moved.update(placement.run_traffic_bytes(num_passes - 1))
-        return {link: nbytes for link, nbytes in moved.items() if nbytes}
+            moved_bytes.update(placement.run_traffic_bytes(num_passes - 1))
+        return {link: nbytes for link, nbytes in moved_bytes.items() if nbytes}
 
 
 def plan_generation(run: RunSpec) -> GenerationPlan:
@@ -189,10 +189,10 @@ def plan_generation(run: RunSpec) -> GenerationPlan:
     model = _traced_forward(run, graph, trace, padded=False)
     frozen = FrozenWeights(not run.model.table.train_from_scratch, model.in_place, model.encodings)
     weights = frozen_program(graph, compute_tier=model.compute_tier, frozen=frozen)
-    first, program = _generation_programs(weights, graph, trace, cache_nbytes, batch.num_micro_batches)
-    step = _placed(model, program, tier_budgets(run, _generation_workspace_bytes(run, graph, trace, program)))
+    first_program, program = _generation_programs(weights, graph, trace, cache_nbytes, batch.num_micro_batches)
+    step = _place(model, program, tier_budgets(run, _generation_workspace_bytes(run, graph, trace, program)))
     plan = priced(step, run.tiers.machine.rates(), num_tokens=batch.num_rows)
-    return GenerationPlan(replace(plan, objections=objections_to(plan)), first)
+    return GenerationPlan(replace(plan, objections=objections_to(plan)), first_program)
 
 
 def _trace_generation(
@@ -217,10 +217,10 @@ def _generation_programs(
 def _generation_workspace_bytes(run: RunSpec, graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
     """Return a generation pass's workspace in the compute tier, in bytes."""
     vocab_size: int = graph.config.get_text_config().vocab_size
-    logits = _COPIES_OF_LOGITS * 4 * run.batch.micro_batch_rows * vocab_size
-    whole = round_up(whole_head_bytes(program, graph), PAGE_BYTES)
+    logit_bytes = _NUM_LOGIT_COPIES * 4 * run.batch.micro_batch_rows * vocab_size
+    head_bytes = round_up(whole_head_bytes(program, graph), PAGE_BYTES)
     workspace = step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches, run.traced_on)
-    return workspace + logits + whole
+    return workspace + logit_bytes + head_bytes
 
 
 def with_prompts(run: RunSpec, rows: int, num_prompts: int, max_length: int) -> RunSpec:
@@ -246,20 +246,20 @@ def plan_averages(plan: Plan) -> Plan:
     """
     graph, trace = plan.graph, plan.trace
     program = reading_averages(evaluation_program(plan.program), graph, EMA.name)
-    rounding = decoded_bytes(graph, trace, program) - decoded_bytes(graph, trace, plan.program)
-    known = {name: replace(budget, residency=None) for name, budget in plan.budgets_by_tier.items()}
-    budget = known[program.compute_tier]
-    workspace = budget.workspace_bytes + round_up(rounding, PAGE_BYTES)
-    known[program.compute_tier] = replace(budget, workspace_bytes=workspace)
-    given = {key: plan.placement.homes[key] for key in program.blocks}
-    placement = PlacementSolver(program, list(known.values()), plan.run.placement.homes, given=given).solve()
+    rounding_bytes = decoded_bytes(graph, trace, program) - decoded_bytes(graph, trace, plan.program)
+    budgets = {name: replace(budget, residency=None) for name, budget in plan.budgets_by_tier.items()}
+    budget = budgets[program.compute_tier]
+    workspace = budget.workspace_bytes + round_up(rounding_bytes, PAGE_BYTES)
+    budgets[program.compute_tier] = replace(budget, workspace_bytes=workspace)
+    homes = {key: plan.placement.homes[key] for key in program.blocks}
+    placement = PlacementSolver(program, list(budgets.values()), plan.run.placement.homes, given=homes).solve()
     if isinstance(placement, Shortfall):
         advice = (
             "This size is for evaluating the averaged weights, which are in fp32. "
             f'Give tiers.{placement.tier} that size, or write weights = "trained" in [evaluation].'
         )
         raise DoesNotFitError(replace(placement, advice=advice))
-    return priced(replace(plan.step, program=program, placement=placement, budgets_by_tier=known), _UNTIMED)
+    return priced(replace(plan.step, program=program, placement=placement, budgets_by_tier=budgets), _NO_RATES)
 
 
 def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) -> GenerationPlan:
@@ -281,40 +281,40 @@ def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) ->
     trace, cache_nbytes = _trace_generation(run, graph, rows, max_length)
     num_micro_batches = -(-num_prompts // rows)
     while True:
-        together = with_prompts(run, rows, num_micro_batches * rows, max_length)
-        found = _placed_samples(plan, together, trace, cache_nbytes)
-        if not isinstance(found, Shortfall):
-            return found
+        batch_run = with_prompts(run, rows, num_micro_batches * rows, max_length)
+        result = _place_samples(plan, batch_run, trace, cache_nbytes)
+        if not isinstance(result, Shortfall):
+            return result
         if num_micro_batches == 1:
             advice = (
                 f"This size is for continuing {rows} prompts of evaluations, {max_length} tokens each. Give "
-                f"tiers.{found.tier} that size, or lower evaluation.max_new_tokens, "
+                f"tiers.{result.tier} that size, or lower evaluation.max_new_tokens, "
                 "evaluation.max_predict_samples or evaluation.per_device_eval_batch_size."
             )
-            raise DoesNotFitError(replace(found, advice=advice))
+            raise DoesNotFitError(replace(result, advice=advice))
         num_micro_batches = -(-num_micro_batches // 2)
 
 
-def _placed_samples(
+def _place_samples(
     plan: Plan, run: RunSpec, trace: VisitTrace, cache_nbytes: Mapping[int, int]
 ) -> GenerationPlan | Shortfall:
     """Return the plan for ``run``'s prompts, or the shortfall of a tier that is too small for them."""
     graph = plan.graph
-    first, program = _generation_programs(plan.program, graph, trace, cache_nbytes, run.batch.num_micro_batches)
+    first_program, program = _generation_programs(plan.program, graph, trace, cache_nbytes, run.batch.num_micro_batches)
     workspace = dict.fromkeys(plan.budgets_by_tier, 0)
     workspace[program.compute_tier] = _generation_workspace_bytes(run, graph, trace, program)
     if any(block.in_place for block in program.blocks.values()):
         workspace["ram"] += buffer_bytes(find_frozen(run, graph)[0].values(), graph.dtype)
-    known = {}
+    budgets = {}
     for name, budget in plan.budgets_by_tier.items():
         residency = budget.residency
         if residency is not None:
             residency = replace(residency, kinds=residency.kinds & {"activations"})
-        known[name] = replace(budget, workspace_bytes=workspace[name], residency=residency)
-    given = {key: plan.placement.homes[key] for key in program.blocks if key in plan.placement.homes}
-    placement = PlacementSolver(program, list(known.values()), run.placement.homes, given=given).solve()
+        budgets[name] = replace(budget, workspace_bytes=workspace[name], residency=residency)
+    homes = {key: plan.placement.homes[key] for key in program.blocks if key in plan.placement.homes}
+    placement = PlacementSolver(program, list(budgets.values()), run.placement.homes, given=homes).solve()
     if isinstance(placement, Shortfall):
         return placement
     traced = replace(plan.traced, trace=trace)
-    step = PlacedStep(run, traced, program, placement, known, plan.ticks)
-    return GenerationPlan(priced(step, _UNTIMED, num_tokens=run.batch.num_rows), first)
+    step = PlacedStep(run, traced, program, placement, budgets, plan.ticks)
+    return GenerationPlan(priced(step, _NO_RATES, num_tokens=run.batch.num_rows), first_program)

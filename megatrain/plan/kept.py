@@ -26,7 +26,7 @@ from megatrain.plan.run_spec import RunSpec
 from megatrain.plan.shortfall import Shortfall
 from tiered.units import PAGE_BYTES, format_size, round_up
 
-What = Literal["graphs", "results", "attention"]
+KeptKind = Literal["graphs", "results", "attention"]
 
 
 class GraphKeeper:
@@ -47,7 +47,7 @@ class GraphKeeper:
         self._without_graphs = peak_bytes(self._in_visits)
 
     def solve(self, graphs: Literal["auto"] | int, results: Literal["auto"] | int = 0) -> PlacedStep | Shortfall:
-        """Return the placement with the chosen graphs and results, or a shortfall if a tier is too small.
+        """Return the placement with the choice graphs and results, or a shortfall if a tier is too small.
 
         The tier can be too small for the requested numbers of layers, or even without graphs and results.
 
@@ -58,45 +58,45 @@ class GraphKeeper:
             results: ``auto`` saves results of all last layers that fit and keep no graph, if no block moves. A number
                 saves results of matmuls and attention of this many last layers, in any allowed home tier.
         """
-        last = () if results == "auto" else self._last_visits(results, self._recomputed_visits())
-        saved = visits_with_results(self.trace).intersection(last)
+        last_visits = () if results == "auto" else self._last_visits(results, self._recomputed_visits())
+        saving_visits = visits_with_results(self.trace).intersection(last_visits)
         visits = frozenset[int]() if graphs == "auto" else frozenset(self._last_visits(graphs, self.candidates()))
-        found = self._solve_for(visits, saved)
-        while not isinstance(found, Shortfall):
-            at_home = partial(_are_at_home, self._graph, self._program, found.placement.homes)
-            away = {visit for visit in visits if not at_home(self.trace.visits[visit].unit)}
-            if not away:
-                return self._fill_free_memory(found, graphs=graphs == "auto", results=results == "auto")
-            visits -= away
-            found = self._solve_for(visits, saved)
-        is_asked_for = graphs != "auto" and (visits or saved)
-        return self._with_advice(found, visits, saved) if is_asked_for else found
+        step = self._solve_for(visits, saving_visits)
+        while not isinstance(step, Shortfall):
+            is_at_home = partial(_are_at_home, self._graph, self._program, step.placement.homes)
+            displaced = {visit for visit in visits if not is_at_home(self.trace.visits[visit].unit)}
+            if not displaced:
+                return self._fill_free_memory(step, graphs=graphs == "auto", results=results == "auto")
+            visits -= displaced
+            step = self._solve_for(visits, saving_visits)
+        is_requested = graphs != "auto" and (visits or saving_visits)
+        return self._with_advice(step, visits, saving_visits) if is_requested else step
 
-    def _solve_for(self, visits: frozenset[int], saved: frozenset[int]) -> PlacedStep | Shortfall:
+    def _solve_for(self, visits: frozenset[int], saving_visits: frozenset[int]) -> PlacedStep | Shortfall:
         nbytes = self.nbytes(visits)
         program, budgets = keeping_graphs(self._program, visits), self.with_graphs(nbytes)
-        program = saving_results(program, self.trace, saved - visits, with_products=True)
+        program = saving_results(program, self.trace, saving_visits - visits, with_products=True)
         placement = PlacementSolver(program, list(budgets.values()), self._allowed).solve()
         if isinstance(placement, Shortfall):
             return placement
         return PlacedStep(self._run, self._traced, program, placement, budgets, kept_bytes=nbytes)
 
-    def _fill_free_memory(self, found: PlacedStep, *, graphs: bool, results: bool) -> PlacedStep:
+    def _fill_free_memory(self, step: PlacedStep, *, graphs: bool, results: bool) -> PlacedStep:
         """Keep graphs or results for all of the last visits that fit without changing the placement.
 
         The kind that saves more operations per byte comes first.
         """
-        tier, placement = self._program.compute_tier, found.placement
+        tier, placement = self._program.compute_tier, step.placement
         # If blocks move, copies need the memory more. If the trace is not exact, the size of graphs is unknown.
-        is_known = self.trace.exact and not placement.working_bytes[tier]
-        graphs &= is_known
-        results &= is_known and not any(placement.traffic_bytes.values()) and tier in self._allowed["activations"]
-        left = _FreeMemory(self, found, tier)
-        worth = operations_per_byte(self.trace)
-        for what in sorted(worth, key=worth.__getitem__, reverse=True):
-            if graphs if what == "graphs" else results:
-                left.spend(what)
-        return left.kept()
+        can_fill = self.trace.exact and not placement.working_bytes[tier]
+        graphs &= can_fill
+        results &= can_fill and not any(placement.traffic_bytes.values()) and tier in self._allowed["activations"]
+        free_memory = _FreeMemory(self, step, tier)
+        ops_per_byte = operations_per_byte(self.trace)
+        for kind in sorted(ops_per_byte, key=ops_per_byte.__getitem__, reverse=True):
+            if graphs if kind == "graphs" else results:
+                free_memory.spend(kind)
+        return free_memory.kept()
 
     def with_graphs(self, nbytes: int) -> dict[str, TierBudget]:
         """Return the budgets after adding ``nbytes`` for graphs to the compute tier's workspace."""
@@ -110,26 +110,26 @@ class GraphKeeper:
         A graph contains views of the weights, so visits that decode their weights are excluded. If such a visit reuses
         an input that an earlier visit saves, the earlier visit is also excluded.
         """
-        visits, are_run_again = self.trace.visits, self._recomputed_visits()
+        visits, recomputed = self.trace.visits, self._recomputed_visits()
         encoded = self._program.encodings.keys()
-        units = {number: layouts_of_unit(self._graph, visits[number].unit) for number in are_run_again}
-        left_out = {number for number, layouts in units.items() if not encoded.isdisjoint(layouts)}
-        left_out |= {owner for number in left_out for owner, _ in visits[number].reused.values()}
-        return [number for number in are_run_again if number not in left_out]
+        units = {index: layouts_of_unit(self._graph, visits[index].unit) for index in recomputed}
+        excluded = {index for index, layouts in units.items() if not encoded.isdisjoint(layouts)}
+        excluded |= {owner for index in excluded for owner, _ in visits[index].reused.values()}
+        return [index for index in recomputed if index not in excluded]
 
     def _recomputed_visits(self) -> list[int]:
-        return [number for number, visit in enumerate(self.trace.visits) if visit.is_recomputed]
+        return [index for index, visit in enumerate(self.trace.visits) if visit.is_recomputed]
 
     def _last_visits(self, num_layers: int, visits: Sequence[int]) -> Iterator[int]:
         """Yield ``visits``, last visit first, until the last ``num_layers`` layers are complete."""
-        above = ""
+        previous_layer = ""
         for visit in reversed(visits) if num_layers else ():
             unit = self._graph.units[self.trace.visits[visit].unit]
-            if unit.is_layer or unit.layer not in ("", above):  # consecutive visits of a layer count once
+            if unit.is_layer or unit.layer not in ("", previous_layer):  # consecutive visits of a layer count once
                 num_layers -= 1
             if num_layers < 0:
                 return
-            above = unit.layer
+            previous_layer = unit.layer
             yield visit
 
     def nbytes(self, visits: Collection[int]) -> int:
@@ -137,59 +137,60 @@ class GraphKeeper:
         graphs = kept_graphs(self.trace, self._program, visits, self._run.num_together)
         return round_up(peak_bytes([*self._in_visits, *graphs]) - self._without_graphs, PAGE_BYTES)
 
-    def _with_advice(self, found: Shortfall, visits: Collection[int], saved: Collection[int]) -> Shortfall:
-        taken = [f"Kept graphs take {format_size(self.nbytes(visits))}"] if visits else []
-        if set(saved) - set(visits):
-            each = sum(self.trace.visits[visit].results.nbytes for visit in saved if visit not in visits)
-            taken.append(f"{'s' if taken else 'S'}aved results take {format_size(self._run.num_together * each)}")
-        advice = f'{" and ".join(taken)}: write training.recompute = "auto" or "full", or give tiers.{found.tier} '
-        return replace(found, advice=f"{advice}that size.")
+    def _with_advice(self, shortfall: Shortfall, visits: Collection[int], saving_visits: Collection[int]) -> Shortfall:
+        clauses = [f"Kept graphs take {format_size(self.nbytes(visits))}"] if visits else []
+        if only_saving := set(saving_visits) - set(visits):
+            nbytes = self._run.num_together * sum(self.trace.visits[visit].results.nbytes for visit in only_saving)
+            clauses.append(f"{'s' if clauses else 'S'}aved results take {format_size(nbytes)}")
+        advice = f'write training.recompute = "auto" or "full", or give tiers.{shortfall.tier} that size.'
+        return replace(shortfall, advice=f"{' and '.join(clauses)}: {advice}")
 
 
 class _FreeMemory:
     """Free memory of the compute tier, which is spent on kept graphs and saved results."""
 
-    def __init__(self, keeper: GraphKeeper, found: PlacedStep, tier: str) -> None:
-        self._keeper, self._found, self._tier = keeper, found, tier
-        self._inputs = activations_of(found.program)
-        self._kept: Mapping[What, frozenset[int]] = {
-            "graphs": found.program.recompute.kept_graphs,
+    def __init__(self, keeper: GraphKeeper, step: PlacedStep, tier: str) -> None:
+        self._keeper, self._step, self._tier = keeper, step, tier
+        self._inputs = activations_of(step.program)
+        self._kept: Mapping[KeptKind, frozenset[int]] = {
+            "graphs": step.program.recompute.kept_graphs,
             "results": frozenset(),  # in addition to results that the program already saves
             "attention": frozenset(),
         }
 
-    def spend(self, what: What) -> None:
+    def spend(self, kind: KeptKind) -> None:
         """Keep graphs or results for the last visits while memory is left. Drop kinds that save less recompute."""
-        if what == "graphs":
+        if kind == "graphs":
             visits = frozenset(self._keeper.candidates())
         else:
-            visits = visits_with_results(self._keeper.trace, attention_alone=what == "attention")
-            visits -= self._kept["graphs"] | self._found.program.recompute.saving
+            visits = visits_with_results(self._keeper.trace, attention_alone=kind == "attention")
+            visits -= self._kept["graphs"] | self._step.program.recompute.saving
             visits -= self._kept["results"]
-        for visit in sorted(visits - self._kept[what], reverse=True):
-            others = {kind: kept - {visit} for kind, kept in self._kept.items()}
-            if not self._try_keeping({**others, what: self._kept[what] | {visit}}):
+        for visit in sorted(visits - self._kept[kind], reverse=True):
+            others = {other: kept - {visit} for other, kept in self._kept.items()}
+            if not self._try_keeping({**others, kind: self._kept[kind] | {visit}}):
                 return
 
-    def _try_keeping(self, kept: Mapping[What, frozenset[int]]) -> bool:
-        budget = self._found.budgets_by_tier[self._tier]
-        grown = self._keeper.nbytes(kept["graphs"]) - self._found.kept_bytes
-        used = self._found.placement.peak_bytes(self._tier) + grown + self._added_bytes(kept)
-        if used > budget.capacity_bytes:
+    def _try_keeping(self, visits: Mapping[KeptKind, frozenset[int]]) -> bool:
+        budget = self._step.budgets_by_tier[self._tier]
+        graph_bytes = self._keeper.nbytes(visits["graphs"]) - self._step.kept_bytes
+        used_bytes = self._step.placement.peak_bytes(self._tier) + graph_bytes + self._added_bytes(visits)
+        if used_bytes > budget.capacity_bytes:
             return False
-        self._kept = kept
+        self._kept = visits
         return True
 
-    def _added_bytes(self, kept: Mapping[What, frozenset[int]]) -> int:
+    def _added_bytes(self, choice: Mapping[KeptKind, frozenset[int]]) -> int:
         """Return by how many bytes activation blocks grow: new results, minus inputs that kept graphs replace."""
-        slot_bytes, visits = self._found.budgets_by_tier[self._tier].slot_bytes, self._keeper.trace.visits
-        blocks = self._found.program.blocks
-        new_graphs = kept["graphs"] - self._found.program.recompute.kept_graphs
-        dropped = [key for visit in new_graphs for key in self._inputs[visit]]
+        slot_bytes, visits = self._step.budgets_by_tier[self._tier].slot_bytes, self._keeper.trace.visits
+        blocks = self._step.program.blocks
+        new_graphs = choice["graphs"] - self._step.program.recompute.kept_graphs
+        dropped_keys = [key for visit in new_graphs for key in self._inputs[visit]]
         # A visit has one block of results for each block of its first input.
-        added = sum(self._num_slots(visit) * slot_bytes(visits[visit].results.nbytes) for visit in kept["results"])
-        added += sum(self._num_slots(visit) * slot_bytes(visits[visit].attention.nbytes) for visit in kept["attention"])
-        return added - sum(slot_bytes(blocks[key].nbytes) for key in dropped)
+        nbytes = {visit: visits[visit].results.nbytes for visit in choice["results"]}
+        nbytes |= {visit: visits[visit].attention.nbytes for visit in choice["attention"]}
+        total = sum(self._num_slots(visit) * slot_bytes(size) for visit, size in nbytes.items())
+        return total - sum(slot_bytes(blocks[key].nbytes) for key in dropped_keys)
 
     def _num_slots(self, visit: int) -> int:
         inputs = [key for key in self._inputs[visit] if not key.endswith(".results")]
@@ -197,36 +198,36 @@ class _FreeMemory:
 
     def kept(self) -> PlacedStep:
         """Return the step with the graphs and results that have been kept so far."""
-        found, tier, trace = self._found, self._tier, self._keeper.trace
+        step, tier, trace = self._step, self._tier, self._keeper.trace
         nbytes = self._keeper.nbytes(self._kept["graphs"])
-        program = keeping_graphs(found.program, self._kept["graphs"] - found.program.recompute.kept_graphs)
+        program = keeping_graphs(step.program, self._kept["graphs"] - step.program.recompute.kept_graphs)
         program = saving_results(program, trace, self._kept["attention"])
         program = saving_results(program, trace, self._kept["results"], with_products=True)
-        home_bytes = found.placement.home_bytes
+        home_bytes = step.placement.home_bytes
         activations = home_bytes[tier]["activations"] + self._added_bytes(self._kept)
         budgets = self._keeper.with_graphs(nbytes)
         placement = replace(
-            found.placement,
-            homes={key: found.placement.homes.get(key, tier) for key in program.blocks},
+            step.placement,
+            homes={key: step.placement.homes.get(key, tier) for key in program.blocks},
             home_bytes={**home_bytes, tier: {**home_bytes[tier], "activations": activations}},
             workspace_bytes={name: budget.workspace_bytes for name, budget in budgets.items()},
         )
-        return replace(found, program=program, placement=placement, budgets_by_tier=budgets, kept_bytes=nbytes)
+        return replace(step, program=program, placement=placement, budgets_by_tier=budgets, kept_bytes=nbytes)
 
 
 def visits_with_results(trace: VisitTrace, *, attention_alone: bool = False) -> frozenset[int]:
     """Return the recomputed visits that have results to save: of matmuls and attention, or only of attention."""
     return frozenset(
-        number
-        for number, visit in enumerate(trace.visits)
+        index
+        for index, visit in enumerate(trace.visits)
         if (visit.attention if attention_alone else visit.results).nbytes and visit.is_recomputed
     )
 
 
-def operations_per_byte(trace: VisitTrace) -> dict[What, float]:
+def operations_per_byte(trace: VisitTrace) -> dict[KeptKind, float]:
     """Return the operations saved per byte, by kind. Kinds without bytes are omitted."""
     visits = [visit for visit in trace.visits if visit.is_recomputed]
-    found: dict[What, tuple[int, int]] = {
+    totals_by_kind: dict[KeptKind, tuple[int, int]] = {
         "graphs": (
             sum(visit.recompute.computed_flops for visit in visits),
             sum(visit.memory.graph_nbytes for visit in visits),
@@ -234,13 +235,13 @@ def operations_per_byte(trace: VisitTrace) -> dict[What, float]:
         "results": _flops_and_bytes(visit.results for visit in visits),
         "attention": _flops_and_bytes(visit.attention for visit in visits),
     }
-    return {what: operations / nbytes for what, (operations, nbytes) in found.items() if nbytes}
+    return {kind: operations / nbytes for kind, (operations, nbytes) in totals_by_kind.items() if nbytes}
 
 
 def _flops_and_bytes(results: Iterable[SavableResults]) -> tuple[int, int]:
     """Return the total operations that these results save, and their total bytes."""
-    found = list(results)
-    return sum(each.work.computed_flops for each in found), sum(each.nbytes for each in found)
+    savable = list(results)
+    return sum(each.work.computed_flops for each in savable), sum(each.nbytes for each in savable)
 
 
 def weights_stay(graph: ModelGraph, trace: VisitTrace, program: StepProgram, homes: Mapping[str, str]) -> bool:
@@ -261,14 +262,14 @@ def _are_at_home(graph: ModelGraph, program: StepProgram, homes: Mapping[str, st
 def num_layers_kept(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> tuple[int, int]:
     """Return the number of layers that keep all their graphs, and the number of layers that could keep graphs."""
     layers: list[list[int]] = []  # visits by layer
-    above = ""
-    for number, visit in enumerate(trace.visits):
+    previous_layer = ""
+    for index, visit in enumerate(trace.visits):
         unit = graph.units[visit.unit]
         if visit.is_recomputed and unit.layer:
-            if unit.is_layer or unit.layer != above:
+            if unit.is_layer or unit.layer != previous_layer:
                 layers.append([])
-            layers[-1].append(number)
-        above = unit.layer
+            layers[-1].append(index)
+        previous_layer = unit.layer
     return sum(program.recompute.kept_graphs.issuperset(visits) for visits in layers), len(layers)
 
 
@@ -279,9 +280,9 @@ def num_layers_of(graph: ModelGraph, trace: VisitTrace, visits: Iterable[int]) -
 
 def num_parameters_run_once(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
     """Return the number of parameters whose forward runs only once, because all their uses keep graphs."""
-    once = [
+    layout_names = [
         name
         for name, visits in uses_of_layouts(graph, trace).items()
         if visits and program.recompute.kept_graphs.issuperset(visits)
     ]
-    return sum(entry.numel for name in once for entry in graph.layouts[name].entries)
+    return sum(entry.numel for name in layout_names for entry in graph.layouts[name].entries)
