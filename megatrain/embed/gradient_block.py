@@ -43,19 +43,17 @@ class GradientBlock:
     Attributes:
         updater: Optimizer group that applies the last step's update, which reads this block, before the next step's
             first gradient is added.
-        num_changes: Number of gradients added or removed so far.
+        version: Number of gradients added or removed so far.
     """
 
-    def __init__(
-        self, store: TieredStore, key: str, layout: UnitLayout, parameters: Mapping[str, nn.Parameter]
-    ) -> None:
+    def __init__(self, store: TieredStore, key: str, layout: UnitLayout, parameters: dict[str, nn.Parameter]) -> None:
         self.key, self.layout = key, layout
         self._store = store
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._entries = {entry.name: entry for entry in layout.entries}
         self._ordinary = {name: p for name, p in parameters.items() if holder_of(p) is None}
         self._filled: set[str] = set()
-        self.num_changes = 0
+        self.version = 0
         self.updater: BlockUpdater | None = None
         self._tier = compute_tier(store)
         self._hooks: list[Any] = []
@@ -80,6 +78,10 @@ class GradientBlock:
             hooks[key] = hooks.pop(key)  # autograd runs hooks in insertion order
 
     @property
+    def factor(self) -> float:
+        return 1.0
+
+    @property
     def filled_names(self) -> frozenset[str]:
         """Names of the parameters that have a gradient."""
         return frozenset(self._filled)
@@ -91,9 +93,9 @@ class GradientBlock:
     def drop_gradient(self, parameter: nn.Parameter) -> None:
         """Drop a parameter's gradient. The next gradient starts a new sum."""
         self._filled.discard(self._names[id(parameter)])
-        self.num_changes += 1
+        self.version += 1
 
-    def consume(self) -> frozenset[str]:
+    def take(self) -> frozenset[str]:
         """Mark the sums as used by an update, and return their parameters' names. The next gradient starts a new sum.
 
         Raises:
@@ -115,7 +117,7 @@ class GradientBlock:
     def clear(self) -> None:
         """Drop all gradients."""
         self._filled.clear()
-        self.num_changes += 1
+        self.version += 1
         for parameter in self._ordinary.values():
             set_gradient(parameter, None)
 
@@ -128,6 +130,10 @@ class GradientBlock:
     def view(self, flat: Tensor, entry: TensorEntry) -> Tensor:
         """Return a flat view of a parameter's range in the block's contents."""
         return flat.narrow(0, entry.offset, entry.numel)
+
+    def read(self, entry: TensorEntry, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return a flat view of a parameter's sum. ``tensors`` contains the contents of the leased blocks by key."""
+        return self.view(tensors[self.key], entry)
 
     def squared_norms(self, threads: KernelThreads) -> dict[str, float]:
         """Return each gradient's sum of squares, by name."""
@@ -153,7 +159,7 @@ class GradientBlock:
             self.updater.finish_update()  # the update reads the old sums, which this gradient replaces
         name = self._names[id(parameter)]
         self._add(self._entries[name], gradient)
-        self.num_changes += 1
+        self.version += 1
         if name in self._ordinary:  # reading or clipping the gradient must raise an error, not find None
             set_gradient(parameter, make_placeholder(parameter, name, is_gradient=True))
 

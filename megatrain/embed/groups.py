@@ -8,23 +8,21 @@ share the update rules of ``megatrain.optim``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from megatrain.base.layout import TensorEntry, UnitLayout
-from megatrain.embed.block_homes import shared_state
+from megatrain.base.layout import TensorEntry
 from megatrain.embed.gradient_block import GradientBlock
+from megatrain.embed.state_blocks import StateBlocks
 from megatrain.embed.weights import WeightBlock, WeightInUseError
-from megatrain.engine.program.block_keys import state_key, weight_key
 from megatrain.optim.average import EMA, begin_average, swap_average
-from megatrain.optim.base import Optimizer, Segment, StateKind, Update
+from megatrain.optim.base import Optimizer, Segment, Update
 from megatrain.optim.threads import KernelThreads
-from tiered import Mode, TieredStore
 from tiered.errors import TieredError
 
 
@@ -51,83 +49,61 @@ class GroupUpdate:
     Attributes:
         settings: Settings of each parameter that has a gradient, by name.
         grad_scale: Factor by which all gradients are multiplied.
-        gradients: Gradients that are ordinary tensors, by name.
     """
 
     settings: Mapping[str, Settings]
     grad_scale: float
-    gradients: Mapping[str, Tensor]
+
+
+class GradientSource(Protocol):
+    """Interface through which a group reads its gradients, from a block of the store or from ``grad``."""
+
+    @property
+    def key(self) -> str | None:
+        """Key of the block that contains the gradients; None if they are in ``grad``."""
+
+    @property
+    def factor(self) -> float:
+        """Factor by which all gradients are multiplied, in addition to clipping."""
+
+    @property
+    def version(self) -> object:
+        """Value that changes whenever a gradient is added, changed or removed."""
+
+    def take(self) -> Collection[str]:
+        """Return the names of parameters with a gradient. Gradients in a block are marked as consumed."""
+
+    def squared_norms(self, threads: KernelThreads) -> Mapping[str, float]:
+        """Return each gradient's sum of squares by name, in the order of the layout."""
+
+    def read(self, entry: TensorEntry, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return a parameter's flat gradient in RAM, valid until the next call. ``tensors`` are leased, by key."""
+
+    def clear(self) -> None:
+        """Drop all gradients."""
 
 
 class StateGroup(ABC):
-    """Parameters that share one block per kind of state. The constructor registers the blocks, filled with zeros.
+    """Parameters whose optimizer state shares one block per kind, and which are updated together.
 
     Args:
-        root: Key prefix of the group's blocks.
-        parameters: Parameters by name in the layout.
-        homes: Allowed home tiers of the state, preferred first.
-
-    Attributes:
-        gradients: Block that receives gradients from autograd; None if gradients stay with the parameters.
-        is_offloaded: Whether the parameters are in an offloaded module.
-        shard: (index, number of shards) if the blocks contain only this process's shard; None if they are whole.
-        gradient_factor: Factor by which all gradients are multiplied, in addition to clipping.
-        names: Segment names, by name in the layout. They must not depend on where the state is stored.
+        parameters: Parameters by name in the layout of the state.
     """
 
-    def __init__(
-        self,
-        store: TieredStore,
-        root: str,
-        layout: UnitLayout,
-        parameters: Mapping[str, nn.Parameter],
-        kinds: Sequence[StateKind],
-        homes: Sequence[str],
-    ) -> None:
-        self.store, self.layout, self.parameters = store, layout, dict(parameters)
-        self.gradients: GradientBlock | None = None
-        self.is_offloaded = False
-        self.shard: tuple[int, int] | None = None
-        self.gradient_factor = 1.0
-        self.names: dict[str, str] = {name: name for name in parameters}
-        self.kinds = {kind.name: kind for kind in kinds}
-        self.keys = {kind.name: state_key(root, kind.name) for kind in kinds}
-        self.starts = {kind.name: kind.starts(layout) for kind in kinds}
-        self._keys_outside_ram: list[str] = []  # keys of state blocks whose home is outside of RAM
-        for kind in kinds:
-            key = self.keys[kind.name]
-            home = shared_state(store).register(key, self._num_elements(kind), kind.dtype, homes, durable=True)
-            with store.acquire(key, "ram", "w") as lease:
-                lease.tensor.zero_()
-            if home != "ram":
-                self._keys_outside_ram.append(key)
-        self._evict_state()
+    #: Whether the parameters are in an offloaded module.
+    is_offloaded = False
 
-    def _num_elements(self, kind: StateKind) -> int:
-        return kind.num_elements(self.layout)
+    def __init__(self, parameters: Mapping[str, nn.Parameter], state: StateBlocks, gradients: GradientSource) -> None:
+        self.parameters, self.state, self.gradients = dict(parameters), state, gradients
+        self.store, self.layout = state.store, state.layout
 
     @abstractmethod
     def check_free(self) -> None:
         """Raise ``WeightInUseError`` if ``gathered`` or a running forward uses weights that a step would change."""
 
-    def take_gradients(self) -> Mapping[str, Tensor | None]:
-        """Return a step's gradients by name and mark them as consumed. The value is None for gradients in a block."""
-        assert self.gradients is not None, self.layout.name
-        return dict.fromkeys(self.gradients.consume())
-
-    def squared_norms(self, threads: KernelThreads) -> Mapping[str, float]:
-        """Return each gradient's sum of squares by name, in the order of the layout."""
-        assert self.gradients is not None, self.layout.name
-        return self.gradients.squared_norms(threads)
-
-    def gradients_version(self) -> object:
-        """Return a value that changes whenever a gradient is added, changed or removed."""
-        assert self.gradients is not None, self.layout.name
-        return self.gradients.num_changes
-
     def leased_keys(self) -> list[str]:
         """Return the keys of all blocks that an update leases in RAM at the same time."""
-        return [*self.keys.values(), *([] if self.gradients is None else [self.gradients.key])]
+        return [*self.state.keys.values(), *([] if self.gradients.key is None else [self.gradients.key])]
 
     @abstractmethod
     def submit(self, pending: GroupUpdate, due: dict[Any, GroupUpdate]) -> None:
@@ -135,15 +111,13 @@ class StateGroup(ABC):
 
     def update(self, pending: GroupUpdate) -> None:
         """Apply an update synchronously."""
-        gradient = None if self.gradients is None else self.gradients.key
-        requests: list[tuple[str, str, Mode]] = [
-            (key, "ram", "r" if key == gradient else "rw") for key in self.leased_keys()
-        ]
+        gradient_key = self.gradients.key
+        requests: list[Any] = [(key, "ram", "r" if key == gradient_key else "rw") for key in self.leased_keys()]
         with torch.no_grad(), self.store.acquire_many(requests) as group:
             self._apply(pending, {lease.key: lease.tensor for lease in group})
-        if gradient is not None:
-            self.store.discard(gradient)
-        self._evict_state()
+        if gradient_key is not None:
+            self.store.discard(gradient_key)
+        self.state.evict()
 
     @abstractmethod
     def _apply(self, pending: GroupUpdate, tensors: Mapping[str, Tensor]) -> None:
@@ -151,43 +125,12 @@ class StateGroup(ABC):
 
     def close(self) -> None:
         """Unregister the state blocks. Committed generations keep their contents."""
-        shared_state(self.store).unregister(*self.keys.values())
-
-    def prefetch(self) -> None:
-        """Prefetch as much of the state for the next update as fits in RAM."""
-        for key in self._keys_outside_ram:
-            self.store.prefetch(key, "ram")
-
-    def _evict_state(self) -> None:
-        """Start to evict the state right after its update, so that its write-back overlaps with other updates."""
-        for key in self._keys_outside_ram:
-            self.store.evict(key, "ram")
-
-    def segment(self, entry: TensorEntry, settings: Settings, start: int, *, first: int = 0) -> Segment:
-        """Return the range that a parameter occupies in a block, with the parameter's update settings.
-
-        Args:
-            first: Index of the range's first element within the parameter.
-        """
-        own = {name: starts[entry.name] for name, starts in self.starts.items() if self.kinds[name].elements_of}
-        return Segment(
-            start,
-            start + entry.numel,
-            settings.weight_decay,
-            shape=entry.shape,
-            state_starts=own,
-            name=self.names[entry.name],
-            first=first,
-        )
-
-    def state_view(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
-        """Return a flat view of a parameter's state of the given kind."""
-        return flat.narrow(0, self.starts[kind][entry.name], self.kinds[kind].length_of(entry))
+        self.state.close()
 
     @property
     def has_averages(self) -> bool:
         """Whether the group stores averages of its weights."""
-        return EMA.name in self.keys
+        return EMA.name in self.state.keys
 
     @abstractmethod
     def read_master(self, entry: TensorEntry) -> Tensor:
@@ -206,18 +149,22 @@ class StateGroup(ABC):
         Raises:
             WeightInUseError: The weights are in use.
         """
-        requests: list[tuple[str, str, Mode]] = [(key, "ram", "rw") for key in self._master_keys()]
+        requests: list[Any] = [(key, "ram", "rw") for key in self._master_keys()]
         with torch.no_grad(), self.store.acquire_many(requests) as group:
-            self._swap(names, {lease.key: lease.tensor for lease in group})
-        self._evict_state()
+            tensors = {lease.key: lease.tensor for lease in group}
+            for entry in self.entries(names):
+                with self._master(entry, tensors) as blocks:
+                    swap_average(blocks["weight"], blocks.get("low"), blocks[EMA.name])
+        self.state.evict()
 
     def _master_keys(self) -> list[str]:
         """Return the keys of the blocks that contain masters, halves of masters, or averages."""
-        return [self.keys[kind] for kind in ("weight", "low", EMA.name) if kind in self.keys]
+        keys = self.state.keys
+        return [keys[kind] for kind in ("weight", "low", EMA.name) if kind in keys]
 
     @abstractmethod
-    def _swap(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        """Swap masters and averages. ``tensors`` contains the contents of their blocks by key."""
+    def _master(self, entry: TensorEntry, tensors: Mapping[str, Tensor]) -> AbstractContextManager[dict[str, Tensor]]:
+        """Yield a parameter's weight, and its state in ``tensors`` (blocks by key), by kind. On exit, keep changes."""
 
     def entries(self, names: Mapping[str, object]) -> Iterator[TensorEntry]:
         """Return the layout entries with these names, in the order of the layout."""
@@ -231,17 +178,13 @@ class OffloadedGroup(StateGroup):
         deferred: The optimizer's queue of updates that wait for the next use of their weights.
     """
 
-    def __init__(
-        self, weights: WeightBlock, kinds: Sequence[StateKind], homes: Sequence[str], *, deferred: DeferredUpdates
-    ) -> None:
+    is_offloaded = True
+    gradients: GradientBlock
+
+    def __init__(self, weights: WeightBlock, state: StateBlocks, *, deferred: DeferredUpdates) -> None:
         assert weights.gradients is not None, weights.key
-        root = weights.key.removesuffix("/weight")
-        assert weight_key(root) == weights.key, weights.key
-        own = [kind for kind in kinds if kind.name != "weight"]
-        super().__init__(weights.store, root, weights.layout, weights.parameters, own, homes)
-        self.gradients: GradientBlock = weights.gradients
+        super().__init__(weights.parameters, state, weights.gradients)
         self.weights, self._deferred = weights, deferred
-        self.is_offloaded = True
 
     def attach(self) -> None:
         """Register this group as the updater of its weights."""
@@ -268,7 +211,6 @@ class OffloadedGroup(StateGroup):
         self._deferred.finish(self)
 
     def leased_keys(self) -> list[str]:
-        """Return the keys of all blocks that an update leases in RAM at the same time, including the weights."""
         return [self.weights.key, *super().leased_keys()]
 
     def update(self, pending: GroupUpdate) -> None:
@@ -276,14 +218,15 @@ class OffloadedGroup(StateGroup):
         super().update(pending)
 
     def _apply(self, pending: GroupUpdate, tensors: Mapping[str, Tensor]) -> None:
-        blocks = {kind: tensors[key] for kind, key in {"weight": self.weights.key, **self.keys}.items()}
+        blocks = {kind: tensors[key] for kind, key in {"weight": self.weights.key, **self.state.keys}.items()}
         alike: dict[tuple[int, int, float], list[tuple[Segment, Settings]]] = {}
         for entry in self.entries(pending.settings):
             settings = pending.settings[entry.name]
-            segment = self._local_segment(entry, settings)
+            segment = self.state.local_segment(entry, settings.weight_decay)
             if segment is not None:
                 if self.has_averages and settings.step == 1:
-                    begin_average(*self._master_and_average(entry, tensors))
+                    with self._master(entry, tensors) as views:
+                        begin_average(views["weight"], views.get("low"), views[EMA.name])
                 like = (id(settings.rule), settings.step, settings.lr)
                 alike.setdefault(like, []).append((segment, settings))
         for parts in alike.values():
@@ -293,9 +236,9 @@ class OffloadedGroup(StateGroup):
 
     def read_master(self, entry: TensorEntry) -> Tensor:
         master = torch.empty(entry.numel)
-        keys = [self.weights.key, *([self.keys["low"]] if "low" in self.keys else [])]
+        keys = [self.weights.key, *(key for kind, key in self.state.keys.items() if kind == "low")]
         with self.store.acquire_many([(key, "ram", "r") for key in keys]) as leases:
-            weight, *low = (self.state_view(EMA.name, lease.tensor, entry) for lease in leases)
+            weight, *low = (self.state.view(EMA.name, lease.tensor, entry) for lease in leases)
             begin_average(weight, low[0] if low else None, master)
         return master
 
@@ -312,30 +255,20 @@ class OffloadedGroup(StateGroup):
     def _master_keys(self) -> list[str]:
         return [self.weights.key, *super()._master_keys()]
 
-    def _swap(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        for entry in self.entries(names):
-            swap_average(*self._master_and_average(entry, tensors))
-
-    def _master_and_average(
-        self, entry: TensorEntry, tensors: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return a parameter's weight, low half and average. Weight and average start at the same offset."""
-        low = self.state_view("low", tensors[self.keys["low"]], entry) if "low" in self.keys else None
-        weight, average = (tensors[key] for key in (self.weights.key, self.keys[EMA.name]))
-        return self.state_view(EMA.name, weight, entry), low, self.state_view(EMA.name, average, entry)
-
-    def _local_segment(self, entry: TensorEntry, settings: Settings) -> Segment | None:
-        """Return a parameter's segment in the blocks of this process, or None if the blocks contain none of it."""
-        return self.segment(entry, settings, entry.offset)
+    @contextmanager
+    def _master(self, entry: TensorEntry, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        keys = {kind: key for kind, key in self.state.keys.items() if key in tensors}
+        state = {kind: self.state.view(kind, tensors[key], entry) for kind, key in keys.items()}
+        yield {"weight": self.state.view(EMA.name, tensors[self.weights.key], entry), **state}
 
     def handle_changed_weights(self, names: frozenset[str]) -> None:
         """Zero the low halves of masters, because code other than the optimizer replaced their weights."""
-        if "low" not in self.keys:
+        if "low" not in self.state.keys:
             return
-        with self.store.acquire(self.keys["low"], "ram", "rw") as lease:
+        with self.state.lease("low", "rw") as lease:
             for entry in self.layout.entries:
                 if entry.name in names:
-                    self.state_view("low", lease.tensor, entry).zero_()
+                    self.state.view("low", lease.tensor, entry).zero_()
 
 
 class InterruptedUpdateError(RuntimeError):

@@ -204,9 +204,8 @@ class TieredOptimizer(torch.optim.Optimizer):
                 'checkpoint="tensors" (the default with sharded parameters) saves no weights of offloaded modules. '
                 'Pass checkpoint="generation"'
             )
-        numbers = {id(parameter): str(number) for number, parameter in enumerate(self.parameters())}
-        for group in self._state_groups.add(self.store, new, blocks, kinds, self.scratch_bytes(new)):
-            group.names = {name: numbers.get(id(p), name) for name, p in group.parameters.items()}
+        names = {id(parameter): str(number) for number, parameter in enumerate(self.parameters())}
+        self._state_groups.add(self.store, new, blocks, kinds, self.scratch_bytes(new), names)
         record_optimizer([parameter for parameter in new if block_of(parameter) is None], self)
 
     @torch.no_grad()
@@ -240,19 +239,18 @@ class TieredOptimizer(torch.optim.Optimizer):
             )
         for group in self.groups:  # check all groups before any gradient is consumed
             group.check_free()
-        taken = [(group, group.take_gradients()) for group in self.groups]
-        has_any = any(found for group, found in taken if group.gradients is not None)
+        taken = [(group, group.gradients.take()) for group in self.groups]
+        has_any = any(names for group, names in taken if group.gradients.key is not None)
         if self._has_consumed and not has_any:
             warnings.warn(_CONSUMED, stacklevel=2)
         self._has_consumed = has_any
         all_settings = self._counter.count_steps(self.param_groups, taken)
         shared_state(self.store).note_change()
         due: dict[OrdinaryGroup, GroupUpdate] = {}
-        for group, found in taken:
-            mine = {name: settings for name in found if (settings := all_settings.get(id(group.parameters[name])))}
-            gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
-            if mine:
-                group.submit(GroupUpdate(mine, scale * group.gradient_factor, gradients), due)
+        for group, names in taken:
+            own = {name: settings for name in names if (settings := all_settings.get(id(group.parameters[name])))}
+            if own:
+                group.submit(GroupUpdate(own, scale * group.gradients.factor), due)
         with self._state_groups.deferred.recording_interrupts(is_atomic=False):
             self._updates.apply(due)
         return loss
@@ -269,12 +267,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Drop all gradients, including gradients in the store. ``set_to_none`` has no effect."""
         self._has_consumed = False
         for group in self.groups:
-            if group.gradients is not None:
-                group.gradients.clear()
-        for param_group in self.param_groups:
-            for parameter in param_group["params"]:
-                if block_of(parameter) is None:
-                    parameter.grad = None
+            group.gradients.clear()
+        for parameter in self.parameters():
+            if block_of(parameter) is None:
+                parameter.grad = None
 
     def measure_grad_norm(self) -> float:
         """Return the global norm of the current gradients, which the next step uses for clipping.
@@ -286,8 +282,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         squares = squares_in_ram(self.groups, self.threads)
         squares.update(exchange_gradients(self.groups, self.threads))
         for group in self.groups:
-            if group.shard is None and squares.keys().isdisjoint(group.parameters.values()):
-                found = group.squared_norms(self.threads)
+            if squares.keys().isdisjoint(group.parameters.values()):
+                found = group.gradients.squared_norms(self.threads)
                 squares.update((group.parameters[name], square) for name, square in found.items())
         # Include parameters without a gradient, because all ranks must sum over the same parameters.
         owners = [parameter for parameter in self.parameters() if id(parameter) in self._state_groups.ids_with_state]
@@ -295,14 +291,14 @@ class TieredOptimizer(torch.optim.Optimizer):
             totals = add_over_shards(owners, [squares.get(parameter, 0.0) for parameter in owners])
             squares.update(zip(owners, totals, strict=True))
         self.grad_norm = global_norm(squares[parameter] for parameter in self.parameters() if parameter in squares)
-        self._measured_gradients = [group.gradients_version() for group in self.groups]  # detects changes of gradients
+        self._measured_gradients = [group.gradients.version for group in self.groups]  # detects changes of gradients
         return self.grad_norm
 
     def _grad_scale(self) -> float | None:
         """Return the factor by which all gradients are multiplied, or None to skip the update because of the norm."""
         if self.max_grad_norm == 0:
             return 1.0
-        is_current = self._measured_gradients == [group.gradients_version() for group in self.groups]
+        is_current = self._measured_gradients == [group.gradients.version for group in self.groups]
         norm = self.grad_norm if is_current and self.grad_norm is not None else self.measure_grad_norm()
         self._measured_gradients = None
         return gradient_scale(norm, self.max_grad_norm, self.nonfinite)

@@ -139,11 +139,9 @@ def check_sharded(
             )
 
 
-def check_state(
-    needed_kinds: set[str], parameters: Iterable[nn.Parameter], taken: Iterable[tuple[StateGroup, Mapping[str, object]]]
-) -> None:
-    for group, _ in taken:
-        missing = needed_kinds - group.kinds.keys()
+def check_state(needed_kinds: set[str], parameters: Iterable[nn.Parameter], groups: Iterable[StateGroup]) -> None:
+    for group in groups:
+        missing = needed_kinds - group.state.kinds.keys()
         if missing and not {id(p) for p in group.parameters.values()}.isdisjoint(map(id, parameters)):
             raise ValueError(
                 f"a parameter of this group has no {', '.join(sorted(missing))}, because its settings were different "

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import torch
 from torch import nn
 
+from megatrain.base.layout import build_layout
 from megatrain.embed.block_homes import free_home_bytes, home_order, shared_state
-from megatrain.embed.groups import DeferredUpdates, OffloadedGroup, StateGroup
-from megatrain.embed.ordinary_groups import DeviceCopies, OrdinaryGroup, group_parameters
-from megatrain.embed.shared import SharedGradients, SharedGroup
+from megatrain.embed.gradient_block import GradientBlock
+from megatrain.embed.groups import DeferredUpdates, GradientSource, OffloadedGroup, StateGroup
+from megatrain.embed.ordinary_groups import DeviceCopies, OrdinaryGradients, OrdinaryGroup, group_parameters
+from megatrain.embed.state_blocks import StateBlocks
+from megatrain.embed.stores import num_ranks
 from megatrain.embed.weights import WeightBlock, block_of
+from megatrain.engine.program.block_keys import gradient_key
 from megatrain.optim.base import StateKind
+from megatrain.ranks.dtensors import local_of
 from tiered import TieredStore
 from tiered.errors import CapacityError
 
@@ -53,13 +59,15 @@ class OptimizerGroups:
         blocks: Iterable[WeightBlock],
         kinds: MakeKinds,
         scratch_bytes: int,
-    ) -> list[StateGroup]:
-        """Create and return groups with zero state. After an error, no group is created.
+        names: Mapping[int, str],
+    ) -> None:
+        """Create groups with zero state. After an error, no group is created.
 
         Args:
             parameters: Trained parameters without state.
             blocks: Weight blocks of the offloaded parameters.
             scratch_bytes: Bytes of RAM that updating these parameters one at a time needs in addition to blocks.
+            names: Segment names by ``id()`` of the parameter.
         """
         homes, scratch = home_order(store, self._homes), max(0, scratch_bytes - self._scratch_bytes)
         store.reserve("ram", scratch)
@@ -67,11 +75,14 @@ class OptimizerGroups:
             with shared_state(store).rollback_on_error():
                 offloaded: list[OffloadedGroup] = []
                 for block in blocks:
-                    own = [*kinds(block.dtype.itemsize == 2, block.parameters), *self._extra_kinds]
-                    kind_of_group = SharedGroup if isinstance(block.gradients, SharedGradients) else OffloadedGroup
-                    offloaded.append(kind_of_group(block, own, homes, deferred=self.deferred))
+                    all_kinds = [*kinds(block.dtype.itemsize == 2, block.parameters), *self._extra_kinds]
+                    own = [kind for kind in all_kinds if kind.name != "weight"]
+                    own_names = {name: names.get(id(p), name) for name, p in block.parameters.items()}
+                    shard = block.access.shard(block.layout)
+                    state = StateBlocks(store, block.part.root, block.layout, own, homes, own_names, shard)
+                    offloaded.append(OffloadedGroup(block, state, deferred=self.deferred))
                 ordinary = [p for p in parameters if block_of(p) is None]
-                added = [*offloaded, *self._make_ordinary(store, ordinary, kinds, homes)]
+                added = [*offloaded, *self._make_ordinary(store, ordinary, kinds, names)]
                 _check_update_memory(store, [*self.groups, *added])
         except BaseException:
             store.reserve("ram", -scratch)
@@ -81,27 +92,39 @@ class OptimizerGroups:
         self.ids_with_state.update(id(parameter) for group in added for parameter in group.parameters.values())
         for one in offloaded:
             one.attach()
-        return added
 
     def _make_ordinary(
-        self, store: TieredStore, parameters: Sequence[nn.Parameter], kinds: MakeKinds, homes: Sequence[str]
+        self, store: TieredStore, parameters: Sequence[nn.Parameter], kinds: MakeKinds, names: Mapping[int, str]
     ) -> Iterator[OrdinaryGroup]:
         """Yield new groups of ordinary parameters. ``parameters`` follows the order of the optimizer's groups."""
         first = sum(not group.is_offloaded for group in self.groups)
         if parameters and not first and any(s.key.startswith(f"{self._name}/") for s in store.blocks()):
             raise ValueError(f'this store already has blocks named "{self._name}". Pass name="..." to the optimizer')
+        if parameters and self.offload_gradients and num_ranks() > 1:
+            raise ValueError(
+                "offload_gradients=True needs a single rank, because gradients would move before they are averaged"
+            )
         shared = shared_state(store)
         parts = list(group_parameters(parameters))
         largest = max((num_elements for num_elements, _ in parts), default=0)
         bytes_at_once = _BYTES_AT_ONCE + sum(2 * kind.dtype.itemsize for kind in self._extra_kinds)
         shared.working_bytes = max(shared.working_bytes, bytes_at_once * largest)
+        homes = home_order(store, self._homes)
         for number, (_, together) in enumerate(parts, first):
             named = {f"{number}.{index}": parameter for index, parameter in enumerate(together)}
-            root = f"{self._name}/{number:05d}"
             own = [*kinds(together[0].dtype.itemsize == 2, named), *self._extra_kinds]
-            yield OrdinaryGroup(
-                store, root, named, own, homes, offload_gradients=self.offload_gradients, copies=self._copies
-            )
+            if not local_of(together[0]).is_cuda:  # the parameters are the masters, or their high halves
+                own = [kind for kind in own if kind.name != "weight"]
+            root = f"{self._name}/{number:05d}"
+            layout = build_layout(root, ((name, local_of(p).shape) for name, p in named.items()), True)
+            own_names = {name: names[id(parameter)] for name, parameter in named.items()}
+            state = StateBlocks(store, root, layout, own, homes, own_names)
+            gradients: GradientSource = OrdinaryGradients(named, self._copies)
+            if self.offload_gradients:
+                key = gradient_key(root, 0)
+                shared.register(key, layout.num_elements, torch.float32, homes, durable=False)
+                gradients = GradientBlock(store, key, layout, named)
+            yield OrdinaryGroup(named, state, gradients, self._copies)
 
     def release(self, store: TieredStore) -> None:
         """Unregister all state blocks and release the reserved memory."""

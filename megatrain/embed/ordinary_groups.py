@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,18 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from megatrain.base.layout import TensorEntry, build_layout
-from megatrain.embed.block_homes import mapped_copy, shared_state
+from megatrain.base.layout import TensorEntry
+from megatrain.embed.block_homes import mapped_copy
 from megatrain.embed.gradient_block import GradientBlock
-from megatrain.embed.groups import GroupUpdate, StateGroup
-from megatrain.embed.stores import num_ranks
-from megatrain.engine.program.block_keys import gradient_key
-from megatrain.optim.average import EMA, begin_average, swap_average
-from megatrain.optim.base import GRADIENT_DTYPES, StateKind, Update
+from megatrain.embed.groups import GradientSource, GroupUpdate, StateGroup
+from megatrain.embed.state_blocks import StateBlocks
+from megatrain.optim.average import EMA, begin_average
+from megatrain.optim.base import GRADIENT_DTYPES, Update
 from megatrain.optim.clip import squared_norm
 from megatrain.optim.threads import KernelThreads
 from megatrain.ranks.dtensors import check_gradient, first_element, is_dtensor, local_of, version_of
-from tiered import TieredStore
 from tiered.ext import HostSlab
 
 #: Ordinary parameters share a group up to the size of the largest parameter, which must fit in RAM anyway. The limit is
@@ -33,7 +31,7 @@ _GROUP_ELEMENTS = (1 << 19, 1 << 24)
 class DeviceCopies:
     """Copies between RAM and parameters on CUDA devices. Used by one thread at a time.
 
-    Copies run on one stream per device, after all work queued before the last ``wait_for_queued``: backwards that
+    Copies run on one stream per device, after the work queued so far on the caller's current stream: backwards that
     compute gradients, and kernels that still read parameters. Gradients are copied through one pinned buffer with the
     size of the largest gradient. No device is used before the first call.
     """
@@ -41,12 +39,6 @@ class DeviceCopies:
     def __init__(self) -> None:
         self._slab: HostSlab | None = None
         self._streams: dict[torch.device, Any] = {}
-
-    def wait_for_queued(self, device: torch.device) -> None:
-        """Make later copies to or from a device wait for the work queued so far on the caller's current stream."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        self._stream(device).wait_event(event)
 
     def copy_to_ram(self, tensor: Tensor) -> Tensor:
         """Return the dense, flat contents of a device tensor in RAM. They are valid until the next call."""
@@ -66,10 +58,10 @@ class DeviceCopies:
     def _copy(self, target: Tensor, source: Tensor, device: torch.device) -> None:
         """Convert the source to a dense tensor with the target's shape, copy it, and wait for the copy.
 
-        Everything runs on the copy stream. On the caller's stream, a conversion would be queued too late, so the
-        copy could read unwritten memory. The temporary tensors live until the copy has ended.
+        The conversion runs on the copy stream, and its temporary tensors live until the copy has ended.
         """
         stream = self._stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             dense = source if source.layout is torch.strided else source.to_dense()
             if dense.shape != target.shape:
@@ -85,36 +77,73 @@ class DeviceCopies:
         return self._streams[device]
 
 
+class OrdinaryGradients:
+    """Gradients in ``grad`` of ordinary parameters, as in torch. Updates leave them there.
+
+    For a sharded parameter (``DTensor``), this process's shard of the gradient is used.
+    """
+
+    key = None
+    factor = 1.0
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], copies: DeviceCopies) -> None:
+        self._parameters, self._copies = parameters, copies
+        self._sharded = {name: parameter for name, parameter in parameters.items() if is_dtensor(parameter)}
+
+    @property
+    def version(self) -> object:
+        gradients = (parameter.grad for parameter in self._parameters.values())
+        return [None if gradient is None else (id(gradient), version_of(gradient)) for gradient in gradients]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the gradients by name. Raise ``ValueError`` if one is sharded differently from its parameter."""
+        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        for name in gradients.keys() & self._sharded.keys():
+            check_gradient(gradients[name], self._sharded[name])
+            gradients[name] = local_of(gradients[name])
+        return gradients
+
+    def take(self) -> Collection[str]:
+        return self.tensors().keys()
+
+    def squared_norms(self, threads: KernelThreads) -> dict[str, float]:
+        return {name: squared_norm(self._flatten(gradient), threads) for name, gradient in self.tensors().items()}
+
+    def read(self, entry: TensorEntry, tensors: Mapping[str, Tensor]) -> Tensor:
+        gradient = self._parameters[entry.name].grad
+        assert gradient is not None, entry.name
+        return self._flatten(local_of(gradient))
+
+    def clear(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _flatten(self, gradient: Tensor) -> Tensor:
+        """Return a gradient as a flat fp32 or bf16 tensor in RAM. A copy from a device is valid until the next call."""
+        gradient = gradient.detach()
+        if gradient.is_cuda:
+            flat = self._copies.copy_to_ram(gradient)
+        else:
+            flat = (gradient if gradient.layout is torch.strided else gradient.to_dense()).reshape(-1)
+        return flat if flat.dtype in GRADIENT_DTYPES else flat.float()
+
+
 class OrdinaryGroup(StateGroup):
     """Ordinary parameters in RAM or on a CUDA device, whose state is in the store.
 
     A bf16 parameter in RAM is the high half of its master, so no value is stored twice. For a parameter on a device,
     the store contains the whole master, and the parameter is a copy. For a sharded parameter (``DTensor``), the layout
     describes this rank's part, which is updated without communication.
-
-    Args:
-        offload_gradients: Whether gradients move to the store when autograd computes them.
-        copies: Copier shared by all groups of the optimizer.
-
-    Attributes:
-        sharded_names: Names of the sharded parameters.
     """
 
     def __init__(
         self,
-        store: TieredStore,
-        root: str,
         parameters: Mapping[str, nn.Parameter],
-        kinds: Sequence[StateKind],
-        homes: Sequence[str],
-        *,
-        offload_gradients: bool,
+        state: StateBlocks,
+        gradients: GradientSource,
         copies: DeviceCopies,
     ) -> None:
-        if offload_gradients and num_ranks() > 1:
-            raise ValueError(
-                "offload_gradients=True needs a single rank, because gradients would move before they are averaged"
-            )
+        super().__init__(parameters, state, gradients)
         self.sharded_names = frozenset(name for name, parameter in parameters.items() if is_dtensor(parameter))
         self._first_elements = {name: first_element(p) for name, p in parameters.items() if is_dtensor(p)}
         values = {name: local_of(parameter) for name, parameter in parameters.items()}
@@ -122,26 +151,13 @@ class OrdinaryGroup(StateGroup):
         self._copies = copies
         self._dtypes_and_devices = {name: (value.dtype, value.device) for name, value in values.items()}
         self._versions: dict[str, object] = {}  # device parameters' versions when they last equaled their masters
-        own = [kind for kind in kinds if self._on_device or kind.name != "weight"]
-        layout = build_layout(root, ((name, value.shape) for name, value in values.items()), True)
-        super().__init__(store, root, layout, parameters, own, homes)
-        if offload_gradients:
-            key = gradient_key(root, 0)
-            shared_state(store).register(key, layout.num_elements, torch.float32, homes, durable=False)
-            self.gradients = GradientBlock(store, key, layout, parameters)
         if self._on_device:
             self.copy_to_masters()
 
     def close(self) -> None:
-        if self.gradients is not None:
+        if isinstance(self.gradients, GradientBlock):
             self.gradients.close()
         super().close()
-
-    def gradients_version(self) -> object:
-        if self.gradients is not None:
-            return super().gradients_version()
-        found = (parameter.grad for parameter in self.parameters.values())
-        return [None if gradient is None else (id(gradient), version_of(gradient)) for gradient in found]
 
     def local_values(self, name: str) -> Tensor:
         """Return this process's shard of a parameter, or the whole parameter if it is not sharded."""
@@ -150,10 +166,10 @@ class OrdinaryGroup(StateGroup):
 
     def copy_to_masters(self) -> None:
         """Copy parameters on a device to their masters."""
-        with torch.no_grad(), self.store.acquire(self.keys["weight"], "ram", "w") as lease:
+        with torch.no_grad(), self.state.lease("weight", "w") as lease:
             lease.tensor.zero_()
             for entry in self.layout.entries:
-                self.state_view("weight", lease.tensor, entry).copy_(self.local_values(entry.name).reshape(-1))
+                self.state.view("weight", lease.tensor, entry).copy_(self.local_values(entry.name).reshape(-1))
                 self._record_synced(entry.name)
 
     def _record_synced(self, name: str) -> None:
@@ -161,11 +177,11 @@ class OrdinaryGroup(StateGroup):
         self._versions[name] = version_of(self.parameters[name])
 
     def read_master(self, entry: TensorEntry) -> Tensor:
-        if "low" not in self.keys:
+        if "low" not in self.state.keys:
             return local_of(self.parameters[entry.name].detach())
-        with self.store.acquire(self.keys["low"], "ram") as lease:
+        with self.state.lease("low") as lease:
             upper = self.local_values(entry.name).detach().reshape(-1).cpu().view(torch.int16).to(torch.int32)
-            joined = (upper << 16) + self.state_view("low", lease.tensor, entry)  # low is signed, as in the kernels
+            joined = (upper << 16) + self.state.view("low", lease.tensor, entry)  # low is signed, as in the kernels
             return mapped_copy(joined.view(torch.float32), self.store)
 
     def handle_loaded_state(self, *, with_weights: bool) -> None:
@@ -174,40 +190,15 @@ class OrdinaryGroup(StateGroup):
     def check_free(self) -> None:
         """Do nothing, because ordinary parameters are always in memory."""
 
-    def take_gradients(self) -> Mapping[str, Tensor | None]:
-        for device in {device for _, device in self._dtypes_and_devices.values() if device.type == "cuda"}:
-            self._copies.wait_for_queued(device)
-        if self.gradients is not None:
-            return super().take_gradients()
-        found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        for name in found.keys() & self.sharded_names:
-            parameter = self.parameters[name]
-            assert is_dtensor(parameter), name
-            check_gradient(found[name], parameter)
-            found[name] = local_of(found[name])
-        return found
-
-    def squared_norms(self, threads: KernelThreads) -> Mapping[str, float]:
-        if self.gradients is not None:
-            return super().squared_norms(threads)
-        return {
-            name: squared_norm(self._flatten(gradient), threads)
-            for name, gradient in self.take_gradients().items()
-            if gradient is not None
-        }
-
     def submit(self, pending: GroupUpdate, due: dict[OrdinaryGroup, GroupUpdate]) -> None:
         due[self] = pending
 
     def _apply(self, pending: GroupUpdate, tensors: Mapping[str, Tensor]) -> None:
         for entry in self.entries(pending.settings):
-            if self.gradients is not None:
-                gradient = self.gradients.view(tensors[self.gradients.key], entry)
-            else:
-                gradient = self._flatten(pending.gradients[entry.name])
+            gradient = self.gradients.read(entry, tensors)
             settings = pending.settings[entry.name]
             now = Update(settings.step, settings.lr, pending.grad_scale)
-            segment = self.segment(entry, settings, 0, first=self._first_elements.get(entry.name, 0))
+            segment = self.state.segment(entry, settings.weight_decay, 0, first=self._first_elements.get(entry.name, 0))
             with self._master(entry, tensors) as blocks:
                 if self.has_averages and settings.step == 1:
                     begin_average(blocks["weight"], blocks.get("low"), blocks[EMA.name])
@@ -220,8 +211,8 @@ class OrdinaryGroup(StateGroup):
 
     @property
     def is_in_ram(self) -> bool:
-        """Whether parameters, gradients and state are all in RAM, so that an update fetches nothing."""
-        return not self._on_device and self.gradients is None and not self._keys_outside_ram
+        """Whether parameters and state are in RAM, so that an update fetches none of them."""
+        return not self._on_device and not self.state.keys_outside_ram
 
     def check_dtype_and_device(self, name: str) -> None:
         """Raise ``RuntimeError`` if a parameter was moved or converted after its state was created."""
@@ -233,38 +224,18 @@ class OrdinaryGroup(StateGroup):
             )
 
     def begin_averages(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        """Initialize the averages of parameters in RAM before their first update, if the group has averages.
-
-        Args:
-            tensors: Contents of all blocks, by key.
-        """
-        if not self.has_averages or not names:
-            return
-        for entry in self.entries(names):
-            low = self.state_view("low", tensors[self.keys["low"]], entry) if "low" in self.keys else None
-            average = self.state_view(EMA.name, tensors[self.keys[EMA.name]], entry)
-            begin_average(self.local_values(entry.name).detach().reshape(-1), low, average)
-
-    def _swap(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        for device in {device for _, device in self._dtypes_and_devices.values() if device.type == "cuda"}:
-            self._copies.wait_for_queued(device)  # copies must wait for kernels that still read the parameters
-        for entry in self.entries(names):
+        """Initialize the averages of parameters in RAM, if the group has any. ``tensors`` are all blocks, by key."""
+        for entry in self.entries(names) if self.has_averages else ():
             with self._master(entry, tensors) as blocks:
-                swap_average(blocks["weight"], blocks.get("low"), blocks[EMA.name])
+                begin_average(blocks["weight"], blocks.get("low"), blocks[EMA.name])
 
     @contextmanager
     def _master(self, entry: TensorEntry, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Yield a parameter's weight and state tensors. On exit, copy the updated weight to the parameter.
-
-        Args:
-            entry: Layout entry of the parameter.
-            tensors: Contents of the blocks, by key.
-        """
         parameter, values = self.parameters[entry.name], self.local_values(entry.name)
-        own_length = {name for name, kind in self.kinds.items() if kind.elements_of is not None}
+        own_length = {name for name, kind in self.state.kinds.items() if kind.elements_of is not None}
         blocks = {
-            kind: tensors[key] if kind in own_length else self.state_view(kind, tensors[key], entry)
-            for kind, key in self.keys.items()
+            kind: tensors[key] if kind in own_length else self.state.view(kind, tensors[key], entry)
+            for kind, key in self.state.keys.items()
             if key in tensors
         }
         self.check_dtype_and_device(entry.name)
@@ -284,15 +255,6 @@ class OrdinaryGroup(StateGroup):
         if values is not parameter:
             increment_version(parameter)  # a DTensor has a separate version counter
             self._record_synced(entry.name)
-
-    def _flatten(self, gradient: Tensor) -> Tensor:
-        """Return a gradient as a flat fp32 or bf16 tensor in RAM. A copy from a device is valid until the next call."""
-        gradient = gradient.detach()
-        if gradient.is_cuda:
-            flat = self._copies.copy_to_ram(gradient)
-        else:
-            flat = (gradient if gradient.layout is torch.strided else gradient.to_dense()).reshape(-1)
-        return flat if flat.dtype in GRADIENT_DTYPES else flat.float()
 
 
 def _update_master(blocks: Mapping[str, Tensor], values: Tensor) -> None:

@@ -52,15 +52,15 @@ class Part:
     @property
     def weight_key(self) -> str:
         """Key of the weight block."""
-        return weight_key(self._root)
+        return weight_key(self.root)
 
     @property
     def gradient_key(self) -> str:
         """Key of the gradient block."""
-        return gradient_key(self._root, 0)
+        return gradient_key(self.root, 0)
 
     @property
-    def _root(self) -> str:
+    def root(self) -> str:
         """Unique name of the part, which contains only characters that are allowed in keys."""
         return f"{self.name}/" + re.sub(r"[^A-Za-z0-9_.]", lambda found: f"-{ord(found[0]):x}-", self.layout.name)
 
@@ -113,11 +113,7 @@ def partition(model: nn.Module, name: str, leave: Sequence[str] = ()) -> list[Un
     Raises:
         OffloadError: There is nothing to offload, a dtype has no master weights, or a parameter is already in a store.
     """
-    chosen = {
-        path: parameter
-        for path, parameter in model.named_parameters()
-        if not any(fnmatchcase(path, glob) for glob in leave)
-    }
+    chosen = {path: p for path, p in model.named_parameters() if not any(fnmatchcase(path, glob) for glob in leave)}
     for path, parameter in chosen.items():
         _check_parameter(path, parameter)
     _check_no_aliases(chosen)

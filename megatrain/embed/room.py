@@ -13,6 +13,7 @@ from megatrain.base.layout import UnitLayout
 from megatrain.embed.block_homes import HomeRequest, compute_tier, free_home_bytes, shared_state
 from megatrain.embed.gradient_block import GradientBlock
 from megatrain.embed.partition import OffloadError, Part, UnitPart, enclosing_parts, parts_of
+from megatrain.embed.state_blocks import Shard
 from tiered import Mode, TieredStore
 from tiered.errors import CapacityError
 
@@ -57,6 +58,10 @@ class LocalBlocks:
     def num_elements(self, layout: UnitLayout) -> int:
         """Return the number of a block's elements that this process stores."""
         return layout.num_elements
+
+    def shard(self, layout: UnitLayout) -> Shard | None:
+        """Return the shard of a layout that this process stores, or None if it stores the whole layout."""
+        return None
 
     def lease(self, part: Part, mode: Mode) -> WeightLease:
         """Return a lease of a part's weight block."""

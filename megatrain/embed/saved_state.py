@@ -134,12 +134,10 @@ class SavedState:
     @property
     def _shards(self) -> list[int] | None:
         """Return [rank, number of ranks] if the store's blocks contain shards of this rank, otherwise None."""
-        shard = next((group.shard for group in self._optimizer.groups if group.shard is not None), None)
+        shard = next((group.state.shard for group in self._optimizer.groups if group.state.shard is not None), None)
         if shard is not None:
-            return list(shard)
-        is_sharded = any(
-            is_dtensor(parameter) and not is_unsharded(parameter) for parameter in self._optimizer.parameters()
-        )
+            return [shard.index, shard.count]
+        is_sharded = any(is_dtensor(p) and not is_unsharded(p) for p in self._optimizer.parameters())
         return [this_rank(), num_ranks()] if is_sharded else None
 
     def tensors_of(self, parameter: nn.Parameter, *, with_master: bool = False) -> dict[str, Any]:
@@ -150,15 +148,14 @@ class SavedState:
         """
         group, entry = self.group_of(parameter)
         found: dict[str, Any] = {"step": torch.tensor(float(self._optimizer.steps.get(parameter, 0)))}
-        for kind in group.keys:
-            length = group.kinds[kind].length_of(entry)
-            if kind not in ("weight", "low") and group.kinds[kind].granularity == 1 and length:
-                moment = self._moment(group, kind, entry)
-                if group.kinds[kind].elements_of is None or kind in self._optimizer.torch_names:
+        for name, kind in group.state.kinds.items():
+            if name not in ("weight", "low") and kind.granularity == 1 and kind.length_of(entry):
+                moment = self._moment(group, name, entry)
+                if kind.elements_of is None or name in self._optimizer.torch_names:
                     moment = moment.view(entry.shape)
                     moment = like_parameter(moment, parameter) if is_dtensor(parameter) else moment
-                found[self._optimizer.torch_names_of(parameter).get(kind, kind)] = moment
-        if with_master and "low" in group.keys and not group.is_offloaded:
+                found[self._optimizer.torch_names_of(parameter).get(name, name)] = moment
+        if with_master and "low" in group.state.keys and not group.is_offloaded:
             master = group.read_master(entry).view(entry.shape)
             found[_MASTER] = like_parameter(master, parameter) if is_dtensor(parameter) else master
         return found
@@ -181,11 +178,11 @@ class SavedState:
                 continue
             group, entry = self.group_of(parameter)
             for kind, torch_name in self._optimizer.torch_names_of(parameter).items():
-                if kind in group.keys:
+                if kind in group.state.keys:
                     found = values.get(torch_name)
                     flat = None if found is None else _flat_local(found)
                     self._set_moment(group, kind, entry, flat)
-            if "low" in group.keys and isinstance(master := values.get(_MASTER), Tensor):
+            if "low" in group.state.keys and isinstance(master := values.get(_MASTER), Tensor):
                 self._set_master(group, entry, _flat_local(master))
             if group.has_averages:
                 average = values.get(EMA.name)
@@ -201,7 +198,7 @@ class SavedState:
         """Return a parameter's group and layout entry. Raise ``TypeError`` if this rank has only a shard of them."""
         for group in self._optimizer.groups:
             for name, own in group.parameters.items():
-                if own is parameter and group.shard is not None:
+                if own is parameter and group.state.shard is not None:
                     raise TypeError(
                         f"this rank has only a shard of the state of {group.layout.name}. Use state_dict() and "
                         "load_state_dict() on each rank"
@@ -213,34 +210,34 @@ class SavedState:
     def _set_master(self, group: StateGroup, entry: TensorEntry, values: Tensor) -> None:
         """Replace a master's low half, and its high half if the store contains it. ``values`` is flat."""
         bits = values.view(torch.int32)
-        with self._store.acquire(group.keys["low"], "ram", "rw") as lease:
-            group.state_view("low", lease.tensor, entry).copy_(bits.to(torch.int16))  # to() keeps the lower 16 bits
-        if "weight" in group.keys:
+        with group.state.lease("low", "rw") as lease:
+            group.state.view("low", lease.tensor, entry).copy_(bits.to(torch.int16))  # to() keeps the lower 16 bits
+        if "weight" in group.state.keys:
             upper = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
-            with self._store.acquire(group.keys["weight"], "ram", "rw") as lease:
-                group.state_view("weight", lease.tensor, entry).copy_(upper)
+            with group.state.lease("weight", "rw") as lease:
+                group.state.view("weight", lease.tensor, entry).copy_(upper)
 
     def _moment(self, group: StateGroup, kind: str, entry: TensorEntry) -> Tensor:
         """Return a flat fp32 copy of a parameter's state of the given kind."""
-        with self._store.acquire(group.keys[kind], "ram") as lease:
-            part = group.state_view(kind, lease.tensor, entry)
+        with group.state.lease(kind) as lease:
+            part = group.state.view(kind, lease.tensor, entry)
             if part.dtype != torch.uint8:
                 return mapped_copy(part.float(), self._store)
-            with self._store.acquire(group.keys[f"{kind}_scale"], "ram") as scales:
-                own = group.state_view(f"{kind}_scale", scales.tensor, entry)
+            with group.state.lease(f"{kind}_scale") as scales:
+                own = group.state.view(f"{kind}_scale", scales.tensor, entry)
                 return mapped_copy(decode_moments(part, own, is_signed(kind)), self._store)
 
     def _set_moment(self, group: StateGroup, kind: str, entry: TensorEntry, values: Tensor | None) -> None:
         """Set a parameter's state of the given kind, rounded to nearest. ``values`` is flat, or None for zeros."""
-        with self._store.acquire(group.keys[kind], "ram", "rw") as lease:
-            part = group.state_view(kind, lease.tensor, entry)
+        with group.state.lease(kind, "rw") as lease:
+            part = group.state.view(kind, lease.tensor, entry)
             if part.dtype != torch.uint8:
                 part.zero_() if values is None else part.copy_(values)
                 return
             codes, scales = encode_moments(torch.zeros(entry.numel) if values is None else values, is_signed(kind))
             part.copy_(codes)
-            with self._store.acquire(group.keys[f"{kind}_scale"], "ram", "rw") as other:
-                group.state_view(f"{kind}_scale", other.tensor, entry).copy_(scales)
+            with group.state.lease(f"{kind}_scale", "rw") as other:
+                group.state.view(f"{kind}_scale", other.tensor, entry).copy_(scales)
 
 
 def _check_same_sharding(what: str, values: Tensor, parameter: nn.Parameter) -> None:
@@ -274,10 +271,6 @@ def _commit_changes(store: TieredStore) -> int | None:
 
     Deferred updates of all optimizers in the store are applied first. If contents changed since the last commit, a
     generation is committed. The returned generation survives a power failure.
-
-    Raises:
-        GenerationError: The store has no folder.
-        TransferError: A drive reported an error.
     """
     shared = shared_state(store)
     for optimizer in shared.optimizers:

@@ -22,12 +22,12 @@ from xxhash import xxh3_128_digest
 from megatrain.base.layout import TensorEntry, UnitLayout
 from megatrain.embed.block_homes import compute_device, free_home_bytes, shared_state
 from megatrain.embed.gradient_block import GradientBlock
-from megatrain.embed.groups import DeferredUpdates, OffloadedGroup, Settings, StateGroup
+from megatrain.embed.groups import StateGroup
 from megatrain.embed.partition import OffloadError, Part, UnitPart, enclosing_parts, parts_of
 from megatrain.embed.room import UPDATE_BYTES, Homes, LocalBlocks, WeightLease
-from megatrain.embed.weights import WeightBlock, WeightInUseError
+from megatrain.embed.state_blocks import Shard
+from megatrain.embed.weights import WeightInUseError
 from megatrain.engine.unit.weight_gradients import GradientAccumulator
-from megatrain.optim.base import Segment, StateKind
 from megatrain.optim.clip import add_in_order, partial_squares
 from megatrain.optim.threads import KernelThreads
 from megatrain.ranks.collectives import Collectives, RanksDifferError, check_same
@@ -108,6 +108,10 @@ class ModuleRanks(LocalBlocks):
     def owned_range(self, layout: UnitLayout) -> range:
         """Return the range of a layout's elements that this rank owns."""
         return self.shards.owned(range(layout.num_elements))
+
+    def shard(self, layout: UnitLayout) -> Shard:
+        """Return this rank's shard of a layout."""
+        return Shard(self.rank, self.size, self.owned_range(layout), self.num_elements(layout))
 
     def write_shard(self, shard: Tensor, layout: UnitLayout, full: Tensor) -> None:
         """Copy this rank's elements from a full copy to the shard. Fill the rest of the shard with zeros."""
@@ -320,6 +324,11 @@ class SharedGradients(GradientBlock):
         self._filled_by_lane: dict[int, set[str]] = {lane: set() for lane in ranks.own_lanes}
         self.is_exchanged = False
 
+    @property
+    def factor(self) -> float:
+        """Factor that turns the sum over all lanes into their mean."""
+        return 1.0 / self.ranks.lanes.count
+
     def exchange(self, filled_on_any_rank: set[str]) -> None:
         """Add the lanes of all ranks, and write this rank's shard of the sum to the block. This is a collective."""
         self._filled = filled_on_any_rank
@@ -380,41 +389,6 @@ class SharedGradients(GradientBlock):
         self._filled.add(entry.name)
 
 
-class SharedGroup(OffloadedGroup):
-    """Parameters of a block that several ranks share. Each rank updates its own shard without communication."""
-
-    def __init__(
-        self, weights: WeightBlock, kinds: Sequence[StateKind], homes: Sequence[str], *, deferred: DeferredUpdates
-    ) -> None:
-        gradients = weights.gradients
-        assert isinstance(gradients, SharedGradients), weights.key
-        if any(kind.needs_whole for kind in kinds):
-            raise ValueError(
-                f"this optimizer needs whole matrices, but {weights.layout.name} is shared by {gradients.ranks.size} "
-                "ranks. Use TieredAdamW, TieredLion or TieredSGD"
-            )
-        self.ranks = gradients.ranks
-        self._owned = self.ranks.owned_range(weights.layout)
-        super().__init__(weights, kinds, homes, deferred=deferred)
-        self.gradients: SharedGradients = gradients
-        self.shard = (self.ranks.rank, self.ranks.size)
-        self.gradient_factor = 1.0 / self.ranks.lanes.count  # turns the sum over all lanes into their mean
-
-    def state_view(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
-        """Return a flat view of a parameter's state of the given kind. It is empty if this rank owns none of it."""
-        shard, granularity = self._owned, self.kinds[kind].granularity
-        start = min(max(entry.offset, shard.start), shard.stop) - shard.start
-        stop = max(start, min(entry.offset + entry.numel, shard.stop) - shard.start)
-        return flat[start // granularity : -(-stop // granularity)]
-
-    def _num_elements(self, kind: StateKind) -> int:
-        return kind.elements_for(self.ranks.num_elements(self.layout))
-
-    def _local_segment(self, entry: TensorEntry, settings: Settings) -> Segment | None:
-        inside = self.segment(entry, settings, entry.offset).within(self._owned)
-        return inside if inside.start < inside.stop else None
-
-
 def exchange_gradients(
     groups: Sequence[StateGroup], threads: KernelThreads, *, with_norm: bool = True
 ) -> dict[nn.Parameter, float]:
@@ -428,11 +402,10 @@ def exchange_gradients(
         with_norm: Whether to compute norms. Without norms, the result is empty.
     """
     found: dict[nn.Parameter, float] = {}
-    shared = [group for group in groups if isinstance(group, SharedGroup)]
-    for ranks in dict.fromkeys(group.ranks for group in shared):
+    shared = {one: group for group in groups if isinstance(one := group.gradients, SharedGradients)}
+    for ranks in dict.fromkeys(one.ranks for one in shared):
         ranks.announce("the end of a backward: step() or measure_grad_norm()")
-        mine = [group for group in shared if group.ranks is ranks]
-        gradients = [group.gradients for group in mine]
+        gradients = [one for one in shared if one.ranks is ranks]
         if not all(one.is_exchanged for one in gradients):
             filled = ranks.collectives.gather_objects([one.filled_names for one in gradients])
             for one, *names in zip(gradients, *filled, strict=True):
@@ -440,10 +413,10 @@ def exchange_gradients(
         if not with_norm:
             continue
         partials = ranks.collectives.gather_objects([one.partial_squares(threads) for one in gradients])
-        for group, *of_ranks in zip(mine, *partials, strict=True):
-            squares = add_in_order(torch.tensor([one for each in of_ranks for one in each], dtype=torch.float64))
-            if group.gradients.filled_names:
-                found[next(iter(group.parameters.values()))] = squares * group.gradient_factor**2
+        for one, *of_ranks in zip(gradients, *partials, strict=True):
+            squares = add_in_order(torch.tensor([chunk for each in of_ranks for chunk in each], dtype=torch.float64))
+            if one.filled_names:
+                found[next(iter(shared[one].parameters.values()))] = squares * one.factor**2
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -32,7 +32,7 @@ class StepCounter:
         self._rules: dict[tuple[Any, ...], Arithmetic] = {}
 
     def count_steps(
-        self, param_groups: Iterable[Mapping[str, Any]], taken: Sequence[tuple[StateGroup, Mapping[str, object]]]
+        self, param_groups: Iterable[Mapping[str, Any]], taken: Sequence[tuple[StateGroup, Collection[str]]]
     ) -> dict[int, Settings]:
         """Count a step for each parameter with a gradient, and return these parameters' settings by ``id()``.
 
@@ -51,7 +51,9 @@ class StepCounter:
             own = [parameter for parameter in param_group["params"] if id(parameter) in with_gradient]
             rule, lr = self._rule(param_group), float(param_group["lr"])
             decay = float(param_group.get("weight_decay", 0.0))
-            check_state({kind.name for kind in rule.state_kinds(False)} - {"weight"}, own, taken)
+            check_state(
+                {kind.name for kind in rule.state_kinds(False)} - {"weight"}, own, [group for group, _ in taken]
+            )
             counts = [self.steps.get(parameter, 0) + 1 for parameter in own]
             at_step = {step: Settings(rule, step, lr, decay) for step in set(counts)}
             counted.update(zip(own, counts, strict=True))

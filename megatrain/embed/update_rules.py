@@ -36,9 +36,8 @@ class TieredAdamW(TieredOptimizer):
         store: TieredStore | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, store=store, **options
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, store=store, **options)
 
     def make_update_rule(self, settings: Mapping[str, Any]) -> Arithmetic:
         beta1, beta2 = settings["betas"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from megatrain.embed.groups import GroupUpdate, Settings, StateGroup
-from megatrain.embed.ordinary_groups import OrdinaryGroup
+from megatrain.embed.ordinary_groups import OrdinaryGradients, OrdinaryGroup
 from megatrain.optim.average import WeightAverage
 from megatrain.optim.base import GRADIENT_DTYPES, Segment, Update
 from megatrain.optim.clip import squared_norms
@@ -74,7 +74,7 @@ class OrdinaryUpdates:
         mine, alike = _batch_updates(updates)
         if mine:
             store, grad_scale = mine[0].store, updates[mine[0]].grad_scale
-            requests: list[Any] = [(key, "ram", "rw") for group in mine for key in group.keys.values()]
+            requests: list[Any] = [(key, "ram", "rw") for group in mine for key in group.state.keys.values()]
             with torch.no_grad(), store.acquire_many(requests) as leases:
                 tensors = {lease.key: lease.tensor for lease in leases}
                 addresses = {key: tensor.data_ptr() for key, tensor in tensors.items()}
@@ -89,7 +89,7 @@ class OrdinaryUpdates:
         others = [group for group in updates if group not in mine]
         for group, following in zip_longest(others, others[1:]):
             if following is not None:
-                following.prefetch()
+                following.state.prefetch()
             group.update(updates[group])
 
     def _make_calls(
@@ -122,12 +122,9 @@ def squares_in_ram(groups: Sequence[StateGroup], threads: KernelThreads) -> dict
     """
     found: dict[nn.Parameter, Tensor] = {}
     for group in groups:
-        if group.gradients is not None:
-            continue
-        own = {group.parameters[name]: gradient for name, gradient in group.take_gradients().items()}
-        flat = {parameter: gradient for parameter, gradient in own.items() if gradient is not None}
-        if all(map(_is_readable, flat.values())):
-            found.update(flat)
+        gradients = group.gradients.tensors() if isinstance(group.gradients, OrdinaryGradients) else {}
+        if all(map(_is_readable, gradients.values())):
+            found.update((group.parameters[name], gradient) for name, gradient in gradients.items())
     return dict(zip(found, squared_norms(list(found.values()), threads), strict=True))
 
 
@@ -136,12 +133,12 @@ def _batch_updates(updates: Mapping[OrdinaryGroup, GroupUpdate]) -> tuple[list[O
     groups: list[OrdinaryGroup] = []
     alike: dict[tuple[object, ...], _Batch] = {}
     for group, work in updates.items():
-        if not group.is_in_ram:
+        if not (group.is_in_ram and isinstance(group.gradients, OrdinaryGradients)):
             continue
-        dtype, split_master = group.dtype, "low" in group.kinds
+        gradients, dtype, split_master = group.gradients.tensors(), group.dtype, "low" in group.state.keys
         entries: list[tuple[tuple[object, ...], str, Settings, Tensor, Tensor]] = []
         for name, settings in work.settings.items():
-            parameter, gradient = group.local_values(name), work.gradients[name]
+            parameter, gradient = group.local_values(name), gradients[name]
             arithmetic = settings.rule
             has_kernel = isinstance(arithmetic, ElementwiseOptimizer | WeightAverage) and arithmetic.supports_rows
             if not (has_kernel and parameter.dtype == dtype and parameter.is_contiguous() and _is_readable(gradient)):
@@ -190,10 +187,10 @@ def _find_address(
     """Return (address, element size) of a parameter's state of the given kind, or zeros if it is not stored."""
     if kind == "weight":
         return parameter.data_ptr(), parameter.dtype.itemsize
-    if kind not in group.keys:
+    if kind not in group.state.keys:
         return 0, 0
-    itemsize = group.kinds[kind].dtype.itemsize
-    return addresses[group.keys[kind]] + group.starts[kind][name] * itemsize, itemsize
+    itemsize = group.state.kinds[kind].dtype.itemsize
+    return addresses[group.state.keys[kind]] + group.state.starts[kind][name] * itemsize, itemsize
 
 
 def _is_readable(gradient: Tensor) -> bool:

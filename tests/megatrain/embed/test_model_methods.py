@@ -201,8 +201,8 @@ def test_changed_weights_are_kept_despite_another_error(store: TieredStore) -> N
             module[0].weight.fill_(0.5)
     assert optimizer.state_dict()["tiered"]["generation"] == first + 1
     group = optimizer.groups[0]
-    with store.acquire(group.keys["low"], "ram") as lease:
-        low = {entry.name: group.state_view("low", lease.tensor, entry).clone() for entry in group.layout.entries}
+    with store.acquire(group.state.keys["low"], "ram") as lease:
+        low = {entry.name: group.state.view("low", lease.tensor, entry).clone() for entry in group.layout.entries}
     assert not low["0.weight"].any() and low["0.bias"].any()
 
 
