@@ -23,7 +23,7 @@ from megatrain.data.loader import BatchLoader
 from megatrain.data.row_order import EpochOrder
 from megatrain.engine.micro_batches import shifted_labels
 from megatrain.engine.program.block_plan import DURABLE_KINDS
-from megatrain.optim.base import FORMATS, Format, Optimizer, Segment, StateKind, Update, decays
+from megatrain.optim.base import FORMATS, Format, Optimizer, Segment, StateKind, Update, is_decayed
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.shortfall import DoesNotFitError
@@ -280,7 +280,7 @@ class Plain:
         others: list[Tensor] = []
         for name, parameter in self._model.named_parameters():
             entry = TensorEntry(name, tuple(parameter.shape), 0)
-            (decaying if decays(entry, table.weight_decay_exclude) else others).append(parameter)
+            (decaying if is_decayed(entry, table.weight_decay_exclude) else others).append(parameter)
         groups = [{"params": decaying, "weight_decay": table.weight_decay}, {"params": others, "weight_decay": 0.0}]
         betas = (table.adam_beta1, table.adam_beta2)
         self._optimizer = torch.optim.AdamW(

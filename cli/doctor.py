@@ -52,13 +52,13 @@ def command(
     else to the current folder. Uses up to 512 MiB on each drive, and leaves no files there. Without --quick, rewrites
     this data for half a minute (at most 32 GiB in total) to find out whether the drive slows down.
     """
-    from megatrain.extras.doctor.drives import terminated_as_interrupted
+    from megatrain.extras.doctor.drives import interrupt_on_termination
     from megatrain.extras.doctor.examine import examine
 
     if profile_file is not None and not os.access(profile_file.absolute().parent, os.W_OK):
         raise click.UsageError(f"--save-profile {profile_file}: its folder does not exist or is not writable")
     folders = [_absolute(path) for path in paths] or _drive_folders(config_file)
-    with terminated_as_interrupted():
+    with interrupt_on_termination():
         results = examine(
             list(dict.fromkeys(folders)),
             quick=quick,

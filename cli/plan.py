@@ -133,13 +133,13 @@ def command(
 
 def _measure_machine(run: RunSpec) -> None:
     """Measure the machine and the drives of a run, and store the rates for this plan and later plans."""
-    from megatrain.extras.doctor.drives import terminated_as_interrupted
+    from megatrain.extras.doctor.drives import interrupt_on_termination
     from megatrain.extras.doctor.examine import examine
     from megatrain.machine.file_systems import existing_parent
     from megatrain.machine.profiles import profile_path, store_profile
 
     paths = list(dict.fromkeys(existing_parent(drive.path) for drive in run.tiers.table.nvme))
-    with terminated_as_interrupted():
+    with interrupt_on_termination():
         found = examine(paths, quick=True, on_progress=_print_progress)
     try:
         store_profile(found.profile)

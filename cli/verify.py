@@ -41,10 +41,10 @@ def command(config: Path | None, overrides: tuple[str, ...], tiers: str, as_json
     chosen = _parse_tiers(tiers)
     loaded = None if config is None else ConfigSource(config, (), overrides).load()
 
-    from megatrain.extras.doctor.drives import terminated_as_interrupted
+    from megatrain.extras.doctor.drives import interrupt_on_termination
     from megatrain.extras.verify import verify
 
-    with terminated_as_interrupted():
+    with interrupt_on_termination():
         result = verify(
             None if loaded is None else loaded.config,
             tiers=chosen,

@@ -106,7 +106,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise ValueError(f"ema_decay={ema_decay}: it must be at least 0 (no average) and below 1")
         self.max_grad_norm, self.nonfinite = max_grad_norm, nonfinite
         self.state_dtype, self.seed, self.ema_decay = state_dtype, seed, ema_decay
-        self.threads = KernelThreads(among_operations=True)
+        self.threads = KernelThreads(is_interleaved=True)
         self.grad_norm: float | None = None
         self._store, self._checkpoint = store, checkpoint
         averages = [EMA] if ema_decay else []

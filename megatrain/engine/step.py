@@ -245,7 +245,7 @@ class StepEngine:
         if not isinstance(matrices := self._updater.matrices, DeviceOrthogonalizer):
             return {}
         tier = self._program.compute_tier
-        return {f"ram->{tier}": matrices.sent_s, f"{tier}->ram": matrices.fetched_s}
+        return {f"ram->{tier}": matrices.send_s, f"{tier}->ram": matrices.fetch_s}
 
     def finish_updates(self) -> None:
         """Run the pending update, if any, so that weights and state include the last step.

@@ -99,8 +99,8 @@ def tables_of_folder(folder: Path) -> dict[str, dict[str, Any]]:
     tables = {"model": model, "lora": {"adapter_name_or_path": str(folder)}}
     run = run_of_final(folder)
     if run is not None and (run / RESOLVED_NAME).is_file():
-        wanted: Any = {"model": set(_MODEL_KEYS), "precision": {"compute_dtype"}}
-        values = load_run_config(run).model_dump(mode="json", include=wanted, exclude_none=True)
+        include: Any = {"model": set(_MODEL_KEYS), "precision": {"compute_dtype"}}
+        values = load_run_config(run).model_dump(mode="json", include=include, exclude_none=True)
         model.update({name: value for name, value in values["model"].items() if value != ""})
         tables["precision"] = values["precision"]
     else:
@@ -110,14 +110,14 @@ def tables_of_folder(folder: Path) -> dict[str, dict[str, Any]]:
     return tables
 
 
-def config_for_prompts(config: RunConfig, rows: int, together: int) -> RunConfig:
+def config_for_prompts(config: RunConfig, rows: int, num_prompts: int) -> RunConfig:
     """Return a config whose steps process prompts instead of training rows.
 
     Args:
         rows: Number of prompts in a micro-batch, which are padded to the same length.
-        together: Number of prompts that share each fetch of a weight.
+        num_prompts: Number of prompts that share each fetch of a weight.
     """
-    step = TrainingConfig(per_device_train_batch_size=rows, gradient_accumulation_steps=-(-together // rows))
+    step = TrainingConfig(per_device_train_batch_size=rows, gradient_accumulation_steps=-(-num_prompts // rows))
     return with_values(config, {"data.packing": False}).model_copy(update={"task": "sft", "training": step})
 
 
@@ -191,29 +191,29 @@ class Generator:
         self._settings, self._prompts, self._history = settings, list(prompts), list(history)
         self._observer = observer or RunObserver()
         self._tokenizer = tokenizer_of(run.model)
-        self._tokens = [self._encode(number, prompt) for number, prompt in enumerate(self._prompts)]
-        longest = max(len(tokens) for tokens in self._tokens)
+        self._tokens = [self._encode(index, prompt) for index, prompt in enumerate(self._prompts)]
+        longest_prompt = max(len(tokens) for tokens in self._tokens)
         rows = min(run.batch.micro_batch_rows, len(self._prompts))
-        together = min(rows * run.batch.num_micro_batches, len(self._prompts))
-        self._run = with_prompts(run, rows, together, longest + settings.max_new_tokens)
+        num_prompts = min(rows * run.batch.num_micro_batches, len(self._prompts))
+        self._run = with_prompts(run, rows, num_prompts, longest_prompt + settings.max_new_tokens)
         self.plan: GenerationPlan = plan_generation(self._run)
-        self._check_positions(longest)
+        self._check_positions(longest_prompt)
         self.moved_bytes: dict[str, int] = {}
         self.planned_bytes: dict[str, int] = {}
         self.seconds = 0.0
 
-    def _encode(self, number: int, prompt: str) -> Tensor:
+    def _encode(self, index: int, prompt: str) -> Tensor:
         try:
             return prompt_tokens(self._tokenizer, prompt, self._settings.system, self._history)[0]
         except PromptError as error:
-            raise PromptError(f"prompt {number + 1}: {error}") from error
+            raise PromptError(f"prompt {index + 1}: {error}") from error
 
-    def _check_positions(self, longest: int) -> None:
-        most = num_learned_positions(self.plan.plan.graph)
-        if most is not None and longest + self._settings.max_new_tokens > most:
+    def _check_positions(self, longest_prompt: int) -> None:
+        max_positions = num_learned_positions(self.plan.plan.graph)
+        if max_positions is not None and longest_prompt + self._settings.max_new_tokens > max_positions:
             raise PromptError(
-                f"the longest prompt ({longest:,} tokens) and {self._settings.max_new_tokens:,} new tokens need "
-                f"more than the {most:,} positions of the model. Lower max_new_tokens, or shorten the prompt"
+                f"the longest prompt ({longest_prompt:,} tokens) and {self._settings.max_new_tokens:,} new tokens need "
+                f"more than the {max_positions:,} positions of the model. Lower max_new_tokens, or shorten the prompt"
             )
 
     def run(self) -> list[Completion]:
@@ -221,25 +221,25 @@ class Generator:
         plan, batch = self.plan.plan, self._run.batch
         check_weights(plan.run)
         refuse(plan.objections)
-        found: list[Completion] = []
-        with open_run(plan, on_message=self._observer.on_message) as opened:
-            opened.load()
-            store = opened.store
+        completions: list[Completion] = []
+        with open_run(plan, on_message=self._observer.on_message) as runtime:
+            runtime.load()
+            store = runtime.store
             store.wait_idle()
             passes = Continuation(self.plan, store, self._tokenizer, self._settings)
-            before, start_s = store.stats(), time.perf_counter()
-            for first in range(0, len(self._tokens), batch.num_rows):
-                together = self._tokens[first : first + batch.num_rows]
+            start_stats, start_s = store.stats(), time.perf_counter()
+            for start in range(0, len(self._tokens), batch.num_rows):
+                token_batch = self._tokens[start : start + batch.num_rows]
                 for prompt, ids in zip(
-                    self._prompts[first:], passes.run(together, first // batch.micro_batch_rows), strict=False
+                    self._prompts[start:], passes.run(token_batch, start // batch.micro_batch_rows), strict=False
                 ):
                     text = self._tokenizer.decode(ids, skip_special_tokens=True)
-                    found.append(Completion(prompt, text, ids))
-                done = f"{len(found):,} of {len(self._tokens):,} prompts completed"
-                self._observer.on_message(f"{done}, {time.perf_counter() - start_s:.1f} s")
+                    completions.append(Completion(prompt, text, ids))
+                progress = f"{len(completions):,} of {len(self._tokens):,} prompts completed"
+                self._observer.on_message(f"{progress}, {time.perf_counter() - start_s:.1f} s")
             self.seconds = time.perf_counter() - start_s
             store.wait_idle()
-            moved = store.stats() - before
+            traffic = store.stats() - start_stats
         self.planned_bytes = passes.planned_bytes
-        self.moved_bytes = {name: link.num_bytes for name, link in moved.links.items() if link.num_bytes}
-        return found
+        self.moved_bytes = {name: link.num_bytes for name, link in traffic.links.items() if link.num_bytes}
+        return completions

@@ -175,8 +175,8 @@ class Scorer:
         kind = self._score_kind(order)
         with RunFolder(self.plan.run.output_dir) as run_folder:
             folder = ScoreFolder(run_folder.path / SCORES_NAME, kind)
-            cuts = list(self._split_passes(folder.missing_rows()))
-            if not cuts:
+            pass_rows = list(self._split_passes(folder.missing_rows()))
+            if not pass_rows:
                 self._observer.on_message(f"nothing to do: all {kind.num_rows:,} rows are scored in {folder.path}")
                 return ScoreSummary(
                     folder=folder.path,
@@ -191,15 +191,15 @@ class Scorer:
                     link_bytes={},
                     interrupted=False,
                 )
-            rest = sum(map(len, cuts))
-            self._observer.on_ready(kind.num_rows - rest or None)
-            if rest < kind.num_rows:
-                self._observer.on_message(f"continuing: {kind.num_rows - rest:,} of {kind.num_rows:,} rows are scored")
+            num_scored = kind.num_rows - sum(map(len, pass_rows))
+            self._observer.on_ready(num_scored or None)
+            if num_scored:
+                self._observer.on_message(f"continuing: {num_scored:,} of {kind.num_rows:,} rows are scored")
             with open_run(
                 self.plan, on_message=self._observer.on_message, activity=self._activity, weights=weights
-            ) as opened:
-                opened.load()
-                return self._run_passes(opened, folder, kind, order, collator, cuts)
+            ) as runtime:
+                runtime.load()
+                return self._run_passes(runtime, folder, kind, order, collator, pass_rows)
 
     def make_rows(self) -> tuple[EpochOrder, Collator]:
         run, on_message = self.plan.run, self._observer.on_message
@@ -239,37 +239,37 @@ class Scorer:
     def _split_passes(self, missing: Sequence[range]) -> list[range]:
         """Split the missing rows into passes, and return the rows of each pass."""
         size = self.plan.run.batch.num_rows
-        return [rows[first : first + size] for rows in missing for first in range(0, len(rows), size)]
+        return [rows[start : start + size] for rows in missing for start in range(0, len(rows), size)]
 
     def _run_passes(
         self,
-        opened: OpenRun,
+        runtime: OpenRun,
         folder: ScoreFolder,
         kind: ScoreKind,
         order: EpochOrder,
         collator: Collator,
-        cuts: Sequence[range],
+        pass_rows: Sequence[range],
     ) -> ScoreSummary:
-        plan, store = self.plan, opened.store
+        plan, store = self.plan, runtime.store
         placement = plan.placement
-        passes = Passes(plan, store, timeline=opened.timeline, activity=self._activity, stays=placement.stays)
+        passes = Passes(plan, store, timeline=runtime.timeline, activity=self._activity, stays=placement.stays)
         store.wait_idle()  # writes from loading are not part of any pass
-        before, start_s = store.stats(), time.perf_counter()  # before the schedule starts to prefetch
+        start_stats, start_s = store.stats(), time.perf_counter()  # before the schedule starts to prefetch
         seconds = 0.0
         num_passes = num_tokens = num_scored = num_rows = 0
         log_probs: list[float] = []
         with RunSignals(stops_after_step=True, activity=self._activity) as signals:
-            found = self._scores(passes, order, collator, cuts, lambda: signals.stop_requested)
-            for number, ((documents, places), rows) in enumerate(zip(found, cuts, strict=False)):
+            results = self._scores(passes, order, collator, pass_rows, lambda: signals.stop_requested)
+            for index, ((documents, num_positions), rows) in enumerate(zip(results, pass_rows, strict=False)):
                 folder.write(rows.start, len(rows), documents)
-                num_passes, num_tokens, num_rows = number + 1, num_tokens + places, num_rows + len(rows)
+                num_passes, num_tokens, num_rows = index + 1, num_tokens + num_positions, num_rows + len(rows)
                 num_scored += sum(len(document.positions) for document in documents)
                 log_probs += [float(document.log_probs.sum(dtype=np.float64)) for document in documents]
                 seconds = time.perf_counter() - start_s
-                self._report_pass(folder, kind, number + 1, len(cuts), num_tokens, seconds)
+                self._report_pass(folder, kind, index + 1, len(pass_rows), num_tokens, seconds)
         store.wait_idle()
-        moved = store.stats() - before
-        rows_left = sum(map(len, cuts)) - num_rows
+        traffic = store.stats() - start_stats
+        rows_left = sum(map(len, pass_rows)) - num_rows
         return ScoreSummary(
             folder=folder.path,
             num_rows=kind.num_rows,
@@ -280,8 +280,8 @@ class Scorer:
             mean_log_prob=math.fsum(log_probs) / num_scored if num_scored else math.nan,
             seconds=seconds,
             planned_bytes={link: nbytes for link, nbytes in placement.run_traffic_bytes(num_passes).items() if nbytes},
-            link_bytes={name: link.num_bytes for name, link in moved.links.items() if link.num_bytes},
-            interrupted=num_passes < len(cuts),
+            link_bytes={name: link.num_bytes for name, link in traffic.links.items() if link.num_bytes},
+            interrupted=num_passes < len(pass_rows),
         )
 
     def _scores(
@@ -289,7 +289,7 @@ class Scorer:
         passes: Passes,
         order: EpochOrder,
         collator: Collator,
-        cuts: Sequence[range],
+        pass_rows: Sequence[range],
         should_stop: Callable[[], bool],
     ) -> Iterator[tuple[list[DocumentScores], int]]:
         """Yield the document scores and the number of positions of each pass."""
@@ -297,15 +297,15 @@ class Scorer:
         groups: list[Sequence[Sequence[int]]] = []  # rows of each micro-batch of the current pass
 
         def batches() -> Iterator[MicroBatches]:
-            for rows in cuts:
+            for rows in pass_rows:
                 self._activity.begin("scoring", num_parts=passes.num_ticks)
                 # Rows stay in order, unlike in a training step. The rows that share a micro-batch, and therefore the
                 # exact scores, do not depend on the number of micro-batches in a pass.
                 firsts = range(rows.start, rows.stop, size)
-                groups[:] = [order.rows(first, min(first + size, rows.stop)) for first in firsts]
+                groups[:] = [order.rows(start, min(start + size, rows.stop)) for start in firsts]
                 yield [collator.micro_batch(order.dataset, group) for group in groups]
 
-        def head(runner: LayerRunner, micro_batches: MicroBatches) -> tuple[list[TokenScores], _Vectors, int]:
+        def run_head(runner: LayerRunner, micro_batches: MicroBatches) -> tuple[list[TokenScores], _Vectors, int]:
             vectors: _Vectors = {}
 
             def on_hidden(micro_batch: int, hidden: Tensor) -> None:
@@ -319,45 +319,46 @@ class Scorer:
             )
             return scores, vectors, sum(batch["input_ids"].numel() for batch in micro_batches)
 
-        for scores, vectors, places in passes.run(batches(), head, num_passes=len(cuts), should_stop=should_stop):
-            found: list[DocumentScores] = []
+        results = passes.run(batches(), run_head, num_passes=len(pass_rows), should_stop=should_stop)
+        for scores, vectors, num_positions in results:
+            documents: list[DocumentScores] = []
             for micro_batch, group in enumerate(groups):
-                found += _score_documents(group, order.dataset, scores[micro_batch], vectors.get(micro_batch))
+                documents += _score_documents(group, order.dataset, scores[micro_batch], vectors.get(micro_batch))
             order.dataset.release_pages()
-            yield found, places
+            yield documents, num_positions
 
     def _report_pass(
-        self, folder: ScoreFolder, kind: ScoreKind, done: int, num_passes: int, num_tokens: int, seconds: float
+        self, folder: ScoreFolder, kind: ScoreKind, num_done: int, num_passes: int, num_tokens: int, seconds: float
     ) -> None:
         rows = kind.num_rows - sum(map(len, folder.missing_rows()))
         rate = num_tokens / max(seconds, 1e-9)
         self._observer.on_message(
-            f"pass {done} of {num_passes}: {rows:,} of {kind.num_rows:,} rows scored, {rate:,.0f} tokens/s"
+            f"pass {num_done} of {num_passes}: {rows:,} of {kind.num_rows:,} rows scored, {rate:,.0f} tokens/s"
         )
 
 
-def _documents_in(
+def _iter_documents(
     rows: Sequence[Sequence[int]], dataset: TokenDataset
 ) -> Iterator[tuple[int, int, int, np.ndarray[Any, Any]]]:
     """Yield (row, offset in the row, document, positions in the loss) for each document in the rows, in order."""
-    for number, row in enumerate(rows):
-        at = 0
+    for row_index, row in enumerate(rows):
+        offset = 0
         for document in row:
-            part = slice(int(dataset.starts[document]), int(dataset.starts[document + 1]))
-            yield number, at, document, np.flatnonzero(dataset.trained[part])
-            at += part.stop - part.start
+            span = slice(int(dataset.starts[document]), int(dataset.starts[document + 1]))
+            yield row_index, offset, document, np.flatnonzero(dataset.trained[span])
+            offset += span.stop - span.start
 
 
 def _embeddings(
     hidden: Tensor, rows: Sequence[Sequence[int]], dataset: TokenDataset, table: ScoreConfig
 ) -> list[np.ndarray[Any, Any]]:
     """Return the embedding of each document in the rows of a micro-batch, in order."""
-    found = []
-    for row, at, document, _ in _documents_in(rows, dataset):
-        stop = at + int(dataset.starts[document + 1] - dataset.starts[document])
-        states = hidden[row, at if table.embeddings == "mean" else stop - 1 : stop].float()
-        found.append(states.mean(0).cpu().numpy())
-    return found
+    embeddings = []
+    for row, offset, document, _ in _iter_documents(rows, dataset):
+        stop = offset + int(dataset.starts[document + 1] - dataset.starts[document])
+        states = hidden[row, offset if table.embeddings == "mean" else stop - 1 : stop].float()
+        embeddings.append(states.mean(0).cpu().numpy())
+    return embeddings
 
 
 def _score_documents(
@@ -367,28 +368,28 @@ def _score_documents(
     embeddings: Sequence[np.ndarray[Any, Any]] | None,
 ) -> list[DocumentScores]:
     """Return the scores of each document in the rows of a micro-batch. ``scores`` is in the order of the labels."""
-    log_probs, rest = scores.log_probs.numpy(), scores.rest_log_probs.numpy()
-    ids, top = scores.top_ids.numpy().astype(np.int32), scores.top_log_probs.numpy()
-    found: list[DocumentScores] = []
-    at = 0
-    for number, (_, _, document, positions) in enumerate(_documents_in(rows, dataset)):
-        own = slice(at, at + len(positions))
-        at = own.stop
-        first = int(dataset.starts[document])
-        found.append(
+    log_probs, rest_log_probs = scores.log_probs.numpy(), scores.rest_log_probs.numpy()
+    top_ids, top_log_probs = scores.top_ids.numpy().astype(np.int32), scores.top_log_probs.numpy()
+    documents: list[DocumentScores] = []
+    offset = 0
+    for index, (_, _, document, positions) in enumerate(_iter_documents(rows, dataset)):
+        span = slice(offset, offset + len(positions))
+        offset = span.stop
+        start = int(dataset.starts[document])
+        documents.append(
             DocumentScores(
                 key=dataset.document_key(document),
                 document=document,
                 source=int(np.searchsorted(dataset.source_starts[1:-1], document, side="right")),
-                num_tokens=int(dataset.starts[document + 1]) - first,
+                num_tokens=int(dataset.starts[document + 1]) - start,
                 positions=positions.astype(np.int32),
-                token_ids=np.asarray(dataset.tokens[first + positions], dtype=np.int32),
-                log_probs=log_probs[own],
-                top_ids=ids[own],
-                top_log_probs=top[own],
-                rest_log_probs=rest[own],
-                embedding=np.zeros(0, np.float32) if embeddings is None else embeddings[number],
+                token_ids=np.asarray(dataset.tokens[start + positions], dtype=np.int32),
+                log_probs=log_probs[span],
+                top_ids=top_ids[span],
+                top_log_probs=top_log_probs[span],
+                rest_log_probs=rest_log_probs[span],
+                embedding=np.zeros(0, np.float32) if embeddings is None else embeddings[index],
             )
         )
-    assert at == len(log_probs), (at, len(log_probs))
-    return found
+    assert offset == len(log_probs), (offset, len(log_probs))
+    return documents

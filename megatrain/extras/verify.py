@@ -141,8 +141,8 @@ def verify(
         folder = stack.enter_context(scratch_folder(scratch))
         drives: list[Path] = []
         if "nvme" in tiers:
-            given = () if config is None else resolve_tiers(config).table.nvme
-            parents = [existing_parent(drive.path) for drive in given] or [scratch, scratch]
+            nvme_tables = () if config is None else resolve_tiers(config).table.nvme
+            parents = [existing_parent(drive.path) for drive in nvme_tables] or [scratch, scratch]
             drives = [stack.enter_context(scratch_folder(parent)) for parent in parents]
         on_progress("creating a small model")
         comparison = _Comparison(config, folder, on_progress)
@@ -154,20 +154,20 @@ class _Comparison:
     """Several trainings of the small model, and comparisons of their results."""
 
     def __init__(self, config: RunConfig | None, folder: Path, on_progress: Callable[[str], None]) -> None:
-        self._user_config = given = config or _default_config()
+        self._user_config = source = config or _default_config()
         self._folder, self._on_progress = folder, on_progress
         # The comparison with plain training uses fp32, for which flash_attention_2 has no kernel.
-        attention = given.model.attn_implementation
+        attention = source.model.attn_implementation
         self._attention = "sdpa" if attention == "flash_attention_2" else attention
-        original = None if config is None else read_config(resolve_model(given).folder)
-        self._small_model = write_small_model(original, folder, attn_implementation=self._attention, seed=given.seed)
-        self._device = THIS_MACHINE.resolve_device(given.device)
-        dtype = resolve_compute_dtype(given.precision.compute_dtype, self._device)
-        self._precision = (str(dtype).removeprefix("torch."), given.precision.grad_dtype)
-        origin = f" (a scaled-down copy of {Path(given.model.model_name_or_path).name})" if config else ""
+        original = None if config is None else read_config(resolve_model(source).folder)
+        self._small_model = write_small_model(original, folder, attn_implementation=self._attention, seed=source.seed)
+        self._device = THIS_MACHINE.resolve_device(source.device)
+        dtype = resolve_compute_dtype(source.precision.compute_dtype, self._device)
+        self._precision = (str(dtype).removeprefix("torch."), source.precision.grad_dtype)
+        origin = f" (a scaled-down copy of {Path(source.model.model_name_or_path).name})" if config else ""
         size = f"{self._small_model.num_parameters / 1e6:.2f} M parameters, {self._small_model.num_layers} layers"
         self.headline = f"{self._small_model.family}, {size}{origin}   {self._device.type}, adamw, {NUM_STEPS} steps"
-        self.notes = tuple(_notes(given, *self._precision))
+        self.notes = tuple(_notes(source, *self._precision))
 
     def run(self, drives: Sequence[Path]) -> Iterator[Check]:
         """Run the trainings, and yield each check when its results are available."""
@@ -181,38 +181,38 @@ class _Comparison:
                 "max_grad_norm",
             }
         )
-        exact = self._config("exact", adamw)
-        start = _read(self._small_model.folder)
+        fp32_config = self._config("exact", adamw)
+        start = _read_weights(self._small_model.folder)
         self._on_progress("plain AdamW")
-        batches = list(islice(Trainer(exact).make_loader(), NUM_STEPS))
-        plain = _train_plainly(resolve(exact), batches)
+        batches = list(islice(Trainer(fp32_config).make_loader(), NUM_STEPS))
+        plain = _train_plainly(resolve(fp32_config), batches)
         self._on_progress("tiered training in RAM")
-        ours = _train(exact)
-        yield _compare_numbers(f"loss of {NUM_STEPS} steps", plain.losses, ours.losses, LOSS_TOLERANCE)
-        yield _compare_numbers(f"gradient norm of {NUM_STEPS} steps", plain.grad_norms, ours.grad_norms, NORM_TOLERANCE)
+        tiered = _train(fp32_config)
+        yield _compare_steps(f"loss of {NUM_STEPS} steps", plain.losses, tiered.losses, LOSS_TOLERANCE)
+        yield _compare_steps(f"gradient norm of {NUM_STEPS} steps", plain.grad_norms, tiered.grad_norms, NORM_TOLERANCE)
         sgd = _constant_rate(GRADIENT_RATE) | {"optim": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0}
-        gradient = self._config("gradient", sgd | {"max_grad_norm": 0.0}, num_steps=1)
-        other, mine = _train_plainly(resolve(gradient), batches[:1]).weights, _train(gradient).weights
+        sgd_config = self._config("gradient", sgd | {"max_grad_norm": 0.0}, num_steps=1)
+        ref, out = _train_plainly(resolve(sgd_config), batches[:1]).weights, _train(sgd_config).weights
         yield _compare_tensors(
-            "gradient of", start, other, mine, _largest_magnitude, least_change=1e-6, allowed=GRADIENT_TOLERANCE
+            "gradient of", start, ref, out, _largest_magnitude, min_change=1e-6, tolerance=GRADIENT_TOLERANCE
         )
-        what = f"weights after {NUM_STEPS} steps,"
+        label = f"weights after {NUM_STEPS} steps,"
         yield _compare_tensors(
-            what, start, plain.weights, ours.weights, _root_mean_square, least_change=1e-3, allowed=WEIGHT_TOLERANCE
+            label, start, plain.weights, tiered.weights, _root_mean_square, min_change=1e-3, tolerance=WEIGHT_TOLERANCE
         )
         if not drives:
             return
-        base = ours
+        base = tiered
         if self._precision != ("float32", "float32"):
             self._on_progress(f"tiered training in {self._precision[0]}, in RAM")
             base = _train(self._config("base", adamw, precision=self._precision))
-        what = f"all on {len(drives)} drive{'s' * (len(drives) > 1)}, stopped after step {STOP_AFTER}, resumed"
-        self._on_progress(what)
+        label = f"all on {len(drives)} drive{'s' * (len(drives) > 1)}, stopped after step {STOP_AFTER}, resumed"
+        self._on_progress(label)
         resumed = _TrainingResult()
         for num_steps in (STOP_AFTER, NUM_STEPS):
             config = self._config("drives", adamw, num_steps=num_steps, precision=self._precision, drives=drives)
             _train(config, resumed)
-        yield _compare_bits(what, resumed, base)
+        yield _compare_bits(label, resumed, base)
 
     def _config(
         self,
@@ -224,12 +224,12 @@ class _Comparison:
         drives: Sequence[Path] = (),
     ) -> RunConfig:
         """Return the config of one run, with all blocks in RAM, or on drives with the smallest possible RAM tier."""
-        given = self._user_config
+        user_config = self._user_config
         values: dict[str, Any] = {
             "task": "pretrain",
             "output_dir": str(self._folder / name),
-            "seed": given.seed,
-            "data_seed": given.data_seed,
+            "seed": user_config.seed,
+            "data_seed": user_config.data_seed,
             "device": self._device.type,
             "model": {
                 "model_name_or_path": str(self._small_model.folder),
@@ -240,7 +240,7 @@ class _Comparison:
             "precision": {"compute_dtype": precision[0], "grad_dtype": precision[1]},
             "data": {
                 "max_length": LENGTH,
-                **given.data.model_dump(include={"packing"}, exclude_unset=True),
+                **user_config.data.model_dump(include={"packing"}, exclude_unset=True),
                 "cache_dir": "none",
                 "train": [{"path": str(self._small_model.text), "format": "text"}],
             },
@@ -257,13 +257,13 @@ class _Comparison:
                 "ram": {"size": "auto"},
                 "on_disk_full": "error",
                 "allow_tmpfs": True,  # losing these files in a crash does no harm
-                "engine": given.tiers.engine,
-                "direct": "off" if given.tiers.direct == "off" else "auto",
-                "verify": given.tiers.verify,
+                "engine": user_config.tiers.engine,
+                "direct": "off" if user_config.tiers.direct == "off" else "auto",
+                "verify": user_config.tiers.verify,
             },
         }
         if drives:
-            values["placement"] = dict.fromkeys(type(given.placement).model_fields, ("nvme",))
+            values["placement"] = dict.fromkeys(type(user_config.placement).model_fields, ("nvme",))
             values["tiers"]["nvme"] = [{"path": str(drive / name), "size": "auto"} for drive in drives]
             values["tiers"]["ram"] = {"size": _least_ram(values)}
         return RunConfig.model_validate(values)
@@ -295,26 +295,26 @@ def _constant_rate(rate: float) -> dict[str, Any]:
     return {"learning_rate": rate, "lr_scheduler_type": "constant", "warmup_steps": 0.0}
 
 
-def _notes(given: RunConfig, compute_dtype: str, grad_dtype: str) -> Iterator[str]:
+def _notes(config: RunConfig, compute_dtype: str, grad_dtype: str) -> Iterator[str]:
     """Yield one note for each part of the config that the comparison leaves out."""
     if (compute_dtype, grad_dtype) != ("float32", "float32"):
         yield (
             f"plain training is compared in float32, placements with compute_dtype = {compute_dtype}, "
             f"grad_dtype = {grad_dtype}"
         )
-    if given.optimizer.optim != "adamw" or given.optimizer.groups:
-        yield f"[optimizer]: compared with one group of adamw, not with optim = {given.optimizer.optim} or its groups"
-    if given.model.images != "off":
-        yield f'model.images = "{given.model.images}": only the language model is compared, on text'
-    if given.lora.is_on or given.model.freeze:
+    if config.optimizer.optim != "adamw" or config.optimizer.groups:
+        yield f"[optimizer]: compared with one group of adamw, not with optim = {config.optimizer.optim} or its groups"
+    if config.model.images != "off":
+        yield f'model.images = "{config.model.images}": only the language model is compared, on text'
+    if config.lora.is_on or config.model.freeze:
         yield "[lora], model.freeze: all weights of the copy are trained. It has no adapters and no frozen weights"
 
 
-def make_plain_optimizer(trained: Iterable[tuple[str, Tensor]], table: OptimizerConfig) -> torch.optim.Optimizer:
+def make_plain_optimizer(parameters: Iterable[tuple[str, Tensor]], table: OptimizerConfig) -> torch.optim.Optimizer:
     """Return torch's AdamW or SGD, with the learning rate and the weight decay of the config table."""
     groups = [
-        {"params": [parameter], "weight_decay": table.weight_decay if _decays(name, parameter, table) else 0.0}
-        for name, parameter in trained
+        {"params": [parameter], "weight_decay": table.weight_decay if _is_decayed(name, parameter, table) else 0.0}
+        for name, parameter in parameters
     ]
     if table.optim == "sgd":
         return torch.optim.SGD(groups, lr=table.learning_rate, momentum=table.sgd_momentum)
@@ -322,7 +322,7 @@ def make_plain_optimizer(trained: Iterable[tuple[str, Tensor]], table: Optimizer
     return torch.optim.AdamW(groups, lr=table.learning_rate, betas=betas, eps=table.adam_epsilon)
 
 
-def _decays(name: str, parameter: Tensor, table: OptimizerConfig) -> bool:
+def _is_decayed(name: str, parameter: Tensor, table: OptimizerConfig) -> bool:
     excluded = table.weight_decay_exclude
     return not excluded or (parameter.dim() >= 2 and not any(fnmatchcase(name, pattern) for pattern in excluded))
 
@@ -341,7 +341,7 @@ def _train_plainly(run: RunSpec, steps: Iterable[StepBatch]) -> _TrainingResult:
     )
     model.to(run.device).train()
     optimizer = make_plain_optimizer(model.named_parameters(), run.optimizer)
-    trained = _TrainingResult()
+    result = _TrainingResult()
     for step in steps:
         batches = [{name: tensor.to(run.device) for name, tensor in batch.items()} for batch in step.micro_batches]
         counts = [int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) for batch in batches]
@@ -351,50 +351,50 @@ def _train_plainly(run: RunSpec, steps: Iterable[StepBatch]) -> _TrainingResult:
                 loss = model(**batch, use_cache=False).loss * (count / sum(counts))
                 loss.backward()
                 total += float(loss.detach())
-        trained.losses.append(total)
+        result.losses.append(total)
         max_norm = run.optimizer.max_grad_norm or math.inf
-        trained.grad_norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+        result.grad_norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
         optimizer.step()
         optimizer.zero_grad()
     folder = run.output_dir / "plain"
     model.cpu().save_pretrained(folder)
-    trained.weights = _read(folder)
-    return trained
+    result.weights = _read_weights(folder)
+    return result
 
 
-def _train(config: RunConfig, trained: _TrainingResult | None = None) -> _TrainingResult:
-    """Train to the end, from the checkpoint if there is one, and add the results to ``trained``."""
-    trained = trained or _TrainingResult()
+def _train(config: RunConfig, result: _TrainingResult | None = None) -> _TrainingResult:
+    """Train to the end, from the checkpoint if there is one, and add the results to ``result``."""
+    result = result or _TrainingResult()
     trainer = Trainer(config)
-    trainer.observer = trained
+    trainer.observer = result
     summary = trainer.train()
     if summary.interrupted:
         raise KeyboardInterrupt
     assert summary.export_dir is not None, summary
-    trained.weights = _read(summary.export_dir)
+    result.weights = _read_weights(summary.export_dir)
     blocks = read_manifest(trainer.run.output_dir / CHECKPOINTS_NAME).blocks
-    trained.state = {block.key: block.xxh3_64 for block in blocks}
-    return trained
+    result.state = {block.key: block.xxh3_64 for block in blocks}
+    return result
 
 
-def _read(folder: Path) -> dict[str, Tensor]:
+def _read_weights(folder: Path) -> dict[str, Tensor]:
     """Return the floating-point tensors of a model folder, by name."""
     model = ModelFolder(folder)
     tensors = {name: model.read(name) for name in sorted(model.records)}
     return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
 
 
-def _compare_numbers(what: str, plain: Sequence[float], ours: Sequence[float], allowed: float) -> Check:
+def _compare_steps(label: str, plain: Sequence[float], tiered: Sequence[float], tolerance: float) -> Check:
     differences = [
-        abs(mine - other) / max(abs(other), 1e-30) if math.isfinite(mine) else math.inf
-        for mine, other in zip(ours, plain, strict=True)
+        abs(actual - expected) / max(abs(expected), 1e-30) if math.isfinite(actual) else math.inf
+        for actual, expected in zip(tiered, plain, strict=True)
     ]
     problems = [
-        f"step {number}: plain {other!r}, tiered {mine!r}"
-        for number, (other, mine, difference) in enumerate(zip(plain, ours, differences, strict=True), 1)
-        if not difference <= allowed
+        f"step {step}: plain {expected!r}, tiered {actual!r}"
+        for step, (expected, actual, difference) in enumerate(zip(plain, tiered, differences, strict=True), 1)
+        if not difference <= tolerance
     ]
-    return Check(what, f"{allowed:.0e}", f"{max(differences):.1e}", tuple(problems))
+    return Check(label, f"{tolerance:.0e}", f"{max(differences):.1e}", tuple(problems))
 
 
 def _largest_magnitude(tensor: Tensor) -> float:
@@ -406,40 +406,40 @@ def _root_mean_square(tensor: Tensor) -> float:
 
 
 def _compare_tensors(
-    what: str,
+    label: str,
     start: Mapping[str, Tensor],
     plain: Mapping[str, Tensor],
-    ours: Mapping[str, Tensor],
-    size_of: Callable[[Tensor], float],
+    tiered: Mapping[str, Tensor],
+    magnitude: Callable[[Tensor], float],
     *,
-    least_change: float,
-    allowed: float,
+    min_change: float,
+    tolerance: float,
 ) -> Check:
     """Compare trained tensors. Differences are relative to each tensor's change during plain training.
 
     Args:
-        size_of: Function that reduces a tensor to its size.
-        least_change: Lower bound of a tensor's change, relative to the largest change of all tensors. Tensors without
+        magnitude: Function that reduces a tensor to its size.
+        min_change: Lower bound of a tensor's change, relative to the largest change of all tensors. Tensors without
             effect on the loss, such as key biases, change only by rounding noise.
     """
-    assert start.keys() == plain.keys() == ours.keys(), plain.keys() ^ ours.keys()
-    changes = {name: size_of(plain[name] - start[name]) for name in start}
-    least = least_change * max(changes.values())
-    apart = {name: size_of(ours[name] - plain[name]) / max(changes[name], least) for name in start}
-    wrong = [f"{name}: {difference:.1e}" for name, difference in apart.items() if not difference <= allowed]
-    more = (f"and {len(wrong) - 8} more",) if len(wrong) > 8 else ()
-    found = max(apart.values(), key=lambda value: math.inf if math.isnan(value) else value)
-    return Check(f"{what} {len(apart)} tensors", f"{allowed:.0e}", f"{found:.1e}", (*wrong[:8], *more))
+    assert start.keys() == plain.keys() == tiered.keys(), plain.keys() ^ tiered.keys()
+    changes = {name: magnitude(plain[name] - start[name]) for name in start}
+    min_size = min_change * max(changes.values())
+    differences = {name: magnitude(tiered[name] - plain[name]) / max(changes[name], min_size) for name in start}
+    problems = [f"{name}: {difference:.1e}" for name, difference in differences.items() if not difference <= tolerance]
+    omitted = (f"and {len(problems) - 8} more",) if len(problems) > 8 else ()
+    largest = max(differences.values(), key=lambda value: math.inf if math.isnan(value) else value)
+    return Check(f"{label} {len(differences)} tensors", f"{tolerance:.0e}", f"{largest:.1e}", (*problems[:8], *omitted))
 
 
-def _compare_bits(what: str, ours: _TrainingResult, other: _TrainingResult) -> Check:
+def _compare_bits(label: str, result: _TrainingResult, base: _TrainingResult) -> Check:
     problems = []
-    pairs = {"loss": (ours.losses, other.losses), "gradient norm": (ours.grad_norms, other.grad_norms)}
+    pairs = {"loss": (result.losses, base.losses), "gradient norm": (result.grad_norms, base.grad_norms)}
     for name, (left, right) in pairs.items():
         steps = [step for step, pair in enumerate(zip(left, right, strict=True), 1) if pair[0] != pair[1]]
         problems += [f"{name} of step {steps[0]}"] if steps else []
-    blocks = [key for key in other.state if ours.state.get(key) != other.state[key]]
+    blocks = [key for key in base.state if result.state.get(key) != base.state[key]]
     if blocks:
-        problems.append(f"{len(blocks)} of {len(other.state)} blocks: {', '.join(blocks[:4])}")
-    found = f"{len(ours.losses)} losses and norms, {len(ours.state)} blocks"
-    return Check(what, "same bits", "different" if problems else found, tuple(problems))
+        problems.append(f"{len(blocks)} of {len(base.state)} blocks: {', '.join(blocks[:4])}")
+    summary = f"{len(result.losses)} losses and norms, {len(result.state)} blocks"
+    return Check(label, "same bits", "different" if problems else summary, tuple(problems))

@@ -98,27 +98,27 @@ class Adafactor:
         num_elements = gradient.numel()
         weight, low = flat_master(blocks, num_elements)
         moments = flat_block("v", blocks["v"], torch.float32, blocks["v"].numel())
-        flat = flat_gradient(gradient)
+        grad = flat_gradient(gradient)
         for segment in segments:
             assert 0 <= segment.start <= segment.stop <= num_elements, (segment, num_elements)
-            inside = slice(segment.start, segment.stop)
+            elements = slice(segment.start, segment.stop)
             size = segment.stop - segment.start
-            matrices = matrix_shape(segment.shape, size)
+            shape = matrix_shape(segment.shape, size)
             is_matrix = len(segment.shape) >= 2
-            kept = matrices[0] * (matrices[1] + matrices[2]) if is_matrix else size
+            num_moments = shape[0] * (shape[1] + shape[2]) if is_matrix else size
             assert "v" in segment.state_starts, segment  # build_segments sets this if it gets the kinds
             start = segment.state_starts["v"]
-            assert math.prod(matrices) == size and start + kept <= moments.size, (segment, moments.size)
+            assert math.prod(shape) == size and start + num_moments <= moments.size, (segment, moments.size)
             if size:
-                task = _ParameterUpdate(
+                parameter_update = _ParameterUpdate(
                     self,
-                    (weight[inside], None if low is None else low[inside]),
-                    moments[start : start + kept],
-                    flat[inside],
+                    (weight[elements], None if low is None else low[elements]),
+                    moments[start : start + num_moments],
+                    grad[elements],
                     segment,
                     update,
                 )
-                task.update_matrices(matrices) if is_matrix else task.update_vector()
+                parameter_update.update_matrices(shape) if is_matrix else parameter_update.update_vector()
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
         """Compile or load the kernels for these formats."""
@@ -226,29 +226,29 @@ class _ParameterUpdate:
         num_matrices, num_rows, num_columns = shape
         block = rows_per_block(num_rows, num_columns)
         num_blocks, grad = -(-num_rows // block), self._grad.reshape(shape)
-        matrices_at_once = max(1, RANGE_ELEMENTS // (num_rows * num_columns)) * 4 if num_blocks == 1 else 1
-        for first, last in cut(0, num_matrices, matrices_at_once):
-            row_sums = np.zeros((last - first, num_rows))
-            partials = np.zeros((num_blocks, last - first, num_columns))
+        matrices_per_batch = max(1, RANGE_ELEMENTS // (num_rows * num_columns)) * 4 if num_blocks == 1 else 1
+        for start, stop in cut(0, num_matrices, matrices_per_batch):
+            row_sums = np.zeros((stop - start, num_rows))
+            partials = np.zeros((num_blocks, stop - start, num_columns))
             self._threads.run(
                 partial(
                     kernels.adafactor_columns,
-                    grad[first:last][piece.matrices, piece.rows],
+                    grad[start:stop][piece.matrices, piece.rows],
                     self._grad_scale,
                     row_sums[piece.matrices, piece.rows],
                     partials[piece.rows.start // block][piece.matrices],
                 )
-                for piece in _kernel_slices((last - first, num_rows, num_columns))
+                for piece in _kernel_slices((stop - start, num_rows, num_columns))
             )
-            for others in partials[1:]:
-                partials[0] += others
-            self._blend(rows[first:last], row_sums, num_columns)
-            self._blend(columns[first:last], partials[0], num_rows)
+            for block_sums in partials[1:]:
+                partials[0] += block_sums
+            self._blend(rows[start:stop], row_sums, num_columns)
+            self._blend(columns[start:stop], partials[0], num_rows)
 
     def _blend(self, means: Array, sums: Array, count: int) -> None:
         with np.errstate(all="ignore"):
-            new = (sums / count + self._optimizer.eps).astype(np.float32)
-            means[:] = means * self._beta2 + new * self._one_minus_beta2
+            new_means = (sums / count + self._optimizer.eps).astype(np.float32)
+            means[:] = means * self._beta2 + new_means * self._one_minus_beta2
 
     def _step_size(self, sums: Array) -> np.float32:
         """Return the clipped learning rate for an update with these sums of squares."""
@@ -264,9 +264,9 @@ def _kernel_slices(shape: tuple[int, int, int]) -> Iterator[_KernelSlice]:
     num_matrices, num_rows, num_columns = shape
     block = rows_per_block(num_rows, num_columns)
     if block >= num_rows:
-        for first, last in cut(0, num_matrices, max(1, RANGE_ELEMENTS // (num_rows * num_columns))):
-            yield _KernelSlice(slice(first, last), slice(0, num_rows))
+        for start, stop in cut(0, num_matrices, max(1, RANGE_ELEMENTS // (num_rows * num_columns))):
+            yield _KernelSlice(slice(start, stop), slice(0, num_rows))
         return
     for matrix in range(num_matrices):
-        for first, last in cut(0, num_rows, block):
-            yield _KernelSlice(slice(matrix, matrix + 1), slice(first, last))
+        for start, stop in cut(0, num_rows, block):
+            yield _KernelSlice(slice(matrix, matrix + 1), slice(start, stop))

@@ -64,29 +64,29 @@ class WeightAverage:
 
     def workspace_bytes(self, entry: Any) -> int:
         """Return the scratch bytes that `update` needs for a parameter."""
-        bytes_of = getattr(self.inner, "workspace_bytes", None)
-        return 0 if bytes_of is None else int(bytes_of(entry))
+        inner_bytes = getattr(self.inner, "workspace_bytes", None)
+        return 0 if inner_bytes is None else int(inner_bytes(entry))
 
     def update(
         self, blocks: Mapping[str, Tensor], gradient: Tensor, segments: Sequence[Segment], update: Update
     ) -> None:
         """Apply one step in place, then update the average; see `megatrain.optim.base.Optimizer.update`."""
         num_elements = gradient.numel()
-        own = {name: block for name, block in blocks.items() if name != EMA.name}
+        inner_blocks = {name: block for name, block in blocks.items() if name != EMA.name}
         weight, low = flat_master(blocks, num_elements)
         average = flat_block(EMA.name, blocks[EMA.name], EMA.dtype, num_elements)
-        averaging = self._kernel_calls(weight, low, average, segments)
+        average_calls = self._kernel_calls(weight, low, average, segments)
         if not isinstance(self.inner, ElementwiseOptimizer):
-            self.inner.update(own, gradient, segments, update)
-            self.threads.run(averaging)
+            self.inner.update(inner_blocks, gradient, segments, update)
+            self.threads.run(average_calls)
             return
         arrays: dict[str, Array | None] = {"weight": weight, "low": low}
         for kind in self.inner.state:
-            arrays[kind.name] = flat_block(kind.name, own[kind.name], kind.dtype, kind.elements_for(num_elements))
-        updating = self.inner.kernel_calls(arrays, flat_gradient(gradient), segments, update)
+            arrays[kind.name] = flat_block(kind.name, blocks[kind.name], kind.dtype, kind.elements_for(num_elements))
+        update_calls = self.inner.kernel_calls(arrays, flat_gradient(gradient), segments, update)
         # Updating and averaging split segments at the same elements, so a thread averages the range that it has just
         # updated, while this range is in the cache.
-        self.threads.run(partial(_run_both, *kernel_calls) for kernel_calls in zip(updating, averaging, strict=True))
+        self.threads.run(partial(_run_both, *pair) for pair in zip(update_calls, average_calls, strict=True))
 
     def _kernel_calls(
         self, weight: Array, low: Array | None, average: Array, segments: Sequence[Segment]
@@ -95,9 +95,9 @@ class WeightAverage:
 
         for segment in segments:
             for start, stop in cut(segment.start, segment.stop):
-                inside = slice(start, stop)
-                part = None if low is None else low[inside]
-                yield partial(kernels.average, weight[inside], part, average[inside], self.share)
+                elements = slice(start, stop)
+                low_part = None if low is None else low[elements]
+                yield partial(kernels.average, weight[elements], low_part, average[elements], self.share)
 
     @property
     def supports_rows(self) -> bool:
@@ -120,14 +120,14 @@ class WeightAverage:
         from megatrain.optim import kernels
 
         assert isinstance(self.inner, ElementwiseOptimizer), self.inner
-        updating = self.inner.make_row_update(split_master, gradient, segment, update)
-        likes = (*master_examples(split_master), np.zeros(0, np.float32))
+        update_inner = self.inner.make_row_update(split_master, gradient, segment, update)
+        examples = (*master_examples(split_master), np.zeros(0, np.float32))
 
-        def call(rows: Any) -> None:
-            updating(np.ascontiguousarray(rows[:, 1:]))
-            kernels.average_rows(rows, *likes, self.share)
+        def update_rows(rows: Any) -> None:
+            update_inner(np.ascontiguousarray(rows[:, 1:]))
+            kernels.average_rows(rows, *examples, self.share)
 
-        return call
+        return update_rows
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
         """Compile or load the kernels for these formats."""
@@ -155,13 +155,13 @@ def begin_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
 
 def swap_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
     """Swap masters and averages without rounding errors. A second call restores both; see `begin_average`."""
-    before = torch.empty_like(average)
-    begin_average(weight, low, before)
+    masters = torch.empty_like(average)
+    begin_average(weight, low, masters)
     if low is None:
         weight.copy_(average)
     else:
         encode(average, weight, low)
-    average.copy_(before)
+    average.copy_(masters)
 
 
 class MatrixWeightAverage(WeightAverage):
@@ -213,8 +213,8 @@ class MatrixWeightAverage(WeightAverage):
         num_elements = gradient.numel()
         weight, low = flat_master(blocks, num_elements)
         average = flat_block(EMA.name, blocks[EMA.name], EMA.dtype, num_elements)
-        own = {name: block for name, block in blocks.items() if name != EMA.name}
-        self.inner.apply_directions(own, gradient, segments, update, directions)
+        inner_blocks = {name: block for name, block in blocks.items() if name != EMA.name}
+        self.inner.apply_directions(inner_blocks, gradient, segments, update, directions)
         self.threads.run(self._kernel_calls(weight, low, average, segments))
 
 

@@ -25,7 +25,7 @@ __all__ = [
     "Update",
     "build_segments",
     "bytes_per_parameter",
-    "decays",
+    "is_decayed",
     "master_kinds",
 ]
 
@@ -119,8 +119,8 @@ class Segment:
         shape: Shape of the parameter, for optimizers that need it. `()` for a vector.
         state_starts: Index of the parameter's first element in the block, by kind. Only for kinds with `elements_of`.
         name: Full name of the parameter.
-        first: Index of element `start` within the parameter, above 0 if the block begins inside the parameter. With
-            `name`, it identifies an element of the model independently of parts and ranks.
+        param_start: Index of element `start` within the parameter, above 0 if the block begins inside the
+            parameter. With `name`, it identifies an element of the model independently of parts and ranks.
     """
 
     start: int
@@ -130,15 +130,16 @@ class Segment:
     shape: tuple[int, ...] = ()
     state_starts: Mapping[str, int] = field(default_factory=dict)
     name: str = ""
-    first: int = 0
+    param_start: int = 0
 
     def within(self, block: range) -> Segment:
         """Return the overlap of the segment and a range of its block, relative to the start of the range."""
         start, stop = max(self.start, block.start), min(self.stop, block.stop)
-        first = self.first + start - self.start
+        param_start = self.param_start + start - self.start
         # Only blocks with the weight's layout are split, so state and weight start at the same element.
         starts = dict.fromkeys(self.state_starts, start - block.start)
-        return replace(self, start=start - block.start, stop=stop - block.start, first=first, state_starts=starts)
+        start, stop = start - block.start, stop - block.start
+        return replace(self, start=start, stop=stop, param_start=param_start, state_starts=starts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +289,7 @@ def bytes_per_parameter(kinds: Sequence[StateKind], layout: UnitLayout | None = 
     return sum(kind.num_elements(layout) * kind.dtype.itemsize for kind in kinds) / layout.num_parameters
 
 
-def decays(entry: TensorEntry, exclude: Sequence[str]) -> bool:
+def is_decayed(entry: TensorEntry, exclude: Sequence[str]) -> bool:
     """Return whether weight decay applies to an entry's parameter.
 
     If `exclude` is empty, all parameters decay. Otherwise, parameters that match `exclude` do not decay, and neither do
@@ -313,7 +314,7 @@ def build_segments(
     """Return one segment per parameter of a block group, in the order of the block.
 
     Args:
-        exclude: Globs for names of parameters without decay; see `decays`.
+        exclude: Globs for names of parameters without decay; see `is_decayed`.
         groups: Settings by parameter name. The first matching group applies.
         kinds: State kinds of the optimizer. Required if a kind has `elements_of`.
         learning_rate: Peak learning rate of the run. A group's rate becomes a factor relative to this rate.
@@ -327,10 +328,10 @@ def build_segments(
             Segment(
                 entry.offset,
                 entry.offset + entry.numel,
-                weight_decay=decay if decays(entry, exclude) else 0.0,
+                weight_decay=decay if is_decayed(entry, exclude) else 0.0,
                 lr_scale=1.0 if group is None else group.lr_scale(learning_rate),
                 shape=entry.shape,
-                state_starts={name: of_entry[entry.name] for name, of_entry in starts.items()},
+                state_starts={name: kind_starts[entry.name] for name, kind_starts in starts.items()},
                 name=entry.name,
             )
         )

@@ -45,7 +45,7 @@ class UnifiedOptimizer:
 
 
 def optimizers_by_tier(
-    host: Optimizer, on_device: Optimizer | None, compute_tier: str, device: torch.device
+    host: Optimizer, compute_optimizer: Optimizer | None, compute_tier: str, device: torch.device
 ) -> dict[str, Optimizer]:
     """Return the optimizer for the blocks in each tier. All give results bit-identical to ``host``.
 
@@ -54,11 +54,11 @@ def optimizers_by_tier(
 
     Args:
         host: Optimizer for blocks in RAM.
-        on_device: Optimizer for blocks in the compute tier; default: ``host``.
+        compute_optimizer: Optimizer for blocks in the compute tier; default: ``host``.
         compute_tier: "ram", or the tier of a device with separate memory.
     """
     if compute_tier != "ram" or device.type != "cuda":
-        return {compute_tier: on_device or host, "ram": host}
+        return {compute_tier: compute_optimizer or host, "ram": host}
     try:
         return {"ram": device_optimizer(host, device)}
     except DeviceKernelError:

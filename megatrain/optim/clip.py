@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatrain.optim.base import GRADIENT_DTYPES
 from megatrain.optim.elementwise import flat_gradient
-from megatrain.optim.on_device import device_partials, device_partials_of_parts, sum_partials
+from megatrain.optim.on_device import concat_device_partials, device_partials, sum_partials
 from megatrain.optim.threads import RANGE_ELEMENTS, KernelThreads, cut, group_calls
 
 __all__ = [
@@ -97,17 +97,17 @@ def add_in_order(partials: Tensor) -> float:
 def _host_partials(gradient: Tensor, threads: KernelThreads | None) -> list[float]:
     from megatrain.optim import kernels
 
-    flat = flat_gradient(gradient)
+    grad = flat_gradient(gradient)
     block = kernels.NORM_BLOCK_ELEMENTS
-    partials = np.zeros(-(-flat.size // block), dtype=np.float64)
+    partials = np.zeros(-(-grad.size // block), dtype=np.float64)
 
     def calls() -> Iterator[Callable[[], None]]:
         for start, stop in cut(0, partials.size, elements=4):
-            yield partial(kernels.squared_norms, flat[start * block : stop * block], partials[start:stop])
+            yield partial(kernels.squared_norms, grad[start * block : stop * block], partials[start:stop])
 
     (threads or _CALLING_THREAD).run(calls())
-    found: list[float] = partials.tolist()
-    return found
+    sums: list[float] = partials.tolist()
+    return sums
 
 
 class SquaredNorm:
@@ -122,32 +122,32 @@ class SquaredNorm:
         self._host: dict[int, list[float]] = {}
         self._device: dict[int, Tensor] = {}
 
-    def add(self, number: int, part: Tensor) -> None:
+    def add(self, index: int, part: Tensor) -> None:
         """Add a part, as in `squared_norm` or `device_squared_norm`.
 
         Args:
-            number: Position of the part in the order of summation, from 0.
+            index: Position of the part in the order of summation, from 0.
             part: Gradient of the part. The length of every part except the last is a multiple of
                 ``kernels.NORM_BLOCK_ELEMENTS``.
         """
         if part.is_cuda:
-            self._device[number] = device_partials(part)
+            self._device[index] = device_partials(part)
         else:
-            self._host[number] = _host_partials(part, self._threads)
+            self._host[index] = _host_partials(part, self._threads)
 
     def add_all(self, parts: Sequence[Tensor]) -> None:
         """Add all parts in one call. The result is the same as with one call to ``add`` per part."""
         if parts[0].is_cuda:
-            self._device[0] = device_partials_of_parts(parts)
+            self._device[0] = concat_device_partials(parts)
             return
-        for number, part in enumerate(parts):
-            self.add(number, part)
+        for index, part in enumerate(parts):
+            self.add(index, part)
 
     def total(self) -> float | Tensor:
-        """Return the sum over all parts, ordered by number: a float, or a scalar on the device."""
+        """Return the sum over all parts, ordered by index: a float, or a scalar on the device."""
         if self._device:
-            return sum_partials(torch.cat([self._device[number] for number in sorted(self._device)]))
-        return _sum_in_order(value for number in sorted(self._host) for value in self._host[number])
+            return sum_partials(torch.cat([self._device[index] for index in sorted(self._device)]))
+        return _sum_in_order(value for index in sorted(self._host) for value in self._host[index])
 
 
 def squared_norms(gradients: Sequence[Tensor], threads: KernelThreads) -> list[float]:
@@ -175,10 +175,10 @@ def squared_norms(gradients: Sequence[Tensor], threads: KernelThreads) -> list[f
             if gradient.dtype == dtype
             for start, stop in cut(0, gradient.numel(), elements=4 * block)
         ]
-        like = flat_gradient(torch.empty(0, dtype=dtype))
+        example = flat_gradient(torch.empty(0, dtype=dtype))
         table = np.array(rows, np.int64).reshape(len(rows), 4)
         for first, last in group_calls([row[1] for row in rows], RANGE_ELEMENTS):
-            calls.append(partial(kernels.squared_norms_rows, table[first:last], like, partials))
+            calls.append(partial(kernels.squared_norms_rows, table[first:last], example, partials))
     threads.run(calls)
     sums = partials.tolist()
     return [_sum_in_order(sums[end - count : end]) for count, end in zip(counts, ends, strict=True)]
@@ -236,10 +236,10 @@ def decide_on_device(
     norm = sum_partials(torch.stack(list(squared_norms))).sqrt()
     is_finite, one = norm.isfinite(), torch.ones_like(norm)
     # Divide only tensors by tensors. If one operand were a Python number, torch would multiply by a reciprocal instead.
-    largest = torch.full_like(norm, max_grad_norm)
-    scale = torch.div(largest, norm + _EPS).minimum(one) if max_grad_norm > 0 else one
+    max_norm = torch.full_like(norm, max_grad_norm)
+    scale = torch.div(max_norm, norm + _EPS).minimum(one) if max_grad_norm > 0 else one
     if nonfinite == "ignore":
-        scale, is_used = torch.where(is_finite, scale, torch.div(largest, norm)), one
+        scale, is_used = torch.where(is_finite, scale, torch.div(max_norm, norm)), one
     else:
         is_used = is_finite.to(norm.dtype)
     return torch.stack([scale, is_used]).to(torch.float32)

@@ -116,14 +116,14 @@ class ElementwiseOptimizer(ABC):
 
         assert update.step >= 1, update.step
         is_int8 = self.state_dtype == "int8"
-        kernels_of_rule = kernels.UPDATES[self.kernel_name]
-        flats = [arrays["weight"], arrays["low"], *(arrays.get(name) for name in MOMENTS), gradient]
+        rule_kernels = kernels.UPDATES[self.kernel_name]
+        inputs = [arrays["weight"], arrays["low"], *(arrays.get(name) for name in MOMENTS), gradient]
         for segment in segments:
             assert 0 <= segment.start <= segment.stop <= gradient.size, (segment, gradient.size)
             assert not is_int8 or segment.start % BLOCK_ELEMENTS == 0, segment
             scalars = self.scalars(segment, update)
             for start, stop in cut(segment.start, segment.stop):
-                weight, low, m, v, grad = (flat if flat is None else flat[start:stop] for flat in flats)
+                weight, low, m, v, grad = (array if array is None else array[start:stop] for array in inputs)
                 if is_int8:
                     scales = slice(start // BLOCK_ELEMENTS, -(-stop // BLOCK_ELEMENTS))
                     moments = tuple(
@@ -131,16 +131,16 @@ class ElementwiseOptimizer(ABC):
                         for name, codes in zip(MOMENTS, (m, v), strict=True)
                         if codes is not None
                     )
-                    yield partial(kernels_of_rule.int8, weight, low, moments, grad, *scalars)
+                    yield partial(rule_kernels.int8, weight, low, moments, grad, *scalars)
                 else:
                     key = self.rounding_key_at(segment, update, start - segment.start)
-                    yield partial(kernels_of_rule.update, weight, low, m, v, grad, key, *scalars)
+                    yield partial(rule_kernels.update, weight, low, m, v, grad, key, *scalars)
 
     def rounding_key_at(self, segment: Segment, update: Update, start: int = 0) -> tuple[Any, ...] | None:
         """Return the key for the random bits of a segment from element `start`, or None without stochastic rounding."""
         if self.state_dtype != "bfloat16":
             return None
-        return (*rounding_key(self.seed, update.step, segment.name), np.int64(segment.first + start))
+        return (*rounding_key(self.seed, update.step, segment.name), np.int64(segment.param_start + start))
 
     @property
     def row_kinds(self) -> tuple[str, ...]:
@@ -160,21 +160,21 @@ class ElementwiseOptimizer(ABC):
 
         assert self.supports_rows, self.state_dtype
         moments = [_EXAMPLES[torch.float32] if name in self.moments else None for name in MOMENTS]
-        likes = [*master_examples(split_master), *moments, _EXAMPLES[gradient]]
+        examples = [*master_examples(split_master), *moments, _EXAMPLES[gradient]]
         kernel, scalars = kernels.UPDATES[self.kernel_name].rows, self.scalars(segment, update)
-        return lambda rows: kernel(rows, *likes, *scalars)
+        return lambda rows: kernel(rows, *examples, *scalars)
 
     def scalars(self, segment: Segment, update: Update) -> Scalars:
         """Return the gradient factor and the rule's scalars, each rounded to fp32 once.
 
         The last result is cached, because most parameters have the same scalars.
         """
-        wanted = (segment.weight_decay, segment.lr_scale, update)
-        known, scalars = self._last_scalars
-        if known != wanted:
-            rounded = tuple(np.float32(number) for number in self.coefficients(segment, update))
-            scalars = (np.float32(update.grad_scale), rounded)
-            self._last_scalars = (wanted, scalars)  # atomic, so other threads never see a mismatched pair
+        key = (segment.weight_decay, segment.lr_scale, update)
+        cached_key, scalars = self._last_scalars
+        if cached_key != key:
+            coefficients = tuple(np.float32(scalar) for scalar in self.coefficients(segment, update))
+            scalars = (np.float32(update.grad_scale), coefficients)
+            self._last_scalars = (key, scalars)  # atomic, so other threads never see a mismatched pair
         return scalars
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
@@ -192,8 +192,8 @@ def master_examples(split_master: bool) -> tuple[Array, Array | None]:
 def flat_master(blocks: Mapping[str, Tensor], num_elements: int) -> tuple[Array, Array | None]:
     """Return a master's arrays `(weight, low)`. `low` is None if the weight is fp32."""
     kinds = master_kinds("low" in blocks)
-    flats = [flat_block(kind.name, blocks[kind.name], kind.dtype, num_elements) for kind in kinds]
-    return flats[0], flats[1] if len(flats) > 1 else None
+    arrays = [flat_block(kind.name, blocks[kind.name], kind.dtype, num_elements) for kind in kinds]
+    return arrays[0], arrays[1] if len(arrays) > 1 else None
 
 
 def flat_gradient(gradient: Tensor) -> Array:
@@ -214,8 +214,8 @@ def flat_block(name: str, tensor: Tensor, dtype: torch.dtype, num_elements: int)
     assert tensor.device.type == "cpu", (name, tensor.device)
     assert tensor.dim() == 1 and tensor.is_contiguous(), (name, tuple(tensor.shape), tensor.stride())
     assert tensor.numel() == num_elements, (name, tensor.numel(), num_elements)
-    flat: Array = (tensor.view(torch.uint16) if dtype == torch.bfloat16 else tensor).numpy()
-    return flat
+    array: Array = (tensor.view(torch.uint16) if dtype == torch.bfloat16 else tensor).numpy()
+    return array
 
 
 class AdamW(ElementwiseOptimizer):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.average import EMA, MatrixWeightAverage, WeightAverage
-from megatrain.optim.base import MatrixOptimizer, Optimizer, Segment, build_segments, bytes_per_parameter, decays
+from megatrain.optim.base import MatrixOptimizer, Optimizer, Segment, build_segments, bytes_per_parameter, is_decayed
 from megatrain.optim.elementwise import SGD, AdamW, ElementwiseOptimizer, Lion
 from megatrain.optim.muon import Muon
 from megatrain.optim.plugins import OptimizerError, make_custom_optimizer
@@ -53,14 +53,14 @@ def make_optimizer(
     Raises:
         OptimizerError: a custom optimizer cannot be constructed.
     """
-    made = _base_optimizer(table, threads, vocabulary, seed, fused)
+    optimizer = _base_optimizer(table, threads, vocabulary, seed, fused)
     if not table.ema_decay:
-        return made
-    if any(kind.name == EMA.name for kind in made.state_kinds(True)):
+        return optimizer
+    if any(kind.name == EMA.name for kind in optimizer.state_kinds(True)):
         name = table.custom_optimizer
         raise OptimizerError(f'optimizer.ema_decay: "{name}" already has state named "{EMA.name}". Remove the key')
-    kind = MatrixWeightAverage if isinstance(made, MatrixOptimizer) else WeightAverage
-    return kind(made, table.ema_decay, threads)
+    wrapper = MatrixWeightAverage if isinstance(optimizer, MatrixOptimizer) else WeightAverage
+    return wrapper(optimizer, table.ema_decay, threads)
 
 
 def _base_optimizer(
@@ -108,10 +108,10 @@ def layer_scales(graph: ModelGraph, layer_decay: float) -> Mapping[str, float]:
     """
     num_layers = len({unit.layer for unit in graph.units if unit.layer})
     scales: dict[str, float] = {}
-    depth, last = 0, ""
+    depth, last_layer = 0, ""
     for unit in graph.units:
-        if unit.layer and unit.layer != last:
-            depth, last = depth + 1, unit.layer
+        if unit.layer and unit.layer != last_layer:
+            depth, last_layer = depth + 1, unit.layer
         is_after = depth == num_layers and not unit.layer
         for _, _, layout in unit.params:
             scales.setdefault(layout, 1.0 if is_after else layer_decay ** (num_layers + 1 - depth))
@@ -140,41 +140,41 @@ def segment_builder(
         return build
     scales = layer_scales(graph, table.layer_decay)
 
-    def scaled(layout: UnitLayout) -> tuple[Segment, ...]:
+    def build_scaled(layout: UnitLayout) -> tuple[Segment, ...]:
         scale = scales[layout.name]
         return tuple(replace(segment, lr_scale=segment.lr_scale * scale) for segment in build(layout))
 
-    return scaled
+    return build_scaled
 
 
-def check_groups(table: OptimizerConfig, trained: Iterable[TensorEntry]) -> None:
+def check_groups(table: OptimizerConfig, trained_entries: Iterable[TensorEntry]) -> None:
     """Raise an error if a group or glob has no effect.
 
     Args:
-        trained: All trained parameters, under their owners' names.
+        trained_entries: All trained parameters, under their owners' names.
 
     Raises:
         ParameterGroupError: A group or glob has no effect. The message suggests the most similar parameter name.
     """
-    entries = list(trained)
+    entries = list(trained_entries)
     names = list(dict.fromkeys(entry.parameter for entry in entries))
-    left = set(names)
-    for number, group in enumerate(table.groups):
-        key = f"optimizer.groups.{number}"
+    unmatched = set(names)
+    for index, group in enumerate(table.groups):
+        key = f"optimizer.groups.{index}"
         for glob in group.params:
             if not any(fnmatchcase(name, glob) for name in names):
-                near = difflib.get_close_matches(glob.replace("*", ""), names, n=1, cutoff=0.0)
-                shown = f'; the most similar one is "{near[0]}"' if near else ""
-                text = f'{key}.params: "{glob}" matches no trained parameter. Write a pattern that matches one{shown}'
+                close_matches = difflib.get_close_matches(glob.replace("*", ""), names, n=1, cutoff=0.0)
+                hint = f'; the most similar one is "{close_matches[0]}"' if close_matches else ""
+                text = f'{key}.params: "{glob}" matches no trained parameter. Write a pattern that matches one{hint}'
                 raise ParameterGroupError(text)
-        own = {name for name in left if group.matches(name)}
-        left -= own
-        if not own:
+        group_names = {name for name in unmatched if group.matches(name)}
+        unmatched -= group_names
+        if not group_names:
             raise ParameterGroupError(
                 f"{key} has no effect, because earlier groups match all of its parameters. Move it up or remove it"
             )
         if group.weight_decay and not any(
-            entry.parameter in own and decays(entry, table.weight_decay_exclude) for entry in entries
+            entry.parameter in group_names and is_decayed(entry, table.weight_decay_exclude) for entry in entries
         ):
             raise ParameterGroupError(
                 f"{key}.weight_decay = {group.weight_decay} has no effect: its parameters are vectors, which do "

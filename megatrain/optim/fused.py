@@ -59,20 +59,20 @@ class FusedMatrix:
         shape = (rows, *group) if self.by_column else (*group, columns)
         return torch.split(matrix.view(shape), list(self.sizes), dim=2 if self.by_column else 1)
 
-    def runs(self, columns: int, first: int, stop: int) -> list[tuple[int, int, int]]:
-        """Return `(start, stop, logical matrix number)` of the contiguous ranges in a stack of row-divided matrices.
+    def runs(self, columns: int, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Return `(start, stop, logical matrix index)` of the contiguous ranges in a stack of row-divided matrices.
 
         Args:
-            first: First requested element of the stack.
+            start: First requested element of the stack.
             stop: One past the last requested element.
         """
         assert not self.by_column, self
-        found: list[tuple[int, int, int]] = []
-        at = first - first % (columns * sum(self.sizes))  # start of the group that contains `first`
-        while at < stop:
-            for number, size in enumerate(self.sizes):
-                end = at + size * columns
-                if end > first and at < stop:
-                    found.append((max(at, first), min(end, stop), number))
-                at = end
-        return found
+        ranges: list[tuple[int, int, int]] = []
+        position = start - start % (columns * sum(self.sizes))  # start of the group that contains `start`
+        while position < stop:
+            for matrix_index, size in enumerate(self.sizes):
+                end = position + size * columns
+                if end > start and position < stop:
+                    ranges.append((max(position, start), min(end, stop), matrix_index))
+                position = end
+        return ranges

@@ -82,13 +82,13 @@ def as_float32(value: Any) -> Any:
 
 @overload(as_float32)
 def _as_float32(value: Any) -> Any:
-    def same(value: Any) -> Any:
+    def identity(value: Any) -> Any:
         return value
 
-    def widened(value: Any) -> Any:
+    def widen(value: Any) -> Any:
         return np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
 
-    return widened if value == types.uint16 else same
+    return widen if value == types.uint16 else identity
 
 
 def as_gradient(value: Any) -> Any:
@@ -101,32 +101,32 @@ def as_gradient(value: Any) -> Any:
 
 @overload(as_gradient)
 def _as_gradient(value: Any) -> Any:
-    def same(value: Any) -> Any:
+    def add_zero(value: Any) -> Any:
         return value + np.float32(0.0)
 
-    def widened(value: Any) -> Any:
+    def widen(value: Any) -> Any:
         return np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32) + np.float32(0.0)
 
-    return widened if value == types.uint16 else same
+    return widen if value == types.uint16 else add_zero
 
 
-def from_float32(value: Any, like: Any) -> Any:
-    """Convert `value` to the dtype of `like`, an element of a block. bf16 is rounded to nearest, ties to even."""
+def from_float32(value: Any, example: Any) -> Any:
+    """Convert `value` to the dtype of `example`, an element of a block. bf16 is rounded to nearest, ties to even."""
     raise NotImplementedError("only compiled code calls this")
 
 
 @overload(from_float32)
-def _from_float32(value: Any, like: Any) -> Any:
-    def same(value: Any, like: Any) -> Any:
+def _from_float32(value: Any, example: Any) -> Any:
+    def identity(value: Any, example: Any) -> Any:
         return value
 
-    def rounded(value: Any, like: Any) -> Any:
+    def round_to_bf16(value: Any, example: Any) -> Any:
         bits = np.float32(value).view(np.uint32)
-        odd = (bits >> np.uint32(16)) & np.uint32(1)
-        nearest = np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+        lowest_bit = (bits >> np.uint32(16)) & np.uint32(1)
+        nearest = np.uint16((bits + np.uint32(0x7FFF) + lowest_bit) >> np.uint32(16))
         return np.uint16(0x7FC0) if np.isnan(value) else nearest  # rounding could turn a NaN into infinity
 
-    return rounded if like == types.uint16 else same
+    return round_to_bf16 if example == types.uint16 else identity
 
 
 @njit(fastmath=False, error_model="numpy")
@@ -174,39 +174,39 @@ def random_bits(key: Any, i: int) -> Any:
 
 @overload(random_bits)
 def _random_bits(key: Any, i: int) -> Any:
-    def none(key: Any, i: int) -> Any:
+    def zero_bits(key: Any, i: int) -> Any:
         return np.uint32(0)
 
-    def hashed(key: Any, i: int) -> Any:
+    def hash_element(key: Any, i: int) -> Any:
         element = np.uint64(key[2]) + np.uint64(i)
-        once = lowbias32(np.uint32(np.uint32(element) + key[0]))
-        far = np.uint32(np.uint32(element >> np.uint64(32)) * np.uint32(0x9E3779B9))
-        return lowbias32(np.uint32(np.uint32(once ^ key[1]) + far))
+        first_hash = lowbias32(np.uint32(np.uint32(element) + key[0]))
+        high_bits = np.uint32(np.uint32(element >> np.uint64(32)) * np.uint32(0x9E3779B9))
+        return lowbias32(np.uint32(np.uint32(first_hash ^ key[1]) + high_bits))
 
-    return none if isinstance(key, types.NoneType) else hashed
+    return zero_bits if isinstance(key, types.NoneType) else hash_element
 
 
-def moment_from_float32(value: Any, bits: Any, like: Any) -> Any:
-    """Convert `value` to the dtype of `like`. bf16 rounds up with a probability equal to the truncated fraction.
+def moment_from_float32(value: Any, bits: Any, example: Any) -> Any:
+    """Convert `value` to the dtype of `example`. bf16 rounds up with a probability equal to the truncated fraction.
 
     Args:
         value: New moment in fp32.
         bits: 16 random bits.
-        like: Any element of the moments' block.
+        example: Any element of the moments' block.
     """
     raise NotImplementedError("only compiled code calls this")
 
 
 @overload(moment_from_float32)
-def _moment_from_float32(value: Any, bits: Any, like: Any) -> Any:
-    def same(value: Any, bits: Any, like: Any) -> Any:
+def _moment_from_float32(value: Any, bits: Any, example: Any) -> Any:
+    def identity(value: Any, bits: Any, example: Any) -> Any:
         return value
 
-    def rounded(value: Any, bits: Any, like: Any) -> Any:
-        found = np.uint16(np.uint32(np.float32(value).view(np.uint32) + bits) >> np.uint32(16))
-        return np.uint16(0x7FC0) if np.isnan(value) else found  # adding bits to a NaN could overflow into the sign
+    def round_to_bf16(value: Any, bits: Any, example: Any) -> Any:
+        rounded = np.uint16(np.uint32(np.float32(value).view(np.uint32) + bits) >> np.uint32(16))
+        return np.uint16(0x7FC0) if np.isnan(value) else rounded  # adding bits to a NaN could overflow into the sign
 
-    return rounded if like == types.uint16 else same
+    return round_to_bf16 if example == types.uint16 else identity
 
 
 @njit(fastmath=False, error_model="numpy")
@@ -232,30 +232,30 @@ def store_moment(moment: Moment, i: int, value: Any, bits: Any) -> None:
 def _adamw(w: np.float32, g: np.float32, m: np.float32, v: np.float32, scalars: Scalars) -> Any:
     """AdamW; see `megatrain.optim.elementwise.AdamW`."""
     decay, one_minus_beta1, beta2, one_minus_beta2, correction2_sqrt, eps, step_size = scalars
-    decayed = w * decay
+    w_decayed = w * decay
     m_new = m + (g - m) * one_minus_beta1
     v_new = v * beta2 + (one_minus_beta2 * g) * g
     denominator = np.sqrt(v_new) / correction2_sqrt + eps
-    return decayed - (step_size * m_new) / denominator, m_new, v_new
+    return w_decayed - (step_size * m_new) / denominator, m_new, v_new
 
 
 @register_jitable(fastmath=False, error_model="numpy")
 def _lion(w: np.float32, g: np.float32, m: np.float32, v: None, scalars: Scalars) -> Any:
     """Lion; see `megatrain.optim.elementwise.Lion`."""
     decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr = scalars
-    decayed = w * decay
+    w_decayed = w * decay
     direction = m * beta1 + g * one_minus_beta1
     m_new = m * beta2 + g * one_minus_beta2
     step = lr if direction > np.float32(0.0) else (-lr if direction < np.float32(0.0) else np.float32(0.0))
-    return decayed - step, m_new, v
+    return w_decayed - step, m_new, v
 
 
 @register_jitable(fastmath=False, error_model="numpy")
 def _sgd(w: np.float32, g: np.float32, m: np.float32 | None, v: None, scalars: Scalars) -> Any:
     """SGD; see `megatrain.optim.elementwise.SGD`. Without momentum `m` is None."""
     decay, momentum, lr = scalars
-    decayed = g + w * decay
-    m_new = decayed if m is None else m * momentum + decayed
+    g_decayed = g + w * decay
+    m_new = g_decayed if m is None else m * momentum + g_decayed
     return w - m_new * lr, m_new, v
 
 
@@ -263,9 +263,9 @@ def _sgd(w: np.float32, g: np.float32, m: np.float32 | None, v: None, scalars: S
 def _nesterov(w: np.float32, g: np.float32, m: np.float32, v: None, scalars: Scalars) -> Any:
     """SGD with Nesterov momentum; see `megatrain.optim.elementwise.SGD`."""
     decay, momentum, lr = scalars
-    decayed = g + w * decay
-    m_new = m * momentum + decayed
-    return w - (decayed + m_new * momentum) * lr, m_new, v
+    g_decayed = g + w * decay
+    m_new = m * momentum + g_decayed
+    return w - (g_decayed + m_new * momentum) * lr, m_new, v
 
 
 # -- kernels of elementwise optimizers -----------------------------------------------------------------------------
@@ -318,25 +318,25 @@ def store_moments(moments: Float32, code: Code, codes: Codes) -> Any:
     for i in range(codes.size):
         ratio = moments[i] / divisor
         ratio = np.float32(0.0) if np.isnan(ratio) else ratio
-        below = cells[np.float32(ratio).view(np.uint32) >> np.uint32(16)]
-        codes[i] = np.uint8(below + np.uint8(ratio > borders[below]))
+        index = cells[np.float32(ratio).view(np.uint32) >> np.uint32(16)]
+        codes[i] = np.uint8(index + np.uint8(ratio > borders[index]))
     return scale
 
 
-def second_row(moments: Int8Moments, new: NDArray[np.float32]) -> Any:
-    """Return the second row of `new`, or None if there is only one moment. `new` has one row per moment."""
+def second_row(moments: Int8Moments, new_moments: NDArray[np.float32]) -> Any:
+    """Return the second row of `new_moments`, which has one row per moment, or None if there is only one moment."""
     raise NotImplementedError("only compiled code calls this")
 
 
 @overload(second_row)
-def _second_row(moments: Any, new: Any) -> Any:
-    def nothing(moments: Any, new: Any) -> Any:
+def _second_row(moments: Any, new_moments: Any) -> Any:
+    def return_none(moments: Any, new_moments: Any) -> Any:
         return None
 
-    def row(moments: Any, new: Any) -> Any:
-        return new[1]
+    def return_row(moments: Any, new_moments: Any) -> Any:
+        return new_moments[1]
 
-    return nothing if len(moments) == 1 else row
+    return return_none if len(moments) == 1 else return_row
 
 
 @intrinsic
@@ -349,20 +349,20 @@ def _pointer(context: Any, address: Any) -> Any:
     return types.voidptr(types.intp), build
 
 
-def array_at(address: int, size: int, like: Any) -> Any:
-    """Return the array of `size` elements at an address, with the dtype of `like`, or None if `like` is None."""
+def array_at(address: int, size: int, example: Any) -> Any:
+    """Return the array of `size` elements at an address, with the dtype of `example`, or None if `example` is None."""
     raise NotImplementedError("only compiled code calls this")
 
 
 @overload(array_at)
-def _array_at(address: int, size: int, like: Any) -> Any:
-    def nothing(address: int, size: int, like: Any) -> Any:
+def _array_at(address: int, size: int, example: Any) -> Any:
+    def return_none(address: int, size: int, example: Any) -> Any:
         return None
 
-    def array(address: int, size: int, like: Any) -> Any:
-        return carray(_pointer(address), size, like.dtype)
+    def return_array(address: int, size: int, example: Any) -> Any:
+        return carray(_pointer(address), size, example.dtype)
 
-    return nothing if isinstance(like, types.NoneType) else array
+    return return_none if isinstance(example, types.NoneType) else return_array
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,20 +406,20 @@ def _compile_kernels(rule: Any) -> UpdateKernels:
     def int8(
         weight: Master, low: Low, moments: Int8Moments, grad: Gradient, grad_scale: np.float32, scalars: Scalars
     ) -> None:
-        new = np.empty((len(moments), BLOCK_ELEMENTS), np.float32)
-        m_new, v_new = new[0], second_row(moments, new)
+        new_moments = np.empty((len(moments), BLOCK_ELEMENTS), np.float32)
+        m_new, v_new = new_moments[0], second_row(moments, new_moments)
         for block in range(moments[0][1].size):
             start, stop = block * BLOCK_ELEMENTS, min((block + 1) * BLOCK_ELEMENTS, grad.size)
-            for number in range(len(moments)):
-                codes, scales, code = moments[number]
-                load_moments(codes[start:stop], scales[block], code, new[number])
-            own_low = None if low is None else low[start:stop]
-            own_grad = grad[start:stop]
-            update_range(rule, weight[start:stop], own_low, m_new, v_new, own_grad, None, grad_scale, scalars)
+            for moment_index in range(len(moments)):
+                codes, scales, code = moments[moment_index]
+                load_moments(codes[start:stop], scales[block], code, new_moments[moment_index])
+            low_part = None if low is None else low[start:stop]
+            grad_part = grad[start:stop]
+            update_range(rule, weight[start:stop], low_part, m_new, v_new, grad_part, None, grad_scale, scalars)
             # A scale is the largest magnitude in its block, so all new moments must be known before rounding.
-            for number in range(len(moments)):
-                codes, scales, code = moments[number]
-                scales[block] = store_moments(new[number], code, codes[start:stop])
+            for moment_index in range(len(moments)):
+                codes, scales, code = moments[moment_index]
+                scales[block] = store_moments(new_moments[moment_index], code, codes[start:stop])
 
     @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
     def rows(
@@ -479,8 +479,8 @@ def muon_apply(
 ) -> None:
     """Update weights with the orthogonalized directions; see `megatrain.optim.muon.Muon`."""
     for i in range(directions.size):
-        decayed = load_master(weight, low, i) * decay
-        store_master(weight, low, i, decayed - as_float32(directions[i]) * step_size)
+        w_decayed = load_master(weight, low, i) * decay
+        store_master(weight, low, i, w_decayed - as_float32(directions[i]) * step_size)
 
 
 # -- sums and norms of gradients ---------------------------------------------------------------------------------
@@ -556,19 +556,19 @@ def adafactor_columns(grad: Gradient, grad_scale: np.float32, row_sums: Float64,
         for row in range(num_rows):
             values = grad[matrix, row]
             lanes[:] = 0.0
-            num_whole = num_columns // NORM_LANES
-            for whole in range(num_whole):
-                part = values[whole * NORM_LANES : (whole + 1) * NORM_LANES]
-                sums_part = sums[whole * NORM_LANES : (whole + 1) * NORM_LANES]
+            num_chunks = num_columns // NORM_LANES
+            for chunk in range(num_chunks):
+                part = values[chunk * NORM_LANES : (chunk + 1) * NORM_LANES]
+                sums_part = sums[chunk * NORM_LANES : (chunk + 1) * NORM_LANES]
                 for lane in range(NORM_LANES):
                     value = np.float64(as_gradient(part[lane]) * grad_scale)
                     square = value * value
                     lanes[lane] += square
                     sums_part[lane] += square
-            for column in range(num_whole * NORM_LANES, num_columns):
+            for column in range(num_chunks * NORM_LANES, num_columns):
                 value = np.float64(as_gradient(values[column]) * grad_scale)
                 square = value * value
-                lanes[column - num_whole * NORM_LANES] += square
+                lanes[column - num_chunks * NORM_LANES] += square
                 sums[column] += square
             row_sums[matrix, row] = sum_lanes(lanes)
 
@@ -593,16 +593,16 @@ def adafactor_square_sums(
             values = grad[matrix, row]
             factor = row_factor[matrix, row]
             lanes[:] = 0.0
-            num_whole = num_columns // NORM_LANES
-            for whole in range(num_whole):
-                part = values[whole * NORM_LANES : (whole + 1) * NORM_LANES]
-                factors_part = factors[whole * NORM_LANES : (whole + 1) * NORM_LANES]
+            num_chunks = num_columns // NORM_LANES
+            for chunk in range(num_chunks):
+                part = values[chunk * NORM_LANES : (chunk + 1) * NORM_LANES]
+                factors_part = factors[chunk * NORM_LANES : (chunk + 1) * NORM_LANES]
                 for lane in range(NORM_LANES):
                     update = np.float64((as_gradient(part[lane]) * grad_scale) * (factor * factors_part[lane]))
                     lanes[lane] += update * update
-            for column in range(num_whole * NORM_LANES, num_columns):
+            for column in range(num_chunks * NORM_LANES, num_columns):
                 update = np.float64((as_gradient(values[column]) * grad_scale) * (factor * factors[column]))
-                lanes[column - num_whole * NORM_LANES] += update * update
+                lanes[column - num_chunks * NORM_LANES] += update * update
             sums[matrix, row] = sum_lanes(lanes)
 
 
@@ -652,14 +652,14 @@ def apply_factored(
         factors = column_factor[matrix]
         for row in range(num_rows):
             start = (matrix * num_rows + row) * num_columns
-            weights = weight[start : start + num_columns]
-            lows = None if low is None else low[start : start + num_columns]
+            weight_row = weight[start : start + num_columns]
+            low_row = None if low is None else low[start : start + num_columns]
             values = grad[matrix, row]
             factor = row_factor[matrix, row]
             for column in range(num_columns):
-                decayed = load_master(weights, lows, column) * decay
+                w_decayed = load_master(weight_row, low_row, column) * decay
                 update = (as_gradient(values[column]) * grad_scale) * (factor * factors[column])
-                store_master(weights, lows, column, decayed - update * step_size)
+                store_master(weight_row, low_row, column, w_decayed - update * step_size)
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
@@ -701,6 +701,6 @@ def apply_vector(
 ) -> None:
     """Apply Adafactor's update to a vector parameter, in place."""
     for i in range(grad.size):
-        decayed = load_master(weight, low, i) * decay
+        w_decayed = load_master(weight, low, i) * decay
         update = (as_gradient(grad[i]) * grad_scale) / np.sqrt(v[i])
-        store_master(weight, low, i, decayed - update * step_size)
+        store_master(weight, low, i, w_decayed - update * step_size)

@@ -63,16 +63,16 @@ def learning_rate_schedule(
     from transformers import get_scheduler
     from transformers.trainer_utils import SchedulerType
 
-    followers = {SchedulerType.REDUCE_ON_PLATEAU.value, SchedulerType.GREEDY.value}
-    known = sorted({kind.value for kind in SchedulerType} - followers)
-    if name not in known:
-        reason = "follows a metric, not the step" if name in followers else "is not a learning-rate schedule"
-        raise ScheduleError(f'lr_scheduler_type "{name}" {reason}. Use one of: {", ".join(known)}')
-    given = dict(arguments or {})
+    metric_schedules = {SchedulerType.REDUCE_ON_PLATEAU.value, SchedulerType.GREEDY.value}
+    names = sorted({kind.value for kind in SchedulerType} - metric_schedules)
+    if name not in names:
+        reason = "follows a metric, not the step" if name in metric_schedules else "is not a learning-rate schedule"
+        raise ScheduleError(f'lr_scheduler_type "{name}" {reason}. Use one of: {", ".join(names)}')
+    kwargs = dict(arguments or {})
     # get_scheduler silently drops the arguments of these two schedules.
-    if given and name in {SchedulerType.CONSTANT.value, SchedulerType.CONSTANT_WITH_WARMUP.value}:
+    if kwargs and name in {SchedulerType.CONSTANT.value, SchedulerType.CONSTANT_WITH_WARMUP.value}:
         raise ScheduleError(
-            f'lr_scheduler_type "{name}" takes no lr_scheduler_kwargs, but got: {", ".join(sorted(given))}'
+            f'lr_scheduler_type "{name}" takes no lr_scheduler_kwargs, but got: {", ".join(sorted(kwargs))}'
         )
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)  # get_scheduler needs an optimizer, which is never stepped
     try:
@@ -81,7 +81,7 @@ def learning_rate_schedule(
             optimizer,
             num_warmup_steps=warmup_steps,
             num_training_steps=num_steps,
-            scheduler_specific_kwargs=given,
+            scheduler_specific_kwargs=kwargs,
         )
     except (TypeError, ValueError) as error:
         raise ScheduleError(f'lr_scheduler_kwargs do not fit lr_scheduler_type "{name}": {error}') from error
@@ -94,25 +94,25 @@ def schedule_warnings(optimizer: OptimizerConfig, num_steps: int) -> Iterator[st
     warmup = optimizer.num_warmup_steps(num_steps)
     if not warmup or not optimizer.has_warmup:
         return
-    what = f"optimizer.warmup_steps = {optimizer.warmup_steps:g}: the warm-up takes {warmup} of the {num_steps} steps"
+    text = f"optimizer.warmup_steps = {optimizer.warmup_steps:g}: the warm-up takes {warmup} of the {num_steps} steps"
     if warmup >= num_steps:
-        yield f"{what}, so that the learning rate never reaches its peak. Use 0, or train for more steps"
+        yield f"{text}, so that the learning rate never reaches its peak. Use 0, or train for more steps"
     elif warmup > _LONG_WARMUP_SHARE * num_steps:
-        yield f"{what}. Use less: a few percent of the steps are usual"
+        yield f"{text}. Use less: a few percent of the steps are usual"
     elif warmup < _FEW_WARMUP_STEPS and warmup < _FEW_WARMUP_SHARE * num_steps:
-        yield f"{what}, which has almost no effect. Use 0.03 for 3 % of the steps, or 0 for none"
+        yield f"{text}, which has almost no effect. Use 0.03 for 3 % of the steps, or 0 for none"
 
 
-def warmup_notice(first: float, peak: float, num_steps: int, *, is_start: bool) -> str:
+def warmup_notice(first_lr: float, peak_lr: float, num_steps: int, *, is_start: bool) -> str:
     """Return the notice about a warm-up. It mentions a first learning rate of 0, because users do not expect it.
 
     Args:
-        first: Learning rate of the first step.
-        peak: Learning rate at the end of the warm-up.
+        first_lr: Learning rate of the first step.
+        peak_lr: Learning rate at the end of the warm-up.
         is_start: Whether the first step has not run yet.
     """
-    text = f"warm-up: the learning rate rises from {first:.3g} to {peak:.3g} over "
+    text = f"warm-up: the learning rate rises from {first_lr:.3g} to {peak_lr:.3g} over "
     text += f"{num_steps} step{'s' if num_steps != 1 else ''}"
-    if first == 0.0 and is_start:
+    if first_lr == 0.0 and is_start:
         text += "; the first step does not change the weights, as in transformers"
     return text

@@ -62,7 +62,7 @@ class Orthogonalizer(Protocol):
         """Fill, orthogonalize and use each matrix's directions, in order.
 
         Args:
-            fill: Function that writes the directions of a matrix, given its number, to a flat bf16 host tensor.
+            fill: Function that writes the directions of a matrix, given its index, to a flat bf16 host tensor.
             use: Function that gets the orthogonalized directions of each matrix, in the same order. `fill` for the next
                 matrix may be called before `use` for this matrix.
             names: Full names of the matrices' parameters.
@@ -84,11 +84,11 @@ class HostOrthogonalizer:
         """See `Orthogonalizer.orthogonalize_each`."""
         directions = torch.empty(_max_elements(shapes), dtype=torch.bfloat16)
         scratch = torch.empty(_scratch_bytes(optimizer, shapes), dtype=torch.uint8)
-        for number, shape in enumerate(shapes):
-            own = directions[: math.prod(shape)]
-            fill(number, own)
-            optimizer.orthogonalize(own.view(shape), scratch, names[number])
-            use(number, own)
+        for index, shape in enumerate(shapes):
+            matrix = directions[: math.prod(shape)]
+            fill(index, matrix)
+            optimizer.orthogonalize(matrix.view(shape), scratch, names[index])
+            use(index, matrix)
 
 
 class DeviceOrthogonalizer:
@@ -102,8 +102,8 @@ class DeviceOrthogonalizer:
 
     Attributes:
         moved_bytes: Bytes copied to the device. The same number is copied back.
-        sent_s: Seconds spent copying to the device.
-        fetched_s: Seconds spent copying back.
+        send_s: Seconds spent copying to the device.
+        fetch_s: Seconds spent copying back.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -112,18 +112,18 @@ class DeviceOrthogonalizer:
         self._slabs: list[HostSlab] = []  # keep the memory of the slots pinned
         self._slots: list[Tensor] = []
         self._matrix = self._scratch = torch.empty(0)
-        self.moved_bytes, self.sent_s, self.fetched_s = 0, 0.0, 0.0
+        self.moved_bytes, self.send_s, self.fetch_s = 0, 0.0, 0.0
 
     def allocate_buffers(self, optimizer: MatrixOptimizer, shapes: Collection[Shape]) -> None:
         """Allocate memory for matrices of these shapes: `host_bytes` of pinned RAM, `device_bytes` on the device."""
         with self._lock:
-            most = _max_elements(shapes)
+            max_elements = _max_elements(shapes)
             self._slots, self._slabs = [], []  # free the old memory before allocating the new memory
             self._matrix = self._scratch = torch.empty(0)
-            slabs = [HostSlab(DIRECTION_BYTES * most, pin=self._stream is not None) for _ in range(_NUM_SLOTS)]
-            self._slabs, self._slots = slabs, [slab.tensor.view(torch.bfloat16)[:most] for slab in slabs]
+            slabs = [HostSlab(DIRECTION_BYTES * max_elements, pin=self._stream is not None) for _ in range(_NUM_SLOTS)]
+            self._slabs, self._slots = slabs, [slab.tensor.view(torch.bfloat16)[:max_elements] for slab in slabs]
             with self._on_stream():
-                self._matrix = torch.empty(most, dtype=torch.bfloat16, device=self._device)
+                self._matrix = torch.empty(max_elements, dtype=torch.bfloat16, device=self._device)
                 self._scratch = torch.empty(_scratch_bytes(optimizer, shapes), dtype=torch.uint8, device=self._device)
 
     def orthogonalize_each(
@@ -135,37 +135,38 @@ class DeviceOrthogonalizer:
         names: Sequence[str],
     ) -> None:
         """See `Orthogonalizer.orthogonalize_each`."""
-        under_way: deque[tuple[int, Tensor, Sequence[_Timestamp]]] = deque()
+        queue: deque[tuple[int, Tensor, Sequence[_Timestamp]]] = deque()
 
-        def use_first() -> None:
-            number, own, (begun, sent, made, is_back) = under_way.popleft()
-            is_back.wait()
-            self.sent_s += begun.seconds_to(sent)
-            self.fetched_s += made.seconds_to(is_back)
-            use(number, own)
+        def use_oldest() -> None:
+            index, directions, (send_start, send_end, fetch_start, fetch_end) = queue.popleft()
+            fetch_end.wait()
+            self.send_s += send_start.seconds_to(send_end)
+            self.fetch_s += fetch_start.seconds_to(fetch_end)
+            use(index, directions)
 
         with self._lock:
-            for number, shape in enumerate(shapes):
-                own = self._slots[number % _NUM_SLOTS][: math.prod(shape)]  # `use` has finished with the old contents
-                fill(number, own)
-                under_way.append((number, own, self._queue(optimizer, own, shape, names[number])))
-                if len(under_way) == _NUM_SLOTS:
-                    use_first()
-            while under_way:
-                use_first()
+            for index, shape in enumerate(shapes):
+                slot = self._slots[index % _NUM_SLOTS]  # `use` has finished with its contents
+                directions = slot[: math.prod(shape)]
+                fill(index, directions)
+                queue.append((index, directions, self._queue(optimizer, directions, shape, names[index])))
+                if len(queue) == _NUM_SLOTS:
+                    use_oldest()
+            while queue:
+                use_oldest()
 
-    def _queue(self, optimizer: MatrixOptimizer, own: Tensor, shape: Shape, name: str) -> Sequence[_Timestamp]:
+    def _queue(self, optimizer: MatrixOptimizer, directions: Tensor, shape: Shape, name: str) -> Sequence[_Timestamp]:
         """Queue the copy to the device, the orthogonalization, and the copy back. Return timestamps of the copies."""
         with self._on_stream():
-            matrix = self._matrix[: own.numel()]
-            begun = self._mark()
-            matrix.copy_(own, non_blocking=True)
-            sent = self._mark()
+            matrix = self._matrix[: directions.numel()]
+            send_start = self._mark()
+            matrix.copy_(directions, non_blocking=True)
+            send_end = self._mark()
             optimizer.orthogonalize(matrix.view(shape), self._scratch, name)
-            made = self._mark()
-            own.copy_(matrix, non_blocking=True)
-            self.moved_bytes += DIRECTION_BYTES * own.numel()
-            return begun, sent, made, self._mark()
+            fetch_start = self._mark()
+            directions.copy_(matrix, non_blocking=True)
+            self.moved_bytes += DIRECTION_BYTES * directions.numel()
+            return send_start, send_end, fetch_start, self._mark()
 
     def _mark(self) -> _Timestamp:
         return _Timestamp(is_on_gpu=self._stream is not None)
@@ -179,12 +180,12 @@ class _Timestamp:
 
     def __init__(self, *, is_on_gpu: bool) -> None:
         self._event: Any = None
-        self._at_s = 0.0
+        self._time_s = 0.0
         if is_on_gpu:  # with blocking=True, a waiting thread sleeps instead of spinning
             self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
             self._event.record()
         else:
-            self._at_s = time.perf_counter()
+            self._time_s = time.perf_counter()
 
     def wait(self) -> None:
         """Wait until the stream reaches this point."""
@@ -194,7 +195,7 @@ class _Timestamp:
     def seconds_to(self, later: _Timestamp) -> float:
         """Return the seconds from this timestamp to a later one. Call `later.wait` first."""
         if self._event is None:
-            return later._at_s - self._at_s
+            return later._time_s - self._time_s
         return float(self._event.elapsed_time(later._event)) / 1e3
 
 
@@ -213,34 +214,34 @@ def update_by_matrix(
         is_matrix: Function that returns whether a parameter is a matrix or a stack of matrices.
         blocks: As in `Optimizer.update`, with whole matrices.
     """
-    found: list[tuple[Segment, slice]] = []
-    others: list[Segment] = []
+    matrix_slices: list[tuple[Segment, slice]] = []
+    other_segments: list[Segment] = []
     for segment in segments:
         if not is_matrix(segment):
-            others.append(segment)
+            other_segments.append(segment)
             continue
         assert segment.stop - segment.start == math.prod(segment.shape), segment
         size = math.prod(segment.shape[-2:])
         starts = range(segment.start, segment.stop, size)  # update a stack one matrix at a time
-        found += [(segment.within(range(start, start + size)), slice(start, start + size)) for start in starts]
+        matrix_slices += [(segment.within(range(start, start + size)), slice(start, start + size)) for start in starts]
     # Omit packed state, because it contains no elements of matrices.
-    like_weight = {name: block for name, block in blocks.items() if len(block) == len(gradient)}
+    full_blocks = {name: block for name, block in blocks.items() if len(block) == len(gradient)}
 
-    def step(make: Callable[..., None], number: int, directions: Tensor) -> None:
-        segment, inside = found[number]
-        own = {name: block[inside] for name, block in like_weight.items()}
-        make(own, gradient[inside], (segment,), update, directions)
+    def run_method(method: Callable[..., None], index: int, directions: Tensor) -> None:
+        segment, elements = matrix_slices[index]
+        matrix_blocks = {name: block[elements] for name, block in full_blocks.items()}
+        method(matrix_blocks, gradient[elements], (segment,), update, directions)
 
-    if found:
+    if matrix_slices:
         matrices.orthogonalize_each(
             optimizer,
-            [_last_two(segment.shape) for segment, _ in found],
-            lambda number, directions: step(optimizer.make_directions, number, directions),
-            lambda number, directions: step(optimizer.apply_directions, number, directions),
-            [segment.name for segment, _ in found],
+            [_last_two(segment.shape) for segment, _ in matrix_slices],
+            lambda index, directions: run_method(optimizer.make_directions, index, directions),
+            lambda index, directions: run_method(optimizer.apply_directions, index, directions),
+            [segment.name for segment, _ in matrix_slices],
         )
-    if others:
-        optimizer.apply_directions(blocks, gradient, others, update, torch.empty(0, dtype=torch.bfloat16))
+    if other_segments:
+        optimizer.apply_directions(blocks, gradient, other_segments, update, torch.empty(0, dtype=torch.bfloat16))
 
 
 def matrix_shapes(optimizer: MatrixOptimizer, layouts: Iterable[UnitLayout]) -> set[Shape]:
@@ -268,8 +269,8 @@ def device_bytes(optimizer: MatrixOptimizer, device: torch.device, shapes: Colle
     """Return the bytes of device memory that `DeviceOrthogonalizer` needs for these shapes."""
     if not shapes:
         return 0
-    own = DIRECTION_BYTES * _max_elements(shapes) + _scratch_bytes(optimizer, shapes)
-    return own + (_CUBLAS_BYTES if device.type == "cuda" else 0)
+    num_bytes = DIRECTION_BYTES * _max_elements(shapes) + _scratch_bytes(optimizer, shapes)
+    return num_bytes + (_CUBLAS_BYTES if device.type == "cuda" else 0)
 
 
 def _last_two(shape: Sequence[int]) -> Shape:

@@ -59,8 +59,8 @@ def rounding_key(seed: int, step: int, name: str) -> tuple[np.uint32, np.uint32]
     and the number of threads have no effect.
     """
     digest = hashlib.blake2b(f"{seed} {step} {name}".encode(), digest_size=8).digest()
-    first, second = np.frombuffer(digest, "<u4")
-    return np.uint32(first), np.uint32(second)
+    first_key, second_key = np.frombuffer(digest, "<u4")
+    return np.uint32(first_key), np.uint32(second_key)
 
 
 @cache
@@ -77,34 +77,34 @@ def moment_code(signed: bool) -> Code:
     values = [0.0, 1.0]
     for exponent in range(7):
         borders = np.linspace(0.1, 1.0, (1 << exponent if signed else 2 << exponent) + 1)
-        middles = (borders[:-1] + borders[1:]) / 2 * 10.0 ** (exponent - 6)
-        values += [*middles, *(-middles if signed else ())]
+        midpoints = (borders[:-1] + borders[1:]) / 2 * 10.0 ** (exponent - 6)
+        values += [*midpoints, *(-midpoints if signed else ())]
     table = np.sort(np.array(values)).astype(np.float32)
     assert table.size == 256, table.size
-    between = np.append((table[:-1] + table[1:]) / np.float32(2.0), np.float32(np.inf)).astype(np.float32)
+    boundaries = np.append((table[:-1] + table[1:]) / np.float32(2.0), np.float32(np.inf)).astype(np.float32)
     if not signed:
         # A nonzero second moment is never rounded to 0, because dividing by almost 0 would give a huge update. Second
         # moments are this small in blocks with embedding rows of both rare and frequent tokens.
-        between[0] = 0.0
-    first = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)).view(np.float32)
-    last = ((np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)) + np.uint32(0xFFFF)).view(np.float32)
+        boundaries[0] = 0.0
+    first_values = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)).view(np.float32)
+    last_values = ((np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)) + np.uint32(0xFFFF)).view(np.float32)
     with np.errstate(invalid="ignore"):
-        low, high = np.fmin(first, last), np.fmax(first, last)
-        cells = np.searchsorted(between, np.nan_to_num(low, nan=0.0), side="left")
-        above = np.searchsorted(between, np.nan_to_num(high, nan=0.0), side="left")
-    assert int((above - cells)[np.isfinite(high) & np.isfinite(low)].max()) <= 1
-    return table, between, cells.clip(0, 255).astype(np.uint8)
+        lower, upper = np.fmin(first_values, last_values), np.fmax(first_values, last_values)
+        cells = np.searchsorted(boundaries, np.nan_to_num(lower, nan=0.0), side="left")
+        upper_cells = np.searchsorted(boundaries, np.nan_to_num(upper, nan=0.0), side="left")
+    assert int((upper_cells - cells)[np.isfinite(upper) & np.isfinite(lower)].max()) <= 1
+    return table, boundaries, cells.clip(0, 255).astype(np.uint8)
 
 
 def encode_moments(moments: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Encode 1-D fp32 moments in host memory as bytes and scales, rounded as in the kernels."""
-    _, between, _ = moment_code(signed)
-    padded = np.zeros((-(-moments.numel() // BLOCK_ELEMENTS), BLOCK_ELEMENTS), np.float32)
-    padded.reshape(-1)[: moments.numel()] = moments.detach().numpy()
-    scales = np.abs(padded).max(axis=1, initial=0.0).astype(np.float32)
+    _, boundaries, _ = moment_code(signed)
+    blocks = np.zeros((-(-moments.numel() // BLOCK_ELEMENTS), BLOCK_ELEMENTS), np.float32)
+    blocks.reshape(-1)[: moments.numel()] = moments.detach().numpy()
+    scales = np.abs(blocks).max(axis=1, initial=0.0).astype(np.float32)
     with np.errstate(all="ignore"):
-        ratios = padded / np.where(scales == 0, np.float32(1.0), scales)[:, None]
-    codes = np.searchsorted(between, np.nan_to_num(ratios, nan=0.0, posinf=1.0, neginf=-1.0), side="left")
+        ratios = blocks / np.where(scales == 0, np.float32(1.0), scales)[:, None]
+    codes = np.searchsorted(boundaries, np.nan_to_num(ratios, nan=0.0, posinf=1.0, neginf=-1.0), side="left")
     return torch.from_numpy(codes.astype(np.uint8).reshape(-1)[: moments.numel()]), torch.from_numpy(scales)
 
 

@@ -48,22 +48,22 @@ def newton_schulz(
     a, b, c = coefficients
     rows, columns = matrix.shape
     side = min(rows, columns)
-    free = scratch[: newton_schulz_bytes(rows, columns)].view(torch.bfloat16)
-    other, gram, poly = (part.view(side, -1) for part in torch.split(free, [matrix.numel(), side * side, side * side]))
+    space = scratch[: newton_schulz_bytes(rows, columns)].view(torch.bfloat16)
+    temp, gram, poly = (part.view(side, -1) for part in torch.split(space, [matrix.numel(), side * side, side * side]))
     # Transpose a tall matrix, because the iteration multiplies by square matrices of the first dimension.
     is_tall = rows > columns
-    x, y = (other.copy_(matrix.T), matrix.view(side, -1)) if is_tall else (matrix, other)
+    x, y = (temp.copy_(matrix.T), matrix.view(side, -1)) if is_tall else (matrix, temp)
     x.div_(x.norm().clamp(min=eps))
     for _ in range(num_steps):
         torch.mm(x, x.T, out=gram)
         torch.addmm(gram, gram, gram, beta=b, alpha=c, out=poly)
         torch.addmm(x, poly, x, beta=a, out=y)
         x, y = y, x
-    # Each step swaps the buffers. `x` starts in `matrix` if the matrix is wide, and in `other` if it is tall.
-    lies_in_matrix = (num_steps % 2 == 1) == is_tall
+    # Each step swaps the buffers. `x` starts in `matrix` if the matrix is wide, and in `temp` if it is tall.
+    is_in_matrix = (num_steps % 2 == 1) == is_tall
     if is_tall:
-        matrix.copy_((y.copy_(x) if lies_in_matrix else x).T)
-    elif not lies_in_matrix:
+        matrix.copy_((y.copy_(x) if is_in_matrix else x).T)
+    elif not is_in_matrix:
         matrix.copy_(x)
 
 
@@ -120,7 +120,7 @@ class Muon:
         self.coefficients, self.eps = coefficients, eps
         self.matrices: Orthogonalizer = matrices or HostOrthogonalizer()
         self.fused = dict(fused or {})
-        self._copies_matrices = any(each.needs_copies for each in self.fused.values())
+        self._copies_matrices = any(matrix.needs_copies for matrix in self.fused.values())
 
     @property
     def piece_bytes(self) -> int:
@@ -134,9 +134,9 @@ class Muon:
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
         """Return the state kinds: the master, `m` and `v`. Only parameters that AdamW updates have elements in `v`."""
-        first = StateKind("m", torch.float32)
-        second = StateKind("v", torch.float32, lambda entry: 0 if self.has_matrices(entry) else entry.numel)
-        return (*master_kinds(split_master), first, second)
+        first_moment = StateKind("m", torch.float32)
+        second_moment = StateKind("v", torch.float32, lambda entry: 0 if self.has_matrices(entry) else entry.numel)
+        return (*master_kinds(split_master), first_moment, second_moment)
 
     def has_matrices(self, entry: TensorEntry) -> bool:
         """Return whether Muon updates a parameter as matrices."""
@@ -170,33 +170,33 @@ class Muon:
         """Update the moments of matrices; see `megatrain.optim.base.MatrixOptimizer`."""
         for segment in segments:
             if self.is_matrix(segment.name, segment.shape):
-                inside = range(segment.start, segment.stop)
-                self._make_direction(blocks, gradient, inside, update, directions[segment.start : segment.stop])
+                elements = range(segment.start, segment.stop)
+                self._make_direction(blocks, gradient, elements, update, directions[segment.start : segment.stop])
 
     def orthogonalize(self, matrix: Tensor, scratch: Tensor, name: str = "") -> None:
         """Orthogonalize each logical matrix of a parameter's matrix, in place."""
-        fused, make = self.fused.get(name), partial(self._newton_schulz, scratch)
+        fused, iterate = self.fused.get(name), partial(self._newton_schulz, scratch)
         if fused is None:
-            make(matrix)
+            iterate(matrix)
             return
         for view in fused.views(matrix):
             dim = int(fused.by_column)
             if not fused.needs_copies:
-                make(view.flatten(dim, dim + 1))
+                iterate(view.flatten(dim, dim + 1))
                 continue
             # The remaining scratch memory is large enough even for the whole matrix.
-            taken = DIRECTION_BYTES * view.numel()
-            own = scratch[:taken].view(torch.bfloat16).view(view.shape).copy_(view)
-            self._newton_schulz(scratch[round_up(taken, _SCRATCH_ALIGNMENT) :], own.flatten(dim, dim + 1))
-            view.copy_(own)
+            num_bytes = DIRECTION_BYTES * view.numel()
+            copy = scratch[:num_bytes].view(torch.bfloat16).view(view.shape).copy_(view)
+            self._newton_schulz(scratch[round_up(num_bytes, _SCRATCH_ALIGNMENT) :], copy.flatten(dim, dim + 1))
+            view.copy_(copy)
 
     def _newton_schulz(self, scratch: Tensor, matrix: Tensor) -> None:
         newton_schulz(matrix, scratch, self.num_steps, self.coefficients, self.eps)
 
     def orthogonalize_bytes(self, rows: int, columns: int) -> int:
         """Return the scratch bytes that `orthogonalize` needs for any division into logical matrices."""
-        copied = round_up(DIRECTION_BYTES * rows * columns, _SCRATCH_ALIGNMENT) if self._copies_matrices else 0
-        return copied + newton_schulz_bytes(rows, columns)
+        copy_bytes = round_up(DIRECTION_BYTES * rows * columns, _SCRATCH_ALIGNMENT) if self._copies_matrices else 0
+        return copy_bytes + newton_schulz_bytes(rows, columns)
 
     def orthogonalize_flops(self, rows: int, columns: int, name: str = "") -> int:
         """Return the FLOPs of `orthogonalize`. An iteration has two matmuls with the matrix, one of square matrices."""
@@ -217,11 +217,11 @@ class Muon:
         """Update the weights of matrices, and all other parameters; see `megatrain.optim.base.MatrixOptimizer`."""
         for segment in segments:
             if self.is_matrix(segment.name, segment.shape):
-                inside = range(segment.start, segment.stop)
-                made = directions[segment.start : segment.stop]
+                elements = range(segment.start, segment.stop)
+                segment_directions = directions[segment.start : segment.stop]
                 for part, shape in self._logical_matrices(segment):
-                    own = made[part.start - inside.start : part.stop - inside.start]
-                    self._apply_direction(blocks, part, shape, segment, update, own)
+                    part_directions = segment_directions[part.start - elements.start : part.stop - elements.start]
+                    self._apply_direction(blocks, part, shape, segment, update, part_directions)
             else:
                 self._update_other(blocks, gradient, segment, update)
 
@@ -230,11 +230,11 @@ class Muon:
         size = segment.stop - segment.start
         if not size:
             return
-        inside = slice(segment.start, segment.stop)
-        own = {name: block[inside] for name, block in blocks.items() if name != "v"}
+        elements = slice(segment.start, segment.stop)
+        segment_blocks = {name: block[elements] for name, block in blocks.items() if name != "v"}
         start = segment.state_starts["v"]  # build_segments sets it if it receives the kinds
-        own["v"] = blocks["v"][start : start + size]
-        self.adamw.update(own, gradient[inside], (replace(segment, start=0, stop=size),), update)
+        segment_blocks["v"] = blocks["v"][start : start + size]
+        self.adamw.update(segment_blocks, gradient[elements], (replace(segment, start=0, stop=size),), update)
 
     def _make_direction(
         self, blocks: Mapping[str, Tensor], gradient: Tensor, elements: range, update: Update, directions: Tensor
@@ -246,14 +246,14 @@ class Muon:
         assert 0 <= elements.start <= elements.stop <= num_elements, (elements, num_elements)
         moments = flat_block("m", blocks["m"], torch.float32, num_elements)
         grad = flat_gradient(gradient)
-        made = flat_block("directions", directions, torch.bfloat16, len(elements))
+        output = flat_block("directions", directions, torch.bfloat16, len(elements))
         scalars = [np.float32(scalar) for scalar in (update.grad_scale, self.momentum, 1.0 - self.momentum)]
         self.threads.run(
             partial(
                 kernels.muon_direction,
                 moments[start:stop],
                 grad[start:stop],
-                made[start - elements.start : stop - elements.start],
+                output[start - elements.start : stop - elements.start],
                 *scalars,
                 self.nesterov,
             )
@@ -268,9 +268,9 @@ class Muon:
         if fused is None or len({self._lr_factor(*shape) for shape in shapes}) == 1:
             yield range(segment.start, segment.stop), shapes[0]
             return
-        shift = segment.start - segment.first
-        for first, stop, number in fused.runs(columns, segment.first, segment.stop - shift):
-            yield range(first + shift, stop + shift), shapes[number]
+        shift = segment.start - segment.param_start
+        for start, stop, index in fused.runs(columns, segment.param_start, segment.stop - shift):
+            yield range(start + shift, stop + shift), shapes[index]
 
     def _lr_factor(self, rows: int, columns: int) -> float:
         """Return the learning rate factor for a matrix of this shape."""
@@ -289,16 +289,16 @@ class Muon:
         from megatrain.optim import kernels
 
         lr = update.lr * segment.lr_scale
-        ratio = self._lr_factor(*shape)
+        lr_factor = self._lr_factor(*shape)
         weight, low = flat_master(blocks, len(blocks["weight"]))
-        made = flat_block("directions", directions, torch.bfloat16, len(elements))
-        scalars = np.float32(1.0 - lr * segment.weight_decay), np.float32(lr * ratio)
+        directions_array = flat_block("directions", directions, torch.bfloat16, len(elements))
+        scalars = np.float32(1.0 - lr * segment.weight_decay), np.float32(lr * lr_factor)
         self.threads.run(
             partial(
                 kernels.muon_apply,
                 weight[start:stop],
                 low if low is None else low[start:stop],
-                made[start - elements.start : stop - elements.start],
+                directions_array[start - elements.start : stop - elements.start],
                 *scalars,
             )
             for start, stop in cut(elements.start, elements.stop)
@@ -308,9 +308,9 @@ class Muon:
         """Compile or load the kernels for these formats."""
         formats = list(formats)
         self.adamw.warm_up(formats)
-        matrix, numbers = Segment(0, 1, 0.0, shape=(1, 1)), Update(step=1, lr=0.0)
+        segment, update = Segment(0, 1, 0.0, shape=(1, 1)), Update(step=1, lr=0.0)
         for split_master, dtype in formats:
             blocks = {kind.name: torch.zeros(1, dtype=kind.dtype) for kind in self.state_kinds(split_master)}
             directions = torch.zeros(1, dtype=torch.bfloat16)
-            self._make_direction(blocks, torch.zeros(1, dtype=dtype), range(1), numbers, directions)
-            self._apply_direction(blocks, range(1), (1, 1), matrix, numbers, directions)
+            self._make_direction(blocks, torch.zeros(1, dtype=dtype), range(1), update, directions)
+            self._apply_direction(blocks, range(1), (1, 1), segment, update, directions)

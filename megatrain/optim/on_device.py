@@ -44,7 +44,7 @@ __all__ = [
     "UpdateTable",
     "device_optimizer",
     "device_partials",
-    "device_partials_of_parts",
+    "concat_device_partials",
     "device_squared_norm",
     "sum_partials",
     "warm_up_norm",
@@ -115,7 +115,7 @@ class TritonOptimizer:
         self._rule: Any = self._kernels.RULES.get(host.kernel_name)
         if self._rule is None:
             raise DeviceKernelError(f"{host.kernel_name} has no GPU kernel. Run the updates on the host")
-        self._tables: dict[torch.device, list[Tensor | None]] = {}
+        self._codes_by_device: dict[torch.device, list[Tensor | None]] = {}
         self._cached_scalars: tuple[Update | None, dict[tuple[float, float], tuple[float, tuple[float, ...]]]] = (
             None,
             {},
@@ -136,8 +136,8 @@ class TritonOptimizer:
             segments: Ranges to update, without overlap.
         """
         num_elements = gradient.numel()
-        known, flats = self._arrays(blocks, gradient)
-        scales = [known.get(f"{name}_scale") for name in MOMENTS]
+        arrays, inputs = self._arrays(blocks, gradient)
+        scales = [arrays.get(f"{name}_scale") for name in MOMENTS]
         codes = self._codes(gradient.device)
         block_elements = self._kernels.BLOCK_ELEMENTS
         assert gradient.is_cuda or self._kernels.IS_INTERPRETED, gradient.device
@@ -148,24 +148,24 @@ class TritonOptimizer:
                 if count == 0:
                     continue
                 assert self._host.state_dtype != "int8" or segment.start % MOMENT_BLOCK_ELEMENTS == 0, segment
-                parts, own_scales = flats, scales
+                parts, scale_parts = inputs, scales
                 if count < num_elements:
-                    parts = [flat if flat is None else flat[segment.start : segment.stop] for flat in flats]
-                    own_scales = [
+                    parts = [array if array is None else array[segment.start : segment.stop] for array in inputs]
+                    scale_parts = [
                         scale
                         if scale is None
                         else scale[segment.start // MOMENT_BLOCK_ELEMENTS : -(-segment.stop // MOMENT_BLOCK_ELEMENTS)]
                         for scale in scales
                     ]
-                rounding = self._host.rounding_key_at(segment, update)
-                key = (0, 0, 0) if rounding is None else (*map(_as_int32, rounding[:2]), int(rounding[2]))
+                rounding_key = self._host.rounding_key_at(segment, update)
+                key = (0, 0, 0) if rounding_key is None else (*map(_as_int32, rounding_key[:2]), int(rounding_key[2]))
                 grid = (-(-count // block_elements),)
                 self._kernels.update[grid](
                     None,
                     0,
                     update.decision,
                     *parts,
-                    *own_scales,
+                    *scale_parts,
                     *codes,
                     *key,
                     count,
@@ -184,24 +184,24 @@ class TritonOptimizer:
         if not self._host.supports_rows:
             return None
         alignment, block_elements = self._kernels.ROW_ALIGNMENT, self._kernels.BLOCK_ELEMENTS
-        found: dict[tuple[object, ...], tuple[list[list[int]], list[Tensor | None], Segment]] = {}
+        launches: dict[tuple[object, ...], tuple[list[list[int]], list[Tensor | None], Segment]] = {}
         for blocks, gradient, segments in groups:
-            _, flats = self._arrays(blocks, gradient)
-            weight, low, *moments, grad = flats
-            of_row = [weight, low, grad, *moments]
+            _, inputs = self._arrays(blocks, gradient)
+            weight, low, *moments, grad = inputs
+            row_arrays = [weight, low, grad, *moments]
             for segment in segments:
                 count = segment.stop - segment.start
-                starts = [0 if flat is None else flat[segment.start :].data_ptr() for flat in of_row]
-                if any(number % alignment for number in (count, *starts)):
+                addresses = [0 if array is None else array[segment.start :].data_ptr() for array in row_arrays]
+                if any(value % alignment for value in (count, *addresses)):
                     return None
                 settings = low is None, gradient.dtype, segment.weight_decay, segment.lr_scale
-                rows, _, _ = found.setdefault(settings, ([], flats, segment))
+                rows, _, _ = launches.setdefault(settings, ([], inputs, segment))
                 if count:
-                    rows.append([count, *starts])
+                    rows.append([count, *addresses])
         device, tables = groups[0][1].device, list[UpdateTable]()
-        for rows, flats, segment in found.values():
-            table, num_programs = _rows_on_device(rows, block_elements, device)
-            examples = [None if flat is None else flat.new_empty(0) for flat in flats]
+        for rows, inputs, segment in launches.values():
+            table, num_programs = _make_table(rows, block_elements, device)
+            examples = [None if array is None else array.new_empty(0) for array in inputs]
             if num_programs:
                 tables.append(UpdateTable(table, num_programs, examples, segment))
         return tables
@@ -226,36 +226,36 @@ class TritonOptimizer:
 
     def _arrays(self, blocks: Mapping[str, Tensor], gradient: Tensor) -> tuple[dict[str, Tensor], list[Tensor | None]]:
         """Return the kernel's arrays twice: by kind, and as a list in argument order with the gradient last."""
-        known = {
+        arrays = {
             kind.name: _flat(kind.name, blocks[kind.name], kind.dtype, gradient, kind.granularity)
             for kind in self.state_kinds("low" in blocks)
         }
-        moments = [known.get(name) for name in MOMENTS]
+        moments = [arrays.get(name) for name in MOMENTS]
         grad = _flat("gradient", gradient, gradient.dtype, gradient)
-        return known, [known["weight"], known.get("low"), *moments, grad]
+        return arrays, [arrays["weight"], arrays.get("low"), *moments, grad]
 
     def _scalars(self, segment: Segment, update: Update) -> tuple[float, tuple[float, ...]]:
         """Return the kernel's scalars as Python numbers. They are cached, because most parameters share them."""
         if self._cached_scalars[0] != update:
             self._cached_scalars = (update, {})
-        known, settings = self._cached_scalars[1], (segment.weight_decay, segment.lr_scale)
-        if settings not in known:
+        scalar_cache, settings = self._cached_scalars[1], (segment.weight_decay, segment.lr_scale)
+        if settings not in scalar_cache:
             grad_scale, scalars = self._host.scalars(segment, update)
-            known[settings] = float(grad_scale), tuple(map(float, scalars))
-        return known[settings]
+            scalar_cache[settings] = float(grad_scale), tuple(map(float, scalars))
+        return scalar_cache[settings]
 
     def _codes(self, device: torch.device) -> list[Tensor | None]:
         """Return each moment's code and cells in device memory, or None for a moment without a code."""
-        if device not in self._tables:
-            found: list[Tensor | None] = []
+        if device not in self._codes_by_device:
+            codes: list[Tensor | None] = []
             for name in MOMENTS:
                 if self._host.state_dtype != "int8" or name not in self._host.moments:
-                    found += [None, None]
+                    codes += [None, None]
                     continue
                 values, borders, cells = map(torch.from_numpy, moment_code(is_signed(name)))
-                found += [torch.cat([values, borders]).to(device), cells.to(device)]
-            self._tables[device] = found
-        return self._tables[device]
+                codes += [torch.cat([values, borders]).to(device), cells.to(device)]
+            self._codes_by_device[device] = codes
+        return self._codes_by_device[device]
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
         """Compile the kernel for these formats on the current device. Each format takes 1 to 2 s."""
@@ -278,17 +278,17 @@ class TritonWeightAverage:
         self, blocks: Mapping[str, Tensor], gradient: Tensor, segments: Sequence[Segment], update: Update
     ) -> None:
         """Queue one step of one block group and the update of its average; see `TritonOptimizer.update`."""
-        own = {name: block for name, block in blocks.items() if name != EMA.name}
-        self._inner.update(own, gradient, segments, update)
+        inner_blocks = {name: block for name, block in blocks.items() if name != EMA.name}
+        self._inner.update(inner_blocks, gradient, segments, update)
         kinds = (*master_kinds("low" in blocks), EMA)
-        known = {kind.name: _flat(kind.name, blocks[kind.name], kind.dtype, gradient) for kind in kinds}
-        flats = [known["weight"], known.get("low"), known[EMA.name]]
+        arrays = {kind.name: _flat(kind.name, blocks[kind.name], kind.dtype, gradient) for kind in kinds}
+        inputs = [arrays["weight"], arrays.get("low"), arrays[EMA.name]]
         block_elements = self._kernels.BLOCK_ELEMENTS
         with torch.accelerator.device_index(gradient.device.index):
             for segment in segments:
                 count = segment.stop - segment.start
                 if count:
-                    parts = [flat if flat is None else flat[segment.start : segment.stop] for flat in flats]
+                    parts = [array if array is None else array[segment.start : segment.stop] for array in inputs]
                     self._kernels.average[(-(-count // block_elements),)](
                         *parts,
                         count,
@@ -316,25 +316,25 @@ def _warm_up(optimizer: TritonOptimizer | TritonWeightAverage, kernels: ModuleTy
         optimizer.update(blocks, gradient, segments, update)
         if not isinstance(optimizer, TritonOptimizer):
             continue
-        decided = replace(update, decision=torch.zeros(2, device=device))
-        optimizer.update(blocks, gradient, segments, decided)
+        decision_update = replace(update, decision=torch.zeros(2, device=device))
+        optimizer.update(blocks, gradient, segments, decision_update)
         if tables := optimizer.make_tables([(blocks, gradient, segments[:1])]):
             optimizer.update_by_tables(tables, update)
-            optimizer.update_by_tables(tables, decided)
+            optimizer.update_by_tables(tables, decision_update)
 
 
-def _rows_on_device(rows: Sequence[Sequence[int]], block_elements: int, device: torch.device) -> tuple[Tensor, int]:
+def _make_table(rows: Sequence[Sequence[int]], block_elements: int, device: torch.device) -> tuple[Tensor, int]:
     """Return an address table for kernels, and the number of programs that the table needs. No host sync.
 
     Args:
         rows: Rows in the order of `triton_kernels.ROW_COLUMNS`: number of elements, then addresses.
     """
     num_programs, width = 0, len(_import_kernels().ROW_COLUMNS)
-    numbers = list[list[int]]()
+    table_rows = list[list[int]]()
     for row in rows:
-        numbers.append([num_programs, *row, *(0 for _ in range(width - 1 - len(row)))])
+        table_rows.append([num_programs, *row, *(0 for _ in range(width - 1 - len(row)))])
         num_programs += -(-row[0] // block_elements)
-    table = torch.tensor(numbers, dtype=torch.int64).reshape(-1, width)
+    table = torch.tensor(table_rows, dtype=torch.int64).reshape(-1, width)
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
     return table, num_programs
@@ -377,14 +377,14 @@ def device_optimizer(optimizer: Optimizer, device: torch.device) -> Optimizer:
     Raises:
         DeviceKernelError: The optimizer runs only on the host. The message gives the reason.
     """
-    updating = optimizer.inner if isinstance(optimizer, WeightAverage) else optimizer
-    if isinstance(updating, MatrixOptimizer):
-        raise DeviceKernelError(f"for {type(updating).__name__}, the GPU computes only the matrix products")
-    if not isinstance(updating, ElementwiseOptimizer):
-        raise DeviceKernelError(f"{type(updating).__name__} has no GPU kernel")
+    inner = optimizer.inner if isinstance(optimizer, WeightAverage) else optimizer
+    if isinstance(inner, MatrixOptimizer):
+        raise DeviceKernelError(f"for {type(inner).__name__}, the GPU computes only the matrix products")
+    if not isinstance(inner, ElementwiseOptimizer):
+        raise DeviceKernelError(f"{type(inner).__name__} has no GPU kernel")
     if device.type == "cpu":
         return optimizer
-    return TritonWeightAverage(optimizer) if isinstance(optimizer, WeightAverage) else TritonOptimizer(updating)
+    return TritonWeightAverage(optimizer) if isinstance(optimizer, WeightAverage) else TritonOptimizer(inner)
 
 
 def device_squared_norm(gradient: Tensor) -> Tensor:
@@ -403,29 +403,29 @@ def device_partials(gradient: Tensor) -> Tensor:
     """Return the fp64 sum of squares of every `kernels.NORM_BLOCK_ELEMENTS` elements, [blocks] on the same device."""
     from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS, NORM_LANES
 
-    flat, triton_kernels = gradient.detach(), _kernels_for(gradient)
+    grad, triton_kernels = gradient.detach(), _kernels_for(gradient)
     if triton_kernels is None:
-        return _partials_in_torch(flat, NORM_BLOCK_ELEMENTS, NORM_LANES)
-    return _partials_in_triton(triton_kernels, flat, None, -(-flat.numel() // NORM_BLOCK_ELEMENTS))
+        return _partials_in_torch(grad, NORM_BLOCK_ELEMENTS, NORM_LANES)
+    return _partials_in_triton(triton_kernels, grad, None, -(-grad.numel() // NORM_BLOCK_ELEMENTS))
 
 
 def _partials_in_triton(kernels: ModuleType, gradient: Tensor, table: Tensor | None, num_programs: int) -> Tensor:
     """Return the partial sums of `gradient`, or of all gradients in `table` with its dtype and on its device."""
     from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS, NORM_LANES
 
-    flat = _flat("gradient", gradient, gradient.dtype, gradient)
-    partials = torch.empty(num_programs, dtype=torch.float64, device=flat.device)
+    grad = _flat("gradient", gradient, gradient.dtype, gradient)
+    partials = torch.empty(num_programs, dtype=torch.float64, device=grad.device)
     if num_programs:
-        with torch.accelerator.device_index(flat.device.index):
+        with torch.accelerator.device_index(grad.device.index):
             kernels.squared_norms[(num_programs,)](
                 table,
                 0 if table is None else len(table),
-                flat,
+                grad,
                 partials,
-                flat.numel() if table is None else 0,
+                grad.numel() if table is None else 0,
                 block_elements=NORM_BLOCK_ELEMENTS,
                 num_lanes=NORM_LANES,
-                unrolled=_UNROLLED,
+                unroll=_UNROLLED,
                 num_warps=1,
             )
     return partials
@@ -436,24 +436,24 @@ _norm_tables: OrderedDict[tuple[object, ...], tuple[Tensor, int]] = OrderedDict(
 _MAX_NORM_TABLES = 1024
 
 
-def device_partials_of_parts(parts: Sequence[Tensor]) -> Tensor:
+def concat_device_partials(parts: Sequence[Tensor]) -> Tensor:
     """Return the concatenated `device_partials` of several gradients, with one launch if possible."""
     from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS
 
-    triton_kernels, first = _kernels_for(parts[0]), parts[0]
+    triton_kernels, first_part = _kernels_for(parts[0]), parts[0]
     addresses = [part.data_ptr() for part in parts] if triton_kernels is not None else []
     is_aligned = not any(address % triton_kernels.ROW_ALIGNMENT for address in addresses) if triton_kernels else False
     if len(parts) == 1 or triton_kernels is None or not is_aligned:
         return torch.cat([device_partials(part) for part in parts])
-    key = first.device, first.dtype, *addresses, *map(len, parts)
+    key = first_part.device, first_part.dtype, *addresses, *map(len, parts)
     if key not in _norm_tables:
         rows = [(len(part), 0, 0, address) for part, address in zip(parts, addresses, strict=True) if len(part)]
-        _norm_tables[key] = _rows_on_device(rows, NORM_BLOCK_ELEMENTS, first.device)
+        _norm_tables[key] = _make_table(rows, NORM_BLOCK_ELEMENTS, first_part.device)
         if len(_norm_tables) > _MAX_NORM_TABLES:
             _norm_tables.popitem(last=False)
     _norm_tables.move_to_end(key)
     table, num_programs = _norm_tables[key]
-    return _partials_in_triton(triton_kernels, first, table, num_programs)
+    return _partials_in_triton(triton_kernels, first_part, table, num_programs)
 
 
 def sum_partials(partials: Tensor) -> Tensor:
@@ -475,7 +475,7 @@ def warm_up_norm(device: torch.device) -> None:
         for dtype in GRADIENT_DTYPES:
             zeros = torch.zeros(1, dtype=dtype, device=device)
             device_squared_norm(zeros)
-            device_partials_of_parts([zeros, zeros])
+            concat_device_partials([zeros, zeros])
 
 
 def _kernels_for(tensor: Tensor) -> ModuleType | None:
@@ -494,7 +494,7 @@ def _kernels_or_none() -> ModuleType | None:
 
 def _partials_in_torch(gradient: Tensor, block_elements: int, num_lanes: int) -> Tensor:
     """Return a gradient's partial sums, added in the same order as in the Triton kernel."""
-    found: list[Tensor] = []
+    sums: list[Tensor] = []
     for piece in torch.split(gradient, max(block_elements, _PIECE_ELEMENTS // block_elements * block_elements)):
         count = -(-piece.numel() // block_elements)
         squares = torch.zeros(count * block_elements, dtype=torch.float64, device=gradient.device)
@@ -506,5 +506,5 @@ def _partials_in_torch(gradient: Tensor, block_elements: int, num_lanes: int) ->
         partials = torch.zeros(count, dtype=torch.float64, device=gradient.device)
         for lane in range(num_lanes):
             partials += lanes[:, lane]
-        found.append(partials)
-    return torch.cat(found)
+        sums.append(partials)
+    return torch.cat(sums)

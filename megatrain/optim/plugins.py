@@ -33,36 +33,36 @@ def make_custom_optimizer(name: str, arguments: Mapping[str, Any]) -> Optimizer:
         OptimizerError: No package or more than one package defines the optimizer, or it cannot be imported or
             constructed, or the object is not an optimizer.
     """
-    where = f'optimizer.custom_optimizer = "{name}"'
+    setting = f'optimizer.custom_optimizer = "{name}"'
     points = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
     if not points:
-        known = ", ".join(available_optimizers()) or "none"
+        available = ", ".join(available_optimizers()) or "none"
         raise OptimizerError(
-            f"{where}: no installed package has an optimizer with this name. Available: {known}. Install the package "
-            f"whose entry point in the group '{ENTRY_POINT_GROUP}' has this name"
+            f"{setting}: no installed package has an optimizer with this name. Available: {available}. Install the "
+            f"package whose entry point in the group '{ENTRY_POINT_GROUP}' has this name"
         )
     if len({point.value for point in points}) > 1:
-        places = " and ".join(sorted(_package_text(point) for point in points))
-        raise OptimizerError(f"{where} is defined in {places}. Uninstall one of them")
-    place = _package_text(points[0])
+        packages = " and ".join(sorted(_package_text(point) for point in points))
+        raise OptimizerError(f"{setting} is defined in {packages}. Uninstall one of them")
+    package = _package_text(points[0])
     try:
         factory = points[0].load()
     except Exception as cause:  # importing a module can raise any error
-        text = f"{where} from {place} cannot be imported: {type(cause).__name__}: {cause}"
+        text = f"{setting} from {package} cannot be imported: {type(cause).__name__}: {cause}"
         raise OptimizerError(f"{text}. Install its missing dependencies, or a different version of it") from cause
     try:
-        made = factory(**arguments)
+        optimizer = factory(**arguments)
     except Exception as cause:  # the arguments may be unknown or invalid
-        text = f"{where} from {place} rejects optimizer.optim_args: {type(cause).__name__}: {cause}"
+        text = f"{setting} from {package} rejects optimizer.optim_args: {type(cause).__name__}: {cause}"
         raise OptimizerError(text) from cause
-    if not isinstance(made, Optimizer):
-        text = f"{where} from {place} is a {type(made).__name__}, not a megatrain.optim.base.Optimizer"
+    if not isinstance(optimizer, Optimizer):
+        text = f"{setting} from {package} is a {type(optimizer).__name__}, not a megatrain.optim.base.Optimizer"
         raise OptimizerError(f"{text}: state_kinds, update, warm_up. Its tests: megatrain.optim.testing.OptimizerSuite")
-    names = [kind.name for kind in made.state_kinds(True)]
+    names = [kind.name for kind in optimizer.state_kinds(True)]
     if names[:2] != ["weight", "low"] or len(set(names)) != len(names):
-        text = f"{where} from {place}: its kinds of state are {', '.join(names)}"
+        text = f"{setting} from {package}: its kinds of state are {', '.join(names)}"
         raise OptimizerError(f"{text}; weight and low must come first, and names must be unique")
-    return made
+    return optimizer
 
 
 def _package_text(point: EntryPoint) -> str:

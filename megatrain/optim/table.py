@@ -174,12 +174,12 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
     def learning_rates(self) -> Mapping[str, float]:
         """Peak learning rates of the run and of groups, by config key."""
         rates = {"optimizer.learning_rate": self.learning_rate}
-        for number, group in enumerate(self.groups):
+        for index, group in enumerate(self.groups):
             if group.learning_rate is not None:
-                rates[f"optimizer.groups.{number}.learning_rate"] = group.learning_rate
+                rates[f"optimizer.groups.{index}.learning_rate"] = group.learning_rate
             elif group.lr_mult is not None:
-                key_in_words = f"optimizer.groups.{number}.lr_mult x optimizer.learning_rate"
-                rates[key_in_words] = group.lr_mult * self.learning_rate
+                expression = f"optimizer.groups.{index}.lr_mult x optimizer.learning_rate"
+                rates[expression] = group.lr_mult * self.learning_rate
         return rates
 
     @property
@@ -190,8 +190,8 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
     @property
     def depends_on_length(self) -> bool:
         """Whether the learning rate of a step depends on the total number of steps."""
-        only_warmup = self.lr_scheduler_type in ("constant", "constant_with_warmup", "inverse_sqrt")
-        return not only_warmup or (self.has_warmup and 0 < self.warmup_steps < 1)
+        is_open_ended = self.lr_scheduler_type in ("constant", "constant_with_warmup", "inverse_sqrt")
+        return not is_open_ended or (self.has_warmup and 0 < self.warmup_steps < 1)
 
     def num_warmup_steps(self, num_steps: int) -> int:
         """Return the number of linear warm-up steps in a run. Fractions are rounded up, as in transformers 5."""

@@ -41,12 +41,12 @@ class OptimizerSuite:
     def test_optimizer_implements_the_protocol(self) -> None:
         optimizer = self.make_optimizer()
         assert isinstance(optimizer, Optimizer), f"{type(optimizer).__name__} lacks state_kinds, update or warm_up"
-        for split_master, first in ((True, ["weight", "low"]), (False, ["weight"])):
+        for split_master, expected in ((True, ["weight", "low"]), (False, ["weight"])):
             names = [kind.name for kind in optimizer.state_kinds(split_master)]
-            assert names[: len(first)] == first, names
+            assert names[: len(expected)] == expected, names
             assert len(set(names)) == len(names), f"two kinds have the same name: {names}"
             assert not any(set(name) & set("./") or name.startswith("grad") for name in names), names
-        plain, split = ({kind.name for kind in optimizer.state_kinds(each)} for each in (False, True))
+        plain, split = ({kind.name for kind in optimizer.state_kinds(is_split)} for is_split in (False, True))
         assert split - plain == {"low"}, "fp32 and split masters have different state"
 
     def test_warm_up_can_be_repeated(self) -> None:
@@ -58,68 +58,68 @@ class OptimizerSuite:
 
     def test_update_learns_and_leaves_padding_unchanged(self) -> None:
         optimizer, layout = self.make_optimizer(), self.make_layout()
-        blocks, before = self._blocks(optimizer, layout), self._blocks(optimizer, layout)
+        blocks, old_blocks = self._blocks(optimizer, layout), self._blocks(optimizer, layout)
         gradient = self._gradient(layout, 1)
-        given = gradient.clone()
+        gradient_copy = gradient.clone()
         segments = self._segments(optimizer, layout)
         optimizer.update(blocks, gradient, [], Update(1, 1e-2))
-        assert self._are_equal(blocks, before), "an update without segments changed a block"
-        chosen = segments[::2]
-        optimizer.update(blocks, gradient, chosen, Update(1, 1e-2))
-        assert torch.equal(gradient, given), "the update changed the gradient"
-        mine = torch.zeros(layout.num_elements, dtype=torch.bool)
-        for segment in chosen:
-            mine[segment.start : segment.stop] = True
-        moved = blocks["weight"] != before["weight"]
-        assert not moved[~mine].any(), (
+        assert self._are_equal(blocks, old_blocks), "an update without segments changed a block"
+        chosen_segments = segments[::2]
+        optimizer.update(blocks, gradient, chosen_segments, Update(1, 1e-2))
+        assert torch.equal(gradient, gradient_copy), "the update changed the gradient"
+        mask = torch.zeros(layout.num_elements, dtype=torch.bool)
+        for segment in chosen_segments:
+            mask[segment.start : segment.stop] = True
+        changed = blocks["weight"] != old_blocks["weight"]
+        assert not changed[~mask].any(), (
             "the update changed weights outside of the segments: other parameters, or padding"
         )
-        assert moved[mine].float().mean() > 0.5, "the update changed less than half of the weights"
+        assert changed[mask].float().mean() > 0.5, "the update changed less than half of the weights"
         assert blocks["weight"].isfinite().all()
 
     def test_optimizer_object_has_no_state(self) -> None:
         """A new optimizer object can continue a run with the same blocks."""
         layout = self.make_layout()
-        one = self.make_optimizer()
-        first, second = self._blocks(one, layout), self._blocks(one, layout)
+        optimizer = self.make_optimizer()
+        blocks, resumed_blocks = self._blocks(optimizer, layout), self._blocks(optimizer, layout)
         for step in (1, 2, 3):
-            self._step(one, layout, first, step)
-            self._step(self.make_optimizer(), layout, second, step)
-            assert self._are_equal(first, second), (
+            self._step(optimizer, layout, blocks, step)
+            self._step(self.make_optimizer(), layout, resumed_blocks, step)
+            assert self._are_equal(blocks, resumed_blocks), (
                 f"a new object with the same blocks gave a different result in step {step}"
             )
 
     def test_split_and_fp32_masters_are_bitwise_equal(self) -> None:
         optimizer, layout = self.make_optimizer(), self.make_layout()
-        whole, split = self._blocks(optimizer, layout), self._blocks(optimizer, layout, split_master=True)
+        fp32_blocks, split_blocks = self._blocks(optimizer, layout), self._blocks(optimizer, layout, split_master=True)
         for step in (1, 2):
-            self._step(optimizer, layout, whole, step)
-            self._step(optimizer, layout, split, step)
+            self._step(optimizer, layout, fp32_blocks, step)
+            self._step(optimizer, layout, split_blocks, step)
         master = torch.empty(layout.num_elements)
-        decode(split["weight"], split["low"], master)
-        assert torch.equal(master, whole["weight"]), "a split master and an fp32 master gave different results"
+        decode(split_blocks["weight"], split_blocks["low"], master)
+        assert torch.equal(master, fp32_blocks["weight"]), "a split master and an fp32 master gave different results"
 
     def test_bf16_gradients_match_their_fp32_values(self) -> None:
         optimizer, layout = self.make_optimizer(), self.make_layout()
-        narrow, wide = self._blocks(optimizer, layout), self._blocks(optimizer, layout)
+        actual, expected = self._blocks(optimizer, layout), self._blocks(optimizer, layout)
         gradient = self._gradient(layout, 1).bfloat16()
         segments = self._segments(optimizer, layout)
-        optimizer.update(narrow, gradient, segments, Update(1, 1e-2))
-        optimizer.update(wide, gradient.float(), segments, Update(1, 1e-2))
-        assert self._are_equal(narrow, wide), "a bf16 gradient and the same numbers in fp32 gave different results"
+        optimizer.update(actual, gradient, segments, Update(1, 1e-2))
+        optimizer.update(expected, gradient.float(), segments, Update(1, 1e-2))
+        assert self._are_equal(actual, expected), "a bf16 gradient and the same numbers in fp32 gave different results"
 
     def test_grad_scale_and_lr_scale_are_factors(self) -> None:
         optimizer, layout = self.make_optimizer(), self.make_layout()
         gradient, segments = self._gradient(layout, 1), self._segments(optimizer, layout)
-        scaled, plain = self._blocks(optimizer, layout), self._blocks(optimizer, layout)
-        optimizer.update(scaled, gradient, segments, Update(1, 1e-2, 0.25))
-        optimizer.update(plain, gradient * 0.25, segments, Update(1, 1e-2))
-        assert self._are_equal(scaled, plain), "grad_scale is not a factor on the gradient"
-        slow = self._segments(optimizer, layout, lr_scale=0.5)
-        scaled, plain = self._blocks(optimizer, layout), self._blocks(optimizer, layout)
-        optimizer.update(scaled, gradient, slow, Update(1, 1e-2))
-        optimizer.update(plain, gradient, segments, Update(1, 5e-3))
-        assert self._are_equal(scaled, plain), "a segment's lr_scale is not a factor on the learning rate"
+        actual, expected = self._blocks(optimizer, layout), self._blocks(optimizer, layout)
+        optimizer.update(actual, gradient, segments, Update(1, 1e-2, 0.25))
+        optimizer.update(expected, gradient * 0.25, segments, Update(1, 1e-2))
+        assert self._are_equal(actual, expected), "grad_scale is not a factor on the gradient"
+        slow_segments = self._segments(optimizer, layout, lr_scale=0.5)
+        actual, expected = self._blocks(optimizer, layout), self._blocks(optimizer, layout)
+        optimizer.update(actual, gradient, slow_segments, Update(1, 1e-2))
+        optimizer.update(expected, gradient, segments, Update(1, 5e-3))
+        assert self._are_equal(actual, expected), "a segment's lr_scale is not a factor on the learning rate"
 
     # -- order and partition of calls ----------------------------------------------------------------------------
 
@@ -128,15 +128,15 @@ class OptimizerSuite:
         expected = self._blocks(optimizer, layout)
         self._step(optimizer, layout, expected, 1)
         gradient, segments = self._gradient(layout, 1), self._segments(optimizer, layout)
-        found = [self._blocks(optimizer, layout) for _ in range(4)]
+        results = [self._blocks(optimizer, layout) for _ in range(4)]
 
         def update(blocks: Blocks) -> None:
             for segment in reversed(segments):
                 optimizer.update(blocks, gradient, [segment], Update(1, 1e-2))
 
         with ThreadPoolExecutor(4) as threads:
-            list(threads.map(update, found, timeout=120))
-        assert all(self._are_equal(blocks, expected) for blocks in found), (
+            list(threads.map(update, results, timeout=120))
+        assert all(self._are_equal(blocks, expected) for blocks in results), (
             "the result depends on the order or on other threads"
         )
 
@@ -147,17 +147,17 @@ class OptimizerSuite:
         kinds = optimizer.state_kinds(False)
         if not all(kind.has_weight_layout(layout) for kind in kinds):
             return
-        whole, cut = self._blocks(optimizer, layout), self._blocks(optimizer, layout)
+        expected, actual = self._blocks(optimizer, layout), self._blocks(optimizer, layout)
         gradient, segments = self._gradient(layout, 1), self._segments(optimizer, layout)
-        optimizer.update(whole, gradient, segments, Update(1, 1e-2))
+        optimizer.update(expected, gradient, segments, Update(1, 1e-2))
         for part in (range(_PART), range(_PART, 2 * _PART), range(2 * _PART, layout.num_elements)):
-            own = {
-                kind.name: cut[kind.name][part.start // kind.granularity : -(-part.stop // kind.granularity)]
+            part_blocks = {
+                kind.name: actual[kind.name][part.start // kind.granularity : -(-part.stop // kind.granularity)]
                 for kind in kinds
             }
-            inside = [segment.within(part) for segment in segments]
-            optimizer.update(own, gradient[part.start : part.stop], inside, Update(1, 1e-2))
-        assert self._are_equal(whole, cut), "an update in parts gave a different result; set needs_whole=True"
+            part_segments = [segment.within(part) for segment in segments]
+            optimizer.update(part_blocks, gradient[part.start : part.stop], part_segments, Update(1, 1e-2))
+        assert self._are_equal(expected, actual), "an update in parts gave a different result; set needs_whole=True"
 
     # -- helpers -------------------------------------------------------------------------------------------------
 
@@ -181,8 +181,8 @@ class OptimizerSuite:
         return torch.randn(layout.num_elements, generator=torch.Generator().manual_seed(step))
 
     def _segments(self, optimizer: Optimizer, layout: UnitLayout, lr_scale: float = 1.0) -> Sequence[Segment]:
-        built = build_segments(layout, 0.1, (), kinds=optimizer.state_kinds(False))
-        return [replace(segment, lr_scale=lr_scale) for segment in built]
+        segments = build_segments(layout, 0.1, (), kinds=optimizer.state_kinds(False))
+        return [replace(segment, lr_scale=lr_scale) for segment in segments]
 
     def _step(self, optimizer: Optimizer, layout: UnitLayout, blocks: Blocks, step: int) -> None:
         segments = self._segments(optimizer, layout)

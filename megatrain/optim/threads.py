@@ -47,8 +47,8 @@ def num_update_threads(device_type: str) -> int:
 
 def cut(start: int, stop: int, elements: int = RANGE_ELEMENTS) -> Iterator[tuple[int, int]]:
     """Split `[start, stop)` into consecutive ranges of `elements`. The last range can be shorter."""
-    for begin in range(start, stop, elements):
-        yield begin, min(begin + elements, stop)
+    for range_start in range(start, stop, elements):
+        yield range_start, min(range_start + elements, stop)
 
 
 def elements_per_call(num_elements: int, num_threads: int) -> int:
@@ -58,21 +58,21 @@ def elements_per_call(num_elements: int, num_threads: int) -> int:
     return min(RANGE_ELEMENTS, max(_MIN_CALL_ELEMENTS, -(-num_elements // (_CALLS_PER_THREAD * num_threads))))
 
 
-def group_calls(sizes: Sequence[int], at_once: int) -> list[tuple[int, int]]:
-    """Group consecutive items into calls of at most `at_once` elements. Return each call as `(first, stop)`.
+def group_calls(sizes: Sequence[int], max_elements: int) -> list[tuple[int, int]]:
+    """Group consecutive items into calls of at most `max_elements` elements. Return each call as `(start, stop)`.
 
     Args:
-        sizes: Number of elements of each item, at most `at_once`.
+        sizes: Number of elements of each item, at most `max_elements`.
     """
     calls: list[tuple[int, int]] = []
-    first = elements = 0
-    for number, size in enumerate(sizes):
-        if elements and elements + size > at_once:
-            calls.append((first, number))
-            first, elements = number, 0
+    start = elements = 0
+    for index, size in enumerate(sizes):
+        if elements and elements + size > max_elements:
+            calls.append((start, index))
+            start, elements = index, 0
         elements += size
-    if first < len(sizes):
-        calls.append((first, len(sizes)))
+    if start < len(sizes):
+        calls.append((start, len(sizes)))
     return calls
 
 
@@ -83,13 +83,13 @@ class KernelThreads:
 
     Args:
         num_threads: Number of compute threads; 1 to use only the calling thread. Default: one per usable CPU.
-        among_operations: Whether calls alternate with torch's CPU operations. After an operation, torch's OpenMP
+        is_interleaved: Whether calls alternate with torch's CPU operations. After an operation, torch's OpenMP
             threads spin for milliseconds. To avoid competing with these threads, calls run on them if the OpenMP
             library allows it.
     """
 
-    def __init__(self, num_threads: int | None = None, *, among_operations: bool = False) -> None:
-        self._openmp = _openmp_parallel() if among_operations else None
+    def __init__(self, num_threads: int | None = None, *, is_interleaved: bool = False) -> None:
+        self._openmp = _openmp_parallel() if is_interleaved else None
         self.num_threads = default_num_threads() if num_threads is None else num_threads
         assert self.num_threads >= 1, self.num_threads
         self._lock = threading.Lock()
@@ -100,34 +100,34 @@ class KernelThreads:
 
         Threads take calls from the iterator one at a time, so later calls are prepared while earlier calls run.
         """
-        remaining, lock = iter(calls), threading.Lock()
-        ahead = list(islice(remaining, self.num_threads))
-        remaining = chain(ahead, remaining)
-        if self.num_threads == 1 or len(ahead) == 1:
-            for call in remaining:
+        queue, lock = iter(calls), threading.Lock()
+        batch = list(islice(queue, self.num_threads))
+        queue = chain(batch, queue)
+        if self.num_threads == 1 or len(batch) == 1:
+            for call in queue:
                 call()
             return
 
         def worker() -> None:
             while True:
                 with lock:
-                    call = next(remaining, None)
+                    call = next(queue, None)
                 if call is None:
                     return
                 call()
 
-        errors = self._run_on_openmp(worker, len(ahead)) if self._openmp else self._run_on_pool(worker, len(ahead))
+        errors = self._run_on_openmp(worker, len(batch)) if self._openmp else self._run_on_pool(worker, len(batch))
         for error in errors:
             raise error
 
     def _run_on_pool(self, worker: Callable[[], None], num_threads: int) -> list[BaseException]:
         futures = [self._executor().submit(worker) for _ in range(num_threads - 1)]
-        errors = _errors_of(worker)  # the calling thread also computes, instead of waiting for the pool to start
+        errors = _catch_errors(worker)  # the calling thread also computes, instead of waiting for the pool to start
         return errors + [error for future in futures if (error := future.exception()) is not None]
 
     def _run_on_openmp(self, worker: Callable[[], None], num_threads: int) -> list[BaseException]:
         errors: list[BaseException] = []
-        call = _OPENMP_BODY(lambda _: errors.extend(_errors_of(worker)))
+        call = _OPENMP_BODY(lambda _: errors.extend(_catch_errors(worker)))
         assert self._openmp is not None
         with _defer_interrupts():
             self._openmp(call, None, num_threads, 0)  # returns after all threads of the team have finished
@@ -157,14 +157,14 @@ def _defer_interrupts() -> Iterator[None]:
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    signals: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda signum, frame: signals.append((signum, frame)))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(*came[0])
+        if signals:
+            handler(*signals[0])
 
 
 _OPENMP_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -186,7 +186,7 @@ def _openmp_parallel() -> Any:
     return parallel
 
 
-def _errors_of(worker: Callable[[], None]) -> list[BaseException]:
+def _catch_errors(worker: Callable[[], None]) -> list[BaseException]:
     try:
         worker()
     except BaseException as error:

@@ -47,7 +47,7 @@ ROW_ALIGNMENT = 16
 _MOMENTS = tl.constexpr(MOMENT_BLOCK_ELEMENTS)
 _NUM_COLUMNS = tl.constexpr(len(ROW_COLUMNS))
 _ALIGNMENT = tl.constexpr(ROW_ALIGNMENT)
-_NOT_SPECIALIZED = ["num_rows", "first_key", "second_key", "first"]  # specializing would recompile every step
+_NOT_SPECIALIZED = ["num_rows", "first_key", "second_key", "first_index"]  # specializing would recompile every step
 LAUNCH_OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 
 
@@ -93,31 +93,31 @@ def _positions(block_elements: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _row_of_program(rows: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
+def _program_row(rows: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
     """Return the address of this program's row: the last row that starts at this program or an earlier one."""
-    found = 0
+    start = 0
     stop = num_rows
-    while stop - found > 1:
-        middle = (found + stop) // 2
+    while stop - start > 1:
+        middle = (start + stop) // 2
         is_later = tl.load(rows + middle * _NUM_COLUMNS) > tl.program_id(0)
-        found = tl.where(is_later, found, middle)
+        start = tl.where(is_later, start, middle)
         stop = tl.where(is_later, middle, stop)
-    return rows + found * _NUM_COLUMNS
+    return rows + start * _NUM_COLUMNS
 
 
 @triton.jit
-def _positions_in_row(row: tl.tensor, block_elements: tl.constexpr) -> tl.tensor:
+def _row_positions(row: tl.tensor, block_elements: tl.constexpr) -> tl.tensor:
     """Return the indexes of this program's elements in the arrays of its row."""
     return (tl.program_id(0) - tl.load(row)) * block_elements + tl.arange(0, block_elements)
 
 
 @triton.jit
-def _length_of_row(row: tl.tensor) -> tl.tensor:
+def _row_length(row: tl.tensor) -> tl.tensor:
     return tl.load(row + 1) // _ALIGNMENT * _ALIGNMENT  # shows the compiler that the length is aligned
 
 
 @triton.jit
-def _array_of_row(row: tl.tensor, column: tl.constexpr, example: tl.tensor) -> tl.tensor:
+def _row_array(row: tl.tensor, column: tl.constexpr, example: tl.tensor) -> tl.tensor:
     """Return a pointer to an array with the dtype of an example."""
     return tl.multiple_of(tl.load(row + column).to(example.dtype), _ALIGNMENT)
 
@@ -142,20 +142,20 @@ def _lowbias32(bits: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _random_bits(first_key: tl.tensor, second_key: tl.tensor, first: tl.tensor, index: tl.tensor) -> tl.tensor:
+def _random_bits(first_key: tl.tensor, second_key: tl.tensor, first_index: tl.tensor, index: tl.tensor) -> tl.tensor:
     """See `kernels.random_bits`."""
-    element = first.to(tl.int64) + index
-    once = _lowbias32(element.to(tl.uint32) + first_key.to(tl.uint32))
-    far = (element >> 32).to(tl.uint32) * 0x9E3779B9
-    return _lowbias32((once ^ second_key.to(tl.uint32)) + far)
+    element = first_index.to(tl.int64) + index
+    first_hash = _lowbias32(element.to(tl.uint32) + first_key.to(tl.uint32))
+    high_bits = (element >> 32).to(tl.uint32) * 0x9E3779B9
+    return _lowbias32((first_hash ^ second_key.to(tl.uint32)) + high_bits)
 
 
 @triton.jit
 def _load_moment(moment: tl.tensor, scale: tl.tensor, code: tl.tensor, index: tl.tensor, mask: tl.tensor) -> tl.tensor:
     """Return moments in fp32. `code` holds the value of each byte, then the rounding boundary above each value."""
     if moment.dtype.element_ty == tl.uint8:
-        number = tl.load(moment + index, mask=mask, other=0).to(tl.int32)
-        return tl.load(code + number) * tl.load(scale + index // _MOMENTS, mask=mask, other=0.0)
+        code_index = tl.load(moment + index, mask=mask, other=0).to(tl.int32)
+        return tl.load(code + code_index) * tl.load(scale + index // _MOMENTS, mask=mask, other=0.0)
     else:
         return _load_float32(moment, index, mask)
 
@@ -190,15 +190,15 @@ def _store_moment(
         divisor = tl.reshape(tl.broadcast_to(tl.expand_dims(divisor, 1), [num_rows, _MOMENTS]), [block_elements])
         ratio = tl.math.div_rn(value, divisor)
         ratio = tl.where(ratio == ratio, ratio, 0.0)
-        below = tl.load(cells + ((ratio.to(tl.int32, bitcast=True) >> 16) & 0xFFFF)).to(tl.int32)
-        number = below + (ratio > tl.load(code + 256 + below)).to(tl.int32)
-        tl.store(moment + index, number.to(tl.uint8), mask=mask)
+        lower_index = tl.load(cells + ((ratio.to(tl.int32, bitcast=True) >> 16) & 0xFFFF)).to(tl.int32)
+        code_index = lower_index + (ratio > tl.load(code + 256 + lower_index)).to(tl.int32)
+        tl.store(moment + index, code_index.to(tl.uint8), mask=mask)
         row = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
         tl.store(scale + row, scales, mask=_apply_decision(row * _MOMENTS < num_elements, decision))
     elif moment.dtype.element_ty == tl.int16:
-        rounded = (value.to(tl.uint32, bitcast=True) + bits) >> 16
-        rounded = tl.where(value == value, rounded, 0x7FC0)
-        tl.store(moment + index, rounded.to(tl.int16), mask=mask)
+        bf16_bits = (value.to(tl.uint32, bitcast=True) + bits) >> 16
+        bf16_bits = tl.where(value == value, bf16_bits, 0x7FC0)
+        tl.store(moment + index, bf16_bits.to(tl.int16), mask=mask)
     else:
         tl.store(moment + index, value, mask=mask)
 
@@ -207,23 +207,23 @@ def _store_moment(
 def _adamw(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: tl.tensor, scalars: tl.tuple) -> tl.tuple:
     """AdamW; see `elementwise.AdamW`. A rule returns the new weight and two moments; unused moments are arbitrary."""
     decay, one_minus_beta1, beta2, one_minus_beta2, correction2_sqrt, eps, step_size = scalars
-    decayed = w * decay
+    w_decayed = w * decay
     m_new = m + (g - m) * one_minus_beta1
     v_new = v * beta2 + (one_minus_beta2 * g) * g
     denominator = tl.math.div_rn(tl.math.sqrt_rn(v_new), correction2_sqrt) + eps
-    return decayed - tl.math.div_rn(step_size * m_new, denominator), m_new, v_new
+    return w_decayed - tl.math.div_rn(step_size * m_new, denominator), m_new, v_new
 
 
 @triton.jit
 def _lion(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: None, scalars: tl.tuple) -> tl.tuple:
     """Lion; see `megatrain.optim.elementwise.Lion`."""
     decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr = scalars
-    decayed = w * decay
+    w_decayed = w * decay
     direction = m * beta1 + g * one_minus_beta1
     minus_lr = lr * -1.0  # exact; Triton may compile `-lr` to `0 - lr`, which is +0 if lr is 0
     step = tl.where(direction > 0.0, lr, tl.where(direction < 0.0, minus_lr, 0.0))  # 0 if direction is 0 or NaN
     m_new = m * beta2 + g * one_minus_beta2
-    return decayed - step, m_new, m_new
+    return w_decayed - step, m_new, m_new
 
 
 @triton.jit
@@ -240,9 +240,9 @@ def _sgd(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: None, scalars: tl.tuple) -
 def _nesterov(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: None, scalars: tl.tuple) -> tl.tuple:
     """SGD with Nesterov momentum; see `megatrain.optim.elementwise.SGD`."""
     decay, momentum, lr = scalars
-    decayed = g + w * decay
-    m_new = m * momentum + decayed
-    return w - (decayed + m_new * momentum) * lr, m_new, m_new
+    g_decayed = g + w * decay
+    m_new = m * momentum + g_decayed
+    return w - (g_decayed + m_new * momentum) * lr, m_new, m_new
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
@@ -263,7 +263,7 @@ def update(
     unsigned_cells: tl.tensor,
     first_key: tl.tensor,
     second_key: tl.tensor,
-    first: tl.tensor,
+    first_index: tl.tensor,
     num_elements: tl.tensor,
     grad_scale: tl.tensor,
     scalars: tl.tuple,
@@ -273,22 +273,22 @@ def update(
     """Update elements with a rule of `RULES`, `block_elements` per program.
 
     `low` is None without a split master, and unused moments are None. Only int8 moments use the scales and codes. Only
-    bf16 moments use the key and `first`, the index of the first element.
+    bf16 moments use the key and `first_index`, the index of the first element.
     """
     if rows is None:
         index = _positions(block_elements)
     else:
-        row = _row_of_program(rows, num_rows)
-        index = _positions_in_row(row, block_elements)
-        num_elements = _length_of_row(row)
-        weight = _array_of_row(row, 2, weight)
-        grad = _array_of_row(row, 4, grad)
+        row = _program_row(rows, num_rows)
+        index = _row_positions(row, block_elements)
+        num_elements = _row_length(row)
+        weight = _row_array(row, 2, weight)
+        grad = _row_array(row, 4, grad)
         if low is not None:
-            low = _array_of_row(row, 3, low)
+            low = _row_array(row, 3, low)
         if m is not None:
-            m = _array_of_row(row, 5, m)
+            m = _row_array(row, 5, m)
         if v is not None:
-            v = _array_of_row(row, 6, v)
+            v = _row_array(row, 6, v)
     if decision is not None:
         grad_scale = tl.load(decision)
     mask = _apply_decision(index < num_elements, decision)
@@ -304,7 +304,7 @@ def update(
 
     w_new, m_new, v_new = rule(w, g, m_old, v_old, scalars)
 
-    bits = _random_bits(first_key, second_key, first, index)
+    bits = _random_bits(first_key, second_key, first_index, index)
     _store_moment(
         m, m_scale, signed, signed_cells, index, mask, m_new, bits & 0xFFFF, num_elements, decision, block_elements
     )
@@ -330,9 +330,9 @@ def average(
     """Move averages toward the masters; see `megatrain.optim.average.WeightAverage`."""
     index = _positions(block_elements)
     mask = index < num_elements
-    old = tl.load(ema + index, mask=mask)
-    distance = _load_master(weight, low, index, mask) - old
-    tl.store(ema + index, old + distance * share, mask=mask)
+    ema_old = tl.load(ema + index, mask=mask)
+    distance = _load_master(weight, low, index, mask) - ema_old
+    tl.store(ema + index, ema_old + distance * share, mask=mask)
 
 
 @triton.jit
@@ -349,7 +349,7 @@ def squared_norms(
     num_elements: tl.tensor,
     block_elements: tl.constexpr,
     num_lanes: tl.constexpr,
-    unrolled: tl.constexpr,
+    unroll: tl.constexpr,
 ) -> None:
     """Write the fp64 sum of squares of every `block_elements` elements of `grad`, like `kernels.squared_norms`.
 
@@ -359,32 +359,32 @@ def squared_norms(
     """
     lane = tl.arange(0, num_lanes)
     if rows is None:
-        first = tl.program_id(0).to(tl.int64) * block_elements
+        start = tl.program_id(0).to(tl.int64) * block_elements
     else:
-        row = _row_of_program(rows, num_rows)
-        first = (tl.program_id(0) - tl.load(row)) * block_elements
+        row = _program_row(rows, num_rows)
+        start = (tl.program_id(0) - tl.load(row)) * block_elements
         num_elements = tl.load(row + 1)
-        grad = _array_of_row(row, 4, grad)
+        grad = _row_array(row, 4, grad)
     lanes = tl.full([num_lanes], 0.0, tl.float64)
-    for row in range(0, block_elements // num_lanes, unrolled):
-        for step in tl.static_range(unrolled):  # unrolled to load several rows concurrently
-            index = first + (row + step) * num_lanes + lane
+    for row in range(0, block_elements // num_lanes, unroll):
+        for offset in tl.static_range(unroll):  # unrolled to load several rows concurrently
+            index = start + (row + offset) * num_lanes + lane
             value = _load_float32(grad, index, index < num_elements).to(tl.float64)
             lanes += value * value
     total = tl.reduce(tl.where(lane == 0, lanes, 0.0), 0, _add)
-    for number in range(1, num_lanes):
+    for lane_index in range(1, num_lanes):
         # All terms except one are zero, so this reduction is exact in any order.
-        total += tl.reduce(tl.where(lane == number, lanes, 0.0), 0, _add)
+        total += tl.reduce(tl.where(lane == lane_index, lanes, 0.0), 0, _add)
     tl.store(partials + tl.program_id(0), total)
 
 
 @triton.jit(do_not_specialize=["count"])
 def sum_in_order(values: tl.tensor, total: tl.tensor, count: tl.tensor) -> None:
     """Write the sum of `count` fp64 numbers, added sequentially."""
-    found = tl.load(values)
+    result = tl.load(values)
     for index in range(1, count):
-        found += tl.load(values + index)
-    tl.store(total, found)
+        result += tl.load(values + index)
+    tl.store(total, result)
 
 
 IS_INTERPRETED = not isinstance(update, triton.JITFunction)

@@ -75,19 +75,19 @@ def export_checkpoint(
         ModelFolderError: The model's folder cannot be used.
         ExportError: ``out`` cannot be written.
     """
-    found = find_checkpoint(run, step).checkpoint
+    checkpoint = find_checkpoint(run, step).checkpoint
     check_target(Path(out).absolute(), overwrite=overwrite)
-    config = config_from_toml(found.state.config_toml, f"the config in {found}")
+    config = config_from_toml(checkpoint.state.config_toml, f"the config in {checkpoint}")
     model, table = resolve_model(config), config.export
-    source = _CheckpointWeights(found, on_progress, is_ema=ema)
-    record = {"step": found.state.step, **({"ema": True} if ema else {})}
-    folder = _model_folder(found, model, model_folder)
+    source = _CheckpointWeights(checkpoint, on_progress, is_ema=ema)
+    record = {"step": checkpoint.state.step, **({"ema": True} if ema else {})}
+    folder = _model_folder(checkpoint, model, model_folder)
     graph = replace(model, folder=str(folder)).build(source.dtype)
     loader = None if model.table.train_from_scratch else open_loader(folder, graph)
     source.check(graph, folder, loader)
     # If the user passed a new path for the model's folder, also read the tokenizer from that path.
-    companions = folder if model.tokenizer_folder == model.folder else Path(model.tokenizer_folder)
-    copy_from = companions if companions.is_dir() else folder
+    tokenizer_folder = folder if model.tokenizer_folder == model.folder else Path(model.tokenizer_folder)
+    copy_from = tokenizer_folder if tokenizer_folder.is_dir() else folder
     if adapters_of(graph) is not None and not (table.merge if merge is None else merge):
         return export_adapter(
             graph,
@@ -107,16 +107,16 @@ def export_checkpoint(
         copy_from=copy_from,
         record=record,
         origin=None if loader is None else loader.origin,
-        passthrough_checksum=found.state.model.get(PASSTHROUGH_CHECKSUM),
+        passthrough_checksum=checkpoint.state.model.get(PASSTHROUGH_CHECKSUM),
         on_bytes=source.on_bytes,
     )
 
 
-def _model_folder(found: Checkpoint, model: ModelSpec, given: Path | str | None) -> Path:
-    folder = Path(given if given is not None else model.folder)
-    if given is None and not (folder / "config.json").is_file():
+def _model_folder(checkpoint: Checkpoint, model: ModelSpec, path: Path | str | None) -> Path:
+    folder = Path(path if path is not None else model.folder)
+    if path is None and not (folder / "config.json").is_file():
         raise CheckpointError(
-            f"{found} was trained from the model in '{folder}', which does not exist. Name a copy of that folder: "
+            f"{checkpoint} was trained from the model in '{folder}', which does not exist. Name a copy of that folder: "
             "--model FOLDER"
         )
     return folder
@@ -125,20 +125,23 @@ def _model_folder(found: Checkpoint, model: ModelSpec, given: Path | str | None)
 class _CheckpointWeights:
     """Reader of a checkpoint's master weights, one layout at a time."""
 
-    def __init__(self, found: Checkpoint, on_progress: OnProgress | None, *, is_ema: bool) -> None:
-        self._found, self._on_progress, self._is_ema = found, on_progress, is_ema
+    def __init__(self, checkpoint: Checkpoint, on_progress: OnProgress | None, *, is_ema: bool) -> None:
+        self._checkpoint, self._on_progress, self._is_ema = checkpoint, on_progress, is_ema
         self._unit = ""
         #: Last piece that was read, by kind of block: the block's key, the first byte and the contents.
         self._cached_pieces: dict[str, tuple[str, int, Tensor]] = {}
         with self._explain_errors():
-            self._reader = CheckpointReader(found)
+            self._reader = CheckpointReader(checkpoint)
         dtypes = {record.dtype for key, record in self._reader.blocks.items() if kind_of_key(key) == "weight"}
         if len(dtypes) != 1:
-            raise CheckpointError(f"{found} holds no weights of one dtype: {sorted(dtypes)}. Export another checkpoint")
+            raise CheckpointError(
+                f"{checkpoint} holds no weights of one dtype: {sorted(dtypes)}. Export another checkpoint"
+            )
         self.dtype = dtype_from_name(dtypes.pop())
         if is_ema and not any(kind_of_key(key) == EMA.name for key in self._reader.blocks):
             raise CheckpointError(
-                f"{found} holds no average of the weights: its run has no optimizer.ema_decay. Export it without --ema"
+                f"{checkpoint} holds no average of the weights: its run has no optimizer.ema_decay. "
+                "Export it without --ema"
             )
 
     def check(self, graph: ModelGraph, folder: Path, loader: WeightLoader | None) -> None:
@@ -148,23 +151,24 @@ class _CheckpointWeights:
             loader: Reader of the model's folder, for frozen weights that are not in the checkpoint.
         """
         self._graph, self._loader = graph, loader
-        if loader is not None and BASE_CHECKSUM in self._found.state.model:
+        if loader is not None and BASE_CHECKSUM in self._checkpoint.state.model:
             self._check_base(loader)
         expected = {weight_key(layout.name): layout.num_elements for layout in graph.layouts.values()}
         blocks = self._reader.blocks
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for key, record in blocks.items():
             if kind_of_key(key) == "weight":
-                whole = weight_key(key.rpartition("/")[0])
-                found[whole] = found.get(whole, 0) + record.shape[0]
-        in_folder = set() if loader is None else {weight_key(x.name) for x in graph.layouts.values() if not x.trainable}
-        expected = {key: size for key, size in expected.items() if key in found or key not in in_folder}
-        different = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
-        if different:
-            key = different[0]
+                weight = weight_key(key.rpartition("/")[0])
+                sizes[weight] = sizes.get(weight, 0) + record.shape[0]
+        frozen_layouts = [layout for layout in graph.layouts.values() if not layout.trainable]
+        folder_keys = set() if loader is None else {weight_key(layout.name) for layout in frozen_layouts}
+        expected = {key: size for key, size in expected.items() if key in sizes or key not in folder_keys}
+        mismatches = sorted(key for key in expected.keys() | sizes.keys() if expected.get(key) != sizes.get(key))
+        if mismatches:
+            key = mismatches[0]
             raise CheckpointError(
-                f"{self._found} does not belong to the model in '{folder}': block '{key}' has "
-                f"{found.get(key, 0)} elements, the model's {expected.get(key, 0)}. Name the folder of the model that "
+                f"{self._checkpoint} does not belong to the model in '{folder}': block '{key}' has "
+                f"{sizes.get(key, 0)} elements, the model's {expected.get(key, 0)}. Name the folder of the model that "
                 "was trained: --model FOLDER"
             )
 
@@ -172,25 +176,25 @@ class _CheckpointWeights:
     def weights(self, layout: UnitLayout) -> Iterator[ReadMaster]:
         """Yield a reader for a unit's fp32 master weights. Implements ``WeightSource``."""
         self._unit = layout.name
-        weights = stored_parts(weight_key(layout.name), self._reader.blocks)
+        weight_parts = stored_parts(weight_key(layout.name), self._reader.blocks)
         # Frozen weights have no averages.
-        averages = stored_parts(state_key(layout.name, EMA.name), self._reader.blocks) if self._is_ema else []
-        if averages:
-            yield partial(self._read_parts, averages, EMA.dtype)
+        average_parts = stored_parts(state_key(layout.name, EMA.name), self._reader.blocks) if self._is_ema else []
+        if average_parts:
+            yield partial(self._read_parts, average_parts, EMA.dtype)
             return
-        if not weights:
+        if not weight_parts:
             yield partial(self._read_folder, layout)
             return
-        lows = stored_parts(state_key(layout.name, "low"), self._reader.blocks)
+        low_parts = stored_parts(state_key(layout.name, "low"), self._reader.blocks)
 
         def read(start: int, stop: int) -> Tensor:
-            high = self._read_parts(weights, self.dtype, start, stop)
+            high = self._read_parts(weight_parts, self.dtype, start, stop)
             if self.dtype == torch.float32:
                 return high
-            if not lows:
+            if not low_parts:
                 return high.float()  # a frozen weight has no low half
             return decode_master(
-                high, lows, start, lambda low, inside: self._read(low, torch.int16, inside.start, inside.stop)
+                high, low_parts, start, lambda low, inside: self._read(low, torch.int16, inside.start, inside.stop)
             )
 
         yield read
@@ -202,19 +206,19 @@ class _CheckpointWeights:
 
     def _read_parts(self, parts: Sequence[tuple[range, str]], dtype: torch.dtype, start: int, stop: int) -> Tensor:
         """Return a range of elements, joined if it spans several blocks."""
-        found = [self._read(key, dtype, part.start, part.stop) for key, part, _ in overlaps(parts, start, stop)]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        ranges = [self._read(key, dtype, part.start, part.stop) for key, part, _ in overlaps(parts, start, stop)]
+        return ranges[0] if len(ranges) == 1 else torch.cat(ranges)
 
     def _read(self, key: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
         """Read and verify a range of a block's elements, piece by piece. Cache the last piece of each kind of block."""
-        first, last, step = start * dtype.itemsize, stop * dtype.itemsize, self._reader.piece_bytes
+        first_byte, last_byte, step = start * dtype.itemsize, stop * dtype.itemsize, self._reader.piece_bytes
         out = torch.empty(stop - start, dtype=dtype)
         memory = out.view(torch.uint8)
-        for begin in range(first // step * step, last, step):
-            piece = self._piece(key, begin)
-            part = piece[max(0, first - begin) : last - begin]
-            at = max(0, begin - first)
-            memory[at : at + part.numel()] = part
+        for piece_start in range(first_byte // step * step, last_byte, step):
+            piece = self._piece(key, piece_start)
+            part = piece[max(0, first_byte - piece_start) : last_byte - piece_start]
+            offset = max(0, piece_start - first_byte)
+            memory[offset : offset + part.numel()] = part
         return out
 
     def _piece(self, key: str, start: int) -> Tensor:
@@ -227,9 +231,9 @@ class _CheckpointWeights:
 
     def _check_base(self, loader: WeightLoader) -> None:
         folder = loader.origin.folder
-        if folder.fingerprint() != self._found.state.model[BASE_CHECKSUM]:
+        if folder.fingerprint() != self._checkpoint.state.model[BASE_CHECKSUM]:
             raise CheckpointError(
-                f"{folder.path}: its weights are not those that {self._found} began with, which holds only the "
+                f"{folder.path}: its weights are not those that {self._checkpoint} began with, which holds only the "
                 "trained weights. Bring the original files back, or name a copy of the folder: --model FOLDER"
             )
 
@@ -248,13 +252,15 @@ class _CheckpointWeights:
     @contextmanager
     def _explain_errors(self) -> Iterator[None]:
         """Convert store errors about a damaged or missing generation to ``CheckpointError`` with a remedy."""
-        found = self._found
+        checkpoint = self._checkpoint
         try:
             yield
         except (TieredError, OSError) as error:
-            if not still_exists(found):
+            if not still_exists(checkpoint):
                 raise CheckpointError(
-                    f"{found} was removed while it was being exported: the run keeps checkpoint.save_total_limit of "
-                    "them. Export again, or raise that number"
+                    f"{checkpoint} was removed while it was being exported: the run keeps "
+                    "checkpoint.save_total_limit of them. Export again, or raise that number"
                 ) from error
-            raise CheckpointError(f"{found} cannot be exported: {error}. Choose another one with --step") from error
+            raise CheckpointError(
+                f"{checkpoint} cannot be exported: {error}. Choose another one with --step"
+            ) from error

@@ -69,11 +69,11 @@ class FinalExport:
             return self._run_on_first_rank(partial(self._write_saved, best, is_average=spec.is_average))
         if self.group.world.is_single:
             return self._write_trained(self.weights.export_reader, step)
-        gathered = GatheredWeights(self.weights, self.plan, self.group, lambda: self.signals.stop_requested)
+        gathered_weights = GatheredWeights(self.weights, self.plan, self.group, lambda: self.signals.stop_requested)
         if self.group.world.is_first:
-            with gathered.end_serving_on_exit():
-                return self._write_trained(gathered.export_reader, step)
-        if not gathered.serve():
+            with gathered_weights.end_serving_on_exit():
+                return self._write_trained(gathered_weights.export_reader, step)
+        if not gathered_weights.serve():
             raise ExportStopped
         return self._folder
 
@@ -99,8 +99,8 @@ class FinalExport:
     def _write_saved(self, best: Best, *, is_average: bool) -> Path:
         """Write the best evaluation's model from its checkpoint."""
         run = self.plan.run
-        what = "the average of the weights" if is_average else "the model"
-        self.on_message(f"exporting {what} of step {best.step}, the best one: {best.metric} {best.value:.4f}")
+        subject = "the average of the weights" if is_average else "the model"
+        self.on_message(f"exporting {subject} of step {best.step}, the best one: {best.metric} {best.value:.4f}")
         return export_checkpoint(
             run.output_dir,
             self._folder,

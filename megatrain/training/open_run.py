@@ -74,23 +74,23 @@ def open_run(
     weights = weights or open_weights(plan, on_message)
     if weights.loader is not None and weights.loader.origin.passthrough.names:
         on_message(str(weights.loader.origin.passthrough))
-    is_with_all = run.world.size == group.world.size  # False if only one of the run's ranks is inspected
-    if is_with_all:
+    has_all_ranks = run.world.size == group.world.size  # False if only one of the run's ranks is inspected
+    if has_all_ranks:
         group.run_host_leaders_first(lambda: claim_folders(plan) if group.world.local_rank == 0 else None)
     check_drives(plan)
-    if is_with_all:
+    if has_all_ranks:
         group.wait_for_all()  # opening a store removes files of dead runs, which the other ranks' checks count
     timeline = Timeline()
     # Each rank reports on its own drives, so the other ranks send their notices to rank 0.
-    notice = on_message if group.world.is_first else group.notify
+    on_notice = on_message if group.world.is_first else group.notify
     # The store closes first, while device errors are still explained.
     with (
         device_errors_explained(),
         deterministic_kernels(plan.device, type(plan.graph.model).__name__, enabled=run.is_deterministic),
         cublas_setting_read(plan.device),
         flash_kernels(run.flash, repeatable_on=plan.device if run.is_deterministic else None),
-        open_store(plan, on_notice=notice, on_event=timeline.on_event, loader=weights.loader) as store,
-        _freed_memory(plan, store),
+        open_store(plan, on_notice=on_notice, on_event=timeline.on_event, loader=weights.loader) as store,
+        _keep_freed_memory(plan, store),
     ):
         timeline.read_usage = lambda: {name: tier.used_bytes for name, tier in store.stats().tiers.items()}
         blocks = Weights(store, plan, source or weights.source, activity, on_message, group)
@@ -98,7 +98,7 @@ def open_run(
 
 
 @contextmanager
-def _freed_memory(plan: Plan, store: TieredStore) -> Iterator[None]:
+def _keep_freed_memory(plan: Plan, store: TieredStore) -> Iterator[None]:
     if plan.device.type != "cpu":
         give_back_freed_memory()  # with a GPU, the host runs no large computation
         yield
@@ -150,10 +150,10 @@ def inspect_weights(plan: Plan) -> tuple[str, Exception | None]:
     model = plan.run.model
     folder = Path(model.folder)
     if model.hub is None:
-        is_here = any(folder.glob("*.safetensors*"))
+        has_files = any(folder.glob("*.safetensors*"))
     else:
-        is_here = not missing_files(model.hub)
-    if model.table.train_from_scratch or not is_here:
+        has_files = not missing_files(model.hub)
+    if model.table.train_from_scratch or not has_files:
         return "", None
     try:
         loader = open_weights(plan).loader
@@ -207,9 +207,9 @@ class OpenRun:
         ram = self.store.tier("ram")
         if not isinstance(ram, RamTier) or ram.populate_s + ram.pin_s < _MIN_REPORTED_S:
             return
-        pinned = f", page-locked in {format_duration(ram.pin_s)}" if ram.pin_s >= _MIN_REPORTED_S / 10 else ""
+        pin_text = f", page-locked in {format_duration(ram.pin_s)}" if ram.pin_s >= _MIN_REPORTED_S / 10 else ""
         self._on_message(
-            f"RAM: {format_size(ram.made_bytes)} made resident in {format_duration(ram.populate_s)}{pinned}"
+            f"RAM: {format_size(ram.made_bytes)} made resident in {format_duration(ram.populate_s)}{pin_text}"
         )
 
     def make_engine(self, num_steps: int, *, first_step: int = 0, num_updates: int = 0) -> StepEngine:

@@ -164,16 +164,16 @@ class Preparation:
 
     @cached_property
     def _evaluation_data(self) -> tuple[Sequence[EvaluationSet], Sequence[CheckResult]]:
-        found: list[CheckResult] = []
+        findings: list[CheckResult] = []
         sets = load_evaluation_sets(
             self.settings.evaluation,
             self.plan,
             self.tokenizer,
-            lambda text: found.append(CheckResult("eval data", "ok", text)),
+            lambda text: findings.append(CheckResult("eval data", "ok", text)),
             None if self.run.data.table.val_size is None else self.dataset,
-            lambda text: found.append(CheckResult("eval data", "warning", text)),
+            lambda text: findings.append(CheckResult("eval data", "warning", text)),
         )
-        return sets, found
+        return sets, findings
 
     @property
     def evaluation_sets(self) -> Sequence[EvaluationSet]:
@@ -193,7 +193,7 @@ class Preparation:
     def check_evaluations(self) -> None:
         """Check that samples fit in memory, and that some evaluation reports the metric for the best model."""
         _ = self.samplers  # raises if samples do not fit
-        names = self.settings.evaluation.evaluation_names(each.name for each in self.evaluation_sets)
+        names = self.settings.evaluation.evaluation_names(dataset.name for dataset in self.evaluation_sets)
         self.settings.best.check(names)
 
     def plan_notes(self) -> Iterator[CheckResult]:

@@ -158,12 +158,12 @@ def _tier_specs(
     table: TiersConfig, machine: Machine, *, file_bytes: int | None = None, emulates_gpu: bool = False
 ) -> TierSpecs:
     paths = [drive.path for drive in table.nvme]
-    given = [drive.rate for drive in table.nvme if drive.rate is not None]
+    rates = [drive.rate for drive in table.nvme if drive.rate is not None]
     return TierSpecs(
         table,
         machine,
-        rates=tuple(stripe_rates(paths, given, machine)),
-        has_rates=len(given) == len(paths),
+        rates=tuple(stripe_rates(paths, rates, machine)),
+        has_rates=len(rates) == len(paths),
         emulates_gpu=emulates_gpu,
         file_bytes=file_bytes,
     )
@@ -175,7 +175,7 @@ def _placement_spec(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:
     GPU memory is an allowed home if the config lists it. Otherwise the planner chooses which blocks stay there.
     """
     table = config.placement
-    wanted: Mapping[Kind, Literal["auto"] | tuple[str, ...]] = {
+    choices: Mapping[Kind, Literal["auto"] | tuple[str, ...]] = {
         "weights": table.weights,
         "activations": table.activations,
         "gradients": table.gradients,
@@ -184,12 +184,12 @@ def _placement_spec(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:
     default = [tier for tier in tiers if tier != "gpu"]
     homes: dict[Kind | Literal["in place"], Sequence[str]] = {}
     for kind in KINDS:
-        names = wanted[kind]
+        names = choices[kind]
         homes[kind] = default if names == "auto" else [tier for tier in names if tier in tiers] or default
     # Frozen weights are already in the model's folder, so a drive would only contain a second copy.
     names = ("ram", FOLDER) if table.weights == "auto" else table.weights
     homes["in place"] = [tier for tier in names if tier in (*tiers, FOLDER)] or default
-    return PlacementSpec(homes, frozenset(kind for kind in KINDS if wanted[kind] == "auto" or "gpu" in wanted[kind]))
+    return PlacementSpec(homes, frozenset(kind for kind in KINDS if choices[kind] == "auto" or "gpu" in choices[kind]))
 
 
 def resolve_checkpoint(config: RunConfig) -> CheckpointSpec:
@@ -203,11 +203,11 @@ def resolve_evaluation(config: RunConfig) -> EvaluationSpec:
     table = config.evaluation
     sources = (
         EvaluationSource(
-            each.display_name,
-            f"data.eval.{number} ({each.path})",
-            resolve_data(config, [each.as_source(table.eval_max_samples)]),
+            dataset.display_name,
+            f"data.eval.{index} ({dataset.path})",
+            resolve_data(config, [dataset.as_source(table.eval_max_samples)]),
         )
-        for number, each in enumerate(config.data.eval)
+        for index, dataset in enumerate(config.data.eval)
     )
     rows = table.per_device_eval_batch_size
     return EvaluationSpec(table, None if rows is None else rows * config.rows_per_example, tuple(sources))
@@ -216,12 +216,12 @@ def resolve_evaluation(config: RunConfig) -> EvaluationSpec:
 def resolve_best(config: RunConfig) -> BestSpec:
     """Return the rule that selects the best evaluation and determines the effects of this selection."""
     table, evaluations = config.evaluation, resolve_evaluation(config)
-    metric, greater = table.metric_for_best_model, table.greater_is_better
+    metric, is_greater = table.metric_for_best_model, table.greater_is_better
     sets = [HELD_OUT_NAME] if config.data.val_size is not None else [source.name for source in evaluations.sources]
     averages = [f"{evaluations.name_of(name, 'average')}_" for name in sets]
     return BestSpec(
         metric,
-        is_greater_better=not metric.endswith(("loss", "perplexity")) if greater is None else greater,
+        is_greater_better=not metric.endswith(("loss", "perplexity")) if is_greater is None else is_greater,
         is_kept=config.checkpoint.load_best_model_at_end,
         patience=table.early_stopping_patience,
         threshold=table.early_stopping_threshold,
@@ -251,12 +251,12 @@ class RunSettings:
     logging: LoggingSpec
 
     @classmethod
-    def of(cls, config: RunConfig, run: RunSpec) -> Self:
+    def from_config(cls, config: RunConfig, run: RunSpec) -> Self:
         """Resolve the settings of a config that was planned as ``run``."""
-        fused = run.optimizer.muon_fused
+        muon_fused = run.optimizer.muon_fused
         choices = {
             "training.gradient_lanes": run.num_lanes,
-            "optimizer.muon_fused": "parts" if fused == "auto" else fused,
+            "optimizer.muon_fused": "parts" if muon_fused == "auto" else muon_fused,
             "model.use_liger_kernel": run.uses_liger,
             "model.flash_attention": run.flash,
         }

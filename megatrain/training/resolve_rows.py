@@ -39,9 +39,9 @@ def resolve_data(config: RunConfig, sources: Sequence[DatasetConfig] | None = No
         is_streamed = config.data.streaming and all(source in config.data.train for source in sources)
         keys |= {"train": tuple(sources), "val_size": None, "streaming": is_streamed}
     if kind.reader is not None:
-        own = config.data.train if sources is None else sources
+        datasets = config.data.train if sources is None else sources
         keys |= {
-            "train": tuple(source.model_copy(update={"format": kind.reader.name}) for source in own),
+            "train": tuple(source.model_copy(update={"format": kind.reader.name}) for source in datasets),
             "train_on": "completion",
         }
     return DataSpec(

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_run", "plan_one_rank", "refuse_early"]
 
-_ENDS_THE_RUN = 'data.bad_rows = "error" would end the run there. Fix or remove it, or write bad_rows = "drop"'
+_BAD_ROW_HINT = 'data.bad_rows = "error" would end the run there. Fix or remove it, or write bad_rows = "drop"'
 
 T = TypeVar("T")
 #: A check that yields findings and returns what later checks need.
@@ -91,47 +91,47 @@ def refuse_early(config: RunConfig, *, allow_config_change: bool = False) -> Non
     if not candidates or allow_config_change:
         return
     state = candidates[0].state
-    before, now = config_from_toml(state.config_toml), config
+    old_config, new_config = config_from_toml(state.config_toml), config
     # Keys that depend on the model are compared after the model is loaded.
     if "packing" not in config.data.model_fields_set:
-        now = with_values(now, {"data.packing": before.data.packing})
+        new_config = with_values(new_config, {"data.packing": old_config.data.packing})
     if config.model.revision is None:
-        now = with_values(now, {"model.revision": before.model.revision})
+        new_config = with_values(new_config, {"model.revision": old_config.model.revision})
     # The model determines which parameters the globs match, so the globs are compared later.
-    now = with_values(now, {"optimizer.weight_decay_exclude": before.optimizer.weight_decay_exclude})
-    changes = changes_from(state.config_toml, now)
+    new_config = with_values(new_config, {"optimizer.weight_decay_exclude": old_config.optimizer.weight_decay_exclude})
+    changes = changes_from(state.config_toml, new_config)
     device = THIS_MACHINE.resolve_device(config.device)
     dtype = resolve_compute_dtype(config.precision.compute_dtype, device)
-    of_model = {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
+    model_facts = {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
     model_config = Path(config.model.model_name_or_path, "config.json")
     if model_config.is_file():
-        of_model["config_xxh3_64"] = checksum(model_config.read_bytes())
+        model_facts["config_xxh3_64"] = checksum(model_config.read_bytes())
 
-    def find_others() -> list[str]:
+    def find_other_changes() -> list[str]:
         """Return further differences that can be found without tokenizing rows."""
         is_streamed = config.data.streaming
         # Streams have checksums of shards, which cannot be compared with checksums of files.
-        sources = state.sources if before.data.streaming == is_streamed else ()
-        compared = {
-            f"data.train.{number}.path"
-            for number, source in enumerate(config.data.train)
+        sources = state.sources if old_config.data.streaming == is_streamed else ()
+        compared_keys = {
+            f"data.train.{index}.path"
+            for index, source in enumerate(config.data.train)
             if sources and (is_streamed or not is_hub_name(source.path))
         }
         lines = [
             f"{change} (if the contents differ)"
             for change in changes.free
-            if is_by_contents(change) and change.key not in compared
+            if is_by_contents(change) and change.key not in compared_keys
         ]
         return [*lines, *changed_sources(config.data, sources)]
 
     check_changes(
         changes,
         candidates[0],
-        of_model,
+        model_facts,
         state.data_fingerprint,
         allow=False,
         on_notice=lambda text: None,
-        find_others=find_others,
+        find_others=find_other_changes,
     )
 
 
@@ -158,9 +158,9 @@ def check_run(
     try:
         loaded = load_config(path, extra_files, overrides)
     except ConfigError as error:
-        config, further = (None, []) if overrides else salvage(path, extra_files, error.problems)
-        for each in (*error.problems, *further):
-            yield CheckResult("config", "problem", f"{each.where or path}: {each}", "config")
+        config, more_problems = (None, []) if overrides else salvage(path, extra_files, error.problems)
+        for problem in (*error.problems, *more_problems):
+            yield CheckResult("config", "problem", f"{problem.where or path}: {problem}", "config")
         if config is None:
             yield CheckResult("rest", "note", "not checked: model, data, plan and checkpoints need a valid config")
             return
@@ -194,11 +194,11 @@ class _RunCheck:
 
     def __init__(self, config: RunConfig, on_progress: Callable[[str], None]) -> None:
         data = config.data.model_copy(update={"cache_dir": "none", "bad_rows": "drop"})
-        self._own = {"bad_rows": config.data.bad_rows, "cache_dir": config.data.cache_dir}
+        self._user_data = {"bad_rows": config.data.bad_rows, "cache_dir": config.data.cache_dir}
         self._config = config.model_copy(update={"data": data})
         self._on_progress = on_progress
 
-    def _part(self, subject: str, check: Check[T]) -> Check[T | None]:
+    def _check_part(self, subject: str, check: Check[T]) -> Check[T | None]:
         self._on_progress(subject)
         return (yield from _catch_errors(subject, check))
 
@@ -209,48 +209,49 @@ class _RunCheck:
             is_complete: Whether the config is complete. If mistakes were removed from it, it is not planned.
             read_weights: As for :func:`check_run`.
         """
-        yield from self._part("loggers", self._loggers())
-        device = yield from self._part("model", self._device())
-        model = None if device is None else (yield from _catch_errors("model", self._model(device)))
-        tokenizer = yield from self._part("tokenizer", self._read_tokenizer(model))
-        dataset = yield from self._part("data", self._rows(model, tokenizer))
+        yield from self._check_part("loggers", self._check_loggers())
+        device = yield from self._check_part("model", self._check_device())
+        model = None if device is None else (yield from _catch_errors("model", self._check_model(device)))
+        tokenizer = yield from self._check_part("tokenizer", self._read_tokenizer(model))
+        dataset = yield from self._check_part("data", self._check_rows(model, tokenizer))
         if is_complete:
-            prepared = yield from self._part("plan", self._plan(model, dataset))
-            if tokenizer is not None and prepared is not None:
-                yield from self._part("eval data", self._evaluated_rows(prepared, dataset))
-            yield from self._part("drives", self._drives(device, prepared))
-            yield from self._part("disk", self._disk(prepared))
-            with_steps = yield from self._part("steps", self._steps(prepared, dataset))
-            yield from self._part("checkpoints", self._checkpoints(prepared, with_steps))
+            preparation = yield from self._check_part("plan", self._check_plan(model, dataset))
+            if tokenizer is not None and preparation is not None:
+                yield from self._check_part("eval data", self._check_evaluation_rows(preparation, dataset))
+            yield from self._check_part("drives", self._check_drives(device, preparation))
+            yield from self._check_part("disk", self._check_disk(preparation))
+            step_preparation = yield from self._check_part("steps", self._check_steps(preparation, dataset))
+            yield from self._check_part("checkpoints", self._check_checkpoints(preparation, step_preparation))
         if read_weights and model is not None and model.weight_names:
-            yield from self._part("weights", self._weights(model.weight_names))  # takes longest, so it comes last
+            # This check takes longest, so it comes last.
+            yield from self._check_part("weights", self._check_weights(model.weight_names))
         if not is_complete:
             yield CheckResult("plan", "note", "not made before the config is valid")
 
-    def _loggers(self) -> Check[None]:
+    def _check_loggers(self) -> Check[None]:
         try:
             check_loggers(resolve_logging(self._config))
         except ConfigError as error:
             yield from _problem_findings("loggers", error)
 
-    def _device(self) -> Check[torch.device]:
+    def _check_device(self) -> Check[torch.device]:
         resolve_model(self._config)  # raises if a hub has no such model
-        wanted = self._config.device
-        device = THIS_MACHINE.resolve_device("auto" if wanted == "cuda" else wanted)
-        if wanted == "cuda" and device.type != "cuda":
+        device_name = self._config.device
+        device = THIS_MACHINE.resolve_device("auto" if device_name == "cuda" else device_name)
+        if device_name == "cuda" and device.type != "cuda":
             text = 'device = "cuda", but there is no CUDA device here. Write "auto" or "cpu"'
             yield CheckResult("device", "problem", text, "config")
         return device
 
-    def _model(self, device: torch.device) -> Check[_CheckedModel]:
+    def _check_model(self, device: torch.device) -> Check[_CheckedModel]:
         dtype = resolve_compute_dtype(self._config.precision.compute_dtype, device)
         graph = resolve_model(self._config).build(dtype)
-        built = _CheckedModel(graph, is_plannable=self._config.device != "cuda" or device.type == "cuda")
-        return (yield from _catch_errors("model", self._folder(built))) or built
+        model = _CheckedModel(graph, is_plannable=self._config.device != "cuda" or device.type == "cuda")
+        return (yield from _catch_errors("model", self._check_folder(model))) or model
 
-    def _folder(self, built: _CheckedModel) -> Check[_CheckedModel]:
+    def _check_folder(self, checked_model: _CheckedModel) -> Check[_CheckedModel]:
         """Check the model's folder and positions."""
-        config, model, graph, names = self._config, resolve_model(self._config), built.graph, list[str]()
+        config, model, graph, names = self._config, resolve_model(self._config), checked_model.graph, list[str]()
         size = f"{type(graph.model).__name__}, {graph.num_parameters / 1e6:,.1f} M parameters"
         if config.model.train_from_scratch:
             yield CheckResult("model", "ok", f"{size}, from random weights")
@@ -268,7 +269,7 @@ class _RunCheck:
             names = [name for name in records if name not in set(passthrough.names)]
             if passthrough.names:
                 yield CheckResult("model", "note", f"{passthrough}. An export copies them: keep this folder")
-        is_plannable = built.is_plannable
+        is_plannable = checked_model.is_plannable
         try:
             check_positions(model, config.data.max_length, graph)
         except ConfigError as error:
@@ -276,13 +277,13 @@ class _RunCheck:
             is_plannable = False
         for text in model_warnings(model, config.data.max_length, config.optimizer, graph):
             yield CheckResult("model", "warning", text)
-        return replace(built, is_plannable=is_plannable, weight_names=names)
+        return replace(checked_model, is_plannable=is_plannable, weight_names=names)
 
-    def _read_tokenizer(self, built: _CheckedModel | None) -> Check[PreTrainedTokenizerFast | None]:
+    def _read_tokenizer(self, checked_model: _CheckedModel | None) -> Check[PreTrainedTokenizerFast | None]:
         table = self._config.model
         try:
             model = resolve_model(self._config)
-            if built is None and table.tokenizer_name_or_path in (None, table.model_name_or_path):
+            if checked_model is None and table.tokenizer_name_or_path in (None, table.model_name_or_path):
                 read_config(model.folder)  # transformers also reads it for the tokenizer
         except ModelFolderError:
             yield CheckResult("tokenizer", "note", "not checked before the model's config.json is valid")
@@ -292,8 +293,8 @@ class _RunCheck:
         yield CheckResult("tokenizer", "ok", f"{len(tokenizer):,} tokens, {template}")
         return tokenizer
 
-    def _rows(
-        self, built: _CheckedModel | None, tokenizer: PreTrainedTokenizerFast | None
+    def _check_rows(
+        self, model: _CheckedModel | None, tokenizer: PreTrainedTokenizerFast | None
     ) -> Check[TokenDataset | None]:
         if tokenizer is None:
             yield CheckResult("data", "note", "not checked without a tokenizer")
@@ -303,32 +304,32 @@ class _RunCheck:
         except DataError as error:
             yield from self._check_sources(error, tokenizer)
             return None
-        yield from _catch_errors("data", self._row_findings(dataset, built))
+        yield from _catch_errors("data", self._row_findings(dataset, model))
         return dataset
 
-    def _row_findings(self, dataset: TokenDataset, built: _CheckedModel | None) -> Check[None]:
-        if built is not None:
-            check_token_ids(resolve_model(self._config), dataset, built.graph)
-        head = str(dataset.report).splitlines()[0]
-        proven = "; the trained part of each row was checked" if self._config.task != "pretrain" else ""
-        yield CheckResult("data", "ok", f"{head}{proven}")
-        yield from self._remarks("data", dataset)
-        if self._own["bad_rows"] == "drop":
+    def _row_findings(self, dataset: TokenDataset, model: _CheckedModel | None) -> Check[None]:
+        if model is not None:
+            check_token_ids(resolve_model(self._config), dataset, model.graph)
+        summary = str(dataset.report).splitlines()[0]
+        note = "; the trained part of each row was checked" if self._config.task != "pretrain" else ""
+        yield CheckResult("data", "ok", f"{summary}{note}")
+        yield from self._row_remarks("data", dataset)
+        if self._user_data["bad_rows"] == "drop":
             data = resolve_data(self._config)
             for text in check_losses(dataset.report, data.source_names, data.table.max_dropped):
                 yield CheckResult("data", "warning", text)
 
     def _check_sources(self, error: DataError, tokenizer: PreTrainedTokenizerFast) -> Check[None]:
         """Open each source separately, so that an error in one source does not hide errors in other sources."""
-        sources, found = self._config.data.train, list[CheckResult]()
+        sources, findings = self._config.data.train, list[CheckResult]()
         for source in sources if len(sources) > 1 else ():
             try:
                 open_dataset(resolve_data(self._config, [source]), tokenizer)
-            except DataError as each:
-                found.append(CheckResult.from_error("data", each))
-        yield from found or [CheckResult.from_error("data", error)]
+            except DataError as source_error:
+                findings.append(CheckResult.from_error("data", source_error))
+        yield from findings or [CheckResult.from_error("data", error)]
 
-    def _remarks(self, subject: str, dataset: TokenDataset, name: str = "") -> Check[None]:
+    def _row_remarks(self, subject: str, dataset: TokenDataset, name: str = "") -> Check[None]:
         """Yield findings about the rows of a data set: findings of the task, then omitted rows.
 
         Args:
@@ -336,68 +337,68 @@ class _RunCheck:
             dataset: Rows of the data set.
             name: Prefix of each text.
         """
-        report, is_strict = dataset.report, self._own["bad_rows"] == "error"
+        report, is_strict = dataset.report, self._user_data["bad_rows"] == "error"
         for finding in task_class(self._config.task).findings(self._config.task_table, dataset):
             yield CheckResult(subject, finding.severity, f"{name}{finding.text}")
         if report.empty_files is not None and is_strict:
-            yield CheckResult(subject, "problem", f"{name}{report.empty_files.skip_message}. {_ENDS_THE_RUN}", "data")
-        left_out = [
-            f"{_count(each.count, 'row')} dropped: {each.reason} (first: {each.example})" for each in report.dropped
+            yield CheckResult(subject, "problem", f"{name}{report.empty_files.skip_message}. {_BAD_ROW_HINT}", "data")
+        omissions = [
+            f"{_count(group.count, 'row')} dropped: {group.reason} (first: {group.example})" for group in report.dropped
         ]
         if report.num_untrained:
             count = _count(report.num_untrained, "row")
-            left_out.append(f"{count} without a trained token (first: {report.first_untrained})")
-        for text in left_out:
+            omissions.append(f"{count} without a trained token (first: {report.first_untrained})")
+        for text in omissions:
             if is_strict:
-                yield CheckResult(subject, "problem", f"{name}{text}. {_ENDS_THE_RUN}", "data")
+                yield CheckResult(subject, "problem", f"{name}{text}. {_BAD_ROW_HINT}", "data")
             else:
                 yield CheckResult(subject, "note", f"{name}{text}")
-        for each in report.untrained_turns:
-            text = f"{_count(each.count, 'turn')} not trained: {each.reason} (first: {each.example})"
+        for group in report.untrained_turns:
+            text = f"{_count(group.count, 'turn')} not trained: {group.reason} (first: {group.example})"
             yield CheckResult(subject, "note", f"{name}{text}")
         for severity, text in report.remarks():
             yield CheckResult(subject, severity, f"{name}{text}")
 
-    def _plan(self, model: _CheckedModel | None, dataset: TokenDataset | None) -> Check[Preparation | None]:
+    def _check_plan(self, model: _CheckedModel | None, dataset: TokenDataset | None) -> Check[Preparation | None]:
         if model is None or not model.is_plannable:
             yield CheckResult("plan", "note", "not made without a model and a device for it")
             return None
         plan = plan_one_rank(self._config)
-        prepared = Preparation(plan, RunSettings.of(self._config, plan.run), dataset=dataset)
-        yield from prepared.plan_notes()
+        preparation = Preparation(plan, RunSettings.from_config(self._config, plan.run), dataset=dataset)
+        yield from preparation.plan_notes()
         sizes = ", ".join(
             f"{tier} {format_size(nbytes)} of {format_size(plan.budgets[tier])}"
             for tier, nbytes in plan.totals.items()
             if nbytes
         )
         yield CheckResult("plan", "ok", f"fits: {sizes}")
-        return prepared
+        return preparation
 
-    def _evaluated_rows(self, prepared: Preparation, dataset: TokenDataset | None) -> Check[None]:
-        held_out = self._config.data.val_size is not None and dataset is not None
-        if not (held_out or self._config.data.eval):
+    def _check_evaluation_rows(self, preparation: Preparation, dataset: TokenDataset | None) -> Check[None]:
+        has_split = self._config.data.val_size is not None and dataset is not None
+        if not (has_split or self._config.data.eval):
             return
-        for each in sorted(prepared.check_evaluation_rows(), key=lambda each: each.severity == "warning"):
-            yield replace(each, text=each.text.splitlines()[0]) if each.severity == "ok" else each
-        for rows in prepared.evaluation_sets if self._config.data.eval else ():
-            yield from self._remarks("eval data", rows.loader.dataset, f"{rows.name}: ")
-        prepared.check_evaluations()
+        for finding in sorted(preparation.check_evaluation_rows(), key=lambda each: each.severity == "warning"):
+            yield replace(finding, text=finding.text.splitlines()[0]) if finding.severity == "ok" else finding
+        for evaluation_set in preparation.evaluation_sets if self._config.data.eval else ():
+            yield from self._row_remarks("eval data", evaluation_set.loader.dataset, f"{evaluation_set.name}: ")
+        preparation.check_evaluations()
 
-    def _drives(self, device: torch.device | None, prepared: Preparation | None) -> Check[None]:
+    def _check_drives(self, device: torch.device | None, preparation: Preparation | None) -> Check[None]:
         """Yield findings about each NVMe path's drive and about configured resources that this machine lacks."""
         tiers = resolve_tiers(self._config)
         for path in drive_paths(tiers.table.nvme):
             yield CheckResult("drive", "ok", str(path))
         if device is None:
             return
-        for each in find_objections(tiers, device) if prepared is None else prepared.plan.objections:
-            subject = "drive" if each.key.startswith("tiers.nvme") else "tiers"
-            if each.refuses:
-                yield CheckResult(subject, "problem", str(each), "fit" if each.kind == "size" else "config")
+        for objection in find_objections(tiers, device) if preparation is None else preparation.plan.objections:
+            subject = "drive" if objection.key.startswith("tiers.nvme") else "tiers"
+            if objection.refuses:
+                yield CheckResult(subject, "problem", str(objection), "fit" if objection.kind == "size" else "config")
             else:
-                yield CheckResult(subject, "warning", str(each))
+                yield CheckResult(subject, "warning", str(objection))
 
-    def _disk(self, prepared: Preparation | None) -> Check[None]:
+    def _check_disk(self, preparation: Preparation | None) -> Check[None]:
         folder = self._config.output_dir
         parent = file_systems.existing_parent(folder)
         if not _can_hold_files(parent):
@@ -405,52 +406,52 @@ class _RunCheck:
             yield CheckResult("disk", "problem", text, "config")
         check_target(folder / FINAL_NAME)
         is_usable = _can_hold_files(parent)
-        for number, table in enumerate(self._config.tiers.nvme):
+        for index, table in enumerate(self._config.tiers.nvme):
             parent = file_systems.existing_parent(table.path)
             if not _can_hold_files(parent):
-                text = f"tiers.nvme.{number}.path: cannot write in {parent}, for {table.path}. Write another folder"
+                text = f"tiers.nvme.{index}.path: cannot write in {parent}, for {table.path}. Write another folder"
                 yield CheckResult("disk", "problem", text, "config")
                 is_usable = False
         check_folders(resolve_checkpoint(self._config))
-        if prepared is None or not is_usable:
+        if preparation is None or not is_usable:
             return
-        check_drives(prepared.plan)
+        check_drives(preparation.plan)
         count = self._config.checkpoint.save_total_limit if self._config.checkpoint.is_on else 0
-        what = f"the run and {_count(count, 'checkpoint')}" if count else "the run"
-        yield CheckResult("disk", "ok", f"enough free for {what}")
+        contents = f"the run and {_count(count, 'checkpoint')}" if count else "the run"
+        yield CheckResult("disk", "ok", f"enough free for {contents}")
 
-    def _steps(self, prepared: Preparation | None, dataset: TokenDataset | None) -> Check[Preparation | None]:
+    def _check_steps(self, preparation: Preparation | None, dataset: TokenDataset | None) -> Check[Preparation | None]:
         """Check the number of steps and the learning rate. Return the preparation if its batches exist."""
-        if prepared is None or dataset is None:
+        if preparation is None or dataset is None:
             return None
-        per_epoch = prepared.loader.steps_per_epoch
+        steps_per_epoch = preparation.loader.steps_per_epoch
         try:
-            _ = prepared.learning_rate  # raises if the warm-up is longer than the run
+            _ = preparation.learning_rate  # raises if the warm-up is longer than the run
         except ScheduleError as error:
             yield CheckResult.from_error("steps", error)
-        for text in schedule_warnings(prepared.run.optimizer, prepared.num_steps):
+        for text in schedule_warnings(preparation.run.optimizer, preparation.num_steps):
             yield CheckResult("steps", "warning", text)
-        epochs = prepared.num_steps / per_epoch
-        text = f"{_count(prepared.num_steps, 'step')}, {epochs:.4g} epoch{'s' if epochs != 1 else ''}"
-        yield CheckResult("steps", "ok", f"{text} of {_count(per_epoch, 'step')} each")
-        return prepared
+        epochs = preparation.num_steps / steps_per_epoch
+        text = f"{_count(preparation.num_steps, 'step')}, {epochs:.4g} epoch{'s' if epochs != 1 else ''}"
+        yield CheckResult("steps", "ok", f"{text} of {_count(steps_per_epoch, 'step')} each")
+        return preparation
 
-    def _checkpoints(self, prepared: Preparation | None, with_steps: Preparation | None) -> Check[None]:
+    def _check_checkpoints(self, preparation: Preparation | None, step_preparation: Preparation | None) -> Check[None]:
         spec, notices = resolve_checkpoint(self._config), list[str]()
         owner = find_owner(spec.output_dir)
         if owner is not None:
             yield CheckResult("checkpoints", "note", f"output_dir is in use: {owner.text} is training there")
-        drive_bytes = 0 if prepared is None else prepared.plan.checkpoint.on_drives
+        drive_bytes = 0 if preparation is None else preparation.plan.checkpoint.on_drives
         yield from (CheckResult("checkpoints", "note", text) for text in describe_drives(spec, drive_bytes))
-        start = None if with_steps is None else self._start(with_steps, notices.append)
+        start = None if step_preparation is None else self._make_start(step_preparation, notices.append)
         try:
             candidates = find_candidates(spec, notices.append)
-        except LostCheckpointsError as lost:
-            if start is None or start.find_summary(lost.newest) is None:
+        except LostCheckpointsError as error:
+            if start is None or start.find_summary(error.newest) is None:
                 raise
             yield CheckResult("checkpoints", "note", "the run is done, and its checkpoints were lost with a drive")
             return
-        yield from map(_note, notices)
+        yield from map(_notice_finding, notices)
         if not candidates:
             yield CheckResult("checkpoints", "ok", "no checkpoint: the run starts from the model")
             return
@@ -459,29 +460,29 @@ class _RunCheck:
             return
         notices.clear()
         start.check_changes(candidates[0], allow=False)
-        yield from map(_note, notices)
+        yield from map(_notice_finding, notices)
         if start.find_summary(candidates[0]) is not None:
             yield CheckResult("checkpoints", "note", "the run is done: raise the number of steps to train longer")
         yield CheckResult("checkpoints", "ok", f"continues from {candidates[0]}")
 
-    def _start(self, prepared: Preparation, on_message: Callable[[str], None]) -> RunStart:
+    def _make_start(self, preparation: Preparation, on_message: Callable[[str], None]) -> RunStart:
         """Return a ``RunStart`` for the user's unchanged config, to find and compare checkpoints."""
-        settings = prepared.settings
-        data = settings.config.data.model_copy(update=self._own)
+        settings = preparation.settings
+        data = settings.config.data.model_copy(update=self._user_data)
         settings = replace(settings, config=settings.config.model_copy(update={"data": data}))
-        return RunStart(prepared.plan, settings, prepared.loader, prepared.num_steps, False, on_message)
+        return RunStart(preparation.plan, settings, preparation.loader, preparation.num_steps, False, on_message)
 
-    def _weights(self, names: Sequence[str]) -> Check[None]:
+    def _check_weights(self, names: Sequence[str]) -> Check[None]:
         folder = ModelFolder(resolve_model(self._config).folder)
 
-        def progress(done: int, total: int) -> None:
+        def report_progress(done: int, total: int) -> None:
             self._on_progress(f"weights, {format_size(done)} of {format_size(total)}")
 
-        found = folder.find_nonfinite(names, progress)
-        if found:
-            files = dict.fromkeys(str(folder.records[name].file) for name in found)
-            which = f"{_count(len(found), 'tensor')} ({join_names(found, 3)})"
-            text = f"{which} hold NaN or infinite values, in {join_names(list(files), 2)}. Take an undamaged model"
+        bad_names = folder.find_nonfinite(names, report_progress)
+        if bad_names:
+            files = dict.fromkeys(str(folder.records[name].file) for name in bad_names)
+            tensors = f"{_count(len(bad_names), 'tensor')} ({join_names(bad_names, 3)})"
+            text = f"{tensors} hold NaN or infinite values, in {join_names(list(files), 2)}. Take an undamaged model"
             yield CheckResult("weights", "problem", text, "config")
         else:
             yield CheckResult("weights", "ok", "all are finite numbers")
@@ -496,13 +497,13 @@ def _catch_errors(subject: str, check: Check[T]) -> Check[T | None]:
         return None
 
 
-def _note(text: str) -> CheckResult:
+def _notice_finding(text: str) -> CheckResult:
     warning = text.removeprefix("warning: ")
     return CheckResult("checkpoints", "note" if warning == text else "warning", warning)
 
 
 def _problem_findings(subject: str, error: ConfigError) -> Iterator[CheckResult]:
-    return (CheckResult(subject, "problem", str(each), "config") for each in error.problems)
+    return (CheckResult(subject, "problem", str(problem), "config") for problem in error.problems)
 
 
 def _can_hold_files(folder: Path) -> bool:
@@ -512,5 +513,5 @@ def _can_hold_files(folder: Path) -> bool:
     return shutil.disk_usage(folder).total > 0
 
 
-def _count(count: int, what: str) -> str:
-    return f"1 {what}" if count == 1 else f"{count:,} {what}s"
+def _count(count: int, noun: str) -> str:
+    return f"1 {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -29,7 +29,7 @@ from megatrain.tasks.task import PrepareContext
 from megatrain.training.open_run import OpenRun
 from megatrain.training.preparation import Preparation
 from megatrain.training.start import RunStart
-from megatrain.training.weights import saved_places
+from megatrain.training.weights import saved_shards
 from tiered import TieredStore
 
 __all__ = ["RunParts", "load_parts", "make_copier"]
@@ -40,16 +40,16 @@ class RunParts:
     """All objects that a training loop uses, from the end of loading until the store closes.
 
     Attributes:
-        prepared: Plan, settings, batches, learning rates and evaluation sets.
-        opened: Open store with the loaded weights.
+        preparation: Plan, settings, batches, learning rates and evaluation sets.
+        runtime: Open store with the loaded weights.
         observer: Observer that calls the run's observer and then the loggers.
         loggers: Observer that calls only the loggers.
         state: State of the run before the first step of this start.
         is_resumed: Whether the state comes from a checkpoint.
     """
 
-    prepared: Preparation
-    opened: OpenRun
+    preparation: Preparation
+    runtime: OpenRun
     observer: RunObserver
     loggers: Observers
     signals: RunSignals
@@ -63,89 +63,89 @@ class RunParts:
 
 @contextmanager
 def load_parts(
-    prepared: Preparation, opened: OpenRun, observer: RunObserver, start: RunStart, candidates: Sequence[Checkpoint]
+    preparation: Preparation, runtime: OpenRun, observer: RunObserver, start: RunStart, candidates: Sequence[Checkpoint]
 ) -> Iterator[RunParts]:
     """Load the weights and the state of a run, and create its parts. On exit, close the loggers and the copier.
 
     Args:
-        opened: Store without blocks.
+        runtime: Store without blocks.
         candidates: Result of ``start.find_candidates``.
     """
-    plan, run, group, activity = prepared.plan, prepared.run, prepared.group, prepared.activity
-    checkpoint = opened.load(candidates)
+    plan, run, group, activity = preparation.plan, preparation.run, preparation.group, preparation.activity
+    checkpoint = runtime.load(candidates)
     start.report_loaded(checkpoint, candidates)
     for line in describe_drives(run.checkpoint, plan.checkpoint.on_drives * run.world.local_size):
         observer.on_message(line)
     # The stack exits before the store closes. The loggers close first, then the copier, which reads checkpoints.
     with ExitStack() as stack:
         copier = stack.enter_context(closing(make_copier(plan, group, observer.on_message)))
-        saved = None
+        last_saved = None
         if checkpoint is not None and checkpoint.is_in_stores(run.output_dir, run.world.size):
-            saved = checkpoint
-            copier.offer(saved)  # an earlier start may have left its copy incomplete
+            last_saved = checkpoint
+            copier.offer(last_saved)  # an earlier start may have left its copy incomplete
         step = None if checkpoint is None else checkpoint.state.step
         loggers, evaluations = [], {}
         if group.world.is_first:
-            write_resolved(prepared.settings.config)
+            write_resolved(preparation.settings.config)
             write_plan(plan, step)
             # Read the evaluations before the loggers start, because a logger removes later steps from the file.
             evaluations = {} if step is None else last_evaluations(run.output_dir / METRICS_NAME, step)
-            loggers = make_loggers(prepared.settings.logging, step, observer.on_message)
+            loggers = make_loggers(preparation.settings.logging, step, observer.on_message)
         for logger in loggers:
             stack.enter_context(logger)
-        everyone = Observers([observer, *loggers])
+        observers = Observers([observer, *loggers])
         evaluations = group.broadcast(evaluations)
-        record = {**opened.weights.passthrough, **_prepare_task(prepared, opened, observer, checkpoint)}
+        record = {**runtime.weights.passthrough, **_prepare_task(preparation, runtime, observer, checkpoint)}
         state, best = start.make_state(checkpoint, candidates, record)
         signals = RunSignals(
             stops_after_step=run.checkpoint.table.save_on_signal,
             # The saver's wait for space does not count, because the saver checks for stops and may still save.
-            is_stuck=lambda: opened.store.is_paused,
+            is_stuck=lambda: runtime.store.is_paused,
             activity=activity,
         )
         consensus = Consensus(
             group, lambda: StepRecord(signals.stop_requested, signals.save_requested, signals.is_hung_up)
         )
         evaluator = Evaluator(
-            prepared.settings.evaluation,
+            preparation.settings.evaluation,
             plan,
-            opened.store,
-            prepared.evaluation_sets,
-            everyone,
-            timeline=opened.timeline,
+            runtime.store,
+            preparation.evaluation_sets,
+            observers,
+            timeline=runtime.timeline,
             activity=activity,
-            steps_per_epoch=prepared.loader.steps_per_epoch,
+            steps_per_epoch=preparation.loader.steps_per_epoch,
             max_steps=state.max_steps,
             should_stop=consensus.agree_to_stop,
             before=evaluations,
-            plans=prepared.evaluation_plans,
-            samplers=prepared.samplers,
+            plans=preparation.evaluation_plans,
+            samplers=preparation.samplers,
         )
         saver = Saver(
             run.checkpoint,
-            opened.store,
+            runtime.store,
             _make_writer(
                 plan,
-                opened.store,
+                runtime.store,
                 group,
-                everyone.on_message,
-                loaded=checkpoint,
+                observers.on_message,
+                checkpoint=checkpoint,
                 best=best,
                 remote_save_number=copier.remote_save_number,
             ),
-            everyone,
+            observers,
             copier,
             activity,
             should_stop=lambda: signals.stop_requested,
             written_bytes=plan.checkpoint.in_output_dir,
-            steps_per_epoch=prepared.loader.steps_per_epoch,
-            saved=saved,
+            steps_per_epoch=preparation.loader.steps_per_epoch,
+            saved=last_saved,
         )
-        activity.is_paused = lambda: saver.is_waiting or opened.store.is_paused
+        activity.is_paused = lambda: saver.is_waiting or runtime.store.is_paused
         yield RunParts(
-            prepared=prepared,
-            opened=opened,
-            observer=everyone,
+            preparation=preparation,
+            runtime=runtime,
+            observer=observers,
             loggers=Observers(loggers),
             signals=signals,
             consensus=consensus,
@@ -158,20 +158,20 @@ def load_parts(
 
 
 def _prepare_task(
-    prepared: Preparation, opened: OpenRun, observer: RunObserver, checkpoint: Checkpoint | None
+    preparation: Preparation, runtime: OpenRun, observer: RunObserver, checkpoint: Checkpoint | None
 ) -> Mapping[str, Any]:
     """Run the task's preparation for the first step. Return the record that the task adds to checkpoints."""
     context = PrepareContext(
-        prepared.plan,
-        opened.store,
-        [prepared.loader, *(each.loader for each in prepared.evaluation_sets)],
+        preparation.plan,
+        runtime.store,
+        [preparation.loader, *(dataset.loader for dataset in preparation.evaluation_sets)],
         None if checkpoint is None else checkpoint.state.model,
-        opened.timeline,
-        prepared.activity,
+        runtime.timeline,
+        preparation.activity,
         observer.on_message,
-        prepared.group,
+        preparation.group,
     )
-    return task_class(prepared.run.task)(prepared.run.objective.loss).prepare(context)
+    return task_class(preparation.run.task)(preparation.run.objective.loss).prepare(context)
 
 
 def make_copier(plan: Plan, group: RankGroup, on_message: Callable[[str], None]) -> Copier:
@@ -190,7 +190,7 @@ def _make_writer(
     group: RankGroup,
     on_message: Callable[[str], None],
     *,
-    loaded: Checkpoint | None,
+    checkpoint: Checkpoint | None,
     best: Checkpoint | None,
     remote_save_number: int = 0,
 ) -> CheckpointWriter:
@@ -198,7 +198,7 @@ def _make_writer(
 
     Args:
         on_message: Called with messages for the user.
-        loaded: Checkpoint from which the run resumes, or None for a new run.
+        checkpoint: Checkpoint from which the run resumes, or None for a new run.
         best: Checkpoint of the best evaluation so far, or None. It is never pruned.
         remote_save_number: Largest save number among the copies at the run's URL, or 0.
     """
@@ -211,8 +211,10 @@ def _make_writer(
         folder,
         store,
         lanes=run.num_lanes,
-        elements={key: place.num_elements for key, place in saved_places(plan).items()},
-        is_past=lambda each: loaded is None or not loaded.belongs_to(run.output_dir) or each.is_not_newer_than(loaded),
-        save_number=max(remote_save_number, *(each.save_number for each in copies), 0),
-        starts_over=loaded is None,
+        elements={key: place.num_elements for key, place in saved_shards(plan).items()},
+        is_past=lambda each: (
+            checkpoint is None or not checkpoint.belongs_to(run.output_dir) or each.is_not_newer_than(checkpoint)
+        ),
+        save_number=max(remote_save_number, *(copy.save_number for copy in copies), 0),
+        starts_over=checkpoint is None,
     )

@@ -28,7 +28,7 @@ from megatrain.data.loader import BatchLoader
 from megatrain.data.row_order import LoaderPosition
 from megatrain.models.hub import missing_weights
 from megatrain.models.load import open_loader
-from megatrain.optim.base import decays
+from megatrain.optim.base import is_decayed
 from megatrain.plan.plan import Plan
 from megatrain.plan.run_spec import RunSpec
 from megatrain.run.loggers import METRICS_NAME, last_evaluations
@@ -70,11 +70,11 @@ class RunStart:
             download_newest(run.checkpoint, self.on_message, self._check_before_fetch)
         try:
             candidates = find_candidates(run.checkpoint, self.on_message)
-        except LostCheckpointsError as lost:
+        except LostCheckpointsError as error:
             # The user may have deleted the parts on drives after the model was exported.
-            if self.find_summary(lost.newest) is None:
+            if self.find_summary(error.newest) is None:
                 raise
-            candidates, are_lost = [lost.newest], True
+            candidates, are_lost = [error.newest], True
         else:
             if candidates:
                 self.check_changes(candidates[0], allow=self.allows_changes)
@@ -95,18 +95,18 @@ class RunStart:
 
     def _report_end(self, summary: RunSummary) -> None:
         """Report that the run is done, and how the user can train for more steps."""
-        done = f"all {self.num_steps} steps" if summary.num_steps == self.num_steps else f"{summary.num_steps} steps"
+        length = f"all {self.num_steps} steps" if summary.num_steps == self.num_steps else f"{summary.num_steps} steps"
         if summary.num_steps > self.num_steps:
-            done += f", but the config requests {self.num_steps}"
+            length += f", but the config requests {self.num_steps}"
         elif summary.num_steps < self.num_steps:
-            done += f" of {self.num_steps}, and stopped early"
+            length += f" of {self.num_steps}, and stopped early"
         optimizer = self.plan.run.optimizer
         changes = ""
         if optimizer.depends_on_length:
             changes = f": its learning rate ({optimizer.lr_scheduler_type}) depends on the length, so it differs "
             changes += "from one run of N steps"
         self.on_message(
-            f"nothing to do: this run is done, {done}. To train on, start it "
+            f"nothing to do: this run is done, {length}. To train on, start it "
             f"with --max-steps N --allow-config-change, N above {summary.num_steps}{changes}. To start again, name "
             "another output_dir"
         )
@@ -149,47 +149,47 @@ class RunStart:
             on_notice=self.on_message,
         )
 
-    def report_loaded(self, loaded: Checkpoint | None, candidates: Sequence[Checkpoint]) -> None:
+    def report_loaded(self, checkpoint: Checkpoint | None, candidates: Sequence[Checkpoint]) -> None:
         """Report notable facts about the loaded checkpoint.
 
         Args:
-            loaded: One of the candidates, or None for a new run.
+            checkpoint: One of the candidates, or None for a new run.
             candidates: Result of ``find_candidates``.
         """
-        if loaded is None:
+        if checkpoint is None:
             return
-        if loaded is not candidates[0]:
+        if checkpoint is not candidates[0]:
             # ``find_candidates`` checked only the newest checkpoint, and an older one may have a different config.
-            self.check_changes(loaded, allow=True)
-        if loaded.state.arithmetic != ARITHMETIC:
+            self.check_changes(checkpoint, allow=True)
+        if checkpoint.state.arithmetic != ARITHMETIC:
             self.on_message(
-                f"warning: the checkpoint of step {loaded.state.step} is from a version of this program that adds "
+                f"warning: the checkpoint of step {checkpoint.state.step} is from a version of this program that adds "
                 "numbers in another order. Nothing is lost, but from now on, losses and weights differ in their "
                 "last bits from the results of that version"
             )
 
     def make_state(
-        self, loaded: Checkpoint | None, candidates: Sequence[Checkpoint], record: Mapping[str, Any]
+        self, checkpoint: Checkpoint | None, candidates: Sequence[Checkpoint], record: Mapping[str, Any]
     ) -> tuple[RunState, Checkpoint | None]:
         """Return the state before the first step, and the checkpoint of the best evaluation so far, or None.
 
         Also move the loader to the resumed position.
 
         Args:
-            loaded: Checkpoint from which the run resumes, or None for a new run.
+            checkpoint: Checkpoint from which the run resumes, or None for a new run.
             candidates: Result of ``find_candidates``.
             record: Entries of ``RunState.model`` in addition to ``describe_model``.
         """
         state = self._first_state(record)
-        if loaded is None:
+        if checkpoint is None:
             return state, None
-        state = self._resumed_state(state, loaded.state)
+        state = self._resumed_state(state, checkpoint.state)
         best = state.best
         if best is None or not self.settings.best.is_kept:
             return state, None
-        for each in candidates:
-            if each.belongs_to(self.plan.run.output_dir) and not each.is_copy and each.step == best.step:
-                return state, each
+        for candidate in candidates:
+            if candidate.belongs_to(self.plan.run.output_dir) and not candidate.is_copy and candidate.step == best.step:
+                return state, candidate
         self.on_message(
             f"warning: the checkpoint of the best evaluation, of step {best.step}, is gone: the next one counts as the "
             "best"
@@ -227,47 +227,47 @@ class RunStart:
             arithmetic=ARITHMETIC,
         )
 
-    def _resumed_state(self, first: RunState, before: RunState) -> RunState:
-        rows_before = config_from_toml(before.config_toml).rows_per_step
+    def _resumed_state(self, state: RunState, old_state: RunState) -> RunState:
+        old_rows_per_step = config_from_toml(old_state.config_toml).rows_per_step
         rows_per_step = self.plan.run.batch.num_rows
-        position = _resumed_position(before, rows_before, rows_per_step, self.loader.steps_per_epoch)
-        self.loader.seek(replace(position, cursor=before.cursor))
+        position = _resumed_position(old_state, old_rows_per_step, rows_per_step, self.loader.steps_per_epoch)
+        self.loader.seek(replace(position, cursor=old_state.cursor))
         return replace(
-            first,
-            step=before.step,
-            num_updates=before.num_updates,
+            state,
+            step=old_state.step,
+            num_updates=old_state.num_updates,
             epoch=position.epoch,
             epoch_step=position.step,
-            cursor=before.cursor,
-            num_real_tokens=before.num_real_tokens,
-            num_trained_tokens=before.num_trained_tokens,
-            seconds=before.seconds,
-            first_loss=before.first_loss,
-            last_loss=before.last_loss,
-            first_losses=before.first_losses,
-            last_losses=before.last_losses,
-            best=before.best if self.settings.best.is_on and self._has_same_criterion(before) else None,
+            cursor=old_state.cursor,
+            num_real_tokens=old_state.num_real_tokens,
+            num_trained_tokens=old_state.num_trained_tokens,
+            seconds=old_state.seconds,
+            first_loss=old_state.first_loss,
+            last_loss=old_state.last_loss,
+            first_losses=old_state.first_losses,
+            last_losses=old_state.last_losses,
+            best=old_state.best if self.settings.best.is_on and self._has_same_criterion(old_state) else None,
         )
 
-    def _has_same_criterion(self, before: RunState) -> bool:
+    def _has_same_criterion(self, old_state: RunState) -> bool:
         """Return whether an earlier start chose its best evaluation by the same metric as this run."""
-        if before.best is None:
+        if old_state.best is None:
             return True
-        then = resolve_best(config_from_toml(before.config_toml))
-        figures = [(each.metric, each.is_greater_better, each.is_average) for each in (then, self.settings.best)]
-        if figures[0] != figures[1]:
+        old_spec = resolve_best(config_from_toml(old_state.config_toml))
+        criteria = [(spec.metric, spec.is_greater_better, spec.is_average) for spec in (old_spec, self.settings.best)]
+        if criteria[0] != criteria[1]:
             self.on_message(
-                f"warning: the best evaluation so far, of step {before.best.step}, was chosen by another "
-                f"metric, {then.described}: the next one counts as the best"
+                f"warning: the best evaluation so far, of step {old_state.best.step}, was chosen by another "
+                f"metric, {old_spec.described}: the next one counts as the best"
             )
-        return figures[0] == figures[1]
+        return criteria[0] == criteria[1]
 
 
 def _resumed_position(
-    state: RunState, rows_per_step_before: int, rows_per_step: int, steps_per_epoch: int
+    state: RunState, old_rows_per_step: int, rows_per_step: int, steps_per_epoch: int
 ) -> LoaderPosition:
     """Return the data position at which to resume, or the nearest position after a change of batch size or data."""
-    step = state.epoch_step * rows_per_step_before // rows_per_step
+    step = state.epoch_step * old_rows_per_step // rows_per_step
     if step >= steps_per_epoch:
         return LoaderPosition(state.epoch + 1, 0)
     return LoaderPosition(state.epoch, step)
@@ -279,21 +279,21 @@ def with_checkpoint_settings(run: RunSpec) -> RunSpec:
     The settings are the number of lanes, the tokens per micro-batch, Muon's treatment of fused parameters, and the
     kernels of liger and flash attention. They affect the plan, so call this function before planning.
     """
-    kept = settings_of_newest(run.output_dir, run.checkpoint.table.resume_from_checkpoint)
-    if kept is None and run.checkpoint.table.copy_url is not None:  # there is no local checkpoint
-        kept = settings_at_url(run.checkpoint.table.copy_url)
+    settings = settings_of_newest(run.output_dir, run.checkpoint.table.resume_from_checkpoint)
+    if settings is None and run.checkpoint.table.copy_url is not None:  # there is no local checkpoint
+        settings = settings_at_url(run.checkpoint.table.copy_url)
     if run.optimizer.optim == "muon" and run.optimizer.muon_fused == "auto":
-        rule = "parts" if kept is None else kept.muon_fused
+        rule = "parts" if settings is None else settings.muon_fused
         run = replace(run, optimizer=run.optimizer.model_copy(update={"muon_fused": rule}))
-    if kept is None:
+    if settings is None:
         return run
     batch = run.batch
-    lanes = kept.num_lanes if batch.num_lanes is None else batch.num_lanes
-    tokens = batch.aimed_tokens if kept.micro_batch_tokens is None else kept.micro_batch_tokens
+    lanes = settings.num_lanes if batch.num_lanes is None else batch.num_lanes
+    tokens = batch.aimed_tokens if settings.micro_batch_tokens is None else settings.micro_batch_tokens
     run = replace(run, batch=replace(batch, num_lanes=lanes, aimed_tokens=tokens))
-    is_open = run.model.table.use_liger_kernel == "auto"
-    run = run.with_kernels(use_liger_kernel=kept.uses_liger) if is_open else run
-    return run.with_kernels(flash_attention=kept.flash) if run.model.table.flash_attention == "auto" else run
+    is_auto = run.model.table.use_liger_kernel == "auto"
+    run = run.with_kernels(use_liger_kernel=settings.uses_liger) if is_auto else run
+    return run.with_kernels(flash_attention=settings.flash) if run.model.table.flash_attention == "auto" else run
 
 
 def describe_model(plan: Plan) -> Mapping[str, Any]:
@@ -324,12 +324,12 @@ def with_decay_checksum(checkpoint: Checkpoint, plan: Plan) -> Checkpoint:
     if "decays" in model:
         return checkpoint
     exclude = config_from_toml(checkpoint.state.config_toml).optimizer.weight_decay_exclude
-    decayed = _decays_checksum(plan, exclude or ("",))  # the empty glob matches no name
-    return replace(checkpoint, meta={**checkpoint.meta, "model": {**model, "decays": decayed}})
+    decay_checksum = _decays_checksum(plan, exclude or ("",))  # the empty glob matches no name
+    return replace(checkpoint, meta={**checkpoint.meta, "model": {**model, "decays": decay_checksum}})
 
 
 def _decays_checksum(plan: Plan, exclude: Sequence[str]) -> str:
     """Return a checksum over the names of all trained parameters that have weight decay."""
     entries = [entry for layout in plan.graph.layouts.values() if layout.trainable for entry in layout.entries]
-    names = {entry.parameter for entry in entries if decays(entry, exclude)}
+    names = {entry.parameter for entry in entries if is_decayed(entry, exclude)}
     return checksum("\n".join(sorted(names)).encode())

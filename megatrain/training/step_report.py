@@ -85,16 +85,16 @@ class StepMeter:
 
     def stop(self) -> StepUsage:
         """Return the resources used since ``start``."""
-        step_s, moved = time.perf_counter() - self._step_start_s, self._store.stats() - self._stats_before
+        step_s, stats = time.perf_counter() - self._step_start_s, self._store.stats() - self._stats_before
         self._seconds.append(step_s)
-        bytes_before, self._bytes_outside = self._bytes_outside, self._engine.moved_bytes
-        busy_before, self._busy_s_outside = self._busy_s_outside, self._engine.moving_s
-        busy_s = {name: link.busy_s for name, link in moved.links.items()}
+        old_bytes, self._bytes_outside = self._bytes_outside, self._engine.moved_bytes
+        old_busy_s, self._busy_s_outside = self._busy_s_outside, self._engine.moving_s
+        busy_s = {name: link.busy_s for name, link in stats.links.items()}
         return StepUsage(
             step_s,
-            moved,
-            link_bytes=add_by_key(moved.due_bytes, add_by_key(self._bytes_outside, bytes_before, -1)),
-            link_busy_s=add_by_key(busy_s, add_by_key(self._busy_s_outside, busy_before, -1)),
+            stats,
+            link_bytes=add_by_key(stats.due_bytes, add_by_key(self._bytes_outside, old_bytes, -1)),
+            link_busy_s=add_by_key(busy_s, add_by_key(self._busy_s_outside, old_busy_s, -1)),
             process=add_by_key(_process_usage(), self._process_before, -1),
         )
 
@@ -117,7 +117,7 @@ class StepMeter:
             records: Records of all ranks; empty for a single process.
             warmup_steps: Number of steps in which the learning rate rises.
         """
-        position, moved = batch.position, usage.store_stats
+        position, stats = batch.position, usage.store_stats
         recompute = self._plan.program.recompute
         if self._plan.run.objective.loss.compares_rows:
             recompute = replace(recompute, kept_parts=0)
@@ -128,7 +128,7 @@ class StepMeter:
             num_trained_tokens=result.num_trained_tokens,
             recompute=recompute,
         )
-        each_s = (time.perf_counter() - self._start_s) / (state.step - self._first_step)
+        mean_s = (time.perf_counter() - self._start_s) / (state.step - self._first_step)
         return StepMetrics(
             step=state.step,
             max_steps=state.max_steps,
@@ -139,13 +139,13 @@ class StepMeter:
             num_real_tokens=batch.num_real_tokens,
             num_trained_tokens=result.num_trained_tokens,
             step_s=usage.step_s,
-            eta_s=each_s * (state.max_steps - state.step),
+            eta_s=mean_s * (state.max_steps - state.step),
             mean_step_s=sum(self._seconds) / len(self._seconds),
             warmup_steps=warmup_steps,
-            tier_used_bytes={name: tier.used_bytes for name, tier in moved.tiers.items()},
-            tier_capacity_bytes={name: tier.capacity_bytes for name, tier in moved.tiers.items()},
-            stall_s=dict(moved.stall_s),
-            written_bytes=dict(moved.written_bytes),
+            tier_used_bytes={name: tier.used_bytes for name, tier in stats.tiers.items()},
+            tier_capacity_bytes={name: tier.capacity_bytes for name, tier in stats.tiers.items()},
+            stall_s=dict(stats.stall_s),
+            written_bytes=dict(stats.written_bytes),
             link_bytes=records[0].link_bytes if records else usage.link_bytes,
             ranks=[record.figures() for record in records],
             link_busy_s=usage.link_busy_s,
@@ -158,15 +158,15 @@ class StepMeter:
 
 
 def _process_usage() -> dict[str, float]:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return {"user_s": used.ru_utime, "system_s": used.ru_stime, "page_faults": used.ru_minflt + used.ru_majflt}
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return {"user_s": usage.ru_utime, "system_s": usage.ru_stime, "page_faults": usage.ru_minflt + usage.ru_majflt}
 
 
-def link_bytes(moved: StoreStats) -> dict[str, int]:
+def link_bytes(stats: StoreStats) -> dict[str, int]:
     """Return the moved bytes by link."""
-    return {name: link.num_bytes for name, link in moved.links.items()}
+    return {name: link.num_bytes for name, link in stats.links.items()}
 
 
-def add_by_key(numbers: Mapping[str, Number], others: Mapping[str, Number], factor: int = 1) -> dict[str, Number]:
-    """Add two mappings by key. The values of ``others`` are multiplied by ``factor`` first."""
-    return {name: numbers.get(name, 0) + factor * others.get(name, 0) for name in {**numbers, **others}}
+def add_by_key(values: Mapping[str, Number], addends: Mapping[str, Number], factor: int = 1) -> dict[str, Number]:
+    """Add two mappings by key. The values of ``addends`` are multiplied by ``factor`` first."""
+    return {name: values.get(name, 0) + factor * addends.get(name, 0) for name in {**values, **addends}}

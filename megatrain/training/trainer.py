@@ -60,9 +60,9 @@ class Trainer:
     ``train`` executes the run from its start, or from its newest checkpoint, to its end. Callers that control the steps
     themselves use ``open``::
 
-        with trainer.open() as opened:
-            opened.load()
-            engine = opened.make_engine(num_steps=3)
+        with trainer.open() as runtime:
+            runtime.load()
+            engine = runtime.make_engine(num_steps=3)
             engine.step(micro_batches, number=0, lr=1e-3)
 
     Args:
@@ -103,7 +103,7 @@ class Trainer:
         self.group = group or RankGroup.single()
         self.plan = plan or plan_for_rank(config, self.group)
         self.run = self.plan.run
-        self._settings = RunSettings.of(config, self.run)
+        self._settings = RunSettings.from_config(config, self.run)
         self.config = self._settings.config
         self.observer = observer or RunObserver()
         self.activity = activity or Activity()
@@ -135,8 +135,8 @@ class Trainer:
             KeyboardInterrupt: A second signal arrived, or the run could not save after a signal.
         """
         _check_ranks_agree(self.plan, self.config, self.group)
-        prepared = self.prepare()
-        found = list(prepared.create_parts())
+        preparation = self.prepare()
+        findings = list(preparation.create_parts())
         with ExitStack() as stack:
             observer = self.observer
             if self.group.world.is_first:
@@ -156,26 +156,26 @@ class Trainer:
                     on_notice=observer.on_message, on_failure=lambda why: status.fail(str(why), why.exit_code)
                 )
             self.group.wait_for_all()  # no rank may write before rank 0 owns the folder
-            summary = self._train(prepared, observer, [each.line for each in found])
+            summary = self._train(preparation, observer, [finding.line for finding in findings])
             # The status says "done" only after the store is closed without an error.
             observer.on_end(summary)
         return summary
 
-    def _train(self, prepared: Preparation, observer: RunObserver, lines: Sequence[str]) -> RunSummary:
+    def _train(self, preparation: Preparation, observer: RunObserver, lines: Sequence[str]) -> RunSummary:
         """Find the checkpoint to start from, and train. ``lines`` are the findings about the run."""
         group, report = self.group, observer.on_message
         start = RunStart(
-            self.plan, self._settings, prepared.loader, prepared.num_steps, self._allow_config_change, report
+            self.plan, self._settings, preparation.loader, preparation.num_steps, self._allow_config_change, report
         )
         # Rank 0 searches for checkpoints and reports whether steps are left. An error on rank 0 ends all ranks.
         candidates, summary = group.broadcast(start.find_candidates() if group.world.is_first else ((), None))
         if summary is not None:
             return summary
-        weights = prepared.weights
-        self._report_start(observer, candidates, prepared.loader, lines)
+        weights = preparation.weights
+        self._report_start(observer, candidates, preparation.loader, lines)
         with (
-            open_run(self.plan, on_message=report, activity=self.activity, group=group, weights=weights) as opened,
-            load_parts(prepared, opened, observer, start, candidates) as parts,
+            open_run(self.plan, on_message=report, activity=self.activity, group=group, weights=weights) as runtime,
+            load_parts(preparation, runtime, observer, start, candidates) as parts,
         ):
             summary = TrainingLoop(parts).run()
             if group.world.is_first:
@@ -198,22 +198,22 @@ class Trainer:
         Raises:
             DataError: The data cannot be used, or more than ``data.max_dropped`` of a source is dropped or cut.
         """
-        prepared = self.prepare()
-        for each in prepared.check_rows():
-            self.observer.on_message(each.line)
-        return prepared.loader
+        preparation = self.prepare()
+        for finding in preparation.check_rows():
+            self.observer.on_message(finding.line)
+        return preparation.loader
 
     def _report_start(
         self, observer: RunObserver, candidates: Sequence[Checkpoint], loader: BatchLoader, lines: Sequence[str]
     ) -> None:
         """Report the start. Report findings about the data only if no earlier start reported them for the same data."""
-        continued = candidates[0].state if candidates else None
+        old_state = candidates[0].state if candidates else None
         if self.group.world.is_first:
-            observer.on_ready(None if continued is None else continued.step)
+            observer.on_ready(None if old_state is None else old_state.step)
             spec = self.run.checkpoint
             folders = (spec.output_dir, spec.output_dir / CHECKPOINTS_NAME, spec.output_dir / COPIES_NAME, *spec.drives)
-            if everyone := describe_world_writable(folders):
-                observer.on_message(f"warning: {everyone}")
-        if continued is None or continued.data_fingerprint != loader.fingerprint():
+            if warning := describe_world_writable(folders):
+                observer.on_message(f"warning: {warning}")
+        if old_state is None or old_state.data_fingerprint != loader.fingerprint():
             for text in lines:
                 observer.on_message(text)

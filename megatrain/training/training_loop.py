@@ -32,16 +32,17 @@ class TrainingLoop:
 
     def __init__(self, parts: RunParts) -> None:
         self.parts, self.state = parts, parts.state
-        self._prepared, self._opened, self._observer = parts.prepared, parts.opened, parts.observer
-        self._plan, self._run, self._best = parts.prepared.plan, parts.prepared.run, parts.prepared.settings.best
-        self._group, self._activity = parts.prepared.group, parts.prepared.activity
+        self._preparation, self._runtime, self._observer = parts.preparation, parts.runtime, parts.observer
+        self._plan, self._run = parts.preparation.plan, parts.preparation.run
+        self._best = parts.preparation.settings.best
+        self._group, self._activity = parts.preparation.group, parts.preparation.activity
         self._consensus, self._signals = parts.consensus, parts.signals
         self._evaluator, self._saver, self._copier = parts.evaluator, parts.saver, parts.copier
 
     def run(self) -> RunSummary:
         """Train, evaluate and save in a loop, then export the model. Return the summary of the run."""
         self._begin()
-        before = self._opened.store.stats()
+        start_stats = self._runtime.store.stats()
         with self._signals:
             self.evaluate()
             engine, meter = self._begin_steps()
@@ -53,14 +54,14 @@ class TrainingLoop:
                     self.evaluate()  # the checkpoint must include this evaluation
                 self.save_if_due()
             self._end_steps()
-            moved_outside = engine.moved_bytes
+            rank_bytes = engine.moved_bytes
             self.evaluate()
             self.save_last()
-            self._opened.store.wait_idle()
-            moved = self._opened.store.stats() - before
+            self._runtime.store.wait_idle()
+            stats = self._runtime.store.stats() - start_stats
             # Evaluations also move bytes between ranks.
-            moved_outside = add_by_key(moved_outside, self._evaluator.moved_bytes)
-            summary = partial(self._summary, moved, add_by_key(link_bytes(moved), moved_outside))
+            rank_bytes = add_by_key(rank_bytes, self._evaluator.moved_bytes)
+            summary = partial(self._summary, stats, add_by_key(link_bytes(stats), rank_bytes))
             if self._consensus.stops:
                 self._finish_copies()
                 return summary(interrupted=True)
@@ -89,13 +90,13 @@ class TrainingLoop:
         An evaluation or checkpoint applies the pending update without the forward that follows it in a step. If blocks
         were prefetched for that forward, timing would determine whether the update evicts them.
         """
-        self._opened.schedule_steps(self.state.step, self._num_steps_to_next_stop)
+        self._runtime.schedule_steps(self.state.step, self._num_steps_to_next_stop)
 
     @property
     def _num_steps_to_next_stop(self) -> int:
         step = self.state.step
-        evaluates, saves = self._evaluator.next_step(step), self._saver.next_step(step)
-        return (evaluates if saves is None else min(evaluates, saves)) - step
+        next_evaluation, next_save = self._evaluator.next_step(step), self._saver.next_step(step)
+        return (next_evaluation if next_save is None else min(next_evaluation, next_save)) - step
 
     def _begin(self) -> None:
         """Compile the kernels and report the start of the run."""
@@ -110,9 +111,9 @@ class TrainingLoop:
         if self.parts.is_resumed:
             self._observer.on_message(f"continuing after step {state.step} of {state.max_steps}")
         if state.step < self._warmup_steps:
-            rates = self._prepared.learning_rate(0), run.optimizer.learning_rate
+            rates = self._preparation.learning_rate(0), run.optimizer.learning_rate
             self._observer.on_message(warmup_notice(*rates, self._warmup_steps, is_start=state.step == 0))
-        self._opened.store.wait_idle()  # writes from loading are not part of any step
+        self._runtime.store.wait_idle()  # writes from loading are not part of any step
 
     @property
     def _warmup_steps(self) -> int:
@@ -120,26 +121,26 @@ class TrainingLoop:
 
     def _begin_steps(self) -> tuple[StepEngine, StepMeter]:
         """Create an engine and a meter for its steps, and schedule the first steps."""
-        step, opened, steps_per_epoch = self.state.step, self._opened, self._prepared.loader.steps_per_epoch
-        engine = opened.make_engine(self._num_steps_to_next_stop, first_step=step, num_updates=self.state.num_updates)
-        return engine, StepMeter(self._plan, opened.store, engine, steps_per_epoch=steps_per_epoch, first_step=step)
+        step, runtime, steps_per_epoch = self.state.step, self._runtime, self._preparation.loader.steps_per_epoch
+        engine = runtime.make_engine(self._num_steps_to_next_stop, first_step=step, num_updates=self.state.num_updates)
+        return engine, StepMeter(self._plan, runtime.store, engine, steps_per_epoch=steps_per_epoch, first_step=step)
 
     def train_step(self, engine: StepEngine, meter: StepMeter) -> None:
         """Run the next step and report it."""
-        number = self.state.step
+        step = self.state.step
         meter.start()
         num_ticks, num_micro_batches = len(self._plan.program.ticks), self._run.batch.num_micro_batches
         self._activity.begin("step", num_parts=num_ticks, num_micro_batches=num_micro_batches)
-        batch = next(self._prepared.loader)
-        self._opened.timeline.is_recording = number + 1 in self._run.trace_steps
-        lr = self._prepared.learning_rate(number)
-        result = engine.step(batch.micro_batches, number=number, lr=lr)
+        batch = next(self._preparation.loader)
+        self._runtime.timeline.is_recording = step + 1 in self._run.trace_steps
+        lr = self._preparation.learning_rate(step)
+        result = engine.step(batch.micro_batches, number=step, lr=lr)
         usage = meter.stop()
-        is_due = self._saver.is_due(number + 1)
+        is_due = self._saver.is_due(step + 1)
         records = self._consensus.gather_records(usage.record(is_paused=self._activity.is_paused()), is_due=is_due)
         self.state = replace(
             self.state.with_loss(result.loss),
-            step=number + 1,
+            step=step + 1,
             num_updates=engine.num_updates,
             epoch=batch.position.epoch,
             epoch_step=batch.position.step,
@@ -150,7 +151,7 @@ class TrainingLoop:
         )
         if result.left_out:
             self._observer.on_message(
-                f"step {number + 1}: the gradients of {len(result.left_out)} layers are not finite, so they were not "
+                f"step {step + 1}: the gradients of {len(result.left_out)} layers are not finite, so they were not "
                 f"updated: {', '.join(result.left_out)}"
             )
         self._observer.on_step(meter.metrics(self.state, batch, result, lr, usage, records, self._warmup_steps))
@@ -160,8 +161,8 @@ class TrainingLoop:
         if self._consensus.is_hung_up:
             self._observer.on_message("the terminal was closed (SIGHUP): stopping after this step, and saving")
         self._activity.begin("making the last update")
-        self._opened.finish_updates()
-        timeline = self._opened.timeline
+        self._runtime.finish_updates()
+        timeline = self._runtime.timeline
         if timeline.spans and self._group.world.is_first:
             path = timeline.write(self._run.output_dir / TIMELINE_NAME)
             self._observer.on_message(f"timeline written to {path}: open it at https://ui.perfetto.dev")
@@ -171,7 +172,7 @@ class TrainingLoop:
     def evaluate(self) -> None:
         """If an evaluation is due, apply the pending update and evaluate. The next step then has no pending update."""
         if self._evaluator.is_due(self.state.step) and not self._consensus.stops:
-            self._opened.finish_updates()
+            self._runtime.finish_updates()
             self._evaluator.run(self.state.step)
             self._schedule_to_next_stop()
             self._update_best()
@@ -179,10 +180,11 @@ class TrainingLoop:
     def _update_best(self) -> None:
         """Compare this step's evaluation with the best one. Step 0 is skipped, because it has no checkpoint."""
         step = self.state.step
-        found = {name: each for name, each in self._evaluator.latest_evaluations.items() if each.step == step}
-        if not self._best.is_on or step == 0 or len(found) < len(self._evaluator.names):
+        latest = self._evaluator.latest_evaluations
+        evaluations = {name: metrics for name, metrics in latest.items() if metrics.step == step}
+        if not self._best.is_on or step == 0 or len(evaluations) < len(self._evaluator.names):
             return
-        value = self._best.value_of(found)
+        value = self._best.value_of(evaluations)
         # Use rank 0's value, because the last bit of a perplexity can differ between types of CPU.
         best = self._group.broadcast(self._best.after(self.state.best, step, value))
         self.state = replace(self.state, best=best)
@@ -221,8 +223,8 @@ class TrainingLoop:
 
         Steps are scheduled only after the context, because prefetched copies could affect the checkpoint's reads.
         """
-        self._opened.finish_updates()
-        self._opened.store.set_schedule(None)
+        self._runtime.finish_updates()
+        self._runtime.store.set_schedule(None)
         yield
         self._schedule_to_next_stop()
 
@@ -238,15 +240,15 @@ class TrainingLoop:
     def export(self) -> Path:
         """Write the trained model as a Hugging Face folder, unit by unit. No step can run afterwards."""
         self._activity.begin("exporting the model")
-        self._opened.end_steps()  # the export needs the memory of steps for fp32 copies
+        self._runtime.end_steps()  # the export needs the memory of steps for fp32 copies
         export = FinalExport(
-            self._plan, self._opened.weights, self._group, self._signals, self._activity, self._observer.on_message
+            self._plan, self._runtime.weights, self._group, self._signals, self._activity, self._observer.on_message
         )
         return export.write(self.state.step, self.state.best, self._best)
 
     def _summary(
         self,
-        moved: StoreStats,
+        stats: StoreStats,
         link_bytes: Mapping[str, int],
         *,
         export_dir: Path | None = None,
@@ -254,11 +256,11 @@ class TrainingLoop:
     ) -> RunSummary:
         return replace(
             self.state.summary(),
-            tier_peak_bytes={name: tier.high_water_bytes for name, tier in moved.tiers.items()},
+            tier_peak_bytes={name: tier.high_water_bytes for name, tier in stats.tiers.items()},
             tier_capacity_bytes=dict(self._plan.budgets),
             link_bytes=link_bytes,
-            link_paths={name: link.path for name, link in moved.links.items()},
-            written_bytes=dict(moved.written_bytes),
+            link_paths={name: link.path for name, link in stats.links.items()},
+            written_bytes=dict(stats.written_bytes),
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             export_dir=export_dir,
             interrupted=interrupted,

@@ -18,14 +18,14 @@ Key = TypeVar("Key")
 def overlaps(parts: Iterable[tuple[range, Key]], start: int, stop: int) -> Iterator[tuple[Key, slice, slice]]:
     """Yield each part that overlaps ``start`` to ``stop``, with the overlap as slices of the part and of the range."""
     for part, key in parts:
-        first, last = max(start, part.start), min(stop, part.stop)
-        if first < last:
-            yield key, slice(first - part.start, last - part.start), slice(first - start, last - start)
+        begin, end = max(start, part.start), min(stop, part.stop)
+        if begin < end:
+            yield key, slice(begin - part.start, end - part.start), slice(begin - start, end - start)
 
 
 def decode_master(
     high: Tensor,
-    lows: Iterable[tuple[range, str | None]],
+    low_parts: Iterable[tuple[range, str | None]],
     start: int,
     read_low: Callable[[str, slice], Tensor],
 ) -> Tensor:
@@ -33,13 +33,13 @@ def decode_master(
 
     Args:
         high: High halves of the elements from ``start`` on.
-        lows: Ranges of low halves, each with its block, or with None for frozen elements without low halves.
+        low_parts: Ranges of low halves, each with its block, or with None for frozen elements without low halves.
         read_low: Returns a range of a block.
     """
     master = torch.empty(len(high))
-    for low, inside, place in overlaps(lows, start, start + len(high)):
+    for low, source, target in overlaps(low_parts, start, start + len(high)):
         if low is None:
-            master[place] = high[place]
+            master[target] = high[target]
         else:
-            decode(high[place], read_low(low, inside), master[place])
+            decode(high[target], read_low(low, source), master[target])
     return master

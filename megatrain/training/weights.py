@@ -51,10 +51,10 @@ __all__ = [
     "ExportStopped",
     "GatheredWeights",
     "RandomWeights",
-    "SavedPlace",
+    "SavedShard",
     "WeightSource",
     "Weights",
-    "saved_places",
+    "saved_shards",
 ]
 
 
@@ -89,8 +89,8 @@ class RandomWeights:
         if self._current is None or self._current[0] != names:  # consecutive reads are for the same module
             self._current = names, Initializer(self._model, names, self._seed)
         for entry, first, last in entries_within(layout, start, start + out.numel()):
-            place = out[entry.offset + first - start : entry.offset + last - start]
-            self._current[1].read(entry.parameter, entry.first + first, place)
+            target = out[entry.offset + first - start : entry.offset + last - start]
+            self._current[1].read(entry.parameter, entry.first + first, target)
 
     def load_buffers(self) -> None:
         """Do nothing, because the model has already created its buffers."""
@@ -115,14 +115,14 @@ class AdaptedWeights:
         self._entries = {entry.name: entry for layout in graph.layouts.values() for entry in layout.entries}
         shapes = {name: self._entries[name].shape for name in adapters.names}
         self._folder = folder
-        self._existing = None if folder is None else AdapterWeights(folder, adapters, shapes)
+        self._saved_adapters = None if folder is None else AdapterWeights(folder, adapters, shapes)
         self._plain_layouts: dict[str, UnitLayout] = {}  # layouts without the adapters' entries
-        self._last: tuple[str, Tensor] | None = None
-        if self._existing is not None:
-            for name in self._existing.base_copies:
+        self._cached_tensor: tuple[str, Tensor] | None = None
+        if self._saved_adapters is not None:
+            for name in self._saved_adapters.base_copies:
                 if graph.owner_of.get(name, name) not in self._entries:
                     raise AdapterError(f"lora.adapter_name_or_path: {name} has no place in the model")
-                self._existing.check_base(name, self._base_weight(name))
+                self._saved_adapters.check_base(name, self._base_weight(name))
 
     def describe(self, checkpoint: Checkpoint | None) -> str:
         """Return a message that describes the adapters.
@@ -132,11 +132,11 @@ class AdaptedWeights:
         """
         numel = sum(self._entries[name].numel for name in self._adapters.names)
         share = numel / self._graph.num_parameters
-        start = "new" if self._folder is None else f"from {self._folder}"
+        origin = "new" if self._folder is None else f"from {self._folder}"
         if checkpoint is not None:
-            start = f"from {checkpoint}"
+            origin = f"from {checkpoint}"
         modules = f"{self._adapters.num_layers} module{'s' if self._adapters.num_layers != 1 else ''}"
-        return f"LoRA: {numel:,} trained parameters ({share:.2%}), adapters of {modules} ({start})"
+        return f"LoRA: {numel:,} trained parameters ({share:.2%}), adapters of {modules} ({origin})"
 
     @property
     def origin(self) -> Origin:
@@ -145,13 +145,13 @@ class AdaptedWeights:
 
     def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
         """Write elements of a layout's block to ``out``, as in ``WeightSource``."""
-        mine = self._adapters.adapter_names if self._existing is None else frozenset(self._adapters.names)
+        names = self._adapters.adapter_names if self._saved_adapters is None else frozenset(self._adapters.names)
         for entry, first, last in entries_within(layout, start, start + out.numel()):
-            if entry.name in mine:
-                place = out[entry.offset + first - start : entry.offset + last - start]
-                place.copy_(self._adapter_tensor(entry).view(-1)[first:last])
+            if entry.name in names:
+                target = out[entry.offset + first - start : entry.offset + last - start]
+                target.copy_(self._adapter_tensor(entry).view(-1)[first:last])
         if layout.name not in self._plain_layouts:
-            entries = tuple(entry for entry in layout.entries if entry.name not in mine)
+            entries = tuple(entry for entry in layout.entries if entry.name not in names)
             self._plain_layouts[layout.name] = replace(layout, entries=entries)
         if self._plain_layouts[layout.name].entries:
             with self._graph.plain_model():
@@ -159,16 +159,16 @@ class AdaptedWeights:
 
     def _adapter_tensor(self, entry: TensorEntry) -> Tensor:
         """Return a tensor that is not in the model's folder. It is cached until another tensor is needed."""
-        if self._last is None or self._last[0] != entry.name:
+        if self._cached_tensor is None or self._cached_tensor[0] != entry.name:
             tensor = torch.zeros(entry.shape)
-            if self._existing is not None:
-                self._existing.fill({entry.name: tensor})
+            if self._saved_adapters is not None:
+                self._saved_adapters.fill({entry.name: tensor})
             else:
                 modules = self._adapters.dora_modules([entry.name])
                 base = {module: self._base_weight(f"{module}.weight") for module in modules}
                 self._adapters.initialize({entry.name: tensor}, base, self._seed)
-            self._last = entry.name, tensor
-        return self._last[1]
+            self._cached_tensor = entry.name, tensor
+        return self._cached_tensor[1]
 
     def _base_weight(self, name: str) -> Tensor:
         entry = replace(self._entries[self._graph.owner_of.get(name, name)], offset=0)
@@ -200,23 +200,23 @@ def folder_record(plan: Plan, origin: Origin | None, checkpoint: Checkpoint | No
     """
     if origin is None:
         return {}
-    before, found = {} if checkpoint is None else checkpoint.state.model, dict[str, Any]()
+    old_record, record = {} if checkpoint is None else checkpoint.state.model, dict[str, Any]()
     passthrough = origin.passthrough
     if passthrough.names:
-        found |= passthrough.record()
-        if before.get(PASSTHROUGH_CHECKSUM, found[PASSTHROUGH_CHECKSUM]) != found[PASSTHROUGH_CHECKSUM]:
+        record |= passthrough.record()
+        if old_record.get(PASSTHROUGH_CHECKSUM, record[PASSTHROUGH_CHECKSUM]) != record[PASSTHROUGH_CHECKSUM]:
             raise CheckpointError(
                 f"{passthrough.folder.path}: {passthrough}, but they are no longer those that {checkpoint} began with. "
                 "Bring the original files back, or name another output_dir"
             )
     if any(block.in_folder for block in plan.program.blocks.values()):
-        found[BASE_CHECKSUM] = origin.folder.fingerprint()
-        if before.get(BASE_CHECKSUM, found[BASE_CHECKSUM]) != found[BASE_CHECKSUM]:
+        record[BASE_CHECKSUM] = origin.folder.fingerprint()
+        if old_record.get(BASE_CHECKSUM, record[BASE_CHECKSUM]) != record[BASE_CHECKSUM]:
             raise CheckpointError(
                 f"{origin.folder.path}: its weights are no longer those that {checkpoint} began with, which holds only "
                 "the trained weights. Bring the original files back, or name another output_dir"
             )
-    return found
+    return record
 
 
 class Weights:
@@ -280,13 +280,13 @@ class Weights:
         problem: str | None = None
         for checkpoint in candidates:
             self._activity.begin("loading the checkpoint", num_bytes=self._durable_bytes)
-            found: str | None = None
+            error_text: str | None = None
             try:
                 self._load_blocks(checkpoint)
             except (CorruptBlockError, GenerationError) as error:
-                found = str(error)
+                error_text = str(error)
             # If a checkpoint is damaged on one rank, no rank uses it. All ranks must resume from the same step.
-            reasons = list(dict.fromkeys(text for text in self._group.gather(found) if text is not None))
+            reasons = list(dict.fromkeys(text for text in self._group.gather(error_text) if text is not None))
             if not reasons:
                 return checkpoint
             problem = problem or reasons[0]
@@ -298,27 +298,27 @@ class Weights:
 
     def _load_blocks(self, checkpoint: Checkpoint) -> None:
         program = self._plan.program
-        saved = {key: block for key, block in program.blocks.items() if block.is_saved}
+        saved_blocks = {key: block for key, block in program.blocks.items() if block.is_saved}
         reader = CheckpointReader(checkpoint)
         self._check_formats(checkpoint, reader)
-        is_here = checkpoint.is_in_stores(self._plan.run.output_dir, program.sharding.shards.size)
-        if is_here and saved.keys() == reader.blocks.keys():
-            own = checkpoint.ranks[program.sharding.shards.rank]
-            self._store.load(own.generation, on_bytes=self._activity.add_bytes)
+        is_local = checkpoint.is_in_stores(self._plan.run.output_dir, program.sharding.shards.size)
+        if is_local and saved_blocks.keys() == reader.blocks.keys():
+            rank_checkpoint = checkpoint.ranks[program.sharding.shards.rank]
+            self._store.load(rank_checkpoint.generation, on_bytes=self._activity.add_bytes)
             return
-        places = saved_places(self._plan)
-        for key, block in saved.items():
+        shards = saved_shards(self._plan)
+        for key, block in saved_blocks.items():
             with self._open_for_writing(key) as tensor:
-                if key not in places:  # state that does not have one element per weight
+                if key not in shards:  # state that does not have one element per weight
                     reader.read(key, tensor)
                 else:
-                    place = places[key]
-                    out = tensor[: len(place.owned)]
-                    tensor[len(place.owned) :].zero_()
+                    shard = shards[key]
+                    out = tensor[: len(shard.owned)]
+                    tensor[len(shard.owned) :].zero_()
                     if block.kind == "weights" and key not in reader.blocks:
-                        _read_redivided(reader, key, place.first + place.owned.start, out)
+                        _read_redivided(reader, key, shard.first + shard.owned.start, out)
                     else:
-                        _read_elements(reader, key, place.owned.start, out)
+                        _read_elements(reader, key, shard.owned.start, out)
 
     def _check_formats(self, checkpoint: Checkpoint, reader: CheckpointReader) -> None:
         """Raise an error if state has a different format than in the run, because a conversion would change results."""
@@ -331,17 +331,17 @@ class Weights:
                 "the exported model"
             )
         for key, block in self._plan.program.blocks.items():
-            stored = reader.blocks.get(key)
+            record = reader.blocks.get(key)
             dtype = str(block.dtype).removeprefix("torch.")
-            if kind_of_key(key) == EMA.name and stored is None:
+            if kind_of_key(key) == EMA.name and record is None:
                 raise CheckpointError(
                     f"{checkpoint} has no average of the weights, which optimizer.ema_decay needs. Write "
                     "ema_decay = 0; or start a new run from its exported model, whose average begins there"
                 )
-            if block.kind == "optimizer" and kind_of_key(key) != "low" and stored is not None and stored.dtype != dtype:
+            if block.kind == "optimizer" and kind_of_key(key) != "low" and record is not None and record.dtype != dtype:
                 formats = {"uint8": "int8"}
                 raise CheckpointError(
-                    f"{checkpoint} holds the optimizer's moments in {formats.get(stored.dtype, stored.dtype)}, and "
+                    f"{checkpoint} holds the optimizer's moments in {formats.get(record.dtype, record.dtype)}, and "
                     f'optimizer.state_dtype is "{formats.get(dtype, dtype)}". Write that format; or start a new '
                     "run from its exported model, whose moments begin at zero"
                 )
@@ -351,10 +351,10 @@ class Weights:
         return self._plan.program.blocks[self._plan.program.weight_keys(layout)[0]]
 
     def _fill(self, layouts: Sequence[UnitLayout]) -> None:
-        doing = "making random weights" if self.source.origin is None else "loading weights"
-        self._activity.begin(doing, num_bytes=self._durable_bytes)
-        for number, layout in enumerate(layouts):
-            self._activity.begin_part(number, unit=layout.name, num_parts=len(layouts))
+        action = "making random weights" if self.source.origin is None else "loading weights"
+        self._activity.begin(action, num_bytes=self._durable_bytes)
+        for index, layout in enumerate(layouts):
+            self._activity.begin_part(index, unit=layout.name, num_parts=len(layouts))
             home = self._plan.placement.homes[self._first_block(layout).key]
             if not self._plan.budgets_by_tier[home].is_read_only:  # weights at read-only homes are read at each use
                 self._fill_layout(layout)
@@ -365,49 +365,49 @@ class Weights:
         block, key = self.source.frozen_block(layout), weight_key(layout.name)
         assert block is not None and block.packing is not None, layout.name
         with self._open_for_writing(key) as tensor:
-            for read in FolderSource({key: block}, self._plan.graph.dtype).parts(key):
-                read(tensor)
+            for read_part in FolderSource({key: block}, self._plan.graph.dtype).parts(key):
+                read_part(tensor)
 
     def _fill_layout(self, layout: UnitLayout) -> None:
         if layout.name in self._plan.program.encodings:
             self._fill_packed(layout)
             return
-        weights, lows = self._weight_parts(layout), list(self._low_parts(layout))
-        longest = max(len(part) for part, _ in weights)
-        with self._reserve_master(longest):
-            buffer = torch.empty(min(longest, MASTER_ELEMENTS) if self._is_split else 0)
-            for number, (part, weight) in enumerate(weights):
+        weights, low_parts = self._weight_parts(layout), list(self._low_parts(layout))
+        max_elements = max(len(part) for part, _ in weights)
+        with self._reserve_master(max_elements):
+            buffer = torch.empty(min(max_elements, MASTER_ELEMENTS) if self._is_split else 0)
+            for index, (part, weight) in enumerate(weights):
                 with self._open_for_writing(weight) as tensor:
                     tensor[len(part) :].zero_()  # padding, if the shard is longer than its part
                     if not self._is_split:
-                        for inside in _split_range(part):
-                            place = tensor[inside.start - part.start : inside.stop - part.start]
-                            self.source.read(layout, inside.start, place.zero_())
+                        for span in _split_range(part):
+                            target = tensor[span.start - part.start : span.stop - part.start]
+                            self.source.read(layout, span.start, target.zero_())
                     else:
-                        own = lows[number : number + 1] if len(lows) == len(weights) else lows
-                        self._fill_halves(layout, part, tensor, own, buffer)
+                        weight_lows = low_parts[index : index + 1] if len(low_parts) == len(weights) else low_parts
+                        self._fill_halves(layout, part, tensor, weight_lows, buffer)
 
     def _fill_halves(
         self,
         layout: UnitLayout,
         weight_range: range,
         high: Tensor,
-        lows: Sequence[tuple[range, str | None]],
+        low_parts: Sequence[tuple[range, str | None]],
         buffer: Tensor,
     ) -> None:
         """Fill one block with the high halves of a weight, and other blocks with the low halves."""
-        for part, low in lows:
+        for part, low in low_parts:
             with nullcontext() if low is None else self._open_for_writing(low) as tensor:
                 if tensor is not None:
                     tensor[len(part) :].zero_()
-                for inside in _split_range(part):
-                    master = buffer[: len(inside)].zero_()
-                    self.source.read(layout, inside.start, master)
-                    place = high[inside.start - weight_range.start : inside.stop - weight_range.start]
+                for span in _split_range(part):
+                    master = buffer[: len(span)].zero_()
+                    self.source.read(layout, span.start, master)
+                    target = high[span.start - weight_range.start : span.stop - weight_range.start]
                     if tensor is None:
-                        high_half(master, place)
+                        high_half(master, target)
                     else:
-                        encode(master, place, tensor[inside.start - part.start : inside.stop - part.start])
+                        encode(master, target, tensor[span.start - part.start : span.stop - part.start])
 
     def _weight_parts(self, layout: UnitLayout) -> list[tuple[range, str]]:
         """Return the blocks of a weight, each with its range of elements."""
@@ -432,26 +432,26 @@ class Weights:
     def _initialize_state(self) -> None:
         """Fill optimizer state with zeros. Kinds that begin as weights (EMA) are filled with the loaded weights."""
         program = self._plan.program
-        copies = {
+        copied_kinds = {
             kind.name for kind in self._plan.traced.optimizer.state_kinds(self._is_split) if kind.begins_as_weight
         }
         for block in program.blocks.values():
-            if block.kind == "optimizer" and kind_of_key(block.key) not in {"low", *copies}:
+            if block.kind == "optimizer" and kind_of_key(block.key) not in {"low", *copied_kinds}:
                 with self._open_for_writing(block.key) as tensor:
                     tensor.zero_()
         for layout in self._plan.graph.layouts.values():
-            for kind in copies:
-                owned = zip(program.owned_parts_of(layout), program.state_keys(layout, kind), strict=True)
-                own = [(part, key) for part, key in owned if key in program.blocks]
-                if own:
+            for kind in copied_kinds:
+                pairs = zip(program.owned_parts_of(layout), program.state_keys(layout, kind), strict=True)
+                parts = [(part, key) for part, key in pairs if key in program.blocks]
+                if parts:
                     with self.master(layout) as read:
-                        self._copy_master(read, own)
+                        self._copy_master(read, parts)
 
     def _copy_master(self, read: ReadMaster, parts: Sequence[tuple[range, str]]) -> None:
         for part, key in parts:
             with self._open_for_writing(key) as tensor:
-                for inside in _split_range(part, _COPY_ELEMENTS):
-                    tensor[inside.start - part.start : inside.stop - part.start] = read(inside.start, inside.stop)
+                for span in _split_range(part, _COPY_ELEMENTS):
+                    tensor[span.start - part.start : span.stop - part.start] = read(span.start, span.stop)
                 tensor[len(part) :].zero_()
 
     @property
@@ -478,37 +478,37 @@ class Weights:
         if layout.name in self._plan.program.encodings:
             yield partial(self._read_packed, layout)
             return
-        weights, lows = self._weight_parts(layout), list(self._low_parts(layout))
+        weights, low_parts = self._weight_parts(layout), list(self._low_parts(layout))
         with (
             _LastBlockLease(self._store, self._evict_streamed) as current_weight,
-            _LastBlockLease(self._store, self._evict_streamed) as current,
+            _LastBlockLease(self._store, self._evict_streamed) as current_low,
         ):
 
-            def high(start: int, stop: int) -> Tensor:
+            def read_high(start: int, stop: int) -> Tensor:
                 """Return elements of the weight. The result is a view if all of them are in one block."""
-                wanted = [(key, inside) for key, inside, _ in overlaps(weights, start, stop)]
-                if len(wanted) == 1:
-                    return current_weight.tensor(wanted[0][0])[wanted[0][1]]
+                ranges = [(key, source) for key, source, _ in overlaps(weights, start, stop)]
+                if len(ranges) == 1:
+                    return current_weight.tensor(ranges[0][0])[ranges[0][1]]
                 # Copy each range, because the next lease may reuse the memory.
-                return torch.cat([current_weight.tensor(key)[inside].clone() for key, inside in wanted])
+                return torch.cat([current_weight.tensor(key)[source].clone() for key, source in ranges])
 
             def read(start: int, stop: int) -> Tensor:
-                weight = high(start, stop)
+                weight = read_high(start, stop)
                 if not self._is_split:
                     return weight
-                return decode_master(weight, lows, start, lambda low, inside: current.tensor(low)[inside])
+                return decode_master(weight, low_parts, start, lambda low, inside: current_low.tensor(low)[inside])
 
             yield read
 
     def _read_packed(self, layout: UnitLayout, start: int, stop: int) -> Tensor:
         """Return elements of a packed layout from the model's folder, rounded to the compute dtype."""
-        numbers = torch.zeros(stop - start)
-        self.source.read(layout, start, numbers)
+        values = torch.zeros(stop - start)
+        self.source.read(layout, start, values)
         if self._is_split:
             rounded = torch.empty(stop - start, dtype=torch.bfloat16)
-            high_half(numbers, rounded)
-            numbers.copy_(rounded)
-        return numbers
+            high_half(values, rounded)
+            values.copy_(rounded)
+        return values
 
     @contextmanager
     def export_reader(self, layout: UnitLayout) -> Iterator[ReadMaster]:
@@ -547,23 +547,23 @@ class GatheredWeights:
             False if a stop was requested before rank 0 had read all ranges.
         """
         with ExitStack() as stack:
-            current, read = "", None
+            current_name, read = "", None
             while True:
                 name, start, stop = self._group.broadcast(_FINISHED)
                 if not name:
                     return (name, start, stop) != _STOPPED
-                if name != current:
+                if name != current_name:
                     stack.close()
-                    current = name
+                    current_name = name
                     read = stack.enter_context(self._weights.export_reader(self._plan.graph.layouts[name]))
                 assert read is not None
-                for place in self._owned_places(self._group.world.rank, name, start, stop):
-                    self._group.send(read(start + place.start, start + place.stop).contiguous(), 0)
+                for span in self._owned_slices(self._group.world.rank, name, start, stop):
+                    self._group.send(read(start + span.start, start + span.stop).contiguous(), 0)
 
     @contextmanager
     def export_reader(self, layout: UnitLayout) -> Iterator[ReadMaster]:
         """On rank 0, yield the reader of ``Weights``. After a stop request, it raises ``ExportStopped``."""
-        with self._weights.export_reader(layout) as read_own:
+        with self._weights.export_reader(layout) as read_shard:
 
             def read(start: int, stop: int) -> Tensor:
                 if self._should_stop():  # the other ranks wait for a request, so rank 0 can still stop them
@@ -572,21 +572,21 @@ class GatheredWeights:
                 self._group.broadcast((layout.name, start, stop))
                 master = torch.empty(stop - start)
                 for rank in range(self._group.world.size):
-                    for place in self._owned_places(rank, layout.name, start, stop):
+                    for span in self._owned_slices(rank, layout.name, start, stop):
                         if rank == 0:
-                            master[place] = read_own(start + place.start, start + place.stop)
+                            master[span] = read_shard(start + span.start, start + span.stop)
                         else:
-                            self._group.receive(master[place], rank)
+                            self._group.receive(master[span], rank)
                 return master
 
             yield read
 
-    def _owned_places(self, rank: int, name: str, start: int, stop: int) -> Iterator[slice]:
+    def _owned_slices(self, rank: int, name: str, start: int, stop: int) -> Iterator[slice]:
         """Yield the slices of a range that contain the elements of ``rank``."""
         program, layout = self._plan.program, self._plan.graph.layouts[name]
-        owned = [(program.sharding.shards.owned(part, rank), "") for part in program.weight_parts_of(layout)]
-        for _, _, place in overlaps(owned, start, stop):
-            yield place
+        owned_parts = [(program.sharding.shards.owned(part, rank), "") for part in program.weight_parts_of(layout)]
+        for _, _, target in overlaps(owned_parts, start, stop):
+            yield target
 
 
 class _LastBlockLease:
@@ -619,7 +619,7 @@ class _LastBlockLease:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedPlace:
+class SavedShard:
     """This rank's shard of a block, or the whole block in a single process.
 
     Attributes:
@@ -633,16 +633,16 @@ class SavedPlace:
     owned: range
 
 
-def saved_places(plan: Plan) -> dict[str, SavedPlace]:
+def saved_shards(plan: Plan) -> dict[str, SavedShard]:
     """Return the shards of saved blocks, by key. Excludes state blocks that are stored per parameter."""
-    program, found = plan.program, dict[str, SavedPlace]()
+    program, saved = plan.program, dict[str, SavedShard]()
 
     def add(keys: Sequence[str], parts: Sequence[range], shards: Sequence[range], kind: StateKind | None) -> None:
         for key, part, owned in zip(keys, parts, shards, strict=True):
             if key in program.blocks and program.blocks[key].is_saved:
                 size = 1 if kind is None else kind.granularity
-                inside = range((owned.start - part.start) // size, -(-(owned.stop - part.start) // size))
-                found[key] = SavedPlace(part.start, -(-len(part) // size), inside)
+                span = range((owned.start - part.start) // size, -(-(owned.stop - part.start) // size))
+                saved[key] = SavedShard(part.start, -(-len(part) // size), span)
 
     for layout in plan.graph.layouts.values():
         weights = program.weight_parts_of(layout), program.owned_weight_parts_of(layout)
@@ -657,15 +657,15 @@ def saved_places(plan: Plan) -> dict[str, SavedPlace]:
                 parts = [range(kind.num_elements(layout))]  # the state of the layout is one block, sharded separately
                 owned = [program.sharding.shards.owned(parts[0])]
             add(program.state_keys(layout, kind.name), parts, owned, kind)
-    return found
+    return saved
 
 
 def _read_redivided(reader: CheckpointReader, key: str, start: int, out: Tensor) -> None:
     """Read a range of a weight that the checkpoint divides into other blocks than this run."""
     weight = weight_key(key.rpartition("/")[0])
     parts = stored_parts(weight, reader.blocks) or [(range(start, start + out.numel()), key)]  # raises if missing
-    for stored, inside, place in overlaps(parts, start, start + out.numel()):
-        _read_elements(reader, stored, inside.start, out[place])
+    for block, source, target in overlaps(parts, start, start + out.numel()):
+        _read_elements(reader, block, source.start, out[target])
 
 
 def _read_elements(reader: CheckpointReader, key: str, start: int, out: Tensor) -> None:
@@ -682,12 +682,12 @@ def _read_elements(reader: CheckpointReader, key: str, start: int, out: Tensor) 
     step = reader.piece_bytes // size
     # Split the range at the boundaries of pieces, so that each piece is read only once.
     bounds = [start, *range(start // step * step + step, start + out.numel(), step), start + out.numel()]
-    for first, last in pairwise(bounds):
-        found = reader.read_range(key, first * size, last * size)
-        out[first - start : last - start] = found.view(out.dtype)
+    for begin, end in pairwise(bounds):
+        data = reader.read_range(key, begin * size, end * size)
+        out[begin - start : end - start] = data.view(out.dtype)
 
 
-def _split_range(elements: range, most: int = MASTER_ELEMENTS) -> Iterator[range]:
-    """Split a range into consecutive ranges of at most ``most`` elements."""
-    for start in range(elements.start, elements.stop, most):
-        yield range(start, min(start + most, elements.stop))
+def _split_range(elements: range, max_elements: int = MASTER_ELEMENTS) -> Iterator[range]:
+    """Split a range into consecutive ranges of at most ``max_elements`` elements."""
+    for start in range(elements.start, elements.stop, max_elements):
+        yield range(start, min(start + max_elements, elements.stop))

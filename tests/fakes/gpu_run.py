@@ -57,7 +57,7 @@ def virtual_gpu(total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> I
         mock.patch.object(unified, "device_view", device.view_of_host),
         mock.patch.object(by_tier, "host_view", lambda tensor: tensor.memory),
         mock.patch.object(clip, "device_partials", lambda gradient: _queued_partials(gradient, device)),
-        mock.patch.object(clip, "device_partials_of_parts", lambda parts: _queued_partials_of(parts, device)),
+        mock.patch.object(clip, "concat_device_partials", lambda parts: _queued_partials_of(parts, device)),
         mock.patch.object(clip, "sum_partials", lambda partials: _queued_sum(partials, device)),
         mock.patch.object(stepping, "warm_up_norm"),
         # Not a Mock, because a Mock would keep all call arguments in memory.

@@ -28,7 +28,7 @@ CODES = {
 }
 #: Rule -> its moments, and the number of its scalars.
 RULES = {"adamw": (("m", "v"), 7), "lion": (("m",), 6), "sgd": (("m",), 3), "nesterov": (("m",), 3)}
-KEYS = dict.fromkeys(("num_rows", "first_key", "second_key", "first", "num_elements"), "i32")
+KEYS = dict.fromkeys(("num_rows", "first_key", "second_key", "first_index", "num_elements"), "i32")
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ CASES = {
     ),
     "squared_norms": Case(
         "optim", "squared_norms", {"grad": "*fp32", "partials": "*fp64", "num_elements": "i64"},
-        {"rows": None, "block_elements": 65_536, "num_lanes": 64, "unrolled": 16}, options={"num_warps": 1},
+        {"rows": None, "block_elements": 65_536, "num_lanes": 64, "unroll": 16}, options={"num_warps": 1},
     ),
     "squared_norms, a table": Case(
         "optim", "squared_norms", {"rows": "*i64", "grad": "*fp32", "partials": "*fp64", "num_elements": "i32"},
-        {"block_elements": 65_536, "num_lanes": 64, "unrolled": 16}, options={"num_warps": 1},
+        {"block_elements": 65_536, "num_lanes": 64, "unroll": 16}, options={"num_warps": 1},
     ),
     "sum_in_order": Case("optim", "sum_in_order", {"values": "*fp64", "total": "*fp64"}, {}, options={"num_warps": 1}),
     "group_rows": Case(

@@ -151,7 +151,7 @@ class WatchedLoop(TrainingLoop):
 
     def _summary(self, moved: Any, link_bytes: Mapping[str, int], **options: Any) -> Any:
         self._cut()
-        end, planned, prepared = self._end, Counter[str](), self.parts.prepared
+        end, planned, prepared = self._end, Counter[str](), self.parts.preparation
         settings, sets = prepared.settings.evaluation, prepared.evaluation_sets
         for num_steps, times in self._stretches.items():
             for link, nbytes in prepared.plan.placement.run_traffic_bytes(num_steps).items() if num_steps else ():
@@ -178,8 +178,8 @@ class WatchedLoop(TrainingLoop):
         real = FinalExport.write
 
         def write(export: FinalExport, *arguments: Any) -> Path:
-            if self.parts.prepared.group.world.is_single:
-                for layout in self.parts.prepared.plan.graph.layouts.values():
+            if self.parts.preparation.group.world.is_single:
+                for layout in self.parts.preparation.plan.graph.layouts.values():
                     with export.weights.master(layout) as read:
                         self._end.weights.update(views(read(0, layout.num_elements).clone(), layout))
             return real(export, *arguments)

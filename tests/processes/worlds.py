@@ -25,7 +25,7 @@ from megatrain.ranks.world import World
 from megatrain.training.open_run import OpenRun
 from megatrain.training.resolve import resolve
 from megatrain.training.trainer import Trainer
-from megatrain.training.weights import saved_places
+from megatrain.training.weights import saved_shards
 
 
 @dataclass
@@ -135,7 +135,7 @@ def train(
         tiers = store.stats().tiers
         result.tiers = {name: (tier.high_water_bytes, tier.capacity_bytes) for name, tier in tiers.items()}
         opened.end_steps()
-        saved = saved_places(plan)
+        saved = saved_shards(plan)
         for layout in plan.graph.layouts.values():
             parts = dict(zip(plan.program.weight_keys(layout), plan.program.owned_weight_parts_of(layout), strict=True))
             for block in plan.program.blocks.values():
@@ -268,12 +268,12 @@ def go_on(world: World, folder: Path, text: str, first_step: int, num_steps: int
         kept = CheckpointFolder(
             run.output_dir / CHECKPOINTS_NAME, world.rank, RankGroup(world).gather, 2, lambda text: None
         )
-        elements = {key: place.num_elements for key, place in saved_places(plan).items()}
+        elements = {key: place.num_elements for key, place in saved_shards(plan).items()}
         writer = CheckpointWriter(kept, store, lanes=run.num_lanes, elements=elements)
         writer.begin()
         writer.finish(store.commit(state.to_meta()), state.to_meta())
         trainer.end_steps()
-        for key, place in saved_places(plan).items():
+        for key, place in saved_shards(plan).items():
             home = plan.placement.homes[key]
             with store.acquire(key, "gpu" if home == "gpu" else "ram") as lease:
                 result.blocks[key] = lease.tensor[: len(place.owned)].clone()

@@ -28,7 +28,7 @@ SCRATCH_PREFIX = ".megatrain-tier-doctor-"
 
 #: Minimum free space for a measurement. Its files take at most a quarter of the free space.
 MIN_FREE_BYTES = 256 * MiB
-_LEAST_SPAN_BYTES = MIN_FREE_BYTES // 4
+_MIN_SPAN_BYTES = MIN_FREE_BYTES // 4
 
 
 class UnusablePathError(Exception):
@@ -64,12 +64,12 @@ def scratch_folder(path: Path) -> Iterator[Path]:
     """
     folder: Path | None = None
     try:
-        with _uninterrupted():  # a signal is raised only after `folder` is assigned
+        with _delay_signals():  # a signal is raised only after `folder` is assigned
             folder = _make_folder(path)
         yield folder
     finally:
         if folder is not None:
-            with _uninterrupted():
+            with _delay_signals():
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -82,50 +82,50 @@ def _make_folder(path: Path) -> Path:
 
 
 @contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
+def interrupt_on_termination() -> Iterator[None]:
     """Handle SIGTERM and SIGHUP like Ctrl-C inside the context, so that scratch folders are removed."""
 
-    def interrupt(number: int, frame: object) -> None:
+    def interrupt(signum: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    with _handled_by((signal.SIGTERM, signal.SIGHUP), interrupt):
+    with _handle_signals((signal.SIGTERM, signal.SIGHUP), interrupt):
         yield
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def _delay_signals() -> Iterator[None]:
     """Delay signals until the context exits, while a folder is created or removed."""
-    arrived: list[int] = []
+    arrived_signals: list[int] = []
     try:
         # A signal mask does not help, because the kernel would deliver the signal to another thread, and Python would
         # still run the handler in the main thread.
-        held = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        with _handled_by(held, lambda number, frame: arrived.append(number)):
+        delayed_signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        with _handle_signals(delayed_signals, lambda number, frame: arrived_signals.append(number)):
             yield
     finally:
-        if arrived:
-            signal.raise_signal(arrived[0])
+        if arrived_signals:
+            signal.raise_signal(arrived_signals[0])
 
 
 @contextmanager
-def _handled_by(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
+def _handle_signals(signums: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
     """Handle signals with ``handler`` inside the context, except ignored ones. A no-op outside of the main thread."""
-    before = {}
+    old_handlers = {}
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.getsignal(number) for number in numbers}
-        before = {number: old for number, old in before.items() if old not in (None, signal.SIG_IGN)}
-    for number in before:
-        signal.signal(number, handler)
+        old_handlers = {signum: signal.getsignal(signum) for signum in signums}
+        old_handlers = {signum: old for signum, old in old_handlers.items() if old not in (None, signal.SIG_IGN)}
+    for signum in old_handlers:
+        signal.signal(signum, handler)
     try:
         yield
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for signum, old in old_handlers.items():
+            signal.signal(signum, old)
 
 
 _NUM_BLOCKS = 8
 _MIN_BLOCK_BYTES = 8 * MiB
-_MOST_WRITES_AHEAD = 2
+_MAX_WRITES_AHEAD = 2
 _READS_AHEAD = 2
 
 
@@ -151,7 +151,7 @@ class TierProbe:
     def __init__(self, path: Path, nbytes: int, block_bytes: int | None = None) -> None:
         if block_bytes is None:
             block_bytes = max(_MIN_BLOCK_BYTES, nbytes // _NUM_BLOCKS // PAGE_BYTES * PAGE_BYTES)
-        self._keys = [f"block{number}" for number in range(max(1, nbytes // block_bytes))]
+        self._keys = [f"block{index}" for index in range(max(1, nbytes // block_bytes))]
         self.nbytes = len(self._keys) * block_bytes
         self._nvme = NvmeTier([path], self.nbytes)
         self._store = TieredStore([RamTier(self.nbytes, pin_memory=False), self._nvme], max_inflight_bytes=self.nbytes)
@@ -184,25 +184,25 @@ class TierProbe:
                 _renew(lease.tensor)
         return self._evict_all()
 
-    def mixed(self, seconds: float) -> float:
+    def read_and_write(self, seconds: float) -> float:
         """Fetch, use and write back blocks in a cycle like an optimizer, with concurrent reads ahead and writes behind.
 
         Returns:
             Total bytes read and written per second.
         """
-        behind: deque[Transfer] = deque()
+        writes: deque[Transfer] = deque()
         start, num_blocks = time.perf_counter(), 0
         while num_blocks < len(self._keys) or time.perf_counter() < start + seconds:
-            for ahead in range(1, _READS_AHEAD + 1):
-                self._store.prefetch(self._keys[(num_blocks + ahead) % len(self._keys)], "ram")
+            for distance in range(1, _READS_AHEAD + 1):
+                self._store.prefetch(self._keys[(num_blocks + distance) % len(self._keys)], "ram")
             key = self._keys[num_blocks % len(self._keys)]
             with self._store.acquire(key, "ram", "rw") as lease:
                 _renew(lease.tensor)
-            behind.append(self._store.evict(key, "ram"))
+            writes.append(self._store.evict(key, "ram"))
             num_blocks += 1
-            if len(behind) > _MOST_WRITES_AHEAD:
-                behind.popleft().wait()
-        _wait(behind)
+            if len(writes) > _MAX_WRITES_AHEAD:
+                writes.popleft().wait()
+        _wait(writes)
         rate = 2 * num_blocks * (self.nbytes // len(self._keys)) / (time.perf_counter() - start)
         for key in self._keys:
             self._store.evict(key, "ram")  # evict blocks that were prefetched but not used
@@ -294,7 +294,7 @@ QUICK = DriveEffort(span_bytes=256 * MiB, turn_s=1.0, mixed_s=1.0, computing_s=1
 FULL = DriveEffort(
     span_bytes=512 * MiB, turn_s=4.0, mixed_s=4.0, sustained_s=30.0, sustained_bytes=32 * GiB, computing_s=4.0
 )
-_NUM_SMALL, _SMALL_BYTES = 64, 64 * KiB
+_NUM_SMALL_BLOCKS, _SMALL_BLOCK_BYTES = 64, 64 * KiB
 _PRODUCT_SIZE = 768  # a product of such matrices takes a few milliseconds and fits in the CPU's caches
 
 
@@ -343,22 +343,22 @@ def measure_drive(path: Path, effort: DriveEffort) -> DriveResult:
     """
     free_bytes = check_path(path)
     file_system = file_system_of(path)
-    room = min(effort.span_bytes, free_bytes // 4, available_ram_bytes() // 4)
+    max_bytes = min(effort.span_bytes, free_bytes // 4, available_ram_bytes() // 4)
     with scratch_folder(path) as folder:
-        span_bytes = _span_bytes(folder / "first", max(room, _LEAST_SPAN_BYTES))
+        span_bytes = _span_bytes(folder / "first", max(max_bytes, _MIN_SPAN_BYTES))
         reads, writes = list[float](), list[float]()
         with TierProbe(folder / "tier", span_bytes) as tier:
             deadline = time.perf_counter() + effort.turn_s
             while not reads or time.perf_counter() < deadline:
                 reads.append(tier.read())
                 writes.append(tier.write())
-            mixed = tier.mixed(effort.mixed_s)
-            lost = compute_slowdown(tier, effort.computing_s) if effort.computing_s else None
+            mixed = tier.read_and_write(effort.mixed_s)
+            slowdown = compute_slowdown(tier, effort.computing_s) if effort.computing_s else None
             sustained = tier.sustained_write(effort.sustained_s, effort.sustained_bytes) if effort.sustained_s else None
             is_direct = tier.is_direct
-        with TierProbe(folder / "small", _NUM_SMALL * _SMALL_BYTES, _SMALL_BYTES) as small:
-            small.seconds_per_copy()
-            seconds_per_copy = small.seconds_per_copy()
+        with TierProbe(folder / "small", _NUM_SMALL_BLOCKS * _SMALL_BLOCK_BYTES, _SMALL_BLOCK_BYTES) as small_probe:
+            small_probe.seconds_per_copy()
+            seconds_per_copy = small_probe.seconds_per_copy()
     return DriveResult(
         path=path,
         file_system=file_system,
@@ -368,17 +368,17 @@ def measure_drive(path: Path, effort: DriveEffort) -> DriveResult:
         span_bytes=tier.nbytes,
         tier=Rates(statistics.median(reads), statistics.median(writes), mixed),
         sustained=sustained,
-        computing_s_per_byte=lost,
+        computing_s_per_byte=slowdown,
         seconds_per_copy=seconds_per_copy,
     )
 
 
-def _span_bytes(folder: Path, most_bytes: int) -> int:
+def _span_bytes(folder: Path, max_bytes: int) -> int:
     """Return the bytes that a drive writes in half a second, within limits. Removes the folder."""
-    with TierProbe(folder, _LEAST_SPAN_BYTES) as first:
-        half_a_second = int(first.write() / 2) // MiB * MiB
+    with TierProbe(folder, _MIN_SPAN_BYTES) as probe:
+        half_second_bytes = int(probe.write() / 2) // MiB * MiB
     shutil.rmtree(folder)
-    return max(_LEAST_SPAN_BYTES, min(most_bytes, half_a_second))
+    return max(_MIN_SPAN_BYTES, min(max_bytes, half_second_bytes))
 
 
 def compute_slowdown(tier: TierProbe, seconds: float) -> float:
@@ -392,17 +392,17 @@ def compute_slowdown(tier: TierProbe, seconds: float) -> float:
     torch.mm(left, right, out=product)
     times: list[float] = []
     with ThreadPoolExecutor(1) as thread:
-        for is_alone in (True, False):
+        for is_idle in (True, False):
             start_s, count = time.perf_counter(), 0
-            rate = None if is_alone else thread.submit(tier.mixed, seconds)
-            while time.perf_counter() < start_s + seconds if rate is None else not rate.done():
+            future = None if is_idle else thread.submit(tier.read_and_write, seconds)
+            while time.perf_counter() < start_s + seconds if future is None else not future.done():
                 torch.mm(left, right, out=product)
                 count += 1
             elapsed_s = time.perf_counter() - start_s
             times.append(elapsed_s / max(1, count))
-    assert rate is not None
+    assert future is not None
     lost_share = max(0.0, 1 - times[0] / times[1])
-    return lost_share / rate.result()
+    return lost_share / future.result()
 
 
 def is_rotational(device: str, root: Path = Path("/sys/dev/block")) -> bool | None:

@@ -62,9 +62,9 @@ class DoctorResults:
         """The measured rates as a machine profile, which is the stored format."""
         processor, layers, gpu = self.processor, self.layers, self.gpu
 
-        def by_device(name: str) -> dict[str, float]:
-            found = {f"cpu/{dtype}": rate for dtype, rate in getattr(layers, name).items()}
-            return found | ({f"cuda/{dtype}": rate for dtype, rate in getattr(gpu, name).items()} if gpu else {})
+        def rates_by_device(name: str) -> dict[str, float]:
+            rates = {f"cpu/{dtype}": rate for dtype, rate in getattr(layers, name).items()}
+            return rates | ({f"cuda/{dtype}": rate for dtype, rate in getattr(gpu, name).items()} if gpu else {})
 
         return MachineProfile(
             host=self.system.host,
@@ -75,9 +75,9 @@ class DoctorResults:
             num_threads=processor.num_threads,
             ram_update_bytes_per_s=processor.ram_update,
             adamw_params_per_s=dict(processor.adamw_params),
-            matmul_flops_per_s=by_device("matmul_flops"),
-            attention_flops_per_s=by_device("attention_flops"),
-            elementwise_bytes_per_s=by_device("elementwise"),
+            matmul_flops_per_s=rates_by_device("matmul_flops"),
+            attention_flops_per_s=rates_by_device("attention_flops"),
+            elementwise_bytes_per_s=rates_by_device("elementwise"),
             launches_per_s=layers.launches_per_s or None,
             gpu=GpuProfile(
                 name=gpu.name,
@@ -109,8 +109,8 @@ class DoctorResults:
     def machine_toml(self) -> str:
         """Return the TOML file that describes this machine, so that other machines can plan runs for it."""
         sizes = {drive.file_system.key: shutil.disk_usage(drive.path).total for drive in self.drives}
-        used = max(0, self.system.ram_limit_bytes - available_ram_bytes())
-        return machine_toml(self.profile, used, sizes)
+        used_bytes = max(0, self.system.ram_limit_bytes - available_ram_bytes())
+        return machine_toml(self.profile, used_bytes, sizes)
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values: rates in bytes, parameters or FLOPs per second, sizes in bytes."""

@@ -66,11 +66,11 @@ def read_system(sys: Path = Path("/sys"), proc: Path = Path("/proc")) -> SystemF
 
 
 def _cpu_quota(cgroup: Path) -> float | None:
-    match = re.fullmatch(r"(\d+) (\d+)", _text(cgroup / "cpu.max").strip())  # "max 100000" without a limit
+    match = re.fullmatch(r"(\d+) (\d+)", _read_text(cgroup / "cpu.max").strip())  # "max 100000" without a limit
     return int(match[1]) / int(match[2]) if match else None
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:
@@ -83,7 +83,7 @@ Severity = Literal["ok", "note", "warn"]
 SUSTAINED_SHARE = 0.7
 
 #: Advice for file systems that are not on a local drive.
-_ELSEWHERE: Mapping[Nature, str] = {
+_ADVICE: Mapping[Nature, str] = {
     "memory": "name a folder on a drive, and give that RAM to tiers.ram",
     "network": "use a local drive for [[tiers.nvme]]",
     "program": "use a local drive for [[tiers.nvme]]",
@@ -130,23 +130,23 @@ def system_findings(facts: SystemFacts, gpu: GpuResult | None) -> Iterator[Findi
             f"the machine was busy before the measurement, with load {facts.load:.1f} on {facts.num_cpus} CPUs",
             "measure again when nothing else runs, because these rates may be too low",
         )
-    yield _page_locking(facts, gpu)
+    yield _page_locking_finding(facts, gpu)
 
 
-def _page_locking(facts: SystemFacts, gpu: GpuResult | None) -> Finding:
+def _page_locking_finding(facts: SystemFacts, gpu: GpuResult | None) -> Finding:
     limit = "no limit" if facts.memlock_bytes is None else f"a limit of {format_size(facts.memlock_bytes)}"
     if gpu is None:
         return Finding("ok", "page-locking", f"not needed without a GPU ({limit} for this user)")
-    raise_it = "ulimit -l unlimited (service: LimitMEMLOCK=infinity; container: --ulimit memlock=-1)"
+    remedy = "ulimit -l unlimited (service: LimitMEMLOCK=infinity; container: --ulimit memlock=-1)"
     if not gpu.is_pinned:
         return Finding(
             "warn",
             "page-locking",
             f"CUDA could not page-lock RAM ({limit}), so copies to the GPU are slow and block threads",
-            raise_it,
+            remedy,
         )
     if facts.memlock_bytes is not None and facts.memlock_bytes < facts.ram_limit_bytes:
-        return Finding("note", "page-locking", f"works, with {limit} for other page-locked memory", raise_it)
+        return Finding("note", "page-locking", f"works, with {limit} for other page-locked memory", remedy)
     return Finding("ok", "page-locking", f"works, {limit}")
 
 
@@ -179,23 +179,23 @@ def drive_findings(drives: Sequence[DriveResult]) -> Iterator[Finding]:
     by_file_system: dict[str, list[DriveResult]] = defaultdict(list)
     for drive in drives:
         by_file_system[drive.file_system.key].append(drive)
-        yield from _kind_of_drive(drive)
-        yield from _speed_of_drive(drive)
-    for together in by_file_system.values():
-        if len(together) > 1:
-            paths = ", ".join(str(drive.path) for drive in together)
+        yield from _drive_kind_findings(drive)
+        yield from _drive_speed_findings(drive)
+    for drive_group in by_file_system.values():
+        if len(drive_group) > 1:
+            paths = ", ".join(str(drive.path) for drive in drive_group)
             yield Finding(
                 "warn",
                 "paths",
-                f"{paths} are on the same file system ({together[0].file_system.source}), so striping adds no speed",
+                f"{paths} are on the same file system ({drive_group[0].file_system.source}), so striping adds no speed",
                 "name one of them in [[tiers.nvme]], and add folders on other drives",
             )
 
 
-def _kind_of_drive(drive: DriveResult) -> Iterator[Finding]:
+def _drive_kind_findings(drive: DriveResult) -> Iterator[Finding]:
     path, kind = str(drive.path), drive.file_system.kind
-    if drive.file_system.nature in _ELSEWHERE:
-        yield Finding("warn", path, drive.file_system.caution, _ELSEWHERE[drive.file_system.nature])
+    if drive.file_system.nature in _ADVICE:
+        yield Finding("warn", path, drive.file_system.caution, _ADVICE[drive.file_system.nature])
     elif not drive.is_direct:
         yield Finding(
             "warn",
@@ -207,25 +207,25 @@ def _kind_of_drive(drive: DriveResult) -> Iterator[Finding]:
         yield Finding("ok", path, f"{kind} with O_DIRECT, {format_size(drive.free_bytes)} free")
 
 
-def _speed_of_drive(drive: DriveResult) -> Iterator[Finding]:
+def _drive_speed_findings(drive: DriveResult) -> Iterator[Finding]:
     path = str(drive.path)
     if drive.tier.mixed < _SLOW_BYTES_PER_S:
-        motor = " It is a hard disk." if drive.is_rotational else ""
+        disk_note = " It is a hard disk." if drive.is_rotational else ""
         yield Finding(
             "warn",
             path,
-            f"the drive is slow: {format_rate(drive.tier.mixed)} of concurrent reads and writes.{motor}",
+            f"the drive is slow: {format_rate(drive.tier.mixed)} of concurrent reads and writes.{disk_note}",
             "use NVMe drives, which have 2 to 12 GB/s; several [[tiers.nvme]] are striped",
         )
     sustained = drive.sustained
     if sustained is None:
         return
-    seen = (
+    text = (
         f"{format_size(sustained.nbytes)} written in {sustained.seconds:.0f} s: {format_rate(sustained.first)} at the "
         f"start, {format_rate(sustained.last)} at the end"
     )
     if sustained.last < SUSTAINED_SHARE * sustained.first:
         advice = "plans use the rate at the end; fstrim, more free space or another drive may help"
-        yield Finding("warn", path, f"slows down during a long write: {seen}", advice)
+        yield Finding("warn", path, f"slows down during a long write: {text}", advice)
     else:
-        yield Finding("ok", path, f"does not slow down during a long write: {seen}")
+        yield Finding("ok", path, f"does not slow down during a long write: {text}")

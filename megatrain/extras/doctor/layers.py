@@ -45,12 +45,12 @@ class LayerShape:
     """Sizes of a Llama model and a micro-batch in which one kind of work dominates the time.
 
     Attributes:
-        inner: Width of the MLP.
+        mlp_size: Width of the MLP.
         num_rows: Rows of the micro-batch.
     """
 
-    hidden: int
-    inner: int
+    hidden_size: int
+    mlp_size: int
     num_layers: int
     vocabulary: int
     num_rows: int
@@ -97,16 +97,16 @@ def measure_layers(*, seconds: float, shapes: Sequence[LayerShape] = SHAPES) -> 
     Raises:
         NotMeasurableError: The RAM is too small.
     """
-    found = {
-        dtype: fit_costs([phase for shape in shapes for phase in _timed_phases(shape, dtype, seconds)])
+    dtype_costs = {
+        dtype: fit_costs([phase for shape in shapes for phase in _measure_phases(shape, dtype, seconds)])
         for dtype in _DTYPES
     }
 
-    def of_kind(kind: int) -> dict[str, float]:
-        return {dtype: 1 / costs[kind] for dtype, costs in found.items() if costs[kind]}
+    def get_rates(kind: int) -> dict[str, float]:
+        return {dtype: 1 / costs[kind] for dtype, costs in dtype_costs.items() if costs[kind]}
 
-    launches = next(iter(of_kind(3).values()), 0.0)
-    return LayerRates(of_kind(0), of_kind(1), of_kind(2), launches)
+    launches = next(iter(get_rates(3).values()), 0.0)
+    return LayerRates(get_rates(0), get_rates(1), get_rates(2), launches)
 
 
 def fit_costs(phases: Sequence[tuple[float, Sequence[float]]]) -> list[float]:
@@ -118,45 +118,45 @@ def fit_costs(phases: Sequence[tuple[float, Sequence[float]]]) -> list[float]:
         phases: `(seconds, amounts of work by kind)` of each phase.
     """
     work = np.array([[amount / taken_s for amount in amounts] for taken_s, amounts in phases])
-    largest, best, least = work.max(axis=0), np.zeros(work.shape[1]), np.inf
-    there = np.flatnonzero(largest)  # the cost of a kind without work is undetermined
+    max_work, best_costs, min_error = work.max(axis=0), np.zeros(work.shape[1]), np.inf
+    used_kinds = np.flatnonzero(max_work)  # the cost of a kind without work is undetermined
     # The nonnegative least-squares solution is the unconstrained solution for one of the 15 subsets of kinds.
     for kinds in itertools.chain.from_iterable(
-        itertools.combinations(there, count) for count in range(1, len(there) + 1)
+        itertools.combinations(used_kinds, count) for count in range(1, len(used_kinds) + 1)
     ):
-        scaled = work[:, kinds] / largest[list(kinds)]
-        costs = np.linalg.lstsq(scaled, np.ones(len(work)), rcond=None)[0]
-        error = float(np.linalg.norm(scaled @ costs - 1))
-        if costs.min() > 0 and error < least:
-            least, best = error, np.zeros(work.shape[1])
-            best[list(kinds)] = costs / largest[list(kinds)]
-    return [float(cost) for cost in best]
+        scaled_work = work[:, kinds] / max_work[list(kinds)]
+        costs = np.linalg.lstsq(scaled_work, np.ones(len(work)), rcond=None)[0]
+        error = float(np.linalg.norm(scaled_work @ costs - 1))
+        if costs.min() > 0 and error < min_error:
+            min_error, best_costs = error, np.zeros(work.shape[1])
+            best_costs[list(kinds)] = costs / max_work[list(kinds)]
+    return [float(cost) for cost in best_costs]
 
 
-def _timed_phases(shape: LayerShape, dtype: str, seconds: float) -> Iterator[tuple[float, Sequence[float]]]:
+def _measure_phases(shape: LayerShape, dtype: str, seconds: float) -> Iterator[tuple[float, Sequence[float]]]:
     """Yield the seconds, and the amounts of work by kind, of a step's forward, head and backward."""
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(_model(shape)), encoding="utf-8")
+        Path(folder, "config.json").write_text(json.dumps(_model_config(shape)), encoding="utf-8")
         config = Path(folder, "run.toml")
         batch = {"num_rows": shape.num_rows, "row_tokens": shape.row_tokens}
         config.write_text(_CONFIG.format(folder=folder, dtype=dtype, **batch), encoding="utf-8")
         plan = plan_run(resolve(load_config(config).config))
         ticks = measure_ticks(plan, budget_s=seconds)
-    taken_s: dict[str, float] = {}
+    phase_s: dict[str, float] = {}
     for tick, tick_s in zip(plan.program.ticks, ticks.seconds, strict=True):
-        taken_s[tick.phase] = taken_s.get(tick.phase, 0.0) + tick_s
+        phase_s[tick.phase] = phase_s.get(tick.phase, 0.0) + tick_s
     for phase, work in work_of_phases(plan).items():
         attention = work.attention_flops - work.skipped_flops
-        yield taken_s[phase], (work.product_flops, attention, work.moved_nbytes, work.launches)
+        yield phase_s[phase], (work.product_flops, attention, work.moved_nbytes, work.launches)
 
 
-def _model(shape: LayerShape) -> dict[str, object]:
-    num_heads = shape.hidden // min(_HEAD_WIDTH, shape.hidden)
+def _model_config(shape: LayerShape) -> dict[str, object]:
+    num_heads = shape.hidden_size // min(_HEAD_WIDTH, shape.hidden_size)
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.inner,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.mlp_size,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_heads,

@@ -62,7 +62,7 @@ def measure_processor(*, span_bytes: int, seconds: float, threads: KernelThreads
     kernel_threads = threads or KernelThreads()
     num_elements = min(span_bytes, available_ram_bytes() // 8) // (4 * _FLOAT_BYTES)
     try:
-        with _arrays(num_elements) as (weight, m, v, gradient):
+        with _allocate_arrays(num_elements) as (weight, m, v, gradient):
             for array in (weight, m, gradient):
                 array.uniform_(-1.0, 1.0)
             v.uniform_(0.0, 1.0)
@@ -70,7 +70,7 @@ def measure_processor(*, span_bytes: int, seconds: float, threads: KernelThreads
             ram_update = 3 * nbytes / _best_s(lambda: _add(weight, gradient, kernel_threads), seconds)
             adamw = {
                 dtype: num_elements / _best_s(update, seconds)
-                for dtype, update in _updates(weight, m, v, gradient, kernel_threads).items()
+                for dtype, update in _make_updates(weight, m, v, gradient, kernel_threads).items()
             }
     finally:
         if threads is None:
@@ -78,11 +78,11 @@ def measure_processor(*, span_bytes: int, seconds: float, threads: KernelThreads
     return ProcessorResult(kernel_threads.num_threads, ram_update, adamw)
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _by_kind(rates: Mapping[str, tuple[float, float]]) -> tuple[dict[str, float], dict[str, float]]:
+def _split_rates(rates: Mapping[str, tuple[float, float]]) -> tuple[dict[str, float], dict[str, float]]:
     return {dtype: rate for dtype, (rate, _) in rates.items()}, {dtype: rate for dtype, (_, rate) in rates.items()}
 
 
@@ -105,8 +105,8 @@ def layer_rates(
         return torch.nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
 
     def other_operators() -> torch.Tensor:
-        found = stream.float()
-        normed = (found * torch.rsqrt(found.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
+        values = stream.float()
+        normed = (values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
         return stream + torch.nn.functional.silu(gate) * up * normed
 
     rates: list[float] = []
@@ -126,8 +126,8 @@ def layer_rates(
 
         with CountingMode() as counts:
             work()
-        found = counts.work
-        amount = found.attention_flops - found.skipped_flops or found.moved_nbytes
+        counted = counts.work
+        amount = counted.attention_flops - counted.skipped_flops or counted.moved_nbytes
         rates.append(amount / _best_s(work, seconds / 3))
     return rates[0], rates[1]
 
@@ -154,9 +154,9 @@ def product_flops_per_s(
     for num_tokens in _PRODUCT_TOKENS:
         width = num_tokens // 2
         outputs = {"projection": width, "mlp": 3 * width}
-        inputs = _random(num_tokens, width, device, dtype)
-        weights = {name: _random(size, width, device, dtype) for name, size in outputs.items()}
-        gradients = {name: _random(num_tokens, size, device, dtype) for name, size in outputs.items()}
+        inputs = _random_tensor(num_tokens, width, device, dtype)
+        weights = {name: _random_tensor(size, width, device, dtype) for name, size in outputs.items()}
+        gradients = {name: _random_tensor(num_tokens, size, device, dtype) for name, size in outputs.items()}
         sums = {name: torch.zeros(size, width, device=device) for name, size in outputs.items()}
         accumulator = GradientAccumulator(sums, set(sums))
 
@@ -174,20 +174,20 @@ def product_flops_per_s(
                 synchronize()
 
         flops = 3 * 2 * num_tokens * width * sum(outputs.values())
-        taken_s = _best_s(multiply, seconds / 3)
+        product_s = _best_s(multiply, seconds / 3)
         sums_s = 2 * sum(total.numel() * total.element_size() for total in sums.values()) / sums_bytes_per_s
-        rate = flops / max(taken_s - sums_s, taken_s / 2)
-        if 8 * taken_s > seconds / 10:
+        rate = flops / max(product_s - sums_s, product_s / 2)
+        if 8 * product_s > seconds / 10:
             break
     return rate
 
 
-def _random(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def _random_tensor(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(rows, columns, device=device, dtype=dtype).uniform_(-1.0, 1.0)
 
 
 @contextmanager
-def _arrays(num_elements: int) -> Iterator[list[torch.Tensor]]:
+def _allocate_arrays(num_elements: int) -> Iterator[list[torch.Tensor]]:
     """Yield four fp32 arrays in memory that is allocated like the RAM tier's."""
     slabs: list[HostSlab] = []
     try:
@@ -202,23 +202,23 @@ def _arrays(num_elements: int) -> Iterator[list[torch.Tensor]]:
 def _add(total: torch.Tensor, addend: torch.Tensor, threads: KernelThreads) -> None:
     from megatrain.optim.kernels import add_in_place
 
-    to, of = total.numpy(), addend.numpy()
-    threads.run(partial(add_in_place, to[start:stop], of[start:stop]) for start, stop in cut(0, to.size))
+    sums, addends = total.numpy(), addend.numpy()
+    threads.run(partial(add_in_place, sums[start:stop], addends[start:stop]) for start, stop in cut(0, sums.size))
 
 
-def _updates(
+def _make_updates(
     weight: torch.Tensor, m: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, threads: KernelThreads
 ) -> dict[str, Callable[[], None]]:
     """Return functions that run an AdamW step over the arrays, by dtype of the weight block."""
     optimizer = AdamW(threads=threads)
     segments = (Segment(0, gradient.numel(), 0.1),)
     halves = weight.view(torch.int16).chunk(2)  # both forms of the master use the same memory
-    split = {"weight": halves[0].view(torch.bfloat16), "low": halves[1], "m": m, "v": v}
-    whole = {"weight": weight, "m": m, "v": v}
-    now = Update(step=1, lr=1e-5)
+    split_blocks = {"weight": halves[0].view(torch.bfloat16), "low": halves[1], "m": m, "v": v}
+    fp32_blocks = {"weight": weight, "m": m, "v": v}
+    step = Update(step=1, lr=1e-5)
     return {
-        "float32": lambda: optimizer.update(whole, gradient, segments, now),
-        "bfloat16": lambda: optimizer.update(split, gradient, segments, now),
+        "float32": lambda: optimizer.update(fp32_blocks, gradient, segments, step),
+        "bfloat16": lambda: optimizer.update(split_blocks, gradient, segments, step),
     }
 
 
@@ -289,17 +289,17 @@ def measure_gpu(*, seconds: float) -> GpuResult | None:
         host = slab.tensor.random_(0, 256)  # random bytes, because a link may compress its data
         buffer = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
         layers = {
-            _name(dtype): layer_rates(device, dtype, seconds, lambda: torch.cuda.synchronize(device))
+            _dtype_name(dtype): layer_rates(device, dtype, seconds, lambda: torch.cuda.synchronize(device))
             for dtype in _DTYPES
         }
-        attention, elementwise = _by_kind(layers)
+        attention, elementwise = _split_rates(layers)
         flops = {
-            _name(dtype): product_flops_per_s(
+            _dtype_name(dtype): product_flops_per_s(
                 device,
                 dtype,
                 seconds,
                 lambda: torch.cuda.synchronize(device),
-                sums_bytes_per_s=elementwise[_name(dtype)],
+                sums_bytes_per_s=elementwise[_dtype_name(dtype)],
             )
             for dtype in _DTYPES
         }
@@ -331,13 +331,13 @@ def _update_rate(buffer: torch.Tensor) -> float:
 
 def _median_s(work: Callable[[], object]) -> float:
     times: list[float] = []
-    for number in range(_NUM_COPIES + 1):
+    for index in range(_NUM_COPIES + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         work()
         end.record()
         end.synchronize()
-        if number:  # skip the first copy, which may initialize the link
+        if index:  # skip the first copy, which may initialize the link
             times.append(start.elapsed_time(end) / 1e3)
     return statistics.median(times)
 

@@ -129,7 +129,7 @@ def make_charts(history: RunHistory, figures: Figures) -> Iterator[Chart]:
 
 def lay_out(chart: Chart) -> Drawing | None:
     """Return a chart's geometry. Return None without values, or if its axis starts at zero and all values are zero."""
-    scale = _Scale.of(chart)
+    scale = _Scale.from_chart(chart)
     if scale is None or (chart.starts_at_zero and not any(_values(chart))):
         return None
     y_labels = []
@@ -143,9 +143,9 @@ def lay_out(chart: Chart) -> Drawing | None:
         legend=[(line.name, line.color, line.style) for line in chart.lines if line.name],
         y_labels=y_labels,
         x_labels=[
-            (scale.x(tick), f"{int(tick):,}") for tick in nice_ticks(scale.first, scale.last, 6) if tick == int(tick)
+            (scale.x(tick), f"{int(tick):,}") for tick in nice_ticks(scale.start, scale.stop, 6) if tick == int(tick)
         ],
-        marks=[(scale.x(step), what) for step, what in chart.marks if scale.first <= step <= scale.last],
+        marks=[(scale.x(step), event) for step, event in chart.marks if scale.start <= step <= scale.stop],
         curves=[(line.color, line.style, scale.polyline(piece)) for line, piece in pieces if len(piece) > 1],
         dots=[
             (line.color, scale.x(step), scale.y(value))
@@ -161,24 +161,24 @@ def column_means(points: Sequence[Point], num_columns: int = MAX_COLUMNS) -> lis
     """Reduce points to at most ``num_columns`` means of adjacent points, each at the last step of these points."""
     if len(points) <= num_columns:
         return list(points)
-    edges = [round(number * len(points) / num_columns) for number in range(num_columns + 1)]
+    edges = [round(index * len(points) / num_columns) for index in range(num_columns + 1)]
     means = []
-    for first, last in pairwise(edges):
-        finite = [value for _, value in points[first:last] if math.isfinite(value)]
-        means.append((points[last - 1][0], sum(finite) / len(finite) if finite else math.nan))
+    for start, stop in pairwise(edges):
+        finite_values = [value for _, value in points[start:stop] if math.isfinite(value)]
+        means.append((points[stop - 1][0], sum(finite_values) / len(finite_values) if finite_values else math.nan))
     return means
 
 
-def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Return at most ``most`` + 1 round numbers between ``low`` and ``high``."""
+def nice_ticks(low: float, high: float, max_ticks: int = 5) -> list[float]:
+    """Return at most ``max_ticks`` + 1 round numbers between ``low`` and ``high``."""
     span = high - low
     if span <= 0 or not math.isfinite(span):
         return [low]
-    raw = span / most
-    power = 10.0 ** math.floor(math.log10(raw))
-    width = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * (1 - 1e-9))
+    raw_width = span / max_ticks
+    power = 10.0 ** math.floor(math.log10(raw_width))
+    width = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw_width * (1 - 1e-9))
     first, last = math.ceil(low / width - 1e-9), math.floor(high / width + 1e-9)
-    return [number * width for number in range(first, last + 1)]
+    return [index * width for index in range(first, last + 1)]
 
 
 def _curve(steps: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
@@ -186,46 +186,46 @@ def _curve(steps: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
 
 
 def _losses(steps: Sequence[Mapping[str, Any]]) -> list[Curve]:
-    raw = [(float(step["step"]), float(step["loss"])) for step in steps]
-    lines = [Curve("training", column_means(raw))]
-    if len(raw) >= _SMOOTHED_FROM:
-        lines = [Curve("each step", column_means(raw), style="faint"), Curve("smoothed", column_means(_smooth(raw)))]
+    data = [(float(step["step"]), float(step["loss"])) for step in steps]
+    lines = [Curve("training", column_means(data))]
+    if len(data) >= _SMOOTHED_FROM:
+        lines = [Curve("each step", column_means(data), style="faint"), Curve("smoothed", column_means(_smooth(data)))]
     return lines
 
 
 def _evaluation_losses(figures: Figures) -> list[Curve]:
     lines = []
-    for number, (name, losses) in enumerate(figures.evaluations.items()):
+    for index, (name, losses) in enumerate(figures.evaluations.items()):
         points = [(float(step), loss) for step, loss in losses]
-        lines.append(Curve(name, points, 2 + number % (NUM_COLORS - 1), dots=True))
+        lines.append(Curve(name, points, 2 + index % (NUM_COLORS - 1), dots=True))
     return lines
 
 
 def _smooth(points: Sequence[Point]) -> list[Point]:
     """Return exponentially smoothed points, corrected for the initial bias towards 0."""
-    memory = 1 - 1 / (1 + _SMOOTHED_OVER * len(points))
-    mean, weight, smooth = 0.0, 0.0, []
+    decay = 1 - 1 / (1 + _SMOOTHED_OVER * len(points))
+    mean, weight, smoothed = 0.0, 0.0, []
     for step, value in points:
         if math.isfinite(value):
-            mean, weight = memory * mean + (1 - memory) * value, memory * weight + (1 - memory)
-        smooth.append((step, mean / weight if weight else math.nan))
-    return smooth
+            mean, weight = decay * mean + (1 - decay) * value, decay * weight + (1 - decay)
+        smoothed.append((step, mean / weight if weight else math.nan))
+    return smoothed
 
 
 def _occupancy(steps: Sequence[Mapping[str, Any]], tier: str, figures: Figures) -> Chart:
     def curve(key: str) -> list[Point]:
         return [(step["step"], step[key][tier]) for step in steps if tier in step.get(key, {})]
 
-    used, limits = curve("tier_used_bytes"), curve("tier_capacity_bytes")
-    unit, name = binary_unit(max([nbytes for _, nbytes in (*used, *limits)], default=0))
+    used_bytes, limits = curve("tier_used_bytes"), curve("tier_capacity_bytes")
+    unit, name = binary_unit(max([nbytes for _, nbytes in (*used_bytes, *limits)], default=0))
     lines = [
-        Curve("in use after the step", column_means([(step, nbytes / unit) for step, nbytes in used]), 1),
+        Curve("in use after the step", column_means([(step, nbytes / unit) for step, nbytes in used_bytes]), 1),
         Curve("capacity", column_means([(step, nbytes / unit) for step, nbytes in limits]), 6, "dashed"),
     ]
     planned = figures.tiers[tier].planned
-    if planned is not None and used:
-        ends = [(used[0][0], planned / unit), (used[-1][0], planned / unit)]
-        lines.append(Curve("planned minimum", ends, 3, "dashed"))
+    if planned is not None and used_bytes:
+        endpoints = [(used_bytes[0][0], planned / unit), (used_bytes[-1][0], planned / unit)]
+        lines.append(Curve("planned minimum", endpoints, 3, "dashed"))
     return Chart(f"{tier.upper()} in use", name, lines=lines, starts_at_zero=True)
 
 
@@ -233,27 +233,27 @@ def _occupancy(steps: Sequence[Mapping[str, Any]], tier: str, figures: Figures) 
 class _Scale:
     """Mapping from steps and values to coordinates of the plot."""
 
-    first: float
-    last: float
+    start: float
+    stop: float
     low: float
     high: float
 
     @classmethod
-    def of(cls, chart: Chart) -> _Scale | None:
+    def from_chart(cls, chart: Chart) -> _Scale | None:
         steps = [step for line in chart.lines for step, _ in line.points]
         values = _values(chart)
         if not steps or not values:
             return None
-        first, last, low, high = min(steps), max(steps), min(values), max(values)
+        start, stop, low, high = min(steps), max(steps), min(values), max(values)
         if high - low <= 1e-12 * max(1.0, abs(high)):
             pad = abs(high) * 0.1 or 1.0
             low, high = (0.0 if chart.starts_at_zero and low >= 0 else low - pad), high + pad
         margin = 0.04 * (high - low)
         # An axis that starts at 0 has no margin below 0, so it starts at the frame.
-        return cls(first, max(last, first + 1), low if low == 0 else low - margin, high + margin)
+        return cls(start, max(stop, start + 1), low if low == 0 else low - margin, high + margin)
 
     def x(self, step: float) -> float:
-        return round(FRAME.left + (FRAME.right - FRAME.left) * (step - self.first) / (self.last - self.first), 1)
+        return round(FRAME.left + (FRAME.right - FRAME.left) * (step - self.start) / (self.stop - self.start), 1)
 
     def y(self, value: float) -> float:
         return round(FRAME.top + (FRAME.bottom - FRAME.top) * (self.high - value) / (self.high - self.low), 1)
@@ -285,8 +285,8 @@ def _tips(chart: Chart, scale: _Scale) -> Iterator[tuple[float, float, str]]:
     texts: dict[float, list[str]] = {}
     for line in chart.lines:
         for step, value in line.points:
-            shown = chart.format_value(value) if math.isfinite(value) else str(value)
-            texts.setdefault(step, []).append(f"{line.name or chart.title}: {shown} {chart.unit}".rstrip())
+            value_text = chart.format_value(value) if math.isfinite(value) else str(value)
+            texts.setdefault(step, []).append(f"{line.name or chart.title}: {value_text} {chart.unit}".rstrip())
     steps = sorted(texts)
     if len(steps) > 2 * MAX_COLUMNS:
         steps = steps[:: len(steps) // MAX_COLUMNS]

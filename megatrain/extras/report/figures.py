@@ -197,9 +197,9 @@ def _mean_loss(steps: Sequence[Mapping[str, Any]]) -> float | None:
 def compute_figures(history: RunHistory) -> Figures:
     """Return the figures of a run. Unknown figures are None or empty."""
     steps, plan = history.steps, history.plan
-    warm = steps[NUM_WARM_STEPS:] or steps
+    tail = steps[NUM_WARM_STEPS:] or steps
     real, trained = (sum(step.get(key, 0) for step in steps) for key in ("num_real_tokens", "num_trained_tokens"))
-    warm_s = sum(step.get("step_s", 0.0) for step in warm)
+    tail_s = sum(step.get("step_s", 0.0) for step in tail)
     rss = [step["rss_bytes"] for step in steps if step.get("rss_bytes")]
     status = history.status
     num_losses = min(NUM_LOSSES, max(1, len(steps) // 2))  # must match the summary of a run
@@ -217,23 +217,23 @@ def compute_figures(history: RunHistory) -> Figures:
         num_averaged=num_losses if steps else 0,
         loss_name=_LOSS_NAMES.get(history.config.task, "") if history.config is not None else "",
         evaluations=_evaluations(history),
-        judged=_judged(history),
+        judged=_preference_metrics(history),
         samples=_samples(history),
         preferences=_mean_preferences(steps[-NUM_LOSSES:]),
         num_real_tokens=real,
         num_trained_tokens=trained,
         padding_share=_padding_share(history, real),
-        step_s=PlanComparison(_planned_step_s(plan), median(step["step_s"] for step in warm) if warm else None),
-        time_s=_time_s(warm),
-        tokens_per_s=_rate(warm, "num_real_tokens", warm_s),
-        trained_tokens_per_s=_rate(warm, "num_trained_tokens", warm_s),
-        model_flops_per_s=_rate(warm, "model_flops", warm_s),
-        hardware_flops_per_s=_rate(warm, "hardware_flops", warm_s),
+        step_s=PlanComparison(_planned_step_s(plan), median(step["step_s"] for step in tail) if tail else None),
+        time_s=_time_s(tail),
+        tokens_per_s=_rate(tail, "num_real_tokens", tail_s),
+        trained_tokens_per_s=_rate(tail, "num_trained_tokens", tail_s),
+        model_flops_per_s=_rate(tail, "model_flops", tail_s),
+        hardware_flops_per_s=_rate(tail, "hardware_flops", tail_s),
         tiers=_tiers(history),
         capacity_bytes=_capacities(history),
-        links=_links(history, warm),
+        links=_links(history, tail),
         link_paths=dict(history.ends[-1].get("link_paths") or {}) if history.ends else {},
-        drives=_drives(history, warm),
+        drives=_drives(history, tail),
         rss_first_bytes=rss[min(4, len(rss) - 1)] if rss else None,
         rss_last_bytes=rss[-1] if rss else None,
         rss_peak_bytes=max([*rss, *(end.get("peak_rss_bytes", 0) for end in history.ends)], default=None),
@@ -243,9 +243,9 @@ def compute_figures(history: RunHistory) -> Figures:
         machine=plan.get("machine", {}),
         versions=plan.get("versions", {}),
         beside_tier_bytes=_peak_non_tier_bytes(steps),
-        process_usage=_process_usage(warm),
+        process_usage=_process_usage(tail),
         timeline=None if history.timeline is None else str(history.timeline),
-        ranks=_ranks(warm),
+        ranks=_ranks(tail),
         export_dir=next((end["export_dir"] for end in reversed(history.ends) if end.get("export_dir")), None),
     )
 
@@ -257,18 +257,18 @@ def _peak_non_tier_bytes(steps: Sequence[Mapping[str, Any]]) -> int | None:
     return max(sizes, default=None)
 
 
-def _process_usage(warm: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _process_usage(tail: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the median of each counter over the steps that recorded counters."""
-    counted = [step["process_usage"] for step in warm if step.get("process_usage")]
-    return {name: median(each[name] for each in counted) for name in counted[0]} if counted else {}
+    usages = [step["process_usage"] for step in tail if step.get("process_usage")]
+    return {name: median(usage[name] for usage in usages) for name in usages[0]} if usages else {}
 
 
-def _ranks(warm: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _ranks(tail: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a typical step of each rank, from all steps with the same number of ranks as the last step."""
-    size = len(warm[-1].get("ranks", ())) if warm else 0
-    of_steps = [step["ranks"] for step in warm if size and len(step.get("ranks", ())) == size]
+    size = len(tail[-1].get("ranks", ())) if tail else 0
+    rank_steps = [step["ranks"] for step in tail if size and len(step.get("ranks", ())) == size]
 
-    def each(
+    def summarize(
         steps: Sequence[Mapping[str, Any]], key: str, mean: Callable[[Iterable[float]], float]
     ) -> dict[str, float]:
         names = dict.fromkeys(name for step in steps for name in step.get(key, {}))
@@ -276,19 +276,19 @@ def _ranks(warm: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     return [
         {
-            "tier_used_bytes": each(steps, "tier_used_bytes", max),
-            "link_bytes": each(steps, "link_bytes", median),
-            "stall_s": each(steps, "stall_s", fmean),
+            "tier_used_bytes": summarize(steps, "tier_used_bytes", max),
+            "link_bytes": summarize(steps, "link_bytes", median),
+            "stall_s": summarize(steps, "stall_s", fmean),
             "rss_bytes": max(step.get("rss_bytes", 0) for step in steps),
         }
-        for steps in zip(*of_steps, strict=True)
+        for steps in zip(*rank_steps, strict=True)
     ]
 
 
 def _planned_step_s(plan: Mapping[str, Any]) -> float | None:
     """Return the plan's seconds per step, simulated if possible, else estimated; None without measured rates."""
-    replayed, estimate = plan.get("replayed") or {}, plan.get("estimate") or {}
-    planned = replayed.get("step_s", estimate.get("predicted_step_s"))
+    replay, estimate = plan.get("replayed") or {}, plan.get("estimate") or {}
+    planned = replay.get("step_s", estimate.get("predicted_step_s"))
     return float(planned) if planned else None
 
 
@@ -303,8 +303,8 @@ def _evaluations(history: RunHistory) -> dict[str, list[tuple[int, float]]]:
     for line in history.evaluations:
         sets.setdefault(str(line.get("name", "eval")), {})[line["step"]] = line.get("loss", math.nan)
     for end in history.ends:  # summaries contain evaluations even if metrics.jsonl is missing
-        for name, last in end.get("evaluations", {}).items():
-            sets.setdefault(name, {}).setdefault(last["step"], float(last["loss"]))
+        for name, evaluation in end.get("evaluations", {}).items():
+            sets.setdefault(name, {}).setdefault(evaluation["step"], float(evaluation["loss"]))
     return {name: sorted(losses.items()) for name, losses in sets.items()}
 
 
@@ -323,18 +323,18 @@ def _samples(history: RunHistory) -> dict[str, Samples]:
     }
 
 
-def _judged(history: RunHistory) -> dict[str, dict[int, dict[str, float]]]:
-    found: dict[str, dict[int, dict[str, float]]] = {}
+def _preference_metrics(history: RunHistory) -> dict[str, dict[int, dict[str, float]]]:
+    metrics: dict[str, dict[int, dict[str, float]]] = {}
     for name, line in _all_evaluations(history):
         if line.get("preferences"):
-            found.setdefault(name, {})[line["step"]] = {key: float(x) for key, x in line["preferences"].items()}
-    return found
+            metrics.setdefault(name, {})[line["step"]] = {key: float(x) for key, x in line["preferences"].items()}
+    return metrics
 
 
 def _mean_preferences(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     lines = [line["preferences"] for line in steps if line.get("preferences")]
     names = {name: None for line in lines for name in line}
-    return {name: math.fsum(own) / len(own) for name in names if (own := [float(x[name]) for x in lines if name in x])}
+    return {name: fmean(float(line[name]) for line in lines if name in line) for name in names}
 
 
 def _padding_share(history: RunHistory, num_real_tokens: int) -> float | None:
@@ -378,24 +378,24 @@ def _capacities(history: RunHistory) -> dict[str, int]:
     return dict(last or history.plan.get("budget_bytes", {}))
 
 
-def _links(history: RunHistory, warm: Sequence[Mapping[str, Any]]) -> dict[str, PlanComparison]:
+def _links(history: RunHistory, tail: Sequence[Mapping[str, Any]]) -> dict[str, PlanComparison]:
     """Return bytes per step of each link: the median of the steps, or else the mean of the last finished start."""
     planned = history.plan.get("link_bytes_per_step", {})
     measured: dict[str, float] = {}
-    moved = [step["link_bytes"] for step in warm if step.get("link_bytes")]
-    if moved:
-        measured = {link: median(each.get(link, 0) for each in moved) for link in planned}
+    traffic = [step["link_bytes"] for step in tail if step.get("link_bytes")]
+    if traffic:
+        measured = {link: median(step_bytes.get(link, 0) for step_bytes in traffic) for link in planned}
     elif history.ends and history.plan.get("starts"):
-        end, first = history.ends[-1], history.plan["starts"][-1].get("first_step", 0)
-        number = end.get("num_steps", 0) - first
-        if number > 0:
-            measured = {link: nbytes / number for link, nbytes in end.get("link_bytes", {}).items()}
+        end, first_step = history.ends[-1], history.plan["starts"][-1].get("first_step", 0)
+        num_steps = end.get("num_steps", 0) - first_step
+        if num_steps > 0:
+            measured = {link: nbytes / num_steps for link, nbytes in end.get("link_bytes", {}).items()}
     return {
         link: PlanComparison(planned.get(link), measured.get(link)) for link in dict.fromkeys([*planned, *measured])
     }
 
 
-def _drives(history: RunHistory, warm: Sequence[Mapping[str, Any]]) -> dict[str, PathWrites]:
+def _drives(history: RunHistory, tail: Sequence[Mapping[str, Any]]) -> dict[str, PathWrites]:
     estimate = history.plan.get("estimate") or {}
     planned = estimate.get("nvme_written_bytes_per_step") or {}
     limits: dict[str, int | None] = {}
@@ -404,9 +404,9 @@ def _drives(history: RunHistory, warm: Sequence[Mapping[str, Any]]) -> dict[str,
     paths = dict.fromkeys([*limits, *planned, *(p for step in history.steps for p in step.get("written_bytes", {}))])
     drives = {}
     for path in paths:
-        each = [step.get("written_bytes", {}).get(path, 0) for step in warm]
+        step_bytes = [step.get("written_bytes", {}).get(path, 0) for step in tail]
         nbytes = sum(step.get("written_bytes", {}).get(path, 0) for step in history.steps)
-        per_step = PlanComparison(planned.get(path), median(each) if each else None)
+        per_step = PlanComparison(planned.get(path), median(step_bytes) if step_bytes else None)
         drives[path] = PathWrites(nbytes, per_step, limits.get(path), _lifetime_bytes(Path(path)))
     return drives
 
@@ -442,7 +442,7 @@ def _changed_settings(values: Mapping[str, Any]) -> list[ChangedKey]:
 
 def _strict(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _strict(inner) for name, inner in value.items()}
+        return {name: _strict(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(inner) for inner in value]
+        return [_strict(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -92,7 +92,7 @@ def read_history(folder: Path | str) -> RunHistory:
         path=path,
         state=state,
         status=status,
-        steps=[steps[number] for number in sorted(steps)],
+        steps=[steps[step] for step in sorted(steps)],
         evaluations=[line for line in lines if line.get("event") == "evaluation"],
         checkpoints=[line for line in lines if line.get("event") == "checkpoint"],
         plan=plan,

@@ -27,11 +27,11 @@ def report_lines(figures: Figures) -> list[str]:
         lines.append("no step was recorded: nothing to compare")
     table = list(_comparison(figures))
     if table:
-        head = f"{'':<{_NAME_WIDTH}}{'planned':>{_NUMBER_WIDTH}}{'measured':>{_NUMBER_WIDTH}}"
-        lines += [head, *table]
+        header = f"{'':<{_NAME_WIDTH}}{'planned':>{_NUMBER_WIDTH}}{'measured':>{_NUMBER_WIDTH}}"
+        lines += [header, *table]
     if figures.time_s:
         lines.append("a step   " + " | ".join(_times(figures)))
-    lines += _rest(figures)
+    lines += _topic_lines(figures)
     return lines
 
 
@@ -41,15 +41,15 @@ def _headline(figures: Figures) -> str:
         parts.append(f"{format_duration(figures.seconds)} with evaluations and saves")
     if figures.first_loss is not None and figures.last_loss is not None:
         name = f"{figures.loss_name} loss" if figures.loss_name else "loss"
-        parts.append(f"{name} {figures.first_loss:z.4f} -> {figures.last_loss:z.4f}{_averaged(figures)}")
+        parts.append(f"{name} {figures.first_loss:z.4f} -> {figures.last_loss:z.4f}{_average_note(figures)}")
     for name, losses in figures.evaluations.items():
-        first, last = losses[0][1], losses[-1][1]
-        what = f"{name} cross entropy" if figures.loss_name else name
-        parts.append(f"{what} {last:z.4f}" if len(losses) == 1 else f"{what} {first:z.4f} -> {last:z.4f}")
+        start, end = losses[0][1], losses[-1][1]
+        label = f"{name} cross entropy" if figures.loss_name else name
+        parts.append(f"{label} {end:z.4f}" if len(losses) == 1 else f"{label} {start:z.4f} -> {end:z.4f}")
     return "   ".join(parts)
 
 
-def _averaged(figures: Figures) -> str:
+def _average_note(figures: Figures) -> str:
     count = figures.num_averaged
     return f" (means of {count} steps)" if count > 1 else ""
 
@@ -66,21 +66,21 @@ def _comparison(figures: Figures) -> Iterator[str]:
             continue
         capacity = figures.capacity_bytes.get(tier)
         unit, name = binary_unit(max(peak.planned or 0, peak.measured or 0))
-        of = f"of {capacity / unit:,.1f}; planned: the least that it needs" if capacity else ""
-        yield _row(f"{tier} {name}", peak, unit, of)
-    for link, moved in figures.links.items():
-        if not (moved.planned or moved.measured):
+        capacity_note = f"of {capacity / unit:,.1f}; planned: the least that it needs" if capacity else ""
+        yield _row(f"{tier} {name}", peak, unit, capacity_note)
+    for link, traffic in figures.links.items():
+        if not (traffic.planned or traffic.measured):
             continue
-        unit, name = binary_unit(max(moved.planned or 0, moved.measured or 0))
-        error = moved.error
+        unit, name = binary_unit(max(traffic.planned or 0, traffic.measured or 0))
+        error = traffic.error
         note = "" if error is None else "per step" if error == 0 else f"per step, {error:+.2%}"
         note = ", ".join(part for part in (note, figures.link_paths.get(link)) if part)
-        yield _row(f"{link} {name}", moved, unit, note)
+        yield _row(f"{link} {name}", traffic, unit, note)
 
 
 def _row(name: str, pair: PlanComparison, unit: float, note: str = "", *, digits: int = 1) -> str:
-    numbers = ("-" if value is None else f"{value / unit:,.{digits}f}" for value in (pair.planned, pair.measured))
-    cells = "".join(f"{number:>{_NUMBER_WIDTH}}" for number in numbers)
+    texts = ("-" if value is None else f"{value / unit:,.{digits}f}" for value in (pair.planned, pair.measured))
+    cells = "".join(f"{text:>{_NUMBER_WIDTH}}" for text in texts)
     return f"{name:<{_NAME_WIDTH}}{cells}   {note}".rstrip()
 
 
@@ -110,8 +110,8 @@ def perplexity(loss: float) -> float:
 
 def quality(figures: Figures, name: str, step: int, loss: float) -> str:
     """Return the metrics that are printed after an evaluation's loss."""
-    judged = figures.judged.get(name, {}).get(step)
-    return format_preferences(judged) if judged else f"perplexity {perplexity(loss):.2f}"
+    preferences = figures.judged.get(name, {}).get(step)
+    return format_preferences(preferences) if preferences else f"perplexity {perplexity(loss):.2f}"
 
 
 def format_flops(flops_per_s: float) -> str:
@@ -134,8 +134,8 @@ def _speed(figures: Figures) -> Iterator[str]:
 def _evaluations(figures: Figures) -> Iterator[str]:
     for name, losses in figures.evaluations.items():
         step, loss = losses[-1]
-        best_step, best = min(losses, key=lambda each: each[1])
-        note = f"; best {best:.4f} at step {best_step:,}" if best < loss else ""
+        best_step, best_loss = min(losses, key=lambda each: each[1])
+        note = f"; best {best_loss:.4f} at step {best_step:,}" if best_loss < loss else ""
         yield f"{name}: loss {loss:.4f}, {quality(figures, name, step, loss)} at step {step:,}{note}"
 
 
@@ -147,32 +147,32 @@ def _tokens(figures: Figures) -> Iterator[str]:
 
 def _memory(figures: Figures) -> Iterator[str]:
     if figures.rss_first_bytes is not None and figures.rss_last_bytes is not None:
-        grown = (figures.rss_last_bytes - figures.rss_first_bytes) / MiB
+        growth_mib = (figures.rss_last_bytes - figures.rss_first_bytes) / MiB
         other_bytes = figures.beside_tier_bytes
-        parts = (
+        other_text = (
             f"; the RAM tier + {format_size(other_bytes)} of Python, libraries and data"
             if other_bytes is not None
             else ""
         )
-        yield f"process {format_size(figures.rss_last_bytes)}, {grown:+.1f} MiB since its first steps{parts}"
+        yield f"process {format_size(figures.rss_last_bytes)}, {growth_mib:+.1f} MiB since its first steps{other_text}"
 
 
-def _saved(figures: Figures) -> Iterator[str]:
+def _checkpoints(figures: Figures) -> Iterator[str]:
     if figures.checkpoints:
-        last = figures.checkpoints[-1]
-        stalls = sum(each.get("stall_s", 0.0) for each in figures.checkpoints)
+        newest = figures.checkpoints[-1]
+        stalls = sum(checkpoint.get("stall_s", 0.0) for checkpoint in figures.checkpoints)
         count = f"{len(figures.checkpoints)} checkpoint{'s' if len(figures.checkpoints) > 1 else ''}"
         yield (
-            f"{count}, the last at step {last['step']}, "
-            f"{format_size(last.get('nbytes', 0))}; training waited {stalls:.1f} s for them in total"
+            f"{count}, the last at step {newest['step']}, "
+            f"{format_size(newest.get('nbytes', 0))}; training waited {stalls:.1f} s for them in total"
         )
 
 
 def _starts(figures: Figures) -> Iterator[str]:
     if figures.restarts:
-        at = ", ".join(f"step {step}" for step, _ in figures.restarts)
-        times = "once" if len(figures.restarts) == 1 else f"{len(figures.restarts)} times"
-        yield f"continued {times}, after {at}"
+        steps = ", ".join(f"step {step}" for step, _ in figures.restarts)
+        count = "once" if len(figures.restarts) == 1 else f"{len(figures.restarts)} times"
+        yield f"continued {count}, after {steps}"
 
 
 def _samples(figures: Figures) -> Iterator[str]:
@@ -182,10 +182,10 @@ def _samples(figures: Figures) -> Iterator[str]:
 
 
 def _usage(figures: Figures) -> Iterator[str]:
-    if used := figures.process_usage:
+    if usage := figures.process_usage:
         yield (
-            f"{used['user_s']:.2f} s user, {used['system_s']:.2f} s system, "
-            f"{used['page_faults']:,.0f} page faults per step"
+            f"{usage['user_s']:.2f} s user, {usage['system_s']:.2f} s system, "
+            f"{usage['page_faults']:,.0f} page faults per step"
         )
 
 
@@ -201,17 +201,17 @@ _TOPICS: Sequence[tuple[str, Callable[[Figures], Iterable[str]]]] = (
     ("cpu", _usage),
     ("", lambda f: (f"rank {number:<2} {format_rank(rank)}" for number, rank in enumerate(f.ranks))),
     ("wrote", lambda f: (f"{path}   {_wear(drive)}" for path, drive in f.drives.items() if drive.nbytes)),
-    ("saved", _saved),
+    ("saved", _checkpoints),
     ("starts", _starts),
     ("trace", lambda f: [] if f.timeline is None else [f"{f.timeline}: open it at https://ui.perfetto.dev"]),
     ("model", lambda f: [] if f.export_dir is None else [f.export_dir]),
 )
 
 
-def _rest(figures: Figures) -> Iterator[str]:
+def _topic_lines(figures: Figures) -> Iterator[str]:
     """Yield the lines of all topics that follow the table."""
-    for label, lines_of in _TOPICS:
-        for line in lines_of(figures):
+    for label, make_lines in _TOPICS:
+        for line in make_lines(figures):
             yield f"{label:<7} {line}" if label else line
 
 

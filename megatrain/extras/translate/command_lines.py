@@ -91,33 +91,33 @@ class CommandLine:
 def find_command_line(text: str) -> tuple[CommandLine | None, list[str]]:
     """Return a shell script's first supported training command, and the first words of its other training commands."""
     lines = [parse_words(words) for words in _commands(text)]
-    found = [line for line in lines if line is not None and (line.tool or "model_name_or_path" in line.values)]
-    if not found:
+    commands = [line for line in lines if line is not None and (line.tool or "model_name_or_path" in line.values)]
+    if not commands:
         return None, []
-    first = next((line for line in found if line.task in ("", *TRL_TASKS)), found[0])
-    return first, [" ".join(line.words[:4]) for line in found if line is not first]
+    command = next((line for line in commands if line.task in ("", *TRL_TASKS)), commands[0])
+    return command, [" ".join(line.words[:4]) for line in commands if line is not command]
 
 
 def parse_words(words: Sequence[str]) -> CommandLine | None:
     """Parse a command line. Return None if the command starts no training."""
     line = CommandLine(list(words))
-    rest = list(words)
-    while rest:
-        program = os.path.basename(rest.pop(0))
+    args = list(words)
+    while args:
+        program = os.path.basename(args.pop(0))
         if re.fullmatch(r"python[\d.]*", program):
-            rest = _after_python(line, rest)
+            args = _parse_python(line, args)
             break
         if program in _LAUNCHERS or program in _TOOLS:
-            rest = _after_program(line, program, rest)
+            args = _parse_program(line, program, args)
             break
     else:
         return None
-    if rest and not rest[0].startswith("-") and rest[0].endswith(_CONFIG_FILES):
-        line.config = Path(rest.pop(0))  # as in `llamafactory-cli train FILE` and `axolotl train FILE`
-    line.values = _options(rest, line.unknown)
-    given = line.values.pop("config", None)
-    if isinstance(given, str):
-        line.config = Path(given)
+    if args and not args[0].startswith("-") and args[0].endswith(_CONFIG_FILES):
+        line.config = Path(args.pop(0))  # as in `llamafactory-cli train FILE` and `axolotl train FILE`
+    line.values = _options(args, line.unknown)
+    config = line.values.pop("config", None)
+    if isinstance(config, str):
+        line.config = Path(config)
     for name in list(line.values):
         if line.tool == "trl" and name in ("num_processes", "num_machines", "accelerate_config"):  # for the launcher
             line.launch_options[name] = line.values.pop(name)
@@ -125,14 +125,14 @@ def parse_words(words: Sequence[str]) -> CommandLine | None:
     return line if line.values or line.config else None
 
 
-def _after_python(line: CommandLine, words: list[str]) -> list[str]:
+def _parse_python(line: CommandLine, words: list[str]) -> list[str]:
     """Parse the words after ``python`` up to the script or module, and return the remaining words."""
     while words and words[0].startswith("-") and words[0] != "-m":
         words.pop(0)
     if words[:1] == ["-m"] and len(words) > 1:
         module = words[1]
         if module in _LAUNCHER_MODULES:
-            return _after_program(line, _LAUNCHER_MODULES[module], words[2:], is_module=True)
+            return _parse_program(line, _LAUNCHER_MODULES[module], words[2:], is_module=True)
         _name_script(line, module)
         return words[2:]
     if words:
@@ -140,7 +140,7 @@ def _after_python(line: CommandLine, words: list[str]) -> list[str]:
     return words[1:] if words and words[0].endswith(".py") else []
 
 
-def _after_program(line: CommandLine, program: str, words: list[str], *, is_module: bool = False) -> list[str]:
+def _parse_program(line: CommandLine, program: str, words: list[str], *, is_module: bool = False) -> list[str]:
     if program in _TOOLS:
         line.tool = _TOOLS[program]
         if words and not words[0].startswith("-") and not words[0].endswith(_CONFIG_FILES):
@@ -154,19 +154,19 @@ def _after_program(line: CommandLine, program: str, words: list[str], *, is_modu
         if words[:1] != ["launch"]:
             return []
         words = words[1:]
-    for number, word in enumerate(words):
+    for index, word in enumerate(words):
         name = os.path.basename(word)
         if word.endswith(".py"):
-            line.launch_options = _options(words[:number], line.unknown)
+            line.launch_options = _options(words[:index], line.unknown)
             _name_script(line, word)
-            return words[number + 1 :]
-        if word in ("-m", "--module") and number + 1 < len(words):
-            line.launch_options = _options(words[:number], line.unknown)
-            _name_script(line, words[number + 1])
-            return words[number + 2 :]
-        if name in _TOOLS and number:  # as in `torchrun ... --no_python trl sft`
-            line.launch_options = _options(words[:number], line.unknown)
-            return _after_program(line, name, words[number + 1 :])
+            return words[index + 1 :]
+        if word in ("-m", "--module") and index + 1 < len(words):
+            line.launch_options = _options(words[:index], line.unknown)
+            _name_script(line, words[index + 1])
+            return words[index + 2 :]
+        if name in _TOOLS and index:  # as in `torchrun ... --no_python trl sft`
+            line.launch_options = _options(words[:index], line.unknown)
+            return _parse_program(line, name, words[index + 1 :])
     return []
 
 
@@ -185,9 +185,10 @@ def _processes(line: CommandLine) -> tuple[int | None, int]:
     """Return the number of processes (None if unknown) and the number of machines."""
     if not line.launcher and not line.launch_options:
         return 1, 1
-    of_hosts, of_processes, is_of_each = _LAUNCHERS[line.launcher or "trl"]
-    hosts, number = count(line.launch_options.get(of_hosts)) or 1, count(line.launch_options.get(of_processes))
-    return (None if number is None else number * (hosts if is_of_each else 1)), hosts
+    host_option, process_option, is_per_host = _LAUNCHERS[line.launcher or "trl"]
+    num_hosts = count(line.launch_options.get(host_option)) or 1
+    num_processes = count(line.launch_options.get(process_option))
+    return (None if num_processes is None else num_processes * (num_hosts if is_per_host else 1)), num_hosts
 
 
 def count(value: Any) -> int | None:
@@ -202,34 +203,34 @@ def is_world_size_option(line: CommandLine, name: str) -> bool:
 
 def _options(words: Sequence[str], unknown: list[str]) -> dict[str, Any]:
     """Parse ``--name value``, ``--name=value``, ``--name`` and ``--name a b`` like argparse, and return the values."""
-    found: dict[str, Any] = {}
-    name, given = "", list[str]()
+    values: dict[str, Any] = {}
+    name, args = "", list[str]()
 
-    def close() -> None:
+    def finish_option() -> None:
         if not name:
             return
-        if any(_UNKNOWN in word for word in given):
+        if any(_UNKNOWN in word for word in args):
             unknown.append(name)
-        elif not given and name.startswith("no_") and name not in _SWITCHES:
-            found[name.removeprefix("no_")] = False  # negates a flag that is true by default
-        elif not given:
-            found[name] = True
+        elif not args and name.startswith("no_") and name not in _SWITCHES:
+            values[name.removeprefix("no_")] = False  # negates a flag that is true by default
+        elif not args:
+            values[name] = True
         else:
-            found[name] = _value(given[0]) if len(given) == 1 else [_value(word) for word in given]
+            values[name] = _value(args[0]) if len(args) == 1 else [_value(word) for word in args]
 
     for word in words:
         is_number = re.fullmatch(r"-[\d.][\d.eE+-]*", word) is not None
         if word.startswith("-") and not is_number and len(word) > 1:
-            close()
+            finish_option()
             text, equals, value = word.partition("=")
-            name, given = text.lstrip("-").replace("-", "_"), [value] if equals else []
+            name, args = text.lstrip("-").replace("-", "_"), [value] if equals else []
         elif "=" in word and not name:  # as in `llamafactory-cli train FILE key=value`
             key, _, value = word.partition("=")
-            found[key] = _value(value)
+            values[key] = _value(value)
         elif name:
-            given.append(word)
-    close()
-    return found
+            args.append(word)
+    finish_option()
+    return values
 
 
 def _value(word: str) -> Any:
@@ -260,12 +261,12 @@ def _commands(text: str) -> Iterator[list[str]]:
     for line in _lines(text):
         match = _ASSIGNMENT.fullmatch(line.strip())
         if match is not None and (match[3].startswith("(") or len(_split(match[3])) <= 1):
-            name, more, value = match[1], match[2], match[3].strip()
+            name, plus, value = match[1], match[2], match[3].strip()
             is_array = value.startswith("(") and value.endswith(")")
             value = _expand(value[1:-1] if is_array else value, variables)
             if not is_array:
                 value = " ".join(_split(value))
-            variables[name] = f"{variables.get(name, '')}{' ' if is_array else ''}{value}" if more else value
+            variables[name] = f"{variables.get(name, '')}{' ' if is_array else ''}{value}" if plus else value
             continue
         words = _split(_expand(line, variables))
         command: list[str] = []
@@ -279,19 +280,19 @@ def _commands(text: str) -> Iterator[list[str]]:
 
 def _lines(text: str) -> Iterator[str]:
     """Yield the logical lines of a script. Continuation lines, multi-line quotes and multi-line arrays are joined."""
-    whole = ""
+    joined = ""
     for line in text.replace("\\\r\n", " ").replace("\\\n", " ").replace("\r\n", "\n").split("\n"):
-        whole = f"{whole}\n{line}" if whole else line
+        joined = f"{joined}\n{line}" if joined else line
         try:
-            shlex.split(whole, comments=True)
+            shlex.split(joined, comments=True)
         except ValueError:
             continue  # the quote continues on the next line
-        if re.match(r"\s*(?:\w+\s+)*\w+\+?=\(", whole) and not line.partition("#")[0].rstrip().endswith(")"):
+        if re.match(r"\s*(?:\w+\s+)*\w+\+?=\(", joined) and not line.partition("#")[0].rstrip().endswith(")"):
             continue  # the array continues on the next line
-        yield whole
-        whole = ""
-    if whole:
-        yield whole
+        yield joined
+        joined = ""
+    if joined:
+        yield joined
 
 
 def _split(line: str) -> list[str]:
@@ -306,7 +307,7 @@ def _split(line: str) -> list[str]:
 def _expand(text: str, variables: Mapping[str, str]) -> str:
     """Expand variables. Script variables take precedence over environment variables."""
 
-    def value(match: re.Match[str]) -> str:
+    def expand_match(match: re.Match[str]) -> str:
         if match["items"]:
             return variables.get(match["items"], _UNKNOWN)
         if match["other"]:
@@ -314,9 +315,9 @@ def _expand(text: str, variables: Mapping[str, str]) -> str:
         name = match["braced"] or match["plain"]
         if not name:
             return match[0]  # text in single quotes is not expanded
-        found = variables.get(name, os.environ.get(name))
-        if found is None or (not found and (match["how"] or "").startswith(":")):
-            found = match["default"]
-        return _UNKNOWN if found is None else found
+        text = variables.get(name, os.environ.get(name))
+        if text is None or (not text and (match["how"] or "").startswith(":")):
+            text = match["default"]
+        return _UNKNOWN if text is None else text
 
-    return _VARIABLE.sub(value, text)
+    return _VARIABLE.sub(expand_match, text)

@@ -55,11 +55,11 @@ def translate_keys(draft: Translation, values: Mapping[str, Any], prefix: str = 
         prefix: Path of the section that contains the keys, with a trailing dot, or "".
     """
     rows = KEYS[draft.tool]
-    listed_already = {left.tool_key for left in (*draft.lost, *draft.unneeded)}
+    omitted_keys = {omitted.tool_key for omitted in (*draft.lost, *draft.unneeded)}
     for leaf, value in values.items():
         tool_key = prefix + leaf
         row = rows.get(tool_key)
-        if value is None or tool_key in listed_already:
+        if value is None or tool_key in omitted_keys:
             continue
         if row is not None and row.conversion in CONVERSIONS:
             draft.answered.add(tool_key)
@@ -93,22 +93,22 @@ def _lost(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
 def _choice(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
     """Translate a value by the row's choices. Any other value is lost if the row has a reason, and copied otherwise."""
     is_choice = isinstance(value, str | bool | int | float) and value in row.choices
-    chosen = row.choices[value] if is_choice else value
+    choice = row.choices[value] if is_choice else value
     if not is_choice and row.reason:
         draft.omit(tool_key, row.reason, value)
-    elif chosen is not None:
-        draft.put(row.config_key, chosen, tool_key)
+    elif choice is not None:
+        draft.put(row.config_key, choice, tool_key)
 
 
 def _optimizer(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
     name = str(value).lower()
-    exact = next((optim for optim, names in _OPTIMIZERS.items() if name in names), None)
-    quantized = next((optim for optim, names in _QUANTIZED_OPTIMIZERS.items() if name in names), None)
-    if exact is None and quantized is None:
+    exact_optim = next((optim for optim, names in _OPTIMIZERS.items() if name in names), None)
+    quantized_optim = next((optim for optim, names in _QUANTIZED_OPTIMIZERS.items() if name in names), None)
+    if exact_optim is None and quantized_optim is None:
         draft.omit(tool_key, f"optimizers here: {', '.join(leaf_schema('optimizer.optim')['enum'])}", value)
         return
-    draft.put("optimizer.optim", exact or quantized, tool_key)
-    if quantized is not None:
+    draft.put("optimizer.optim", exact_optim or quantized_optim, tool_key)
+    if quantized_optim is not None:
         note = f"replaces {value}, because moments here have at least 8 bits" if name.endswith("4bit") else ""
         draft.put("optimizer.state_dtype", "int8", tool_key, note)
 
@@ -127,10 +127,10 @@ def _warmup(draft: Translation, tool_key: str, value: Any, row: Row) -> None:
     if isinstance(number, bool) or not isinstance(number, int | float):
         draft.omit(tool_key, "write a number of steps, or a fraction of all steps", value)
         return
-    before = draft.entries.get(row.config_key)
-    if before is None or not before.value or (tool_key == "warmup_steps" and number):
+    previous = draft.entries.get(row.config_key)
+    if previous is None or not previous.value or (tool_key == "warmup_steps" and number):
         draft.put(row.config_key, number, tool_key)
-        tool_key, number = (before.tool_key, before.value) if before is not None else ("", 0)
+        tool_key, number = (previous.tool_key, previous.value) if previous is not None else ("", 0)
     if number:
         draft.drop(tool_key, "warmup_steps takes precedence", number)
 
@@ -166,10 +166,10 @@ def report_to(draft: Translation, tool_key: str, targets: list[Any]) -> None:
     """Add targets to ``logging.report_to``, which also contains "jsonl" and the targets of other keys."""
     kind = leaf_schema("logging.report_to")
     allowed = next(part["items"]["enum"] for part in (kind, *kind.get("anyOf", ())) if "items" in part)
-    kept = [name for name in targets if name in allowed]
-    if kept:
-        before = draft.entries.get("logging.report_to")
-        names = dict.fromkeys(["jsonl", *(before.value if before else ()), *kept])
+    known_targets = [name for name in targets if name in allowed]
+    if known_targets:
+        previous = draft.entries.get("logging.report_to")
+        names = dict.fromkeys(["jsonl", *(previous.value if previous else ()), *known_targets])
         draft.put("logging.report_to", list(names), tool_key)
     for name in targets:
         if name not in (*allowed, "none", "all"):
@@ -189,8 +189,8 @@ def chat_template(draft: Translation, tool_key: str, value: Any, row: Row | None
     if text.endswith((".jinja", ".jinja2", ".j2")) and is_file(Path(draft.base, text)):
         draft.put("model.chat_template", text, tool_key, is_path=True)
     elif "{%" in text or "{{" in text:
-        short = text.strip().splitlines()[0][:40]
-        draft.omit(tool_key, "write it into a file, and set model.chat_template to that file", f"{short} ...")
+        first_line = text.strip().splitlines()[0][:40]
+        draft.omit(tool_key, "write it into a file, and set model.chat_template to that file", f"{first_line} ...")
     elif text not in ("tokenizer_default", "default"):
         draft.drop(tool_key, "the model's template is used; check it with `megatrain-tier data preview`", value)
 
@@ -241,13 +241,13 @@ CONVERSIONS: Mapping[str, Callable[[Translation, str, Any, Row], None]] = {
 
 def fill_defaults(draft: Translation, defaults: Mapping[str, Any]) -> None:
     """Set the tool's defaults that have an effect, and exclude biases and norms from decay as transformers does."""
-    chosen = {key: entry.value for key, entry in draft.entries.items()}
+    config = {key: entry.value for key, entry in draft.entries.items()}
     unused = {
         key
         for key in defaults
-        if any(chosen.get(other, OUR_KEYS[other]["default"]) not in values for other, values in used_if(key).items())
+        if any(config.get(other, OUR_KEYS[other]["default"]) not in values for other, values in used_if(key).items())
     }
-    num_steps = chosen.get("training.max_steps")
+    num_steps = config.get("training.max_steps")
     if isinstance(num_steps, int) and num_steps > 0:
         unused.add("training.num_train_epochs")
     draft.default({key: value for key, value in defaults.items() if key not in unused})
@@ -336,26 +336,26 @@ def put_source(draft: Translation, key: str, fields: Section) -> None:
     Args:
         key: Config table, such as ``data.train.0``.
     """
-    tool_key, where = fields.path, str(fields.get("id") or fields.get("path") or "")
+    tool_key, path = fields.path, str(fields.get("id") or fields.get("path") or "")
     files = [str(file) for file in as_list(fields.get("data_files"))]
-    if files and where in _BUILDERS:
-        where, tool_key = files[0], f"{tool_key}.data_files"
+    if files and path in _BUILDERS:
+        path, tool_key = files[0], f"{tool_key}.data_files"
         if len(files) > 1:
             draft.omit(tool_key, "write a glob, or one [[data.train]] per file", files[1:])
     elif files:
         draft.omit(f"{tool_key}.data_files", "write the path of the files", files)
-    if where:
-        draft.put_path(f"{key}.path", where, tool_key)
+    if path:
+        draft.put_path(f"{key}.path", path, tool_key)
     else:
         draft.fill_in(f"{key}.path", "data/train.jsonl", f"{tool_key} has no path")
     for name in ("config", "name"):
         if (subset := fields.get(name)) and subset != "default":
             draft.put(f"{key}.subset", subset, fields.path_of(name))
     if split := fields.get("split"):
-        name, bracket, part = str(split).partition("[")
+        name, bracket, rest = str(split).partition("[")
         draft.put(f"{key}.split", name, fields.path_of("split"))
         if bracket:
-            draft.omit(fields.path_of("split"), "for a part of a split, see data.train.N.max_samples", f"[{part}")
+            draft.omit(fields.path_of("split"), "for a part of a split, see data.train.N.max_samples", f"[{rest}")
 
 
 def put_columns(draft: Translation, key: str, columns: Mapping[str, tuple[Any, str, str]]) -> None:
@@ -365,6 +365,6 @@ def put_columns(draft: Translation, key: str, columns: Mapping[str, tuple[Any, s
         key: Config table, such as ``data.train.0``.
         columns: (column in the rows, default name, the tool's key) of each field.
     """
-    for config_key, (column, usual, tool_key) in columns.items():
-        if column and column != usual:
+    for config_key, (column, default, tool_key) in columns.items():
+        if column and column != default:
             draft.put(f"{key}.columns.{config_key}", column, tool_key)

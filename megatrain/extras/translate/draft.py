@@ -89,8 +89,8 @@ class Translation:
                 key: {"value": entry.value, "from": entry.tool_key, "note": entry.note}
                 for key, entry in self.entries.items()
             },
-            "no_equivalent": [left.to_json() for left in self.lost],
-            "not_needed": [left.to_json() for left in self.unneeded],
+            "no_equivalent": [omitted.to_json() for omitted in self.lost],
+            "not_needed": [omitted.to_json() for omitted in self.unneeded],
             "to_fill_in": list(self.to_fill_in),
         }
 
@@ -162,8 +162,8 @@ class Translation:
 
     def omit_unanswered(self) -> None:
         """List every value that no rule has read as lost. Reading one key of a table does not mark its other keys."""
-        done = self.answered | {left.tool_key for left in (*self.lost, *self.unneeded)}
-        for path, value in list(_leaves(self.source.values, "", done)):
+        read_paths = self.answered | {omitted.tool_key for omitted in (*self.lost, *self.unneeded)}
+        for path, value in list(_leaves(self.source.values, "", read_paths)):
             if value is not None and value != "auto":
                 self.omit(path, NO_EQUIVALENT, value)
 
@@ -214,21 +214,21 @@ class Section:
 
 def _contains_tables(value: Any) -> bool:
     """Return whether a value is or contains a table, whose keys are answered individually."""
-    return isinstance(value, Mapping) or (isinstance(value, list) and any(isinstance(each, Mapping) for each in value))
+    return isinstance(value, Mapping) or (isinstance(value, list) and any(isinstance(item, Mapping) for item in value))
 
 
-def _leaves(value: Any, path: str, done: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of each leaf that is not in ``done``, except in tables with ``enabled: false``."""
-    if path in done:
+def _leaves(value: Any, path: str, skipped: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the path and the value of each leaf outside of ``skipped``, except in tables with ``enabled: false``."""
+    if path in skipped:
         return
     if not _contains_tables(value):
         yield path, value
     elif isinstance(value, list):
-        for number, each in enumerate(value):
-            yield from _leaves(each, f"{path}[{number}]", done)
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]", skipped)
     elif value.get("enabled") is not False:
-        for name, each in value.items():
-            yield from _leaves(each, f"{path}.{name}" if path else name, done)
+        for name, item in value.items():
+            yield from _leaves(item, f"{path}.{name}" if path else name, skipped)
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:

@@ -28,8 +28,8 @@ _COMMAND_LINE = Path("command line")  # replaces the file name in messages
 class TranslationError(Exception):
     """A file cannot be translated. The message contains the cause and the remedy."""
 
-    def __init__(self, where: Path | str, problem: str, remedy: str = "") -> None:
-        super().__init__(f"{where}: {problem}" + (f". {remedy}" if remedy else ""))
+    def __init__(self, location: Path | str, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{location}: {problem}" + (f". {remedy}" if remedy else ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def read_source(path: Path, tool: Tool | None = None) -> Source:
         )
     text = _read_text(path)
     if path.suffix.lower() in _SCRIPTS or text.startswith("#!"):
-        line, others = find_command_line(text)
+        line, other_trainings = find_command_line(text)
         if line is None:
             raise TranslationError(
                 path,
@@ -75,7 +75,7 @@ def read_source(path: Path, tool: Tool | None = None) -> Source:
                 "Supported are trl, llamafactory-cli, axolotl, and python, accelerate launch, torchrun or deepspeed "
                 "with a script and options. Or pass the command: megatrain-tier import -- COMMAND",
             )
-        return _source_of(path, line, tool, others)
+        return _source_of(path, line, tool, other_trainings)
     values = read_mapping(path)
     return Source(path, values, tool or _detect(path, values))
 
@@ -96,7 +96,7 @@ def read_command_line(words: Sequence[str], tool: Tool | None = None) -> Source:
     return _source_of(_COMMAND_LINE, line, tool)
 
 
-def _source_of(path: Path, line: CommandLine, tool: Tool | None, others: Sequence[str] = ()) -> Source:
+def _source_of(path: Path, line: CommandLine, tool: Tool | None, other_trainings: Sequence[str] = ()) -> Source:
     if line.task not in ("", *TRL_TASKS):
         raise TranslationError(path, f"`{line.task}` is not supported here", "Supported: sft, dpo, kto, orpo and cpo")
     values = {**(read_mapping(line.config) if line.config is not None else {}), **line.values}
@@ -107,19 +107,19 @@ def _source_of(path: Path, line: CommandLine, tool: Tool | None, others: Sequenc
         tool = "trl" if is_hugging_face else _detect(path, values)
     settings = line.launch_options.get("config_file") or line.launch_options.get("accelerate_config")
     if line.num_processes is None and isinstance(settings, str) and is_file(Path(settings)):
-        found = read_mapping(Path(settings))
-        line.num_processes = count(found.get("num_processes"))
-        line.num_hosts = count(found.get("num_machines")) or line.num_hosts
-    return Source(path, values, tool, line, others)
+        launch_config = read_mapping(Path(settings))
+        line.num_processes = count(launch_config.get("num_processes"))
+        line.num_hosts = count(launch_config.get("num_machines")) or line.num_hosts
+    return Source(path, values, tool, line, other_trainings)
 
 
 def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            found = file.read(_MAX_CONFIG_BYTES + 1)
-        if len(found) > _MAX_CONFIG_BYTES:
+            data = file.read(_MAX_CONFIG_BYTES + 1)
+        if len(data) > _MAX_CONFIG_BYTES:
             raise TranslationError(path, f"the file has more than {_MAX_CONFIG_BYTES} bytes, too many for a config")
-        return "\n".join(found.decode("utf-8-sig").replace("\r\n", "\n").split("\r"))
+        return "\n".join(data.decode("utf-8-sig").replace("\r\n", "\n").split("\r"))
     except FileNotFoundError:
         raise TranslationError(path, "there is no such file", "Check the path") from None
     except UnicodeDecodeError as error:
@@ -149,19 +149,19 @@ def _check_aliases(root: yaml.Node) -> None:
     """Raise an error if expanding the aliases of a document creates too many values."""
     sizes: dict[int, int] = {}  # number of values in a node and its descendants, by id() of the node
 
-    def size_of(node: yaml.Node) -> int:
+    def count_values(node: yaml.Node) -> int:
         if id(node) in sizes:
             return sizes[id(node)]
         sizes[id(node)] = 1  # for an alias of an enclosing value, which read_mapping() rejects
-        below = node.value if isinstance(node, yaml.CollectionNode) else ()
-        nodes = (part for item in below for part in (item if isinstance(item, tuple) else (item,)))
-        sizes[id(node)] = total = 1 + sum(map(size_of, nodes))
+        children = node.value if isinstance(node, yaml.CollectionNode) else ()
+        nodes = (part for item in children for part in (item if isinstance(item, tuple) else (item,)))
+        sizes[id(node)] = total = 1 + sum(map(count_values, nodes))
         if total > _MAX_YAML_VALUES:
             problem = f"its aliases expand to more than {_MAX_YAML_VALUES} values"
             raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
         return total
 
-    size_of(root)
+    count_values(root)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 def _is_too_deep(values: Any) -> bool:
     level = [values]
     for _ in range(_MAX_DEPTH + 1):
-        tables = [each for each in level if isinstance(each, dict | list)]
+        tables = [item for item in level if isinstance(item, dict | list)]
         level = [child for table in tables for child in (table.values() if isinstance(table, dict) else table)]
     return bool(level)
 

@@ -38,13 +38,13 @@ def compare_template(name: str, folder: Path) -> tuple[str, bool]:
     """
     if not is_file(folder / "tokenizer_config.json"):
         return OWN_TEMPLATE, False
-    own = read_template(folder)
-    if not own:
+    template = read_template(folder)
+    if not template:
         return f"the model's folder has no chat template, which chats need; {_WRITE_IT}", False
-    mark = _MARKS.get(max((known for known in _MARKS if name.lower().startswith(known)), key=len, default=""))
+    mark = _MARKS.get(max((prefix for prefix in _MARKS if name.lower().startswith(prefix)), key=len, default=""))
     if mark is None:
         return OWN_TEMPLATE, False
-    if mark in own:
+    if mark in template:
         return f"the chat template in the model's folder is used, which also writes {mark}", True
     reason = f"the chat template in the model's folder is used, which differs, because it does not contain {mark}"
     return f"{reason}. To keep the other template, {_WRITE_IT}", False
@@ -54,8 +54,8 @@ def read_template(folder: Path) -> str:
     """Return the text of the templates in a model's folder, or ""."""
     texts = []
     with suppress(OSError, ValueError, AttributeError, RecursionError):
-        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
-        texts += [str(each.get("template")) for each in found] if isinstance(found, list) else [str(found or "")]
+        value = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+        texts += [str(item.get("template")) for item in value] if isinstance(value, list) else [str(value or "")]
     with suppress(OSError, ValueError):
         texts.append((folder / "chat_template.jinja").read_text(encoding="utf-8"))
     return "".join(texts)

@@ -134,14 +134,14 @@ def _named_template(draft: Translation, name: Any, *, has_template: bool) -> Non
 
 
 def _packing(draft: Translation, *, is_pretraining: bool) -> None:
-    packing, neat = draft.get("packing"), draft.get("neat_packing", False)
-    is_packed = bool(neat) or (is_pretraining if packing is None else bool(packing))
-    tool_key = "neat_packing" if neat else "packing" if packing is not None else ""
-    joins = is_packed and is_pretraining and not neat
+    packing, is_neat = draft.get("packing"), draft.get("neat_packing", False)
+    is_packed = bool(is_neat) or (is_pretraining if packing is None else bool(packing))
+    tool_key = "neat_packing" if is_neat else "packing" if packing is not None else ""
+    is_concat = is_packed and is_pretraining and not is_neat
     note = "" if tool_key else "LLaMA-Factory's default"
-    if is_packed and not neat and not joins:
+    if is_packed and not is_neat and not is_concat:
         note = "documents never attend to each other here"
-    draft.put("data.packing", "concat" if joins else is_packed, tool_key, note)
+    draft.put("data.packing", "concat" if is_concat else is_packed, tool_key, note)
 
 
 def _train_on(draft: Translation) -> None:
@@ -169,8 +169,8 @@ def _dataset_info(draft: Translation) -> tuple[Mapping[str, Any], Path]:
 
 def _names(value: Any) -> list[str]:
     """Return the names in a list or in comma-separated text."""
-    several = value if isinstance(value, list) else str(value or "").split(",")
-    return [str(name).strip() for name in several if str(name).strip()]
+    items = value if isinstance(value, list) else str(value or "").split(",")
+    return [str(name).strip() for name in items if str(name).strip()]
 
 
 def _row_limit(draft: Translation) -> int | None:
@@ -188,16 +188,16 @@ def _named_datasets(
     names = _names(draft.get(tool_key))
     if not names and tool_key == "dataset":
         draft.fill_in_data()
-    for number, name in enumerate(names):
-        key, entry = f"{config_key}.{number}", info.get(name)
+    for index, name in enumerate(names):
+        key, entry = f"{config_key}.{index}", info.get(name)
         if isinstance(entry, dict):
             _dataset_of_info(draft, key, name, entry, folder, f"{tool_key} {name}")
         elif info:
             draft.fill_in(f"{key}.path", f"data/{name}.json", f"`{name}` is not in {folder / 'dataset_info.json'}")
         else:
             draft.fill_in(f"{key}.path", f"data/{name}.json", f"file_name of `{name}` in dataset_info.json")
-        own = draft.entries.get(f"{key}.max_samples")
-        if limit is not None and (own is None or limit < (count(own.value) or math.inf)):
+        previous = draft.entries.get(f"{key}.max_samples")
+        if limit is not None and (previous is None or limit < (count(previous.value) or math.inf)):
             draft.put(f"{key}.max_samples", limit, "max_samples")
 
 
@@ -225,16 +225,16 @@ def _dataset_of_info(
     is_messages = is_chat and role == "role"
     format_ = "messages" if is_messages else "sharegpt" if is_chat else "alpaca"
     draft.put(f"{key}.format", "preference" if is_preference else format_, f"{tool_key}: formatting")
-    usual = {**_CHAT_COLUMNS, "messages": "messages" if is_messages else "conversations"}
-    usual = usual if is_chat else _ALPACA_COLUMNS
+    field_names = {**_CHAT_COLUMNS, "messages": "messages" if is_messages else "conversations"}
+    field_names = field_names if is_chat else _ALPACA_COLUMNS
     for field, column in columns.items():
-        if field not in usual:
+        if field not in field_names:
             draft.omit(f"{tool_key}: columns.{field}", NO_EQUIVALENT, column)
-    named = {name: (columns.get(field), name, f"{tool_key}: columns.{field}") for field, name in usual.items()}
+    fields = {name: (columns.get(field), name, f"{tool_key}: columns.{field}") for field, name in field_names.items()}
     if is_chat:
-        named["role"] = (role, "role" if is_messages else "from", f"{tool_key}: tags.role_tag")
-        named["content"] = (content, "content" if is_messages else "value", f"{tool_key}: tags.content_tag")
-    put_columns(draft, key, named)
+        fields["role"] = (role, "role" if is_messages else "from", f"{tool_key}: tags.role_tag")
+        fields["content"] = (content, "content" if is_messages else "value", f"{tool_key}: tags.content_tag")
+    put_columns(draft, key, fields)
 
 
 def _llama_factory_images(draft: Translation, info: Mapping[str, Any]) -> None:
@@ -246,10 +246,10 @@ def _llama_factory_images(draft: Translation, info: Mapping[str, Any]) -> None:
             if value is not None:
                 draft.drop(name, "no data set has images", value)
         return
-    trained = [name for name, value in towers.items() if value is False]
-    put_images(draft, "trained" if trained else "frozen", trained[0] if trained else "freeze_vision_tower")
-    if len(trained) == 1:
-        draft.omit(trained[0], "tower and projector are both trained; freeze the other one with model.freeze", False)
+    unfrozen = [name for name, value in towers.items() if value is False]
+    put_images(draft, "trained" if unfrozen else "frozen", unfrozen[0] if unfrozen else "freeze_vision_tower")
+    if len(unfrozen) == 1:
+        draft.omit(unfrozen[0], "tower and projector are both trained; freeze the other one with model.freeze", False)
     if draft.get("freeze_language_model"):
         draft.omit("freeze_language_model", "list its parameters in model.freeze", True)
     if folder := draft.get("media_dir"):
@@ -279,12 +279,12 @@ def _axolotl(draft: Translation) -> None:
     """Fill a draft from an Axolotl config."""
     adapter, rl = draft.get("adapter"), draft.get("rl")
     _refuse_axolotl(draft, adapter, rl)
-    plain = _axolotl_sources(draft, "pretraining_dataset")
-    sources = plain or _axolotl_sources(draft, "datasets")
+    plain_sources = _axolotl_sources(draft, "pretraining_dataset")
+    sources = plain_sources or _axolotl_sources(draft, "datasets")
     has_texts = bool(sources) and all(_axolotl_format(source) == "text" for source in sources)
-    is_pretraining = not rl and (bool(plain) or has_texts)
+    is_pretraining = not rl and (bool(plain_sources) or has_texts)
     if not rl:
-        draft.put("task", "pretrain" if is_pretraining else "sft", "pretraining_dataset" if plain else "")
+        draft.put("task", "pretrain" if is_pretraining else "sft", "pretraining_dataset" if plain_sources else "")
     translate_keys(draft, draft.source.values)
     if adapter:
         put_lora(draft, {"lora.r": 8}, "load_in_4bit", "load_in_8bit")
@@ -299,10 +299,10 @@ def _axolotl(draft: Translation) -> None:
         on_inputs = draft.get("train_on_inputs")
         tool_key = "" if on_inputs is None else "train_on_inputs"
         draft.put("data.train_on", "all" if on_inputs else "assistant", tool_key)
-    for number, source in enumerate(sources):
-        _axolotl_dataset(draft, f"data.train.{number}", source)
-    for number, source in enumerate(_axolotl_sources(draft, "test_datasets")):
-        _axolotl_dataset(draft, f"data.eval.{number}", source)
+    for index, source in enumerate(sources):
+        _axolotl_dataset(draft, f"data.train.{index}", source)
+    for index, source in enumerate(_axolotl_sources(draft, "test_datasets")):
+        _axolotl_dataset(draft, f"data.eval.{index}", source)
     if not sources:
         draft.fill_in_data()
     if "output_dir" not in draft.entries:
@@ -334,20 +334,20 @@ def _axolotl_sources(draft: Translation, name: str) -> list[Section]:
 
 def _members(value: Any, path: str) -> list[tuple[str, Any]]:
     """Return (path, value) of each member of a list, or of a single value."""
-    return [(f"{path}[{n}]", each) for n, each in enumerate(value)] if isinstance(value, list) else [(path, value)]
+    return [(f"{path}[{i}]", item) for i, item in enumerate(value)] if isinstance(value, list) else [(path, value)]
 
 
 def _axolotl_combinations(draft: Translation) -> None:
     """Translate keys that depend on each other, or that set the same config key."""
     if rate := draft.get("cosine_min_lr_ratio"):
         draft.put("optimizer.lr_scheduler_type", "cosine_with_min_lr", "cosine_min_lr_ratio")
-        if before := draft.entries.pop("optimizer.lr_scheduler_kwargs", None):
-            draft.omit(before.tool_key, "cosine_min_lr_ratio takes precedence", before.value)
+        if previous := draft.entries.pop("optimizer.lr_scheduler_kwargs", None):
+            draft.omit(previous.tool_key, "cosine_min_lr_ratio takes precedence", previous.value)
         draft.put("optimizer.lr_scheduler_kwargs.min_lr_rate", rate, "cosine_min_lr_ratio")
     if project := draft.get("wandb_project"):
         report_to(draft, "wandb_project", ["wandb"])
-        if before := draft.entries.get("logging.project"):
-            draft.omit(before.tool_key, "wandb_project sets the same key", before.value)
+        if previous := draft.entries.get("logging.project"):
+            draft.omit(previous.tool_key, "wandb_project sets the same key", previous.value)
         draft.put("logging.project", project, "wandb_project")
     if name := draft.get("wandb_name"):
         draft.put("run_name", str(name), "wandb_name")
@@ -401,8 +401,8 @@ def _axolotl_columns(fields: Section, format_: str) -> dict[str, tuple[Any, str]
     if format_ == "alpaca":
         inner = fields.section("type") if isinstance(fields.values.get("type"), Mapping) else fields
         return {config_key: (inner.get(name), config_key) for config_key, name in _ALPACA_FIELDS.items()}
-    named = fields.section("message_property_mappings")
-    content = fields.get("message_field_content") or named.get("content")
+    mappings = fields.section("message_property_mappings")
+    content = fields.get("message_field_content") or mappings.get("content")
     if format_ == "messages":
         return {
             "messages": (fields.get("field_messages"), "messages"),
@@ -459,8 +459,8 @@ def _trl(draft: Translation) -> None:
     else:
         _trl_preference(draft, kind)
     _trl_datasets(draft)
-    changed = {} if kind == "sft" else {"optimizer.learning_rate": 1e-6}
-    fill_defaults(draft, {**_TRL_DEFAULTS, **changed})
+    overrides = {} if kind == "sft" else {"optimizer.learning_rate": 1e-6}
+    fill_defaults(draft, {**_TRL_DEFAULTS, **overrides})
 
 
 def _refuse_trl(draft: Translation, task: str) -> None:
@@ -489,24 +489,24 @@ def _trl_sft(draft: Translation) -> None:
 def _trl_preference(draft: Translation, kind: str) -> None:
     """Fill ``[preference]`` from the keys of DPOTrainer, KTOTrainer, ORPOTrainer or CPOTrainer."""
     loss_type = draft.get("loss_type")
-    named = [str(each) for each in as_list(loss_type)] or [{"kto": "kto", "orpo": "orpo"}.get(kind, "sigmoid")]
-    weights = as_list(draft.get("loss_weights")) or [1.0] * len(named)
-    losses = [each for each in named if each != "sft"]
-    if len(losses) != 1 or len(weights) != len(named):
-        raise draft.refuse(f"several losses at once ({', '.join(named)}) are not supported here", "Keep one, and sft")
+    types = [str(name) for name in as_list(loss_type)] or [{"kto": "kto", "orpo": "orpo"}.get(kind, "sigmoid")]
+    weights = as_list(draft.get("loss_weights")) or [1.0] * len(types)
+    losses = [name for name in types if name != "sft"]
+    if len(losses) != 1 or len(weights) != len(types):
+        raise draft.refuse(f"several losses at once ({', '.join(types)}) are not supported here", "Keep one, and sft")
     loss = losses[0]
     if kind == "cpo" and loss not in ("sigmoid", "simpo"):
         text = f"the loss `{loss}` of CPOTrainer is not supported here"
         raise draft.refuse(text, 'Supported: loss_type "sigmoid" and "simpo"')
-    numbers = [as_number(weight, "preference.beta") for weight in weights]
-    if not all(isinstance(each, int | float) and each is not True and 0 < each < 1e300 for each in numbers):
+    factors = [as_number(weight, "preference.beta") for weight in weights]
+    if not all(isinstance(name, int | float) and name is not True and 0 < name < 1e300 for name in factors):
         raise draft.refuse(f"loss_weights must be numbers above 0, not {weights}")
-    by_name = dict(zip(named, numbers, strict=True))
+    factor_by_loss = dict(zip(types, factors, strict=True))
     is_cpo = kind == "cpo" and loss == "sigmoid"
     put_preference(draft, "cpo" if is_cpo else loss, draft.source.line.task if loss_type is None else "loss_type")
-    if "sft" in by_name:
-        draft.put("preference.rpo_alpha", by_name["sft"] / by_name[loss], "loss_weights")
-    elif numbers != [1.0]:
+    if "sft" in factor_by_loss:
+        draft.put("preference.rpo_alpha", factor_by_loss["sft"] / factor_by_loss[loss], "loss_weights")
+    elif factors != [1.0]:
         draft.omit("loss_weights", "a single loss has the weight 1", weights)
     if kind == "cpo" and draft.get("cpo_alpha") is None:
         draft.put("preference.rpo_alpha", 1.0, note="TRL's default of cpo_alpha")
@@ -516,14 +516,14 @@ def _trl_datasets(draft: Translation) -> None:
     """Translate the data sets, from the first key that is set: mixture, list, names with weights, or one name."""
     tool_key = "dataset_mixture" if draft.get("dataset_mixture") else "datasets"
     mixture, mixer = draft.get(tool_key), draft.peek("dataset_mixer")
-    inner = draft.get(f"{tool_key}.datasets") if isinstance(mixture, Mapping) else mixture
+    members = draft.get(f"{tool_key}.datasets") if isinstance(mixture, Mapping) else mixture
     path = f"{tool_key}.datasets" if isinstance(mixture, Mapping) else tool_key
     sources = []
-    for place, source in _members(inner, path):
+    for member_path, source in _members(members, path):
         if isinstance(source, Mapping):
-            sources.append(Section(draft, place, source))
+            sources.append(Section(draft, member_path, source))
         else:
-            draft.omit_if_on(place, "a data set has an id or a path", source)
+            draft.omit_if_on(member_path, "a data set has an id or a path", source)
     if isinstance(mixture, Mapping) and (size := draft.get(f"{tool_key}.test_split_size")):
         draft.put("data.val_size", size, f"{tool_key}.test_split_size")
     if not sources and isinstance(mixer, Mapping):
@@ -533,20 +533,20 @@ def _trl_datasets(draft: Translation) -> None:
             for name, weight in mixer.items()
         ]
     if not sources and (name := draft.get("dataset_name")):
-        found = {"id": name, "config": draft.peek("dataset_config"), "split": draft.peek("dataset_train_split")}
+        values = {"id": name, "config": draft.peek("dataset_config"), "split": draft.peek("dataset_train_split")}
         paths = {"config": "dataset_config", "split": "dataset_train_split"}
-        sources = [Section(draft, "dataset_name", found, paths)]
+        sources = [Section(draft, "dataset_name", values, paths)]
         test_split = draft.get("dataset_test_split")
         if test_split and draft.get("eval_strategy", "no") not in ("no", False):
             paths = {**paths, "split": "dataset_test_split"}
-            section = Section(draft, "dataset_test_split", {**found, "split": test_split}, paths)
+            section = Section(draft, "dataset_test_split", {**values, "split": test_split}, paths)
             _trl_dataset(draft, "data.eval.0", section)
         elif test_split:
             draft.drop("dataset_test_split", "eval_strategy is no", test_split)
     column = draft.get("dataset_text_field") if sources else None
-    for number, section in enumerate(sources):
-        _trl_dataset(draft, f"data.train.{number}", section)
-        put_columns(draft, f"data.train.{number}", {"text": (column, "text", "dataset_text_field")})
+    for index, section in enumerate(sources):
+        _trl_dataset(draft, f"data.train.{index}", section)
+        put_columns(draft, f"data.train.{index}", {"text": (column, "text", "dataset_text_field")})
     if not sources:
         draft.fill_in_data()
 
@@ -556,9 +556,9 @@ def _trl_dataset(draft: Translation, key: str, fields: Section) -> None:
     weight, columns = fields.get("weight"), fields.get("columns")
     if weight not in (None, 1):
         draft.put(f"{key}.weight", weight, f"{fields.path}.weight")
-    others = [name for name in columns if name not in _COLUMNS] if isinstance(columns, list) else []
-    if others:
-        draft.omit(f"{fields.path}.columns", "the format does not use these columns", others)
+    unused = [name for name in columns if name not in _COLUMNS] if isinstance(columns, list) else []
+    if unused:
+        draft.omit(f"{fields.path}.columns", "the format does not use these columns", unused)
 
 
 # DeepSpeed: its JSON config contains neither model nor data.
@@ -596,39 +596,39 @@ def _deepspeed(draft: Translation) -> None:
                 draft.put("logging.project", project, "wandb.project")
 
 
-def put_processes(draft: Translation, number: int, num_hosts: int = 1) -> None:
+def put_processes(draft: Translation, num_processes: int, num_hosts: int = 1) -> None:
     """Set the number of processes if several processes can train. Otherwise, one process trains the same rows.
 
     Args:
         draft: Translation with task and optimizer.
-        number: Total number of processes on all machines.
+        num_processes: Total number of processes on all machines.
     """
     key = "distributed.processes"
     optim, task = draft.entries.get("optimizer.optim"), draft.entries.get("task")
     if task is not None and task.value == "dpo":
-        draft.omit(key, "preference training uses one process here", number)
+        draft.omit(key, "preference training uses one process here", num_processes)
     elif optim is not None and optim.value in ("adafactor", "muon"):  # these need whole matrices in one process
-        draft.omit(key, f"{optim.value} uses one process here", number)
+        draft.omit(key, f"{optim.value} uses one process here", num_processes)
     elif num_hosts > 1:
         start = f"torchrun --nnodes {num_hosts} --nproc-per-node 1 ... -m megatrain run CONFIG"
-        draft.omit(key, f"start one process on each machine: {start}; or all processes on one machine", number)
+        draft.omit(key, f"start one process on each machine: {start}; or all processes on one machine", num_processes)
     else:
-        draft.put(key, number, note="one for each GPU of this machine; with 1, one process trains the same rows")
+        draft.put(key, num_processes, note="one for each GPU of this machine; with 1, one process trains the same rows")
 
 
 def _deepspeed_batch(draft: Translation) -> None:
     """Derive the micro-batch size or the accumulation steps from train_batch_size, which is their product."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    rows, micro, accumulation = (_deepspeed_count(draft, name) for name in names)
+    rows, micro_batch, accumulation = (_deepspeed_count(draft, name) for name in names)
     if rows is None:
         return
-    if micro is not None:
-        number = max(1, rows // micro)
-        if accumulation != number:
-            draft.put("training.gradient_accumulation_steps", number, "train_batch_size", f"{rows} rows on all devices")
-        if accumulation is not None and number % accumulation:
+    if micro_batch is not None:
+        steps = max(1, rows // micro_batch)
+        if accumulation != steps:
+            draft.put("training.gradient_accumulation_steps", steps, "train_batch_size", f"{rows} rows on all devices")
+        if accumulation is not None and steps % accumulation:
             draft.omit("gradient_accumulation_steps", "train_batch_size is not a multiple of it", accumulation)
-        elif accumulation is not None and (processes := number // accumulation) > 1:
+        elif accumulation is not None and (processes := steps // accumulation) > 1:
             put_processes(draft, processes)
     elif accumulation is not None:
         draft.put("training.per_device_train_batch_size", max(1, rows // accumulation), "train_batch_size")
@@ -669,35 +669,35 @@ def _deepspeed_schedule(draft: Translation) -> None:
         draft.omit("scheduler.type", f"use {', '.join(_SCHEDULES.values())} or other schedules of transformers", kind)
         return
 
-    def given(name: str, default: Any) -> Any:
+    def get_parameter(name: str, default: Any) -> Any:
         """Return a parameter, its default if the file lacks it, or None if its value is "auto" or null."""
         value = parameters.get(name) if name in parameters.values else default
         return None if value == "auto" else value
 
     draft.put("optimizer.lr_scheduler_type", _SCHEDULES[kind], "scheduler.type")
-    for config_key, name, usual in (
+    for config_key, name, fallback in (
         ("optimizer.warmup_steps", "warmup_num_steps", 1000),
         ("training.max_steps", "total_num_steps", None),
     ):
-        if (number := given(name, usual)) is not None:
+        if (number := get_parameter(name, fallback)) is not None:
             draft.put(config_key, number, f"scheduler.params.{name}")
     # WarmupLR without warmup_max_lr uses the optimizer's learning rate.
     has_peak = kind != "WarmupCosineLR"
-    peak = given("warmup_max_lr", 1e-3 if kind == "WarmupDecayLR" else None) if has_peak else None
+    peak = get_parameter("warmup_max_lr", 1e-3 if kind == "WarmupDecayLR" else None) if has_peak else None
     if peak is not None:
         note = (
             "" if "warmup_max_lr" in parameters.values else f"the default of {kind}, which overrides the optimizer's lr"
         )
         draft.put("optimizer.learning_rate", peak, "scheduler.params.warmup_max_lr", note)
-    others: tuple[tuple[str, Any, Any, str], ...] = (
+    unsupported: tuple[tuple[str, Any, Any, str], ...] = (
         ("warmup_min_lr", 0, 0, "a warm-up begins at 0"),
         ("warmup_min_ratio", 0, 0, "a warm-up begins at 0"),
         ("warmup_type", "log", "linear", "a warm-up rises linearly"),
         ("cos_min_ratio", 1e-4 if kind == "WarmupCosineLR" else 0, 0, "the cosine falls to 0"),
     )
-    for name, default, same, reason in others:
-        value = given(name, default)
-        if value is not None and value != same:
+    for name, default, supported, reason in unsupported:
+        value = get_parameter(name, default)
+        if value is not None and value != supported:
             origin = "" if name in parameters.values else f" (the default of {kind})"
             draft.omit(f"scheduler.params.{name}", f"{reason} here{origin}", value)
 

@@ -66,9 +66,9 @@ def _translate(source: Source, folder: Path | None, base: Path | None) -> Transl
         draft.fill_in("output_dir", "outputs/first", "folder of the run")
     _refuse_impossible_paths(draft)
     _remove_unusable_entries(draft)
-    where = (folder or draft.base).resolve()
+    target = (folder or draft.base).resolve()
     draft.entries = {
-        key: replace(entry, value=_relative_value(entry, draft.base, where)) for key, entry in draft.entries.items()
+        key: replace(entry, value=_relative_value(entry, draft.base, target)) for key, entry in draft.entries.items()
     }
     draft.toml = _to_toml(draft)
     return draft
@@ -102,8 +102,8 @@ def _gather_processes(draft: Translation) -> None:
     line, key = draft.source.line, "training.gradient_accumulation_steps"
     for name in line.unknown:
         draft.omit(f"${{...}} in --{name}", "only a shell can compute its value")
-    for other in draft.source.others:
-        draft.omit(other, "another training in the same script; import it separately")
+    for command in draft.source.others:
+        draft.omit(command, "another training in the same script; import it separately")
     for name, value in line.launch_options.items():
         if not is_world_size_option(line, name):
             draft.drop(f"{line.launcher or 'trl'} --{name}", RANKS, value)
@@ -113,10 +113,10 @@ def _gather_processes(draft: Translation) -> None:
             f"the number of processes is unknown; for the same rows per step, multiply {key} by this number",
         )
     elif line.num_processes > 1:
-        before = draft.entries.get(key)
-        steps = before.value if before is not None and isinstance(before.value, int) else 1
+        previous = draft.entries.get(key)
+        steps = previous.value if previous is not None and isinstance(previous.value, int) else 1
         note = f"{steps} x {line.num_processes} processes, because a step counts the rows of all processes"
-        draft.put(key, steps * line.num_processes, before.tool_key if before is not None else "", note)
+        draft.put(key, steps * line.num_processes, previous.tool_key if previous is not None else "", note)
         put_processes(draft, line.num_processes, line.num_hosts)
 
 
@@ -135,23 +135,23 @@ def _remove_unusable_entries(draft: Translation) -> None:
         problems = _problems(draft)
         if not problems:
             return
-        found = False
+        is_changed = False
         for key, reason in problems:
             for entry in _entries_behind(draft, key):
-                found = True
+                is_changed = True
                 _omit_entry(draft, entry, reason)
-        if not found:
+        if not is_changed:
             raise draft.refuse("the result is not a valid config: " + "; ".join(reason for _, reason in problems))
 
 
 def _problems(draft: Translation) -> list[tuple[str, str]]:
     """Return (config key, reason) for each problem that makes the draft invalid."""
     values = _nested({key: entry.value for key, entry in draft.entries.items()})
-    config, found = validated(values)
+    config, problems = validated(values)
     if config is None:
-        return [(problem.key, str(problem)) for problem in found]
-    bad = [problem for problem in find_bad_combinations(config) if problem.key != "output_dir"]
-    return [(problem.key, f"{problem.message}. {problem.remedy}".rstrip(". ")) for problem in bad]
+        return [(problem.key, str(problem)) for problem in problems]
+    combinations = [problem for problem in find_bad_combinations(config) if problem.key != "output_dir"]
+    return [(problem.key, f"{problem.message}. {problem.remedy}".rstrip(". ")) for problem in combinations]
 
 
 def _entries_behind(draft: Translation, key: str) -> list[str]:
@@ -159,10 +159,10 @@ def _entries_behind(draft: Translation, key: str) -> list[str]:
     if key == "optimizer.lr_scheduler_kwargs" and key not in draft.entries:
         key = "optimizer.lr_scheduler_type"
     while key:
-        inside = [name for name in draft.entries if name == key or name.startswith(f"{key}.")]
-        optional = [name for name in inside if not draft.entries[name].to_fill_in]
-        if optional:
-            return optional if len(optional) == 1 or inside == [key] else []
+        names = [name for name in draft.entries if name == key or name.startswith(f"{key}.")]
+        removable = [name for name in names if not draft.entries[name].to_fill_in]
+        if removable:
+            return removable if len(removable) == 1 or names == [key] else []
         key = key.rpartition(".")[0]
     return []
 
@@ -177,16 +177,16 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert dotted keys to nested tables and lists. The entries of a list must be in order."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
-        at: Any = tree
+        node: Any = tree
         parts = key.split(".")
         for index, part in enumerate(parts[:-1]):
             if part.isdecimal():
-                while len(at) <= int(part):
-                    at.append({})
-                at = at[int(part)]
+                while len(node) <= int(part):
+                    node.append({})
+                node = node[int(part)]
             else:
-                at = at.setdefault(part, [] if ".".join(parts[: index + 1]) in ARRAY_TABLES else {})
-        at[parts[-1]] = value
+                node = node.setdefault(part, [] if ".".join(parts[: index + 1]) in ARRAY_TABLES else {})
+        node[parts[-1]] = value
     return tree
 
 
@@ -202,35 +202,35 @@ def _to_toml(draft: Translation) -> str:
     if draft.source.tool == "deepspeed":
         tool += f", with the defaults of version {DEEPSPEED_VERSION}"
     lines = [f"# Translated from {draft.source.path.name} ({tool}) by `megatrain-tier import`."]
-    for title, lefts in (("Has no equivalent here", draft.lost), ("Not needed here", draft.unneeded)):
-        if lefts:
-            lines += ["#", f"# {title}:", *(f"#   {format_omitted_key(left)}" for left in lefts)]
+    for title, omitted_keys in (("Has no equivalent here", draft.lost), ("Not needed here", draft.unneeded)):
+        if omitted_keys:
+            lines += ["#", f"# {title}:", *(f"#   {format_omitted_key(omitted)}" for omitted in omitted_keys)]
     lines += ["", "config_version = 1"]
     table = ""
     entries = _merge_free_tables(draft.entries)
     for key in _sort_keys(entries):
-        above, _, leaf = key.rpartition(".")
-        if above != table:
-            name = plain_key(above)
-            header = f"[[{name}]]" if name in ARRAY_TABLES else f"[{above}]"
+        parent, _, leaf = key.rpartition(".")
+        if parent != table:
+            name = plain_key(parent)
+            header = f"[[{name}]]" if name in ARRAY_TABLES else f"[{parent}]"
             lines += ["", header]
-            table = above
+            table = parent
         lines.append(_line(leaf, entries[key]))
     return "\n".join(lines) + "\n"
 
 
 def _merge_free_tables(entries: Mapping[str, TranslatedValue]) -> dict[str, TranslatedValue]:
     """Merge the entries of each free table into a single entry, which is written inline."""
-    collapsed: dict[str, TranslatedValue] = {}
+    merged: dict[str, TranslatedValue] = {}
     for key, entry in entries.items():
-        above, _, name = key.rpartition(".")
-        if plain_key(above) not in FREE_TABLES:
-            collapsed[key] = entry
+        parent, _, name = key.rpartition(".")
+        if plain_key(parent) not in FREE_TABLES:
+            merged[key] = entry
         else:
-            others = collapsed.get(above, TranslatedValue({}))
-            tool_key = "; ".join(dict.fromkeys(part for part in (others.tool_key, entry.tool_key) if part))
-            collapsed[above] = TranslatedValue({**others.value, name: entry.value}, tool_key, entry.note or others.note)
-    return collapsed
+            old = merged.get(parent, TranslatedValue({}))
+            tool_key = "; ".join(dict.fromkeys(part for part in (old.tool_key, entry.tool_key) if part))
+            merged[parent] = TranslatedValue({**old.value, name: entry.value}, tool_key, entry.note or old.note)
+    return merged
 
 
 def _line(leaf: str, entry: TranslatedValue) -> str:
@@ -242,22 +242,22 @@ def _line(leaf: str, entry: TranslatedValue) -> str:
 
 def _sort_keys(entries: Mapping[str, TranslatedValue]) -> list[str]:
     """Return keys in the order of the schema, with the values of a table before its nested tables."""
-    order = {name: number for number, name in enumerate(NAMES)}
+    order = {name: index for index, name in enumerate(NAMES)}
 
-    def place(key: str) -> tuple[int, list[int], int]:
+    def sort_key(key: str) -> tuple[int, list[int], int]:
         indices = [int(part) for part in key.split(".") if part.isdecimal()]
         return order.get(plain_key(key.rpartition(".")[0]), -1), indices, order[plain_key(key)]
 
-    return sorted(entries, key=place)
+    return sorted(entries, key=sort_key)
 
 
-def format_omitted_key(left: OmittedKey) -> str:
+def format_omitted_key(omitted: OmittedKey) -> str:
     """Return a line of text for an omitted key, with its value if the value is short."""
-    value = left.value
-    shown = "" if value is None else json.dumps(value, default=str, ensure_ascii=True)
-    if len(shown) > _LONGEST_VALUE:
-        shown = "..."
-    return _ascii(f"{left.tool_key}{f' = {shown}' if shown else ''}: {left.reason}")
+    value = omitted.value
+    value_text = "" if value is None else json.dumps(value, default=str, ensure_ascii=True)
+    if len(value_text) > _LONGEST_VALUE:
+        value_text = "..."
+    return _ascii(f"{omitted.tool_key}{f' = {value_text}' if value_text else ''}: {omitted.reason}")
 
 
 def _ascii(text: str) -> str:

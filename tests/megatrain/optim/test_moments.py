@@ -40,7 +40,7 @@ def test_moments_match_the_oracle_bitwise(state_dtype: StateDtype) -> None:
     weight = np.zeros(SIZE, np.float32)
     m, v = np.zeros(SIZE, np.float32), np.zeros(SIZE, np.float32)
     for step, gradient in enumerate(gradients(4), 1):
-        segments = [Segment(start, stop, 0.1, name=name, first=10**10) for start, stop, name in SEGMENTS]
+        segments = [Segment(start, stop, 0.1, name=name, param_start=10**10) for start, stop, name in SEGMENTS]
         optimizer.update(blocks, torch.from_numpy(gradient), segments, Update(step, 1e-2, 0.5))
         for start, stop, name in SEGMENTS:
             part = slice(start, stop)

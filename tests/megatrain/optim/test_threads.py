@@ -17,9 +17,9 @@ def test_ranges_are_consecutive_and_complete() -> None:
 
 
 def test_items_are_shared_out_in_order_and_none_is_left() -> None:
-    assert group_calls([3, 3, 3, 9, 1], at_once=9) == [(0, 3), (3, 4), (4, 5)]
-    assert group_calls([0, 0], at_once=1) == [(0, 2)]
-    assert group_calls([], at_once=1) == []
+    assert group_calls([3, 3, 3, 9, 1], max_elements=9) == [(0, 3), (3, 4), (4, 5)]
+    assert group_calls([0, 0], max_elements=1) == [(0, 2)]
+    assert group_calls([], max_elements=1) == []
     for num_threads in (1, 2, 7):
         for num_elements in (0, 1, 10**5, 10**7, 10**9):
             assert elements_per_call(num_elements, num_threads) >= 1
@@ -47,7 +47,7 @@ def test_every_call_is_made_once() -> None:
 
 
 def test_torch_operation_threads_run_each_call_once() -> None:
-    threads, done, makers = KernelThreads(3, among_operations=True), list[int](), set[int]()
+    threads, done, makers = KernelThreads(3, is_interleaved=True), list[int](), set[int]()
 
     def call(index: int) -> None:
         done.append(index)
@@ -63,7 +63,7 @@ def test_torch_operation_threads_run_each_call_once() -> None:
 
 @pytest.mark.parametrize("number", [0, 3, 9])
 def test_error_on_a_torch_thread_is_raised_after_the_others_end(number: int) -> None:
-    threads, done = KernelThreads(2, among_operations=True), list[int]()
+    threads, done = KernelThreads(2, is_interleaved=True), list[int]()
 
     def call(index: int) -> None:
         if index == number:
@@ -79,7 +79,7 @@ def test_error_on_a_torch_thread_is_raised_after_the_others_end(number: int) -> 
 
 def test_interrupt_during_torch_operations_is_raised_after_all_calls() -> None:
     """Python prints and drops an exception from a signal inside a C callback: it must not be raised there."""
-    threads, num_answered, num_tries = KernelThreads(2, among_operations=True), 0, 40
+    threads, num_answered, num_tries = KernelThreads(2, is_interleaved=True), 0, 40
     before = signal.getsignal(signal.SIGINT)
     for number in range(num_tries):
         done = list[int]()

@@ -275,7 +275,7 @@ def test_interpreted_norms_of_several_parts_have_the_host_s_bits(
     generator = torch.Generator().manual_seed(4)
     parts = [torch.randn(size, generator=generator).exp().bfloat16() for size in (65_536, 640, 77)]
     for given in (parts, [torch.cat([part[:1], part])[1:] for part in parts]):
-        found = on_device.device_partials_of_parts(given)
+        found = on_device.concat_device_partials(given)
         assert torch.equal(found, torch.cat([partial_squares(part) for part in parts]))
 
 
@@ -294,7 +294,7 @@ def test_norms_are_compiled_for_a_gpu(kernels: ModuleType) -> None:
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     for kind in ("*fp32", "*i16"):
         signature = {"grad": kind, "partials": "*fp64", "num_rows": "i32", "num_elements": "i64"}
-        constants = {"rows": None, "block_elements": 65_536, "num_lanes": 64, "unrolled": 16}
+        constants = {"rows": None, "block_elements": 65_536, "num_lanes": 64, "unroll": 16}
         source = triton.compiler.ASTSource(
             kernels.squared_norms, {**signature, **dict.fromkeys(constants, "constexpr")}, constexprs=constants
         )

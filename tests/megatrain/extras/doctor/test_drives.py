@@ -21,14 +21,14 @@ def size_on_disk(folder: Path) -> int:
 
 def test_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 0
-    mixed = TierProbe.mixed
+    read_and_write = TierProbe.read_and_write
 
     def watched(self: TierProbe, seconds: float) -> float:
         nonlocal most
         most = max(most, size_on_disk(tmp_path))
-        return mixed(self, seconds)
+        return read_and_write(self, seconds)
 
-    monkeypatch.setattr(TierProbe, "mixed", watched)
+    monkeypatch.setattr(TierProbe, "read_and_write", watched)
     effort = DriveEffort(64 * MiB, 0.0, 0.0, sustained_s=60.0, sustained_bytes=130 * MiB)
     result = measure_drive(tmp_path, effort)
     assert os.listdir(tmp_path) == []
@@ -81,7 +81,7 @@ def test_the_tier_moves_whole_blocks(tmp_path: Path) -> None:
         before = tier._store.stats()
         tier.read()
         tier.write()
-        tier.mixed(0.0)
+        tier.read_and_write(0.0)
         moved = tier._store.stats() - before
         assert moved.links["ram->nvme"].num_bytes == 2 * tier.nbytes
         assert 2 * tier.nbytes <= moved.links["nvme->ram"].num_bytes <= 2 * tier.nbytes + 2 * tier.nbytes // 8
@@ -116,7 +116,7 @@ def test_a_drive_gets_no_page_twice_and_none_that_can_be_made_smaller(tmp_path: 
     written: list[set[bytes]] = []
     with TierProbe(tmp_path / "tier", 16 * MiB) as tier:
         written.append(set(pages(tmp_path)))
-        for write in (tier.write, lambda: tier.mixed(0.0), lambda: tier.sustained_write(0.0, 1)):
+        for write in (tier.write, lambda: tier.read_and_write(0.0), lambda: tier.sustained_write(0.0, 1)):
             write()
             written.append(set(pages(tmp_path)))
             assert len(written[-1]) == 16 * MiB // 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatrain.extras.doctor.layers import LayerShape, _timed_phases, fit_costs, measure_layers
+from megatrain.extras.doctor.layers import LayerShape, _measure_phases, fit_costs, measure_layers
 
 KNOWN = np.array([4e-12, 7e-12, 5e-11, 3e-5])  # seconds per FLOP of products and of attention, per byte, per launch
 WORK = np.random.default_rng(0).uniform(0.1, 1.0, (12, 4)) * [1e10, 1e9, 1e8, 1e3]
@@ -41,7 +41,7 @@ def test_a_short_phase_says_as_much_as_a_long_one() -> None:
 def test_attention_counts_the_pairs_that_a_causal_kernel_computes() -> None:
     """As in plans: one forward; in the backward a second forward, and the five products of gradients."""
     shape = LayerShape(128, 128, 2, 64, num_rows=3, row_tokens=96)
-    _, amounts = zip(*_timed_phases(shape, "float32", 0.0), strict=True)
+    _, amounts = zip(*_measure_phases(shape, "float32", 0.0), strict=True)
     pairs = shape.row_tokens**2 / 2  # of a query and a key, of each row and layer
     product = 2 * pairs * shape.hidden * shape.num_rows * shape.num_layers
     by_phase = sorted(attention for _, attention, _, _ in amounts)

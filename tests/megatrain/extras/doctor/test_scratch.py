@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.extras.doctor import drives
-from megatrain.extras.doctor.drives import UnusablePathError, check_path, scratch_folder, terminated_as_interrupted
+from megatrain.extras.doctor.drives import UnusablePathError, check_path, interrupt_on_termination, scratch_folder
 
 
 def test_scratch_folder_is_removed_with_its_contents(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_scratch_folder_is_removed_after_errors(tmp_path: Path, error: type[Base
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_scratch_folder_is_removed_on_sigterm(tmp_path: Path, number: signal.Signals) -> None:
     def work() -> None:
-        with terminated_as_interrupted(), scratch_folder(tmp_path) as folder:
+        with interrupt_on_termination(), scratch_folder(tmp_path) as folder:
             (folder / "file").write_bytes(b"x")
             signal.raise_signal(number)
 
@@ -72,7 +72,7 @@ def test_a_signal_while_it_is_made_or_removed_waits(
 def test_signals_that_are_ignored_stay_ignored(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with terminated_as_interrupted(), scratch_folder(tmp_path):
+        with interrupt_on_termination(), scratch_folder(tmp_path):
             signal.raise_signal(signal.SIGHUP)
     finally:
         assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN
@@ -82,7 +82,7 @@ def test_scratch_folder_works_in_a_thread(tmp_path: Path) -> None:
     made: list[bool] = []
 
     def work() -> None:
-        with terminated_as_interrupted(), scratch_folder(tmp_path) as folder:
+        with interrupt_on_termination(), scratch_folder(tmp_path) as folder:
             made.append(folder.exists())
 
     thread = threading.Thread(target=work)
