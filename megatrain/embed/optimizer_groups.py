@@ -17,7 +17,7 @@ from megatrain.embed.stores import num_ranks
 from megatrain.embed.weights import WeightBlock, block_of
 from megatrain.engine.program.block_keys import gradient_key
 from megatrain.optim.base import StateKind
-from megatrain.ranks.dtensors import local_of
+from megatrain.ranks.dtensors import local_shard
 from tiered import TieredStore
 from tiered.errors import CapacityError
 
@@ -113,10 +113,10 @@ class OptimizerGroups:
         for number, (_, together) in enumerate(parts, first):
             named = {f"{number}.{index}": parameter for index, parameter in enumerate(together)}
             own = [*kinds(together[0].dtype.itemsize == 2, named), *self._extra_kinds]
-            if not local_of(together[0]).is_cuda:  # the parameters are the masters, or their high halves
+            if not local_shard(together[0]).is_cuda:  # the parameters are the masters, or their high halves
                 own = [kind for kind in own if kind.name != "weight"]
             root = f"{self._name}/{number:05d}"
-            layout = build_layout(root, ((name, local_of(p).shape) for name, p in named.items()), True)
+            layout = build_layout(root, ((name, local_shard(p).shape) for name, p in named.items()), True)
             own_names = {name: names[id(parameter)] for name, parameter in named.items()}
             state = StateBlocks(store, root, layout, own, homes, own_names)
             gradients: GradientSource = OrdinaryGradients(named, self._copies)

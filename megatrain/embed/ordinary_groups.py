@@ -19,7 +19,7 @@ from megatrain.optim.average import EMA, begin_average
 from megatrain.optim.base import GRADIENT_DTYPES, Update
 from megatrain.optim.clip import squared_norm
 from megatrain.optim.threads import KernelThreads
-from megatrain.ranks.dtensors import check_gradient, first_element, is_dtensor, local_of, version_of
+from megatrain.ranks.dtensors import check_gradient, first_element, is_dtensor, local_shard, tensor_version
 from tiered.ext import HostSlab
 
 #: Ordinary parameters share a group up to the size of the largest parameter, which must fit in RAM anyway. The limit is
@@ -93,14 +93,14 @@ class OrdinaryGradients:
     @property
     def version(self) -> object:
         gradients = (parameter.grad for parameter in self._parameters.values())
-        return [None if gradient is None else (id(gradient), version_of(gradient)) for gradient in gradients]
+        return [None if gradient is None else (id(gradient), tensor_version(gradient)) for gradient in gradients]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the gradients by name. Raise ``ValueError`` if one is sharded differently from its parameter."""
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         for name in gradients.keys() & self._sharded.keys():
             check_gradient(gradients[name], self._sharded[name])
-            gradients[name] = local_of(gradients[name])
+            gradients[name] = local_shard(gradients[name])
         return gradients
 
     def take(self) -> Collection[str]:
@@ -112,7 +112,7 @@ class OrdinaryGradients:
     def read(self, entry: TensorEntry, tensors: Mapping[str, Tensor]) -> Tensor:
         gradient = self._parameters[entry.name].grad
         assert gradient is not None, entry.name
-        return self._flatten(local_of(gradient))
+        return self._flatten(local_shard(gradient))
 
     def clear(self) -> None:
         for parameter in self._parameters.values():
@@ -146,7 +146,7 @@ class OrdinaryGroup(StateGroup):
         super().__init__(parameters, state, gradients)
         self.sharded_names = frozenset(name for name, parameter in parameters.items() if is_dtensor(parameter))
         self._first_elements = {name: first_element(p) for name, p in parameters.items() if is_dtensor(p)}
-        values = {name: local_of(parameter) for name, parameter in parameters.items()}
+        values = {name: local_shard(parameter) for name, parameter in parameters.items()}
         self._on_device = any(value.is_cuda for value in values.values())
         self._copies = copies
         self._dtypes_and_devices = {name: (value.dtype, value.device) for name, value in values.items()}
@@ -162,7 +162,7 @@ class OrdinaryGroup(StateGroup):
     def local_values(self, name: str) -> Tensor:
         """Return this process's shard of a parameter, or the whole parameter if it is not sharded."""
         parameter = self.parameters[name]
-        return local_of(parameter) if name in self.sharded_names else parameter
+        return local_shard(parameter) if name in self.sharded_names else parameter
 
     def copy_to_masters(self) -> None:
         """Copy parameters on a device to their masters."""
@@ -174,11 +174,11 @@ class OrdinaryGroup(StateGroup):
 
     def _record_synced(self, name: str) -> None:
         """Record that a parameter on a device equals its master."""
-        self._versions[name] = version_of(self.parameters[name])
+        self._versions[name] = tensor_version(self.parameters[name])
 
     def read_master(self, entry: TensorEntry) -> Tensor:
         if "low" not in self.state.keys:
-            return local_of(self.parameters[entry.name].detach())
+            return local_shard(self.parameters[entry.name].detach())
         with self.state.lease("low") as lease:
             upper = self.local_values(entry.name).detach().reshape(-1).cpu().view(torch.int16).to(torch.int32)
             joined = (upper << 16) + self.state.view("low", lease.tensor, entry)  # low is signed, as in the kernels
@@ -241,7 +241,7 @@ class OrdinaryGroup(StateGroup):
         self.check_dtype_and_device(entry.name)
         if not self._on_device:
             blocks["weight"] = values.detach().reshape(-1)
-        elif self._versions.get(entry.name) != version_of(parameter):
+        elif self._versions.get(entry.name) != tensor_version(parameter):
             _update_master(blocks, values.detach().reshape(-1).cpu())
         yield blocks
         if values.is_cuda:
@@ -268,7 +268,7 @@ def group_parameters(parameters: Sequence[nn.Parameter]) -> Iterator[tuple[int, 
     """Yield each group: this process's number of elements, and consecutive parameters of one dtype and device."""
     together: list[nn.Parameter] = []
     fewest, most = _GROUP_ELEMENTS
-    values = [local_of(parameter) for parameter in parameters]
+    values = [local_shard(parameter) for parameter in parameters]
     limit = max(fewest, min(most, max((value.numel() for value in values), default=0)))
     kind, num_elements = None, 0
     for parameter, value in zip(parameters, values, strict=True):

@@ -19,7 +19,7 @@ from megatrain.embed.groups import StateGroup
 from megatrain.embed.stores import num_ranks, this_rank
 from megatrain.optim.average import EMA
 from megatrain.optim.moments import decode_moments, encode_moments, is_signed
-from megatrain.ranks.dtensors import is_dtensor, is_unsharded, like_parameter, local_of
+from megatrain.ranks.dtensors import is_dtensor, is_unsharded, local_shard, make_dtensor
 from tiered import GenerationReader, TieredStore, list_generations, read_manifest
 from tiered.errors import GenerationError
 
@@ -153,11 +153,11 @@ class SavedState:
                 moment = self._moment(group, name, entry)
                 if kind.elements_of is None or name in self._optimizer.torch_names:
                     moment = moment.view(entry.shape)
-                    moment = like_parameter(moment, parameter) if is_dtensor(parameter) else moment
+                    moment = make_dtensor(moment, parameter) if is_dtensor(parameter) else moment
                 found[self._optimizer.torch_names_of(parameter).get(name, name)] = moment
         if with_master and "low" in group.state.keys and not group.is_offloaded:
             master = group.read_master(entry).view(entry.shape)
-            found[_MASTER] = like_parameter(master, parameter) if is_dtensor(parameter) else master
+            found[_MASTER] = make_dtensor(master, parameter) if is_dtensor(parameter) else master
         return found
 
     def load_tensors(self, state: Mapping[int, Mapping[str, Any]]) -> None:
@@ -258,7 +258,7 @@ def _check_same_sharding(what: str, values: Tensor, parameter: nn.Parameter) -> 
 
 def _flat_local(values: Tensor) -> Tensor:
     """Return this process's part of a loaded tensor as a flat fp32 tensor in RAM."""
-    return local_of(values.detach()).reshape(-1).to("cpu", torch.float32)
+    return local_shard(values.detach()).reshape(-1).to("cpu", torch.float32)
 
 
 def _owner_of(shards: Sequence[int] | None) -> str:

@@ -31,7 +31,7 @@ from megatrain.engine.unit.weight_gradients import GradientAccumulator
 from megatrain.optim.clip import add_in_order, partial_squares
 from megatrain.optim.threads import KernelThreads
 from megatrain.ranks.collectives import Collectives, RanksDifferError, check_same
-from megatrain.ranks.lanes import lanes_of_rank, total
+from megatrain.ranks.lanes import rank_lanes, total
 from megatrain.ranks.shards import RankLanes, RankShards
 from tiered import Mode, TieredStore
 from tiered.errors import CapacityError
@@ -73,7 +73,7 @@ class ModuleRanks(LocalBlocks):
         if count < 1 or count % self.size:  # all ranks must run the same number of forwards and backwards
             raise ValueError(f"gradient_lanes={count} for {self.size} ranks: pass a multiple of the number of ranks")
         self.shards, self.lanes = RankShards(self.rank, self.size), RankLanes(count, self.size)
-        self.own_lanes = lanes_of_rank(self.rank, self.size, count)
+        self.own_lanes = rank_lanes(self.rank, self.size, count)
         self.lane = self.own_lanes[0]
         self._in_use_bytes, self._reserved_bytes = Counter[str](), Counter[str]()  # by tier
         self._num_announced = 0
@@ -107,7 +107,7 @@ class ModuleRanks(LocalBlocks):
 
     def owned_range(self, layout: UnitLayout) -> range:
         """Return the range of a layout's elements that this rank owns."""
-        return self.shards.owned(range(layout.num_elements))
+        return self.shards.owned_range(range(layout.num_elements))
 
     def shard(self, layout: UnitLayout) -> Shard:
         """Return this rank's shard of a layout."""
@@ -157,7 +157,7 @@ class ModuleRanks(LocalBlocks):
             sums: This rank's sums, by lane. Each contains the concatenated shards of all ranks, and is overwritten.
         """
         own = {(lane, lane + 1): tensor for lane, tensor in sums.items()}
-        of_ranks = [self.lanes.sums_of_rank(rank) for rank in range(self.size)]
+        of_ranks = [self.lanes.rank_sums(rank) for rank in range(self.size)]
         mine = [total(first, stop, own, Tensor.add_) for first, stop in of_ranks[self.rank]]
         length = mine[0].numel() // self.size
         received = torch.empty(self.lanes.num_sums * length, dtype=torch.float32)

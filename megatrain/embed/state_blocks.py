@@ -106,7 +106,7 @@ class StateBlocks:
             shape=entry.shape,
             state_starts={n: self.starts[n][entry.name] for n, kind in self.kinds.items() if kind.elements_of},
             name=self._names[entry.name],
-            first=first,
+            param_start=first,
         )
 
     def local_segment(self, entry: TensorEntry, weight_decay: float) -> Segment | None:

@@ -190,7 +190,7 @@ class StepEngine:
 
     def _queue(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, seed: int) -> QueuedLoss:
         """Queue forward and backward of this rank's micro-batches."""
-        own = self._program.sharding.lanes.micro_batches_of_rank(self._program.sharding.shards.rank, len(micro_batches))
+        own = self._program.sharding.lanes.rank_micro_batches(self._program.sharding.shards.rank, len(micro_batches))
         if len(own) == len(micro_batches):
             return self._runner.queue(micro_batches, seed=seed)
         shifted = [shifted_labels(each["labels"]).reshape(-1) for each in micro_batches]

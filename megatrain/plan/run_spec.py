@@ -152,17 +152,17 @@ class RunSpec:
     def sharding(self, gathers_ahead: int) -> Sharding:
         """Return this rank's share of a step in which weights are gathered ``gathers_ahead`` visits ahead."""
         rank, size = self.world.rank, self.world.size
-        own_lanes = Lanes.of_rank(rank, size, self.num_lanes, self.batch.num_micro_batches)
+        own_lanes = Lanes.for_rank(rank, size, self.num_lanes, self.batch.num_micro_batches)
         return Sharding(RankShards(rank, size), self.lanes, own_lanes, gathers_ahead)
 
     @property
     def own_micro_batches(self) -> range:
         """Indices of the micro-batches in a step that this rank computes."""
-        return self.lanes.micro_batches_of_rank(self.world.rank, self.batch.num_micro_batches)
+        return self.lanes.rank_micro_batches(self.world.rank, self.batch.num_micro_batches)
 
     def tokens_of_rank(self, rank: int) -> int:
         """Return the token positions in a rank's micro-batches of a step."""
-        own = self.lanes.micro_batches_of_rank(rank, self.batch.num_micro_batches)
+        own = self.lanes.rank_micro_batches(rank, self.batch.num_micro_batches)
         return len(own) * self.batch.micro_batch_rows * self.batch.max_length
 
     @property

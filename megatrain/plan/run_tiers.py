@@ -113,7 +113,7 @@ class _Drives(RunTier):
     def make(self, plan: Plan, budget: TierBudget, on_notice: Callable[[str], None] | None) -> Tier:
         specs = plan.run.tiers
         return NvmeTier(
-            [str(plan.run.world.folder_of_rank(drive.path)) for drive in specs.table.nvme],
+            [str(plan.run.world.rank_folder(drive.path)) for drive in specs.table.nvme],
             budget.capacity_bytes,
             rates=specs.rates,
             chunk_bytes=specs.file_bytes,

@@ -50,7 +50,7 @@ def open_store(
         UnusableDirectoryError: If an NVMe path contains other files.
     """
     run = plan.run
-    checkpoints = run.world.folder_of_rank(run.output_dir / CHECKPOINTS_NAME)
+    checkpoints = run.world.rank_folder(run.output_dir / CHECKPOINTS_NAME)
     tiers = make_tiers(plan, on_notice, loader)
     try:
         store = TieredStore(
@@ -68,7 +68,7 @@ def open_store(
             tier.close()
         raise
     for drive in run.tiers.table.nvme:
-        write_readme(run.world.folder_of_rank(drive.path), checkpoints)
+        write_readme(run.world.rank_folder(drive.path), checkpoints)
     return store
 
 
@@ -89,8 +89,8 @@ def claim_folders(plan: Plan) -> None:
             folders.append(run.output_dir / CHECKPOINTS_NAME)
         for folder in folders:
             claim_directory(folder)
-    first = run.world.host_number * run.world.local_size
-    own = {replace(run.world, rank=first + rank).folder_of_rank(Path()).name for rank in range(run.world.local_size)}
+    first = run.world.host_index * run.world.local_size
+    own = {replace(run.world, rank=first + rank).rank_folder(Path()).name for rank in range(run.world.local_size)}
     for drive in run.tiers.table.nvme:
         for folder in Path(drive.path).glob(RANK_FOLDERS):
             if folder.name not in own:
@@ -234,9 +234,9 @@ def check_drives(plan: Plan) -> None:
 def _owned_bytes(spec: CheckpointSpec, world: World) -> dict[Path, int]:
     """Return the bytes that earlier starts of the run wrote, by path, for all ranks of a host."""
     checkpoints = spec.output_dir / CHECKPOINTS_NAME
-    neighbours = [replace(world, rank=world.host_number * world.local_size + rank) for rank in range(world.local_size)]
+    neighbours = [replace(world, rank=world.host_index * world.local_size + rank) for rank in range(world.local_size)]
     owned = {
-        path: sum(own_drive_bytes(rank.folder_of_rank(path), rank.folder_of_rank(checkpoints)) for rank in neighbours)
+        path: sum(own_drive_bytes(rank.rank_folder(path), rank.rank_folder(checkpoints)) for rank in neighbours)
         for path in spec.drives
     }
     own_files = chain(statuses_below(checkpoints), statuses_below(spec.output_dir / COPIES_NAME))

@@ -50,7 +50,7 @@ class Traffic:
         for key, src, dst in tape.transfers(self._homes):
             if counts is None or counts(key):
                 self._add(moved, key, src, dst)
-        if not self._program.sharding.shards.are_whole:
+        if not self._program.sharding.shards.is_local:
             moved.update(dict.fromkeys(self._program.links_between_ranks(), 0))
         for op in tape.ops:
             for link, nbytes in op.bytes_outside.items():

@@ -9,26 +9,26 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["cores_near", "cores_of_rank", "parse_cores"]
+__all__ = ["nearby_cores", "rank_cores", "parse_cores"]
 
 _DEVICES = Path("/sys/bus/pci/devices")
 
 
-def cores_of_rank(number: int, size: int, cores: Sequence[int] | None = None) -> list[int]:
+def rank_cores(rank: int, size: int, cores: Sequence[int] | None = None) -> list[int]:
     """Return a rank's share of the cores, which is contiguous. Return all cores if there are more ranks than cores.
 
     Args:
-        number: Number of the rank, counted from 0 among the ranks that divide the cores.
+        rank: Number of the rank, counted from 0 among the ranks that divide the cores.
         size: Number of ranks that divide the cores.
         cores: Cores to divide. None for all cores that this process can use.
     """
     cores = sorted(os.sched_getaffinity(0)) if cores is None else sorted(cores)
     if len(cores) < size:
         return cores
-    return cores[len(cores) * number // size : len(cores) * (number + 1) // size]
+    return cores[len(cores) * rank // size : len(cores) * (rank + 1) // size]
 
 
-def cores_near(bus_id: str, devices: Path = _DEVICES) -> list[int]:
+def nearby_cores(bus_id: str, devices: Path = _DEVICES) -> list[int]:
     """Return the cores on a PCI device's NUMA node, or no cores if the machine does not report them.
 
     Args:
@@ -50,12 +50,12 @@ def parse_cores(text: str) -> list[int]:
     return cores
 
 
-def bus_of_gpu() -> str:
+def gpu_bus_id() -> str:
     """Return the current GPU's PCI address as sysfs writes it, or "" if this version of torch does not provide it."""
     import torch
 
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    domain, bus, number = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
-    if domain is None or bus is None or number is None:
+    domain, bus, device = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+    if domain is None or bus is None or device is None:
         return ""
-    return f"{domain:04x}:{bus:02x}:{number:02x}.0"
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"

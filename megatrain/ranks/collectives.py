@@ -41,7 +41,7 @@ class RanksDifferError(WorldError):
 
 def check_same(
     gather: Callable[[Any], Sequence[Any]],
-    what: str,
+    subject: str,
     parts: Mapping[str, str],
     advice: str = "Start all of them with the same config, data and versions",
 ) -> None:
@@ -49,7 +49,7 @@ def check_same(
 
     Args:
         gather: Collective that returns every rank's item, by rank.
-        what: Name of what is compared, such as ``"config"``, for the error message.
+        subject: Name of what is compared, such as ``"config"``, for the error message.
         parts: Texts to compare, by name. They are compared in this order.
         advice: Remedy for a difference.
 
@@ -59,14 +59,14 @@ def check_same(
     digests = {name: xxh3_128_hexdigest(text.encode()) for name, text in parts.items()}
     if len(set(gather(xxh3_128_hexdigest(repr(digests).encode())))) == 1:
         return
-    of_ranks = gather(digests)
-    names = dict.fromkeys(name for each in of_ranks for name in each)
-    name = next(name for name in names if len({each.get(name) for each in of_ranks}) > 1)
+    rank_digests = gather(digests)
+    names = dict.fromkeys(name for digest_by_name in rank_digests for name in digest_by_name)
+    name = next(name for name in names if len({digest_by_name.get(name) for digest_by_name in rank_digests}) > 1)
     texts = gather(parts.get(name, "nothing"))
-    other = next(rank for rank, text in enumerate(texts) if text != texts[0])
+    other_rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
     raise RanksDifferError(
-        f"the ranks do not have the same {what}: {name} is {texts[0]} on rank 0, but {texts[other]} on rank {other}. "
-        f"{advice}"
+        f"the ranks do not have the same {subject}: {name} is {texts[0]} on rank 0, but {texts[other_rank]} on rank "
+        f"{other_rank}. {advice}"
     )
 
 
@@ -93,7 +93,7 @@ class Collectives:
         self._dist, self._group, self._tier = dist, group, tier
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         assert num_hosts in (1, self.size), f"{self.size} ranks on {num_hosts} hosts"
-        self._place = PEER if num_hosts == 1 else NETWORK
+        self._peer = PEER if num_hosts == 1 else NETWORK
         self.moved_bytes: Counter[str] = Counter(dict.fromkeys(peer_links(tier, self.size, num_hosts), 0))
         # torch 2.13 renames `all_gather_into_tensor` to `all_gather_single`.
         self._all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -102,43 +102,43 @@ class Collectives:
         """Return whether the group has a backend for a device type (``"cpu"`` or ``"cuda"``)."""
         return f"{device_type}:" in self._dist.get_backend_config(self._group)
 
-    def gather(self, full: Tensor, shard: Tensor, *, is_async: bool = False) -> Work | None:
-        """Concatenate the shards of all ranks into ``full``, in rank order.
+    def gather(self, output: Tensor, shard: Tensor, *, is_async: bool = False) -> Work | None:
+        """Concatenate the shards of all ranks into ``output``, in rank order.
 
         Args:
-            full: Output, ``(ranks * N,)``.
+            output: Output, ``(ranks * N,)``.
             shard: This rank's shard, ``(N,)``. Must have the same length on all ranks.
             is_async: Whether to return before the collective is complete. Only supported on the host.
         """
-        assert full.numel() == self.size * shard.numel() and full.dtype == shard.dtype, (full.shape, shard.shape)
+        assert output.numel() == self.size * shard.numel() and output.dtype == shard.dtype, (output.shape, shard.shape)
         self._count((self.size - 1) * shard.nbytes, (self.size - 1) * shard.nbytes)
-        work: Work | None = self._all_gather(_bytes(full), _bytes(shard), group=self._group, async_op=is_async)
+        work: Work | None = self._all_gather(_bytes(output), _bytes(shard), group=self._group, async_op=is_async)
         return work
 
     def exchange(
         self,
-        received: Tensor,
-        sent: Tensor,
-        received_lengths: Sequence[int],
-        sent_lengths: Sequence[int],
+        output: Tensor,
+        input_: Tensor,
+        output_lengths: Sequence[int],
+        input_lengths: Sequence[int],
         *,
         is_async: bool = False,
     ) -> Work | None:
-        """Send each rank its part of ``sent``. Write the parts received from all ranks to ``received``, in rank order.
+        """Send each rank its part of ``input_``. Write the parts received from all ranks to ``output``, in rank order.
 
         Args:
-            received: 1-D output. Its length must be the sum of ``received_lengths``.
-            sent: 1-D input. Its length must be the sum of ``sent_lengths``.
-            received_lengths: Number of elements to receive from each rank.
-            sent_lengths: Number of elements to send to each rank.
+            output: 1-D output. Its length must be the sum of ``output_lengths``.
+            input_: 1-D input. Its length must be the sum of ``input_lengths``.
+            output_lengths: Number of elements to receive from each rank.
+            input_lengths: Number of elements to send to each rank.
         """
-        assert received.numel() == sum(received_lengths) and sent.numel() == sum(sent_lengths)
-        size = sent.element_size()
+        assert output.numel() == sum(output_lengths) and input_.numel() == sum(input_lengths)
+        size = input_.element_size()
         self._count(
-            size * (sent.numel() - sent_lengths[self.rank]), size * (received.numel() - received_lengths[self.rank])
+            size * (input_.numel() - input_lengths[self.rank]), size * (output.numel() - output_lengths[self.rank])
         )
         work: Work | None = self._dist.all_to_all_single(
-            received, sent, list(received_lengths), list(sent_lengths), group=self._group, async_op=is_async
+            output, input_, list(output_lengths), list(input_lengths), group=self._group, async_op=is_async
         )
         return work
 
@@ -150,7 +150,7 @@ class Collectives:
             shards: Tensors to send, in rank order. None on all ranks except ``source``.
         """
         self._dist.scatter(
-            _bytes(shard), None if shards is None else [_bytes(each) for each in shards], source, group=self._group
+            _bytes(shard), None if shards is None else [_bytes(tensor) for tensor in shards], source, group=self._group
         )
 
     def collect(self, shard: Tensor, shards: Sequence[Tensor] | None, target: int) -> None:
@@ -161,7 +161,7 @@ class Collectives:
             shards: Outputs in rank order. None on all ranks except ``target``.
         """
         self._dist.gather(
-            _bytes(shard), None if shards is None else [_bytes(each) for each in shards], target, group=self._group
+            _bytes(shard), None if shards is None else [_bytes(tensor) for tensor in shards], target, group=self._group
         )
 
     def gather_objects(self, item: object) -> list[Any]:
@@ -181,18 +181,18 @@ class Collectives:
         result: list[_Result] = []
         try:
             result.append(action())
-        except Exception as raised:
-            error = raised
-        for rank, other in enumerate(self.gather_objects(error)):
+        except Exception as exception:
+            error = exception
+        for rank, rank_error in enumerate(self.gather_objects(error)):
             if rank == self.rank and error is not None:
                 raise error
-            if other is not None:
-                raise other
+            if rank_error is not None:
+                raise rank_error
         return result[0]
 
-    def _count(self, sent: int, received: int) -> None:
-        self.moved_bytes[f"{self._tier}->{self._place}"] += sent
-        self.moved_bytes[f"{self._place}->{self._tier}"] += received
+    def _count(self, sent_bytes: int, received_bytes: int) -> None:
+        self.moved_bytes[f"{self._tier}->{self._peer}"] += sent_bytes
+        self.moved_bytes[f"{self._peer}->{self._tier}"] += received_bytes
 
 
 class SingleRank:

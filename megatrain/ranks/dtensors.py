@@ -25,9 +25,9 @@ __all__ = [
     "first_element",
     "is_dtensor",
     "is_unsharded",
-    "like_parameter",
-    "local_of",
-    "version_of",
+    "make_dtensor",
+    "local_shard",
+    "tensor_version",
 ]
 
 
@@ -37,7 +37,7 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local_of(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a ``DTensor``, without autograd and not copied, or any other tensor unchanged."""
     if not is_dtensor(tensor):
         return tensor
@@ -45,9 +45,9 @@ def local_of(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
-def version_of(tensor: Tensor) -> object:
+def tensor_version(tensor: Tensor) -> object:
     """Return a value that changes whenever the tensor, or this rank's shard of the tensor, is modified in place."""
-    return (tensor._version, local_of(tensor)._version) if is_dtensor(tensor) else tensor._version
+    return (tensor._version, local_shard(tensor)._version) if is_dtensor(tensor) else tensor._version
 
 
 def is_unsharded(parameter: DTensor) -> bool:
@@ -99,20 +99,20 @@ def first_element(parameter: DTensor) -> int:
     dims = _sharded_dims(parameter)
     if not dims:
         return 0
-    (dim, *others) = dims
+    (dim, *other_dims) = dims
     placement, mesh = parameter.placements[dim], parameter.device_mesh
-    if not others and type(placement) is Shard and placement.dim == 0:
+    if not other_dims and type(placement) is Shard and placement.dim == 0:
         num_rows = parameter.shape[0]
-        rows_of_rank = -(-num_rows // mesh.size(dim))
-        row = min(num_rows, mesh.get_local_rank(dim) * rows_of_rank)
+        rows_per_rank = -(-num_rows // mesh.size(dim))
+        row = min(num_rows, mesh.get_local_rank(dim) * rows_per_rank)
         return row * (parameter.numel() // max(1, num_rows))
-    number = 0
+    index = 0
     for dim in dims:
-        number = number * mesh.size(dim) + mesh.get_local_rank(dim)
-    return number * parameter.numel()
+        index = index * mesh.size(dim) + mesh.get_local_rank(dim)
+    return index * parameter.numel()
 
 
-def like_parameter(local: Tensor, parameter: DTensor) -> Tensor:
+def make_dtensor(local: Tensor, parameter: DTensor) -> Tensor:
     """Create a DTensor from this rank's shard. The DTensor is sharded like the parameter."""
     from torch.distributed.tensor import DTensor
 
@@ -138,25 +138,25 @@ def add_over_shards(parameters: Sequence[Tensor], values: Sequence[float]) -> li
     """
     totals = list(values)
     groups: dict[Any, list[int]] = {}
-    for number, parameter in enumerate(parameters):
+    for index, parameter in enumerate(parameters):
         if is_dtensor(parameter):
-            groups.setdefault((parameter.device_mesh, _sharded_dims(parameter)), []).append(number)
-    for (mesh, dims), numbers in groups.items():
-        mine = torch.tensor([totals[number] for number in numbers], dtype=torch.float64, device=mesh.device_type)
+            groups.setdefault((parameter.device_mesh, _sharded_dims(parameter)), []).append(index)
+    for (mesh, dims), indices in groups.items():
+        addend = torch.tensor([totals[index] for index in indices], dtype=torch.float64, device=mesh.device_type)
         for dim in reversed(dims):
             ranks = Collectives(mesh.get_group(dim))
-            found = torch.empty(ranks.size * len(mine), dtype=mine.dtype, device=mine.device)
-            ranks.gather(found, mine)
-            first, *others = found.view(ranks.size, -1).cpu().unbind()  # add on the host, in rank order
-            for other in others:
-                first = first + other
-            mine = first.to(mesh.device_type)
-        for number, total in zip(numbers, mine.tolist(), strict=True):
-            totals[number] = total
+            addends = torch.empty(ranks.size * len(addend), dtype=addend.dtype, device=addend.device)
+            ranks.gather(addends, addend)
+            rank_sum, *rest = addends.view(ranks.size, -1).cpu().unbind()  # add on the host, in rank order
+            for value in rest:
+                rank_sum = rank_sum + value
+            addend = rank_sum.to(mesh.device_type)
+        for index, total in zip(indices, addend.tolist(), strict=True):
+            totals[index] = total
     return totals
 
 
 def _sharded_dims(parameter: DTensor) -> tuple[int, ...]:
     """Return the mesh dimensions along which ranks have different elements."""
     sizes = parameter.device_mesh.shape
-    return tuple(dim for dim, one in enumerate(parameter.placements) if not one.is_replicate() and sizes[dim] > 1)
+    return tuple(dim for dim, spec in enumerate(parameter.placements) if not spec.is_replicate() and sizes[dim] > 1)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from megatrain.ranks.affinity import bus_of_gpu, cores_near, cores_of_rank
+from megatrain.ranks.affinity import gpu_bus_id, nearby_cores, rank_cores
 from megatrain.ranks.table import DistributedConfig
 from megatrain.ranks.watch import Failure, LauncherConnection, Watcher
 from megatrain.ranks.world import CONNECT_TIMEOUT_S, LOOPBACK, World, WorldError, connect, init, rendezvous_address
@@ -29,8 +29,8 @@ class RankGroup:
         line: Connection to the launcher that started this rank, or None if torchrun or srun started it.
     """
 
-    def __init__(self, world: World, line: LauncherConnection | None = None) -> None:
-        self.world, self._launcher = world, line
+    def __init__(self, world: World, launcher: LauncherConnection | None = None) -> None:
+        self.world, self._launcher = world, launcher
         self._watcher: Watcher | None = None
         self._store: Store
         self._on_failure: Callable[[Failure], None] = lambda failure: None
@@ -47,12 +47,12 @@ class RankGroup:
         Raises:
             WorldError: The environment does not describe a valid group.
         """
-        line, world = LauncherConnection.from_environment(), World.from_environment()
+        launcher, world = LauncherConnection.from_environment(), World.from_environment()
         if not world.is_single:
             # Suppress torch's warnings about broken connections, because the ranks end at slightly different times.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             world.select_gpu()
-        return cls(world, line)
+        return cls(world, launcher)
 
     def rendezvous(self) -> None:
         """Connect to the other ranks and start to watch them. From then on, if any rank fails, all ranks end.
@@ -65,30 +65,30 @@ class RankGroup:
         from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 
         # If torchrun's agent serves the store, the store outlives rank 0.
-        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        serves = self.world.is_first and not is_agents
+        has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        is_server = self.world.is_first and not has_agent_store
         # Use new keys after torchrun restarts the run, so that ranks do not read keys of the previous attempt.
         attempt = f"megatrain-tier/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         try:
             if self._launcher is None:
                 host, port = rendezvous_address()
-                if self.world.num_hosts == 1 and not is_agents:
+                if self.world.num_hosts == 1 and not has_agent_store:
                     host = LOOPBACK
-                served = connect(self.world, host, port, serves=serves)
-            elif serves:
-                served = connect(self.world, host := LOOPBACK, 0, serves=True)
-                self._launcher.send(port=(port := served.port))  # type: ignore[attr-defined]
+                store = connect(self.world, host, port, serve=is_server)
+            elif is_server:
+                store = connect(self.world, host := LOOPBACK, 0, serve=True)
+                self._launcher.send(port=(port := store.port))  # type: ignore[attr-defined]
             else:
                 host, port = LOOPBACK, _port(self._launcher)
-                served = connect(self.world, host, port)
-            self._store = PrefixStore(attempt, served)  # rank 0 must keep this object, which serves all ranks
-            own = PrefixStore(attempt, connect(self.world, host, port))
-            own.set(f"host/{self.world.rank}", self.world.host)
+                store = connect(self.world, host, port)
+            self._store = PrefixStore(attempt, store)  # rank 0 must keep this object, which serves all ranks
+            watcher_store = PrefixStore(attempt, connect(self.world, host, port))
+            watcher_store.set(f"host/{self.world.rank}", self.world.host)
             self._watcher = Watcher(
                 self.world,
-                own,
+                watcher_store,
                 timeout_s=DistributedConfig().timeout,
-                line=self._launcher,
+                launcher=self._launcher,
                 on_failure=lambda why: self._on_failure(why),
             )
             self._watcher.start()
@@ -124,22 +124,22 @@ class RankGroup:
         # Do not raise an error for a missing GPU here, because `init` reports it on all ranks.
         kind, bus = THIS_MACHINE.resolve_device("auto" if device == "cuda" else device), ""
         if kind.type == "cuda":
-            kind, bus = torch.device("cuda", 0), bus_of_gpu()
-        pins = table.numa == "auto" and self._launcher is not None  # torchrun has its own option for pinning
-        if pins and kind.type == "cpu":
-            os.sched_setaffinity(0, cores_of_rank(self.world.local_rank, self.world.local_size))
+            kind, bus = torch.device("cuda", 0), gpu_bus_id()
+        is_pinned = table.numa == "auto" and self._launcher is not None  # torchrun has its own option for pinning
+        if is_pinned and kind.type == "cpu":
+            os.sched_setaffinity(0, rank_cores(self.world.local_rank, self.world.local_size))
         init(self.world, kind, self._store, bus)
         THIS_MACHINE.resolve_device(device)
-        if pins and kind.type == "cuda":
+        if is_pinned and kind.type == "cuda":
             self._pin_near_gpu(bus)
 
     def _pin_near_gpu(self, bus_id: str) -> None:
         """Pin this rank to its share of the cores near its GPU. Ranks with GPUs on one NUMA node share the cores."""
-        near = sorted(set(cores_near(bus_id)) & os.sched_getaffinity(0))
-        all_near = self.gather((self.world.host_number, near))
-        neighbours = [rank for rank, each in enumerate(all_near) if each == (self.world.host_number, near)]
-        if near:
-            os.sched_setaffinity(0, cores_of_rank(neighbours.index(self.world.rank), len(neighbours), near))
+        cores = sorted(set(nearby_cores(bus_id)) & os.sched_getaffinity(0))
+        all_cores = self.gather((self.world.host_index, cores))
+        neighbours = [rank for rank, entry in enumerate(all_cores) if entry == (self.world.host_index, cores)]
+        if cores:
+            os.sched_setaffinity(0, rank_cores(neighbours.index(self.world.rank), len(neighbours), cores))
 
     # -- communication between ranks -----------------------------------------------------------------------------
 
@@ -157,8 +157,8 @@ class RankGroup:
             return item
         from megatrain.ranks.messages import broadcast_message
 
-        found: T = broadcast_message(item)
-        return found
+        message: T = broadcast_message(item)
+        return message
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         """Send a host tensor to a rank. The other rank must call ``receive``."""
@@ -180,12 +180,12 @@ class RankGroup:
         """Run ``work`` on the first rank of each host, then on all other ranks, which can reuse the results."""
         if self.world.is_single:
             return work()
-        done: T
+        result: T
         for is_turn in (self.world.local_rank == 0, self.world.local_rank > 0):
             if is_turn:
-                done = work()
+                result = work()
             self.wait_for_all()
-        return done
+        return result
 
     def notify(self, text: str) -> None:
         """Make rank 0 report a text to the user, together with this rank's name. Thread-safe."""
@@ -241,16 +241,16 @@ class RankGroup:
         os._exit(exit_code)
 
 
-def _port(line: LauncherConnection) -> int:
+def _port(launcher: LauncherConnection) -> int:
     """Wait until the launcher has received the rendezvous port from rank 0, and return the port."""
-    waited: Sequence[dict[str, object]] | None = []
-    while waited is not None:
-        for message in waited:
+    messages: Sequence[dict[str, object]] | None = []
+    while messages is not None:
+        for message in messages:
             if "port" in message:
                 return int(str(message["port"]))
             if "failed" in message:
                 os._exit(Failure.from_json(str(message["failed"])).exit_code)
-        waited = line.receive(CONNECT_TIMEOUT_S)
+        messages = launcher.receive(CONNECT_TIMEOUT_S)
     os._exit(1)  # the launcher has ended
 
 

@@ -18,9 +18,9 @@ __all__ = [
     "Lanes",
     "Subtree",
     "lane_of",
-    "lanes_of_rank",
-    "micro_batches_of_lane",
-    "micro_batches_of_rank",
+    "rank_lanes",
+    "lane_micro_batches",
+    "rank_micro_batches",
     "max_open_sums",
     "num_merges",
     "split",
@@ -33,7 +33,7 @@ Subtree = tuple[int, int]
 _Sum = TypeVar("_Sum")
 
 
-def micro_batches_of_lane(lane: int, num_lanes: int, num_micro_batches: int) -> range:
+def lane_micro_batches(lane: int, num_lanes: int, num_micro_batches: int) -> range:
     """Return a lane's micro-batches. A lane can be empty if there are fewer micro-batches than lanes."""
     return range(num_micro_batches * lane // num_lanes, num_micro_batches * (lane + 1) // num_lanes)
 
@@ -44,23 +44,23 @@ def lane_of(micro_batch: int, num_lanes: int, num_micro_batches: int) -> int:
     return ((micro_batch + 1) * num_lanes - 1) // num_micro_batches
 
 
-def lanes_of_rank(rank: int, num_ranks: int, num_lanes: int) -> range:
+def rank_lanes(rank: int, num_ranks: int, num_lanes: int) -> range:
     """Return a rank's lanes. Each rank has at least one lane, because there are never more ranks than lanes."""
     assert 0 <= rank < num_ranks <= num_lanes, (rank, num_ranks, num_lanes)
     return range(num_lanes * rank // num_ranks, num_lanes * (rank + 1) // num_ranks)
 
 
-def micro_batches_of_rank(rank: int, num_ranks: int, num_lanes: int, num_micro_batches: int) -> range:
+def rank_micro_batches(rank: int, num_ranks: int, num_lanes: int, num_micro_batches: int) -> range:
     """Return the micro-batches in a rank's lanes."""
-    lanes = lanes_of_rank(rank, num_ranks, num_lanes)
-    first = micro_batches_of_lane(lanes[0], num_lanes, num_micro_batches)
-    last = micro_batches_of_lane(lanes[-1], num_lanes, num_micro_batches)
+    lanes = rank_lanes(rank, num_ranks, num_lanes)
+    first = lane_micro_batches(lanes[0], num_lanes, num_micro_batches)
+    last = lane_micro_batches(lanes[-1], num_lanes, num_micro_batches)
     return range(first.start, last.stop)
 
 
 def has_work_for_all(num_ranks: int, num_lanes: int, num_micro_batches: int) -> bool:
     """Return whether every rank has a micro-batch in a step."""
-    return all(micro_batches_of_rank(rank, num_ranks, num_lanes, num_micro_batches) for rank in range(num_ranks))
+    return all(rank_micro_batches(rank, num_ranks, num_lanes, num_micro_batches) for rank in range(num_ranks))
 
 
 def split(first: int, stop: int) -> int:
@@ -97,17 +97,17 @@ def total(first: int, stop: int, sums: Mapping[Subtree, _Sum], add: Callable[[_S
     return add(total(first, middle, sums, add), total(middle, stop, sums, add))
 
 
-def num_merges(lane: int, num_lanes: int, own: range) -> int:
+def num_merges(lane: int, num_lanes: int, own_lanes: range) -> int:
     """Return how often the last two open sums must be added after a lane has been summed.
 
     A caller that sums its lanes in order and merges sums accordingly ends with the sums of ``subtrees``. It never has
     more than ``max_open_sums`` open sums.
 
     Args:
-        own: Lanes that the caller processes.
+        own_lanes: Lanes that the caller processes.
     """
-    (found,) = ((first, stop) for first, stop in subtrees(0, num_lanes, own.start, own.stop) if first <= lane < stop)
-    first, stop = found
+    nodes = subtrees(0, num_lanes, own_lanes.start, own_lanes.stop)
+    ((first, stop),) = (node for node in nodes if node[0] <= lane < node[1])
     count = 0
     # Count the nodes that end with this lane and have at least two lanes.
     while stop - first > 1:
@@ -121,28 +121,28 @@ def num_merges(lane: int, num_lanes: int, own: range) -> int:
     return count
 
 
-def max_open_sums(num_lanes: int, own: range | None = None) -> int:
+def max_open_sums(num_lanes: int, own_lanes: range | None = None) -> int:
     """Return the maximum number of sums that are open at the same time if lanes are processed in order.
 
     Args:
-        own: Lanes to process, or None for all lanes. The sums of their subtrees count as open until the end.
+        own_lanes: Lanes to process, or None for all lanes. The sums of their subtrees count as open until the end.
     """
-    own = range(num_lanes) if own is None else own
-    now = most = 0
-    for lane in own:
-        now += 1
-        most = max(most, now)
-        now -= num_merges(lane, num_lanes, own)
-    return most
+    own_lanes = range(num_lanes) if own_lanes is None else own_lanes
+    num_open = max_open = 0
+    for lane in own_lanes:
+        num_open += 1
+        max_open = max(max_open, num_open)
+        num_open -= num_merges(lane, num_lanes, own_lanes)
+    return max_open
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Lanes in a step: all of them, and those (``own``) that this rank sums."""
+    """Lanes in a step: all of them, and those (``local_lanes``) that this rank sums."""
 
     num_lanes: int
     num_micro_batches: int
-    own: range
+    local_lanes: range
 
     @classmethod
     def single(cls) -> Lanes:
@@ -150,32 +150,32 @@ class Lanes:
         return cls(1, 1, range(1))
 
     @classmethod
-    def all_of(cls, num_lanes: int, num_micro_batches: int) -> Lanes:
+    def for_all(cls, num_lanes: int, num_micro_batches: int) -> Lanes:
         """Return a step's lanes in a single process."""
         return cls(num_lanes, num_micro_batches, range(num_lanes))
 
     @classmethod
-    def of_rank(cls, rank: int, num_ranks: int, num_lanes: int, num_micro_batches: int) -> Lanes:
+    def for_rank(cls, rank: int, num_ranks: int, num_lanes: int, num_micro_batches: int) -> Lanes:
         """Return a step's lanes on one of several ranks."""
-        return cls(num_lanes, num_micro_batches, lanes_of_rank(rank, num_ranks, num_lanes))
+        return cls(num_lanes, num_micro_batches, rank_lanes(rank, num_ranks, num_lanes))
 
     @property
     def subtrees(self) -> list[Subtree]:
         """Tree nodes, in order, whose sums this rank has after it has summed its lanes."""
-        return subtrees(0, self.num_lanes, self.own.start, self.own.stop)
+        return subtrees(0, self.num_lanes, self.local_lanes.start, self.local_lanes.stop)
 
     @property
     def max_open_sums(self) -> int:
         """Maximum number of sums that are open at the same time on this rank."""
-        return max_open_sums(self.num_lanes, self.own)
+        return max_open_sums(self.num_lanes, self.local_lanes)
 
     def lane_of(self, micro_batch: int) -> int:
         """Return the lane of a micro-batch. ``micro_batch`` is its index among this rank's micro-batches."""
         if self.num_lanes == 1:
             return 0
-        first = micro_batches_of_lane(self.own.start, self.num_lanes, self.num_micro_batches).start
+        first = lane_micro_batches(self.local_lanes.start, self.num_lanes, self.num_micro_batches).start
         return lane_of(first + micro_batch, self.num_lanes, self.num_micro_batches)
 
     def num_merges(self, lane: int) -> int:
         """Return how often the last two open sums must be added after a lane has been summed."""
-        return num_merges(lane, self.num_lanes, self.own)
+        return num_merges(lane, self.num_lanes, self.local_lanes)

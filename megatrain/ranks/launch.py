@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from megatrain.ranks.affinity import cores_of_rank
+from megatrain.ranks.affinity import rank_cores
 from megatrain.ranks.watch import LAUNCHED_VARIABLE, Failure, LauncherConnection, describe_exit
 
 __all__ = ["launch"]
@@ -45,7 +45,7 @@ class _Rank:
         is_open: Whether the rank can still send messages.
     """
 
-    number: int
+    rank: int
     process: subprocess.Popen[bytes]
     line: LauncherConnection
     failure: Failure | None = None
@@ -103,52 +103,52 @@ class _Launcher:
     @contextlib.contextmanager
     def signals(self) -> Any:
         """Forward signals within the context. If SIGHUP is already ignored (``nohup``), it stays ignored."""
-        before = {
-            number: signal.signal(number, self._forward_signal)
-            for number in _FORWARDED_SIGNALS
-            if signal.getsignal(number) is not signal.SIG_IGN
+        old_handlers = {
+            signum: signal.signal(signum, self._forward_signal)
+            for signum in _FORWARDED_SIGNALS
+            if signal.getsignal(signum) is not signal.SIG_IGN
         }
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for signum, handler in old_handlers.items():
+                signal.signal(signum, handler)
 
     def start(self, command: Sequence[str], threads: int | None) -> None:
         """Start the ranks."""
         # Use the same number of threads on all ranks, because it affects rounding on a CPU.
-        threads = threads or min(len(cores_of_rank(number, self._size)) for number in range(self._size))
-        for number in range(self._size):
+        threads = threads or min(len(rank_cores(rank, self._size)) for rank in range(self._size))
+        for rank in range(self._size):
             environment = {
                 **os.environ,
-                "RANK": str(number),
+                "RANK": str(rank),
                 "WORLD_SIZE": str(self._size),
-                "LOCAL_RANK": str(number),
+                "LOCAL_RANK": str(rank),
                 "LOCAL_WORLD_SIZE": str(self._size),
                 "OMP_NUM_THREADS": str(threads),
                 LAUNCHED_VARIABLE: "1",
             }
-            ours, theirs = socket.socketpair()
-            with theirs:
+            launcher_socket, rank_socket = socket.socketpair()
+            with rank_socket:
                 process = subprocess.Popen(
                     command,
-                    stdin=theirs.fileno(),
-                    stdout=None if number == 0 else subprocess.DEVNULL,
+                    stdin=rank_socket.fileno(),
+                    stdout=None if rank == 0 else subprocess.DEVNULL,
                     start_new_session=True,
                     env=environment,
                 )
-            self._ranks.append(_Rank(number, process, LauncherConnection(ours)))
+            self._ranks.append(_Rank(rank, process, LauncherConnection(launcher_socket)))
 
     def wait(self) -> int:
         """Wait until all ranks have ended. Return the run's exit code."""
         while True:
             # First check which ranks have ended, then receive all messages that they sent before they ended.
-            ended = [rank for rank in self._ranks if rank.has_ended]
-            self._listen(0.0 if len(ended) == self._size else _POLL_S)
-            died = any(rank.failure is None and not rank.is_done for rank in ended)
-            if died or self._is_forced() or any(rank.failure is not None for rank in self._ranks):
+            ended_ranks = [rank for rank in self._ranks if rank.has_ended]
+            self._listen(0.0 if len(ended_ranks) == self._size else _POLL_S)
+            has_died = any(rank.failure is None and not rank.is_done for rank in ended_ranks)
+            if has_died or self._is_forced() or any(rank.failure is not None for rank in self._ranks):
                 return self._end()
-            if len(ended) == self._size:
+            if len(ended_ranks) == self._size:
                 return self._ranks[0].process.returncode
 
     def kill(self) -> None:
@@ -178,8 +178,8 @@ class _Launcher:
         elif "done" in message:
             rank.is_done = True
         elif "port" in message:
-            for each in self._ranks:
-                each.line.send(port=message["port"])
+            for receiver in self._ranks:
+                receiver.line.send(port=message["port"])
         else:
             self._on_message(message)
 
@@ -204,9 +204,9 @@ class _Launcher:
     def _failure(self) -> Failure:
         """Return the failure to report: one that a rank caused, else an unexpected exit, else a report about a rank."""
         host = socket.gethostname()
-        own = {rank.number: rank.failure for rank in self._ranks if rank.failure and rank.failure.rank == rank.number}
-        if own:
-            return Failure.select_reported(own, self._size)
+        failures = {rank.rank: rank.failure for rank in self._ranks if rank.failure and rank.failure.rank == rank.rank}
+        if failures:
+            return Failure.select_reported(failures, self._size)
         if self._is_forced():
             return Failure(-1, host, 1, "interrupted")
         for rank in self._ranks:
@@ -215,12 +215,12 @@ class _Launcher:
                 continue
             if self._was_interrupted and code in (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP):
                 return Failure(-1, host, 1, "interrupted")
-            return Failure(rank.number, host, code if code > 0 else 1, describe_exit(code))
+            return Failure(rank.rank, host, code if code > 0 else 1, describe_exit(code))
         return next(rank.failure for rank in self._ranks if rank.failure)
 
-    def _forward_signal(self, number: int, frame: FrameType | None) -> None:
+    def _forward_signal(self, signum: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
-        if number in _STOP_SIGNALS:
+        if signum in _STOP_SIGNALS:
             self._was_interrupted = True
             if self._stopped_s is None:
                 self._stopped_s = now_s
@@ -228,7 +228,7 @@ class _Launcher:
                 return
             elif self._force_s is None:
                 self._force_s = now_s + _SECOND_STOP_S
-        if number == signal.SIGHUP:
+        if signum == signal.SIGHUP:
             self._was_interrupted = True
         if self._ranks and not self._ranks[0].has_ended:
-            self._ranks[0].process.send_signal(number)
+            self._ranks[0].process.send_signal(signum)

@@ -57,7 +57,7 @@ def encode(item: object) -> bytes:
         TypeError: The object contains a value of an unsupported type.
     """
     buffers: list[bytes] = []
-    text = json.dumps(_tagged(item, buffers), separators=(",", ":")).encode()
+    text = json.dumps(_tag(item, buffers), separators=(",", ":")).encode()
     parts = [_HEADER.pack(len(text)), _pad(text), *map(_pad, buffers)]
     return b"".join(parts)
 
@@ -91,16 +91,16 @@ def gather_messages(item: object, group: ProcessGroup | None = None) -> list[Any
     """
     import torch.distributed as dist
 
-    own = torch.frombuffer(bytearray(encode(item)), dtype=torch.uint8)
+    message = torch.frombuffer(bytearray(encode(item)), dtype=torch.uint8)
     size = dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(own)]), group=group)
-    most = max(int(length) for length in lengths)
-    padded = torch.zeros(most, dtype=torch.uint8)
-    padded[: len(own)] = own
-    found = [torch.empty(most, dtype=torch.uint8) for _ in range(size)]
-    dist.all_gather(found, padded, group=group)
-    return [decode(each[: int(length)].numpy().data) for each, length in zip(found, lengths, strict=True)]
+    dist.all_gather(lengths, torch.tensor([len(message)]), group=group)
+    max_length = max(int(length) for length in lengths)
+    padded_message = torch.zeros(max_length, dtype=torch.uint8)
+    padded_message[: len(message)] = message
+    buffers = [torch.empty(max_length, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(buffers, padded_message, group=group)
+    return [decode(buffer[: int(length)].numpy().data) for buffer, length in zip(buffers, lengths, strict=True)]
 
 
 def broadcast_message(item: object, *, source: int = 0) -> Any:
@@ -134,32 +134,32 @@ def _name(kind: type) -> list[str]:
     return [kind.__module__, kind.__qualname__]
 
 
-def _tagged(item: Any, buffers: list[bytes]) -> Any:
+def _tag(item: Any, buffers: list[bytes]) -> Any:
     """Convert an object to JSON values. Lists and plain values are kept. Other types become an object with one tag."""
     kind = type(item)
     if item is None or kind in (bool, int, float, str):
         return item
 
-    def each(items: Any) -> list[Any]:
-        return [_tagged(one, buffers) for one in items]
+    def tag_all(items: Any) -> list[Any]:
+        return [_tag(part, buffers) for part in items]
 
     if kind is list:
-        return each(item)
+        return tag_all(item)
     if isinstance(item, Enum):
         return {"enum": [_name(kind), item.name]}
     if isinstance(item, Exception):
-        return {"error": [_name(kind), [_tag_or_str(one, buffers) for one in item.args], _attributes(item, buffers)]}
+        return {"error": [_name(kind), [_tag_or_str(part, buffers) for part in item.args], _attributes(item, buffers)]}
     if isinstance(item, BaseModel):
         return {"model": [_name(kind), item.model_dump(mode="json")]}
     if is_dataclass(kind):
-        values = [[field.name, _tagged(getattr(item, field.name), buffers)] for field in fields(item)]
+        values = [[field.name, _tag(getattr(item, field.name), buffers)] for field in fields(item)]
         return {"record": [_name(kind), values]}
     if isinstance(item, tuple):
-        return {"named": [_name(kind), each(item)]} if hasattr(kind, "_fields") else {"tuple": each(item)}
+        return {"named": [_name(kind), tag_all(item)]} if hasattr(kind, "_fields") else {"tuple": tag_all(item)}
     if isinstance(item, Mapping):
-        return {"map": [each(pair) for pair in item.items()]}
+        return {"map": [tag_all(pair) for pair in item.items()]}
     if isinstance(item, (set, frozenset)):
-        return {kind.__name__: each(item)}
+        return {kind.__name__: tag_all(item)}
     if isinstance(item, (bytes, bytearray, memoryview)):
         buffers.append(bytes(item))
         return {"bytes": len(buffers[-1])}
@@ -181,11 +181,11 @@ def _memory(tensor: Tensor, buffers: list[bytes]) -> int:
 
 def _tag_or_str(item: Any, buffers: list[bytes]) -> Any:
     """Convert an exception's argument, if necessary to text, so that any error can be sent."""
-    before = len(buffers)
+    num_buffers = len(buffers)
     try:
-        return _tagged(item, buffers)
+        return _tag(item, buffers)
     except TypeError:
-        del buffers[before:]
+        del buffers[num_buffers:]
         return str(item)
 
 
@@ -197,15 +197,15 @@ class _Reader:
     """Decoder for a message's JSON tree. It reads the arrays in the order in which they were written."""
 
     def __init__(self, data: memoryview, start: int) -> None:
-        self._data, self._at = data, start
+        self._data, self._offset = data, start
 
     def value(self, tree: Any) -> Any:
         if isinstance(tree, list):
-            return [self.value(one) for one in tree]
+            return [self.value(item) for item in tree]
         if not isinstance(tree, dict):
             return tree
-        (tag, content), *others = tree.items()
-        if others:
+        (tag, content), *other_tags = tree.items()
+        if other_tags:
             raise MessageError(f"a message has {len(tree)} tags instead of one")
         return getattr(self, f"_{tag}_of")(content)
 
@@ -269,7 +269,7 @@ class _Reader:
 
     def _error_of(self, content: Sequence[Any]) -> Any:
         (module, name), *_ = content
-        arguments, attributes = [[self.value(each) for each in some] for some in content[1:]]
+        arguments, attributes = [[self.value(item) for item in items] for items in content[1:]]
         kind = getattr(builtins, name, None) if module == "builtins" else _class(content[0], default=RuntimeError)
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             raise MessageError(f"{module}.{name} is no exception")
@@ -281,18 +281,18 @@ class _Reader:
         return error
 
     def _take(self, nbytes: int) -> memoryview:
-        found = self._data[self._at : self._at + nbytes]
-        if not isinstance(nbytes, int) or nbytes < 0 or len(found) != nbytes:
+        data = self._data[self._offset : self._offset + nbytes]
+        if not isinstance(nbytes, int) or nbytes < 0 or len(data) != nbytes:
             raise MessageError(f"a message is too short for the {nbytes} bytes of an array")
-        self._at = _align(self._at + nbytes)
-        return found
+        self._offset = _align(self._offset + nbytes)
+        return data
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
         raise MessageError(f"{name} is no dtype")
-    return found
+    return dtype
 
 
 def _class(name: Sequence[str], default: type | None = None) -> Any:
@@ -302,9 +302,9 @@ def _class(name: Sequence[str], default: type | None = None) -> Any:
         if default is None:
             raise MessageError(f"a message contains {module}.{qualname}, which is not a class of this project")
         return default
-    found: Any = importlib.import_module(module)
+    member: Any = importlib.import_module(module)
     for part in qualname.split("."):
-        found = vars(found)[part]
-    if not isinstance(found, type) or found.__module__ != module:
+        member = vars(member)[part]
+    if not isinstance(member, type) or member.__module__ != module:
         raise MessageError(f"{module}.{qualname} is not a class of this project")
-    return found
+    return member

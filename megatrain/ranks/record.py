@@ -16,8 +16,8 @@ class StepRecord:
     """State of one rank after a step.
 
     Attributes:
-        stops: Whether the rank received a signal to end the run.
-        saves: Whether the rank received a signal to save a checkpoint, or its clock says that a checkpoint is due.
+        stop_requested: Whether the rank received a signal to end the run.
+        save_requested: Whether the rank received a signal to save, or its clock says that a checkpoint is due.
         is_hung_up: Whether the rank's terminal was closed.
         is_paused: Whether the rank waited during the step for free space on a drive.
         tier_used_bytes: Bytes of slots in use after the step, by tier.
@@ -26,8 +26,8 @@ class StepRecord:
         written_bytes: Bytes written during the step, by path of the drive.
     """
 
-    stops: bool = False
-    saves: bool = False
+    stop_requested: bool = False
+    save_requested: bool = False
     is_hung_up: bool = False
     is_paused: bool = False
     step_s: float = 0.0
@@ -39,8 +39,8 @@ class StepRecord:
 
     def figures(self) -> dict[str, Any]:
         """Return the rank's measurements, for ``StepMetrics.ranks``."""
-        values = asdict(self)
-        return {name: value for name, value in values.items() if name not in ("stops", "saves", "is_hung_up")}
+        requests = ("stop_requested", "save_requested", "is_hung_up")
+        return {name: value for name, value in asdict(self).items() if name not in requests}
 
 
 class Consensus:
@@ -57,9 +57,9 @@ class Consensus:
         self._group, self._requests, self._decision = group, requests, StepRecord()
 
     @property
-    def stops(self) -> bool:
+    def must_stop(self) -> bool:
         """Whether the run ends after the current step."""
-        return self._requests().stops if self._group.world.is_single else self._decision.stops
+        return self._requests().stop_requested if self._group.world.is_single else self._decision.stop_requested
 
     @property
     def is_hung_up(self) -> bool:
@@ -67,20 +67,20 @@ class Consensus:
         return self._requests().is_hung_up or self._decision.is_hung_up
 
     @property
-    def saves_immediately(self) -> bool:
+    def must_save_now(self) -> bool:
         """Whether a signal requests a checkpoint from a single process, even after the last step."""
-        return self._group.world.is_single and self._requests().saves
+        return self._group.world.is_single and self._requests().save_requested
 
     def is_due(self, is_due_locally: bool) -> bool:
         """Return whether a checkpoint is due. Several ranks use their records, because their clocks may disagree."""
-        return is_due_locally if self._group.world.is_single else self._decision.saves
+        return is_due_locally if self._group.world.is_single else self._decision.save_requested
 
     def agree_to_stop(self) -> bool:
         """Return whether the run must end because any rank received a stop request. This is a collective."""
         if not self._group.world.is_single:
-            stops = any(self._group.gather(self._decision.stops or self._requests().stops))
-            self._decision = replace(self._decision, stops=stops)
-        return self.stops
+            requested = self._decision.stop_requested or self._requests().stop_requested
+            self._decision = replace(self._decision, stop_requested=any(self._group.gather(requested)))
+        return self.must_stop
 
     def gather_records(self, figures: StepRecord, *, is_due: bool) -> Sequence[StepRecord]:
         """Gather and return all ranks' records after a step, or none for a single process. This is a collective.
@@ -89,12 +89,13 @@ class Consensus:
         """
         if self._group.world.is_single:
             return ()
-        own = self._requests()
-        saves = own.saves or (self._group.world.is_first and is_due)
-        records = self._group.gather(replace(figures, stops=own.stops, saves=saves, is_hung_up=own.is_hung_up))
+        requests = self._requests()
+        save = requests.save_requested or (self._group.world.is_first and is_due)
+        record = replace(figures, stop_requested=requests.stop_requested, save_requested=save)
+        records = self._group.gather(replace(record, is_hung_up=requests.is_hung_up))
         self._decision = StepRecord(
-            stops=any(record.stops for record in records),
-            saves=any(record.saves for record in records),
+            stop_requested=any(record.stop_requested for record in records),
+            save_requested=any(record.save_requested for record in records),
             is_hung_up=any(record.is_hung_up for record in records),
         )
         return records

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatrain.ranks.lanes import Lanes, lanes_of_rank, micro_batches_of_rank, subtrees
+from megatrain.ranks.lanes import Lanes, rank_lanes, rank_micro_batches, subtrees
 
 __all__ = ["NETWORK", "PEER", "SHARD_BLOCK_ELEMENTS", "RankLanes", "Sharding", "RankShards", "peer_links"]
 
@@ -32,25 +32,25 @@ class RankShards:
         assert 0 <= self.rank < self.size, self
 
     @property
-    def are_whole(self) -> bool:
+    def is_local(self) -> bool:
         """Whether a single rank owns all elements."""
         return self.size == 1
 
     def num_elements(self, part: range) -> int:
         """Return the length of each shard of a part, including padding. It is the same on all ranks."""
-        if self.are_whole:
+        if self.is_local:
             return len(part)
         blocks = -(-len(part) // SHARD_BLOCK_ELEMENTS)
         return -(-blocks // self.size) * SHARD_BLOCK_ELEMENTS
 
-    def gathered(self, part: range) -> range:
+    def gathered_range(self, part: range) -> range:
         """Return the range that a part's concatenated shards occupy in a full copy of the layout.
 
         Because the last shards include padding, the range can end in the next part or past the end of the layout.
         """
         return range(part.start, part.start + self.size * self.num_elements(part))
 
-    def owned(self, part: range, rank: int | None = None) -> range:
+    def owned_range(self, part: range, rank: int | None = None) -> range:
         """Return the range of a part that a rank owns. It is empty if the rank's shard contains only padding.
 
         Args:
@@ -64,8 +64,8 @@ class RankShards:
 
 def peer_links(tier: str, size: int, num_hosts: int) -> list[str]:
     """Return the names of the links between a tier and other ranks. The list is empty if there is only one rank."""
-    place = PEER if num_hosts == 1 else NETWORK
-    return [] if size == 1 else [f"{place}->{tier}", f"{tier}->{place}"]
+    peer = PEER if num_hosts == 1 else NETWORK
+    return [] if size == 1 else [f"{peer}->{tier}", f"{tier}->{peer}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +85,19 @@ class RankLanes:
     def __post_init__(self) -> None:
         assert 1 <= self.size <= self.count and self.num_hosts in (1, self.size), self
 
-    def sums_of_rank(self, rank: int) -> list[tuple[int, int]]:
+    def rank_sums(self, rank: int) -> list[tuple[int, int]]:
         """Return, in order, the subtrees of the lane tree that a rank sums without data from other ranks."""
-        own = lanes_of_rank(rank, self.size, self.count)
-        return subtrees(0, self.count, own.start, own.stop)
+        lanes = rank_lanes(rank, self.size, self.count)
+        return subtrees(0, self.count, lanes.start, lanes.stop)
 
     @property
     def num_sums(self) -> int:
         """Total number of these sums over all ranks."""
-        return sum(len(self.sums_of_rank(rank)) for rank in range(self.size))
+        return sum(len(self.rank_sums(rank)) for rank in range(self.size))
 
-    def micro_batches_of_rank(self, rank: int, num_micro_batches: int) -> range:
+    def rank_micro_batches(self, rank: int, num_micro_batches: int) -> range:
         """Return the micro-batches of a step that a rank computes."""
-        return micro_batches_of_rank(rank, self.size, self.count, num_micro_batches)
+        return rank_micro_batches(rank, self.size, self.count, num_micro_batches)
 
 
 @dataclass(frozen=True, slots=True)

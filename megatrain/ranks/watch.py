@@ -89,10 +89,10 @@ class Failure:
             failures: Failures, by the rank that reported each failure.
             size: Number of ranks.
         """
-        first = failures[min(failures)]
-        alike = [each for each in failures.values() if each.message == first.message]
-        is_shared = len(alike) == size or (first.rank == 0 and len(alike) > 1)
-        return cls(first.rank, first.host, first.exit_code, first.message, is_shared)
+        lowest = failures[min(failures)]
+        matches = [failure for failure in failures.values() if failure.message == lowest.message]
+        is_shared = len(matches) == size or (lowest.rank == 0 and len(matches) > 1)
+        return cls(lowest.rank, lowest.host, lowest.exit_code, lowest.message, is_shared)
 
 
 def describe_exit(code: int) -> str:
@@ -116,8 +116,8 @@ class LauncherConnection:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._sending = threading.Lock()
-        self._rest = b""
+        self._send_lock = threading.Lock()
+        self._buffer = b""
 
     @classmethod
     def from_environment(cls) -> LauncherConnection | None:
@@ -125,9 +125,9 @@ class LauncherConnection:
         if os.environ.pop(LAUNCHED_VARIABLE, None) is None:
             return None
         connection = socket.socket(fileno=os.dup(0))
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
+        null_fd = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null_fd, 0)
+        os.close(null_fd)
         return cls(connection)
 
     def fileno(self) -> int:
@@ -136,7 +136,7 @@ class LauncherConnection:
 
     def send(self, **message: object) -> None:
         """Send a message. The message is lost if the other end is closed."""
-        with self._sending, contextlib.suppress(OSError):
+        with self._send_lock, contextlib.suppress(OSError):
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout_s: float | None = None) -> list[dict[str, object]] | None:
@@ -149,7 +149,7 @@ class LauncherConnection:
             return None
         if not data:
             return None
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
     def close(self) -> None:
@@ -175,18 +175,18 @@ class Watcher:
         store: Store,
         *,
         timeout_s: float,
-        line: LauncherConnection | None = None,
+        launcher: LauncherConnection | None = None,
         on_notice: Callable[[str], None] = lambda text: None,
         on_failure: Callable[[Failure], None] = lambda failure: None,
     ) -> None:
-        self._world, self._store, self._timeout_s, self._launcher = world, store, timeout_s, line
+        self._world, self._store, self._timeout_s, self._launcher = world, store, timeout_s, launcher
         self.on_notice, self.on_failure = on_notice, on_failure
-        self._ended = threading.Event()
+        self._end_event = threading.Event()
         self._exit_lock = threading.Lock()
         self._beats: dict[int, bytes] = {}
-        self._seen_s: dict[int, float] = {}
-        self._gone: set[int] = set()  # ranks that ended normally
-        self._answered_s = time.monotonic()
+        self._last_beat_s: dict[int, float] = {}
+        self._finished_ranks: set[int] = set()  # ranks that ended normally
+        self._last_answer_s = time.monotonic()
         self._limit_s = timeout_s
         self._store_error: Exception | None = None  # error after which the store is unusable
         self._num_notices = 0
@@ -196,7 +196,7 @@ class Watcher:
             threading.Thread(target=target, name=f"ranks-{name}", daemon=True)
             for name, target in (("beat", self._beat), ("watch", self._watch))
         ]
-        if line is not None:
+        if launcher is not None:
             self._threads.append(threading.Thread(target=self._listen, name="ranks-launcher", daemon=True))
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -216,8 +216,8 @@ class Watcher:
             self.on_notice(text)
             return
         with contextlib.suppress(Exception):  # if the store is unreachable, this rank is about to end
-            number = self._store.add(_NOTICES, 1)
-            self._store.set(f"notice/{number}", f"rank {self._world.rank}: {text}")
+            index = self._store.add(_NOTICES, 1)
+            self._store.set(f"notice/{index}", f"rank {self._world.rank}: {text}")
 
     def fail(self, message: str, exit_code: int, *, is_own: bool) -> NoReturn:
         """End all ranks because this rank failed. Never returns.
@@ -229,17 +229,17 @@ class Watcher:
         """
         if not is_own:
             self._limit_s = min(self._limit_s, _BROKEN_S)
-            self._ended.wait(max(_REASON_S, _BROKEN_S + 1.0))  # the watch thread ends the process with the reason
-        mine = Failure(self._world.rank, self._world.host, exit_code, message)
+            self._end_event.wait(max(_REASON_S, _BROKEN_S + 1.0))  # the watch thread ends the process with the reason
+        failure = Failure(self._world.rank, self._world.host, exit_code, message)
         with contextlib.suppress(Exception):
-            self._store.set(f"{_FAILED}/{self._world.rank}", mine.to_json())
+            self._store.set(f"{_FAILED}/{self._world.rank}", failure.to_json())
             # An error in config, model or data usually occurs on all ranks. Wait for rank 0, whose message is reported.
             end_s = time.monotonic() + (_SHARED_ERROR_S if exit_code in _SHARED_EXIT_CODES else 0.0)
             while not self._store.check([f"{_FAILED}/0"]) and time.monotonic() < end_s:
                 time.sleep(_POLL_S / 2)
-            self._store.compare_set(_FAILED, "", mine.to_json())
-            mine = mine if self._launcher is not None else self._reported_failure()
-        self._end_process(mine)
+            self._store.compare_set(_FAILED, "", failure.to_json())
+            failure = failure if self._launcher is not None else self._reported_failure()
+        self._end_process(failure)
 
     def finish(self) -> None:
         """Stop watching because the run ended normally. Rank 0 can serve the store, so it waits for all other ranks."""
@@ -250,20 +250,20 @@ class Watcher:
                 end_s = time.monotonic() + self._timeout_s
                 while not self._store.check(names) and time.monotonic() < end_s:
                     time.sleep(_POLL_S / 5)
-        self._ended.set()
+        self._end_event.set()
 
     # -- threads -------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
         """Send and read heartbeats. Store calls can block forever if the process that serves the store is stopped."""
-        others = [rank for rank in range(self._world.size) if rank != self._world.rank]
-        number, next_s = 0, 0.0
-        while not self._ended.is_set():
+        other_ranks = [rank for rank in range(self._world.size) if rank != self._world.rank]
+        count, next_beat_s = 0, 0.0
+        while not self._end_event.is_set():
             try:
-                if time.monotonic() >= next_s:
-                    number, next_s = number + 1, time.monotonic() + _BEAT_S
-                    self._store.set(f"beat/{self._world.rank}", str(number))
-                    for rank in others:
+                if time.monotonic() >= next_beat_s:
+                    count, next_beat_s = count + 1, time.monotonic() + _BEAT_S
+                    self._store.set(f"beat/{self._world.rank}", str(count))
+                    for rank in other_ranks:
                         self._check_rank(rank)
                 if self._store.check([_FAILED]):
                     self._failure = self._reported_failure()
@@ -274,27 +274,27 @@ class Watcher:
                 self._store_error = error
                 _log.debug("rank %d has lost the store", self._world.rank, exc_info=error)
                 return
-            self._answered_s = time.monotonic()
-            self._ended.wait(_POLL_S)
+            self._last_answer_s = time.monotonic()
+            self._end_event.wait(_POLL_S)
 
     def _check_rank(self, rank: int) -> None:
         if not self._store.check([f"beat/{rank}"]):
             return
         beat = self._store.get(f"beat/{rank}")
         if beat != self._beats.get(rank):
-            self._beats[rank], self._seen_s[rank] = beat, time.monotonic()
-        elif rank not in self._gone and self._store.check([f"gone/{rank}"]):
-            self._gone.add(rank)
+            self._beats[rank], self._last_beat_s[rank] = beat, time.monotonic()
+        elif rank not in self._finished_ranks and self._store.check([f"gone/{rank}"]):
+            self._finished_ranks.add(rank)
 
     def _reported_failure(self) -> Failure:
         """Select the failure to report from all failures in the store."""
-        first = Failure.from_json(self._store.get(_FAILED))
+        first_failure = Failure.from_json(self._store.get(_FAILED))
         self._is_reporter = self._claim_report()
         time.sleep(0.0 if self._launcher is not None else _GATHER_FAILURES_S)
         names = [f"{_FAILED}/{rank}" for rank in range(self._world.size)]
-        written = [name for name in names if self._store.check([name])]
-        failures = {each.rank: each for each in (Failure.from_json(self._store.get(name)) for name in written)}
-        return Failure.select_reported(failures, self._world.size) if failures else first
+        reports = [Failure.from_json(self._store.get(name)) for name in names if self._store.check([name])]
+        failures = {failure.rank: failure for failure in reports}
+        return Failure.select_reported(failures, self._world.size) if failures else first_failure
 
     def _take_notices(self) -> None:
         num_notices = self._store.add(_NOTICES, 0)
@@ -304,14 +304,14 @@ class Watcher:
 
     def _watch(self) -> None:
         """End this process if the other threads have found a failure, or if a rank is silent for too long."""
-        before_s = time.monotonic()
-        while not self._ended.wait(_POLL_S):
+        last_s = time.monotonic()
+        while not self._end_event.wait(_POLL_S):
             now_s = time.monotonic()
-            if now_s - before_s > 5 * _POLL_S:
+            if now_s - last_s > 5 * _POLL_S:
                 # This process was paused. Ignore the pause, because other ranks could have sent heartbeats.
-                self._answered_s += now_s - before_s
-                self._seen_s = {rank: seen_s + now_s - before_s for rank, seen_s in dict(self._seen_s).items()}
-            before_s = now_s
+                self._last_answer_s += now_s - last_s
+                self._last_beat_s = {rank: seen_s + now_s - last_s for rank, seen_s in dict(self._last_beat_s).items()}
+            last_s = now_s
             failure = self._failure or self._find_failure(now_s)
             if failure is not None:
                 self._end_process(failure)
@@ -320,24 +320,24 @@ class Watcher:
         """Return a failure if another rank is silent for too long or the store is lost, else None."""
         if self._store_error is not None:
             return self._store_lost_failure("has ended without a message")
-        if now_s - self._answered_s > self._limit_s:
-            return self._store_lost_failure(f"has not answered for {now_s - self._answered_s:.0f} s")
-        for rank, seen_s in dict(self._seen_s).items():  # a copy, because the beat thread adds ranks
-            if rank not in self._gone and now_s - seen_s > self._limit_s:
-                silent = Failure(rank, self._host_of(rank), 1, self._silence_text(now_s - seen_s))
-                self._query_store(partial(self._store.compare_set, _FAILED, "", silent.to_json()))
-                return silent
+        if now_s - self._last_answer_s > self._limit_s:
+            return self._store_lost_failure(f"has not answered for {now_s - self._last_answer_s:.0f} s")
+        for rank, seen_s in dict(self._last_beat_s).items():  # a copy, because the beat thread adds ranks
+            if rank not in self._finished_ranks and now_s - seen_s > self._limit_s:
+                failure = Failure(rank, self._host_of(rank), 1, self._silence_text(now_s - seen_s))
+                self._query_store(partial(self._store.compare_set, _FAILED, "", failure.to_json()))
+                return failure
         return None
 
-    def _query_store(self, question: Callable[[], bytes], timeout_s: float = _ANSWER_S) -> bytes | None:
+    def _query_store(self, query: Callable[[], bytes], timeout_s: float = _ANSWER_S) -> bytes | None:
         """Return the store's answer, or None if it does not answer in time. The store's process can be stopped."""
         answers: list[bytes] = []
 
-        def ask() -> None:
+        def run_query() -> None:
             with contextlib.suppress(Exception):
-                answers.append(question())
+                answers.append(query())
 
-        thread = threading.Thread(target=ask, name="ranks-ask", daemon=True)
+        thread = threading.Thread(target=run_query, name="ranks-ask", daemon=True)
         thread.start()
         thread.join(timeout_s)
         return answers[0] if answers else None
@@ -347,15 +347,15 @@ class Watcher:
             return "has ended without a message"
         return f"has sent no heartbeat for {seconds:.0f} s (distributed.timeout): its process is stopped or has ended"
 
-    def _store_lost_failure(self, what: str) -> Failure:
+    def _store_lost_failure(self, message: str) -> Failure:
         if self._world.is_first:
             return Failure(
                 -1, "", 1, "the store at which the ranks meet is gone, because the program that started them has ended"
             )
-        return Failure(0, self._host_of(0), 1, what)
+        return Failure(0, self._host_of(0), 1, message)
 
     def _host_of(self, rank: int) -> str:
-        if self._world.num_hosts == 1 or rank // self._world.local_size == self._world.host_number:
+        if self._world.num_hosts == 1 or rank // self._world.local_size == self._world.host_index:
             return self._world.host
         name = self._query_store(partial(self._store.get, f"host/{rank}"))
         return "another host" if name is None else name.decode()
@@ -363,10 +363,10 @@ class Watcher:
     def _listen(self) -> None:
         """Receive messages from the launcher. If the launcher has ended, record this as a failure."""
         assert self._launcher is not None
-        while not self._ended.is_set():
+        while not self._end_event.is_set():
             messages = self._launcher.receive(_POLL_S)
             if messages is None:
-                if not self._ended.is_set():
+                if not self._end_event.is_set():
                     self._failure = Failure(-1, "", 1, "the launcher of the ranks has ended")
                 return
             for message in messages:
@@ -394,15 +394,15 @@ class Watcher:
     def _announce_exit(self, failure: Failure) -> bytes:
         """Mark this rank as gone. Rank 0 can serve the store, so it waits until all others have read the failure."""
         self._store.set(f"gone/{self._world.rank}", "1")
-        others = set(range(self._world.size)) - {self._world.rank, failure.rank}
-        while self._world.is_first and not self._store.check([f"gone/{rank}" for rank in others]):
+        other_ranks = set(range(self._world.size)) - {self._world.rank, failure.rank}
+        while self._world.is_first and not self._store.check([f"gone/{rank}" for rank in other_ranks]):
             time.sleep(_POLL_S / 5)
         return b""
 
     def _claim_report(self) -> bool:
         """Claim the task of reporting to the user. Return whether this rank is the first to claim it."""
-        mine = str(self._world.rank)
-        return bool(self._store.compare_set(_REPORTED, "", mine) == mine.encode())
+        rank = str(self._world.rank)
+        return bool(self._store.compare_set(_REPORTED, "", rank) == rank.encode())
 
     def _should_report(self, failure: Failure) -> bool:
         """Return whether this rank reports to the user: the rank that claimed it first, or the lowest running rank."""

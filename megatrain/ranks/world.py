@@ -133,7 +133,7 @@ class World:
         return self.rank == 0
 
     @property
-    def host_number(self) -> int:
+    def host_index(self) -> int:
         """Number of this host, counted from 0."""
         return self.rank // self.local_size
 
@@ -154,7 +154,7 @@ class World:
         if len(names) > 1:
             environment[_VISIBLE_GPUS] = names[self.local_rank] if self.local_rank < len(names) else ""
 
-    def folder_of_rank(self, folder: Path) -> Path:
+    def rank_folder(self, folder: Path) -> Path:
         """Return this rank's subfolder of a run's folder. For a single process, return the folder itself."""
         return folder if self.is_single else folder / rank_folder_name(self.rank)
 
@@ -200,14 +200,14 @@ def rendezvous_address(environment: Mapping[str, str] = os.environ) -> tuple[str
         return host, _number(environment, "MASTER_PORT")
     if "SLURM_JOB_ID" in environment:
         # Use a different port for each step of a Slurm job, because steps can run concurrently.
-        number = 97 * _number(environment, "SLURM_JOB_ID") + int(environment.get("SLURM_STEP_ID", 0))
-        return host, _FIRST_PORT + number % _NUM_PORTS
+        offset = 97 * _number(environment, "SLURM_JOB_ID") + int(environment.get("SLURM_STEP_ID", 0))
+        return host, _FIRST_PORT + offset % _NUM_PORTS
     raise WorldError(
         "there is no MASTER_PORT in the environment. Start the ranks with megatrain-tier run --processes N"
     )
 
 
-def connect(world: World, host: str, port: int, *, serves: bool = False, timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
+def connect(world: World, host: str, port: int, *, serve: bool = False, timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
     """Return a new connection to the store at which the ranks meet. Thread-safe, but only one call runs at a time.
 
     A store on ``LOOPBACK`` can be reached only from this host. On any other host, torch's store listens on all
@@ -216,13 +216,13 @@ def connect(world: World, host: str, port: int, *, serves: bool = False, timeout
     Args:
         host: Host that serves the store.
         port: Port of the store. If this rank serves the store, 0 selects any free port.
-        serves: Whether this rank serves the store. The store exists as long as this connection.
+        serve: Whether this rank serves the store. The store exists as long as this connection.
         timeout_s: Maximum time that a call waits for a key.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     options: dict[str, Any] = {}
-    if serves and host == LOOPBACK:
+    if serve and host == LOOPBACK:
         listener = socket.create_server((LOOPBACK, port))
         port = listener.getsockname()[1]
         options["master_listen_fd"] = listener.detach()  # the store closes this socket
@@ -230,7 +230,7 @@ def connect(world: World, host: str, port: int, *, serves: bool = False, timeout
         host,
         port,
         world.size,
-        is_master=serves,
+        is_master=serve,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
         **options,
@@ -258,15 +258,15 @@ def init(world: World, device: torch.device, store: Store, bus: str = "") -> Non
         # Set these variables before the group is created. Otherwise gloo and NCCL use a network interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
-    on_gpu = device.type == "cuda"
-    _check_gpus(world, store, bus if on_gpu else None)
+    is_gpu = device.type == "cuda"
+    _check_gpus(world, store, bus if is_gpu else None)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
         store=dist.PrefixStore("group", store),  # type: ignore[attr-defined]
         rank=world.rank,
         world_size=world.size,
         timeout=_GROUP_TIMEOUT,
-        device_id=device if on_gpu else None,
+        device_id=device if is_gpu else None,
     )
 
 
@@ -280,20 +280,20 @@ def _check_gpus(world: World, store: Store, bus: str | None) -> None:
         bus: PCI address of this rank's GPU, "" if it is unknown, or None if this rank has no GPU.
     """
     store.set(f"gpu/{world.rank}", f"{world.host} {'none' if bus is None else bus}")
-    found = [store.get(f"gpu/{rank}").decode().rpartition(" ")[::2] for rank in range(world.size)]
-    if all(bus == "none" for _, bus in found):
+    gpus = [store.get(f"gpu/{rank}").decode().rpartition(" ")[::2] for rank in range(world.size)]
+    if all(bus == "none" for _, bus in gpus):
         return
-    for rank, (host, bus) in enumerate(found):
-        on_host = [each for each in range(world.size) if each // world.local_size == rank // world.local_size]
+    for rank, (host, bus) in enumerate(gpus):
+        host_ranks = [other for other in range(world.size) if other // world.local_size == rank // world.local_size]
         if bus == "none":
-            count = sum(found[each][1] != "none" for each in on_host)
+            count = sum(gpus[other][1] != "none" for other in host_ranks)
             raise WorldError(
                 f"{world.local_size} processes on {host}, of which {count} found a GPU. Start at most one for "
                 'each GPU, or set device = "cpu"'
             )
-        same = next((each for each in on_host if each < rank and found[each][1] == bus != ""), None)
-        if same is not None:
+        duplicate = next((other for other in host_ranks if other < rank and gpus[other][1] == bus != ""), None)
+        if duplicate is not None:
             raise WorldError(
-                f"rank {same} and rank {rank} would compute on the same GPU of {host}, {bus}. Start one process per "
-                "GPU, and make all GPUs or only its own GPU visible to each process (CUDA_VISIBLE_DEVICES)"
+                f"rank {duplicate} and rank {rank} would compute on the same GPU of {host}, {bus}. Start one process "
+                "per GPU, and make all GPUs or only its own GPU visible to each process (CUDA_VISIBLE_DEVICES)"
             )

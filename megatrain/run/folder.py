@@ -33,7 +33,7 @@ __all__ = ["LOG_NAME", "LockKeeper", "RunFolder", "committed_step"]
 #: Name of the file in ``output_dir`` that gets the output of a run without a terminal.
 LOG_NAME = "run.log"
 #: Name patterns of the files that a run writes into its folder, including temporary files.
-_WRITTEN = ("*.json", "*.jsonl", "*.toml", "*.log", "*.html", "*.tmp", "*.partial*", ".*")
+_FILE_PATTERNS = ("*.json", "*.jsonl", "*.toml", "*.log", "*.html", "*.tmp", "*.partial*", ".*")
 _LOCK_ATTEMPTS = 5  # retry, because find_owner briefly takes the lock
 _LOCK_RETRY_S = 0.02
 
@@ -43,17 +43,17 @@ def describe_world_writable(folders: Iterable[Path]) -> str:
 
     Folders with the sticky bit are left out, because users can only remove their own files from them.
     """
-    found = []
+    writable = []
     for folder in folders:
         with contextlib.suppress(OSError):
             mode = folder.stat().st_mode
             if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-                found.append(str(folder))
-    if not found:
+                writable.append(str(folder))
+    if not writable:
         return ""
     return (
-        f"every user of this machine can write in {', '.join(found)}, and change what is trained: "
-        f"chmod o-w {shlex.join(found)}"
+        f"every user of this machine can write in {', '.join(writable)}, and change what is trained: "
+        f"chmod o-w {shlex.join(writable)}"
     )
 
 
@@ -169,7 +169,7 @@ class LockKeeper(RunObserver):
 def _refuse_links(path: Path) -> None:
     from tiered.ext import refuse_links
 
-    refuse_links(path, _WRITTEN)
+    refuse_links(path, _FILE_PATTERNS)
 
 
 def _lock(path: Path) -> DirectoryLock:
@@ -188,5 +188,5 @@ def committed_step(path: Path | str) -> int | None:
 
     Reads only manifests and file names. Checksums are verified later, when the blocks are read.
     """
-    found = usable_checkpoint(path)
-    return None if found is None else found.step
+    checkpoint = usable_checkpoint(path)
+    return None if checkpoint is None else checkpoint.step

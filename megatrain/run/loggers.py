@@ -85,16 +85,16 @@ def check_loggers(spec: LoggingSpec) -> None:
 
 
 def make_loggers(
-    spec: LoggingSpec, continued_from: int | None, on_notice: Callable[[str], None] = lambda text: None
+    spec: LoggingSpec, resume_step: int | None, on_notice: Callable[[str], None] = lambda text: None
 ) -> list[Logger]:
     """Return a logger for each entry of ``logging.report_to``. ``output_dir`` must exist.
 
-    Steps after ``continued_from`` are logged again. Each logger drops, replaces or keeps earlier entries for these
+    Steps after ``resume_step`` are logged again. Each logger drops, replaces or keeps earlier entries for these
     steps.
 
     Args:
         spec: Names and destinations of the loggers.
-        continued_from: Number of finished steps if this run continues from a checkpoint, or None for a new run.
+        resume_step: Number of finished steps if this run continues from a checkpoint, or None for a new run.
         on_notice: Called when a tracker fails. The run continues without the tracker.
 
     Raises:
@@ -103,9 +103,9 @@ def make_loggers(
     """
     check_loggers(spec)
     return [
-        MetricsLog(spec.output_dir / METRICS_NAME, continued_from=continued_from)
+        MetricsLog(spec.output_dir / METRICS_NAME, resume_step=resume_step)
         if name == "jsonl"
-        else TrackerLog(name, spec, continued_from, on_notice)
+        else TrackerLog(name, spec, resume_step, on_notice)
         for name in spec.table.report_to
     ]
 
@@ -121,16 +121,16 @@ class MetricsLog(Logger):
 
     Args:
         path: Path of the file, in an existing folder.
-        continued_from: Number of finished steps if this run continues from a checkpoint. Lines of later steps are
+        resume_step: Number of finished steps if this run continues from a checkpoint. Lines of later steps are
             dropped, because these steps are logged again. If None, an old file is moved to ``metrics.old.jsonl``.
     """
 
-    def __init__(self, path: Path, *, continued_from: int | None = None) -> None:
+    def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         if path.exists():
-            if continued_from is None:
+            if resume_step is None:
                 os.replace(path, path.with_suffix(".old.jsonl"))
             else:
-                _drop_later_steps(path, continued_from)
+                _drop_later_steps(path, resume_step)
         self._path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._unwritten = b""
@@ -183,7 +183,7 @@ class MetricsLog(Logger):
 
 def last_evaluations(path: Path, step: int) -> dict[str, EvaluationMetrics]:
     """Return each set's last evaluation up to a step from ``metrics.jsonl``, or no evaluations if it cannot be read."""
-    found = {}
+    evaluations = {}
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             lines = list(file)
@@ -193,16 +193,19 @@ def last_evaluations(path: Path, step: int) -> dict[str, EvaluationMetrics]:
         if '"evaluation"' in line and _has_step_up_to(step, line):
             with contextlib.suppress(KeyError, TypeError, ValueError):
                 metrics = EvaluationMetrics.from_json(json.loads(line))
-                found[metrics.name] = metrics
-    return found
+                evaluations[metrics.name] = metrics
+    return evaluations
 
 
 def _drop_later_steps(path: Path, last_step: int) -> None:
     """Rewrite a metrics file without the lines of later steps and without a line that a crash truncated."""
-    partial = path.with_name(path.name + ".partial")
-    with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
-        new.writelines(line for line in old if _has_step_up_to(last_step, line))
-    os.replace(partial, path)
+    partial_path = path.with_name(path.name + ".partial")
+    with (
+        path.open(encoding="utf-8", errors="replace") as source,
+        partial_path.open("w", encoding="utf-8") as target,
+    ):
+        target.writelines(line for line in source if _has_step_up_to(last_step, line))
+    os.replace(partial_path, path)
 
 
 def _has_step_up_to(last_step: int, line: str) -> bool:
@@ -359,32 +362,30 @@ class TrackerLog(Logger):
     Args:
         name: Name in ``logging.report_to``.
         spec: Project and name of the run in the tracker.
-        continued_from: Number of finished steps if this run continues from a checkpoint, or None to create a new run in
+        resume_step: Number of finished steps if this run continues from a checkpoint, or None to create a new run in
             the tracker.
         on_notice: Called with the text of the first error.
     """
 
-    def __init__(
-        self, name: str, spec: LoggingSpec, continued_from: int | None, on_notice: Callable[[str], None]
-    ) -> None:
+    def __init__(self, name: str, spec: LoggingSpec, resume_step: int | None, on_notice: Callable[[str], None]) -> None:
         self._name, self._settings, self._on_notice = name, _TRACKERS[name], on_notice
         self._path = spec.output_dir / TRACKERS_NAME
-        known = _read_json(self._path).get(name) if continued_from is not None else None
-        self._saved: dict[str, Any] = known if isinstance(known, dict) else {}  # id, and last step by kind of metrics
+        entry = _read_json(self._path).get(name) if resume_step is not None else None
+        self._saved: dict[str, Any] = entry if isinstance(entry, dict) else {}  # id, and last step by kind of metrics
         self._tracker: Any = None
         try:
-            self._start(spec, 0 if continued_from is None else continued_from + 1)
+            self._start(spec, 0 if resume_step is None else resume_step + 1)
         except Exception as error:
             self._give_up(error)
 
     def on_step(self, metrics: StepMetrics) -> None:
-        self._log("train", scalars_of_step(metrics), metrics.step)
+        self._log("train", step_scalars(metrics), metrics.step)
 
     def on_evaluation(self, metrics: EvaluationMetrics) -> None:
-        self._log(f"eval/{metrics.name}", scalars_of_evaluation(metrics), metrics.step)
+        self._log(f"eval/{metrics.name}", evaluation_scalars(metrics), metrics.step)
 
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
-        scalars = scalars_of_checkpoint(metrics)
+        scalars = checkpoint_scalars(metrics)
         if self._name == "wandb":
             # Log without a step: wandb rejects earlier steps, and training continued while the checkpoint was written.
             self._try(lambda tracker: tracker.log({**scalars, "checkpoint/step": metrics.step}, commit=False))
@@ -417,8 +418,8 @@ class TrackerLog(Logger):
     def _log(self, kind: str, scalars: Mapping[str, float], step: int) -> None:
         if self._settings.stores_duplicates and step <= self._saved.get(kind, -1):
             return
-        shown = {name: value for name, value in scalars.items() if self._settings.accepts_nan or math.isfinite(value)}
-        self._try(lambda tracker: tracker.log(shown, step=step))
+        values = {name: value for name, value in scalars.items() if self._settings.accepts_nan or math.isfinite(value)}
+        self._try(lambda tracker: tracker.log(values, step=step))
         if self._settings.stores_duplicates and self._tracker is not None:
             # Write this after the metrics, so that a kill in between duplicates a point in the tracker instead of
             # losing it.
@@ -427,10 +428,10 @@ class TrackerLog(Logger):
 
     def _remember(self) -> None:
         """Write the run's id in the tracker and the last logged steps to ``TRACKERS_NAME``."""
-        partial = self._path.with_name(self._path.name + ".partial")
+        temp = self._path.with_name(self._path.name + ".partial")
         with contextlib.suppress(OSError):  # the drive may be full
-            partial.write_text(json.dumps({**_read_json(self._path), self._name: self._saved}) + "\n", encoding="utf-8")
-            os.replace(partial, self._path)
+            temp.write_text(json.dumps({**_read_json(self._path), self._name: self._saved}) + "\n", encoding="utf-8")
+            os.replace(temp, self._path)
 
     def _finish(self, summary: RunSummary | None) -> None:
         self._try(lambda tracker: self._settings.finish(tracker, summary))
@@ -451,24 +452,24 @@ class TrackerLog(Logger):
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        values = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return values if isinstance(values, dict) else {}
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested values under dotted names. Values that are not scalars are converted to text."""
-    flat: dict[str, Any] = {}
+    flat_values: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{name}.")
+            flat_values |= _flatten(value, f"{prefix}{name}.")
         else:
-            flat[prefix + name] = value if isinstance(value, str | int | float) else str(value)
-    return flat
+            flat_values[prefix + name] = value if isinstance(value, str | int | float) else str(value)
+    return flat_values
 
 
-def scalars_of_step(metrics: StepMetrics) -> dict[str, float]:
+def step_scalars(metrics: StepMetrics) -> dict[str, float]:
     """Return the metrics of a step, by curve name."""
     values: dict[str, float] = {
         "train/loss": metrics.loss,
@@ -491,15 +492,15 @@ def scalars_of_step(metrics: StepMetrics) -> dict[str, float]:
     return values
 
 
-def scalars_of_evaluation(metrics: EvaluationMetrics) -> dict[str, float]:
+def evaluation_scalars(metrics: EvaluationMetrics) -> dict[str, float]:
     """Return the metrics of an evaluation, by curve name."""
     name = f"eval/{metrics.name}"
     if metrics.preferences:
-        return {f"{name}_loss": metrics.loss} | {f"{name}_{key}": each for key, each in metrics.preferences.items()}
+        return {f"{name}_loss": metrics.loss} | {f"{name}_{key}": value for key, value in metrics.preferences.items()}
     return {f"{name}_loss": metrics.loss, f"{name}_perplexity": metrics.perplexity}
 
 
-def scalars_of_checkpoint(metrics: CheckpointMetrics) -> dict[str, float]:
+def checkpoint_scalars(metrics: CheckpointMetrics) -> dict[str, float]:
     """Return the metrics of a checkpoint, by curve name."""
     return {
         "checkpoint/GiB": metrics.nbytes / GiB,

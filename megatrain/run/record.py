@@ -29,25 +29,25 @@ PLAN_NAME, SUMMARY_NAME = "plan.json", "summary.json"
 _FORMAT = 1
 
 
-def write_plan(plan: Plan, continued_from: int | None) -> Path:
+def write_plan(plan: Plan, resume_step: int | None) -> Path:
     """Write the plan to ``output_dir`` at the start of a run, and return the path of the file.
 
     For a continued run, the file lists all starts of the run.
 
     Args:
-        continued_from: Number of finished steps if the run continues. None for a new run, which replaces the record of
+        resume_step: Number of finished steps if the run continues. None for a new run, which replaces the record of
             an earlier run.
 
     Raises:
         OSError: The file cannot be written.
     """
     path = plan.run.output_dir / PLAN_NAME
-    if continued_from is None:
+    if resume_step is None:
         (plan.run.output_dir / SUMMARY_NAME).unlink(missing_ok=True)
-    starts = [] if continued_from is None else read_entries(path, "starts")
+    starts = [] if resume_step is None else read_entries(path, "starts")
     start = {
         "at": now_text(),
-        "first_step": continued_from or 0,
+        "first_step": resume_step or 0,
         "budget_bytes": dict(plan.budgets),
         "link_bytes_per_step": dict(plan.traffic),
     }
@@ -82,10 +82,10 @@ def summary_if_done(
         record = json.loads((folder / RECORD_FILE).read_bytes())
     except (OSError, ValueError):
         return None
-    wanted = state.model["dtype"] if dtype == "auto" else dtype
-    kept = best if rule.is_kept else None
-    step, is_average = (state.step, False) if kept is None else (kept.step, rule.is_average)
-    if (record.get("step"), record.get("dtype"), record.get("ema", False)) != (step, wanted, is_average):
+    export_dtype = state.model["dtype"] if dtype == "auto" else dtype
+    exported_best = best if rule.is_kept else None
+    step, is_average = (state.step, False) if exported_best is None else (exported_best.step, rule.is_average)
+    if (record.get("step"), record.get("dtype"), record.get("ema", False)) != (step, export_dtype, is_average):
         return None
     return dataclasses.replace(state.summary(), export_dir=folder, saved_step=state.step)
 
@@ -96,7 +96,7 @@ def _plan_values(plan: Plan) -> dict[str, Any]:
     from megatrain.plan.show import headline, table_rows
     from megatrain.plan.simulate import replay
 
-    replayed = replay(plan, plan.run.num_fullest_tokens)
+    simulation = replay(plan, plan.run.num_fullest_tokens)
     return {
         "headline": headline(plan),
         "num_parameters": plan.graph.num_parameters,
@@ -110,7 +110,7 @@ def _plan_values(plan: Plan) -> dict[str, Any]:
         "link_bytes_per_step": dict(plan.traffic),
         "checkpoint_bytes_in_output_dir": plan.checkpoint.in_output_dir,
         "estimate": plan.estimate.to_json(),
-        "replayed": None if replayed is None else dataclasses.asdict(replayed),
+        "replayed": None if simulation is None else dataclasses.asdict(simulation),
         "machine": _describe_machine(plan.run, plan.device.type),
         "versions": installed_versions(),
     }
@@ -123,8 +123,8 @@ def _describe_machine(run: RunSpec, device: str) -> dict[str, Any]:
     from megatrain.machine.profiles import cpu_name, load_profile
 
     profile = load_profile().machine
-    places = {"output_dir": run.output_dir, **{str(drive.path): drive.path for drive in run.tiers.table.nvme}}
-    systems = {name: file_system_of(path) for name, path in places.items()}
+    paths = {"output_dir": run.output_dir, **{str(drive.path): drive.path for drive in run.tiers.table.nvme}}
+    systems = {name: file_system_of(path) for name, path in paths.items()}
     return {
         "host": platform.node(),
         "system": platform.platform(),
@@ -137,9 +137,9 @@ def _describe_machine(run: RunSpec, device: str) -> dict[str, Any]:
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> Path:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps({"format": _FORMAT, **values}, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)  # atomic for readers
+    partial_path = path.with_name(f".{path.name}.partial")
+    partial_path.write_text(json.dumps({"format": _FORMAT, **values}, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial_path, path)  # atomic for readers
     return path
 
 

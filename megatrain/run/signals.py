@@ -15,8 +15,8 @@ from megatrain.base.progress import Activity
 
 __all__ = ["RunSignals"]
 
-_STOP = (signal.SIGTERM, signal.SIGINT)
-_STOPPING = "stopping after this step, and saving; signal again to stop immediately without saving"
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_STOP_NOTICE = "stopping after this step, and saving; signal again to stop immediately without saving"
 #: A second signal within this time can be the same request: a terminal signals the group, and a parent may forward it.
 SAME_STOP_S = 0.5
 
@@ -51,7 +51,7 @@ class RunSignals:
         self.stop_requested = False
         self.save_requested = False
         self.is_hung_up = False
-        self._requested_s = 0.0
+        self._request_s = 0.0
         self._is_stuck = is_stuck
         self._stops_after_step = stops_after_step
         self._has_steps_left = True
@@ -61,8 +61,8 @@ class RunSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in _STOP:
-                self._previous_handlers[number] = signal.signal(number, self._on_stop)
+            for signum in _STOP_SIGNALS:
+                self._previous_handlers[signum] = signal.signal(signum, self._on_stop)
             if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
                 self._previous_handlers[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._on_hangup)
             self._previous_handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_save)
@@ -71,8 +71,8 @@ class RunSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
+        for signum, handler in self._previous_handlers.items():
+            signal.signal(signum, handler)
         self._previous_handlers.clear()
         self._activity.notice = ""
 
@@ -92,27 +92,27 @@ class RunSignals:
         self._has_raised = True
         raise KeyboardInterrupt
 
-    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+    def _on_stop(self, signum: int, frame: FrameType | None) -> None:
         if not self._stops_after_step or not self._has_steps_left or self._is_stuck():
             self._raise()
         if self.stop_requested:
-            if time.monotonic() - self._requested_s < SAME_STOP_S:
+            if time.monotonic() - self._request_s < SAME_STOP_S:
                 return
             self._raise()
-        self.stop_requested, self._requested_s = True, time.monotonic()
-        self._activity.notice = _STOPPING
+        self.stop_requested, self._request_s = True, time.monotonic()
+        self._activity.notice = _STOP_NOTICE
         if not self._activity.is_watched:
             # Bypass Python's streams, because the signal may have interrupted a print.
             with contextlib.suppress(OSError):
-                os.write(2, f"{_STOPPING}\n".encode())
+                os.write(2, f"{_STOP_NOTICE}\n".encode())
 
-    def _on_hangup(self, number: int, frame: FrameType | None) -> None:
+    def _on_hangup(self, signum: int, frame: FrameType | None) -> None:
         if not self._stops_after_step:
             self._raise()
         self.is_hung_up = True
         if not self.stop_requested:
             # Give no notice, because the terminal is gone. A SIGTERM or SIGINT after SAME_STOP_S is a second request.
-            self.stop_requested, self._requested_s = True, time.monotonic()
+            self.stop_requested, self._request_s = True, time.monotonic()
 
-    def _on_save(self, number: int, frame: FrameType | None) -> None:
+    def _on_save(self, signum: int, frame: FrameType | None) -> None:
         self.save_requested = True

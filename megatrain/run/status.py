@@ -116,10 +116,10 @@ def write_status(path: Path | str, status: RunStatus) -> None:
 def _overwrite(path: Path, data: bytes) -> None:
     """Overwrite a file within its existing disk blocks. Write nothing if the data needs more blocks."""
     with path.open("r+b") as file:
-        known = os.fstat(file.fileno())
-        max_bytes = max(known.st_size, known.st_blocks * 512)
+        file_stat = os.fstat(file.fileno())
+        max_bytes = max(file_stat.st_size, file_stat.st_blocks * 512)
         if len(data) <= max_bytes:
-            file.write(data.ljust(known.st_size))  # keep the file's length; JSON allows trailing spaces
+            file.write(data.ljust(file_stat.st_size))  # keep the file's length; JSON allows trailing spaces
             file.flush()
 
 
@@ -148,7 +148,7 @@ class StatusWriter(RunObserver):
         self._on_interval = on_interval
         self._path = path
         self._activity = activity or Activity()
-        self._exit_code_of = exit_code_of or _exit_code_of
+        self._exit_code_of = exit_code_of or _default_exit_code
         # Reentrant, because a signal may interrupt a write, and the signal's handler may send a message.
         self._lock = threading.RLock()
         self._stop_event = threading.Event()
@@ -156,8 +156,8 @@ class StatusWriter(RunObserver):
         self._is_entered = False
         self._last_write_s: float | None = None
         self._status = _initial_status(path, run_name)
-        before = read_status(path)
-        self._was_done = before is not None and before.state == "done"  # reset when training starts or pauses
+        previous = read_status(path)
+        self._was_done = previous is not None and previous.state == "done"  # reset when training starts or pauses
 
     def __enter__(self) -> Self:
         self._is_entered = True
@@ -220,7 +220,7 @@ class StatusWriter(RunObserver):
 
     def on_end(self, summary: RunSummary) -> None:
         self._stop_event.set()  # set before writing the final state, so that the thread does not overwrite it
-        last = {name: _evaluation_json(metrics) for name, metrics in summary.evaluations.items()}
+        evaluations = {name: _evaluation_json(metrics) for name, metrics in summary.evaluations.items()}
         self._write(
             True,
             state="stopped" if summary.interrupted else "done",
@@ -228,7 +228,7 @@ class StatusWriter(RunObserver):
             max_steps=self._status.max_steps or summary.num_steps,
             activity={},
             exit_code=self._exit_code_of(summary),
-            evaluations={**self._status.evaluations, **last},
+            evaluations={**self._status.evaluations, **evaluations},
         )
 
     def _keep_writing(self) -> None:
@@ -253,23 +253,25 @@ class StatusWriter(RunObserver):
 def _initial_status(path: Path, run_name: str) -> RunStatus:
     """Return a run's first status: the previous status up to the checkpoint from which this run continues."""
     status = RunStatus("starting", run_name=run_name)
-    saved, before = usable_checkpoint(path), read_status(path)
-    if saved is None or saved.step is None:
+    checkpoint, previous = usable_checkpoint(path), read_status(path)
+    if checkpoint is None or checkpoint.step is None:
         return status
-    status = replace(status, step=saved.step, checkpoint_step=saved.step)
-    if before is None:
+    status = replace(status, step=checkpoint.step, checkpoint_step=checkpoint.step)
+    if previous is None:
         return status
     return replace(
         status,
-        step=before.step,
-        max_steps=before.max_steps,
-        checkpoint_at=before.checkpoint_at if before.checkpoint_step == saved.step else None,
-        evaluations={name: each for name, each in before.evaluations.items() if each.get("step", 0) <= saved.step},
+        step=previous.step,
+        max_steps=previous.max_steps,
+        checkpoint_at=previous.checkpoint_at if previous.checkpoint_step == checkpoint.step else None,
+        evaluations={
+            name: metrics for name, metrics in previous.evaluations.items() if metrics.get("step", 0) <= checkpoint.step
+        },
     )
 
 
-def _exit_code_of(ending: BaseException | RunSummary) -> int:
-    return int(isinstance(ending, BaseException) or ending.interrupted)
+def _default_exit_code(outcome: BaseException | RunSummary) -> int:
+    return int(isinstance(outcome, BaseException) or outcome.interrupted)
 
 
 def _evaluation_json(metrics: EvaluationMetrics) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from megatrain.base.table import HF, Listed, Table, all_alter, as_names, key
 
-_REPORTS = ["jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "comet_ml"]
+_TARGETS = ["jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "comet_ml"]
 ReportTargets = Annotated[
     tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "comet_ml"], ...],
     BeforeValidator(as_names),
-    WithJsonSchema({"anyOf": [{"enum": [*_REPORTS, "none"]}, {"type": "array", "items": {"enum": _REPORTS}}]}),
+    WithJsonSchema({"anyOf": [{"enum": [*_TARGETS, "none"]}, {"type": "array", "items": {"enum": _TARGETS}}]}),
 ]
 
 

@@ -188,7 +188,7 @@ def deal_micro_batches(run: RunSpec, rows: int) -> list[range]:
     Every rank gets at least one micro-batch, and at most its number of rows in training. Metrics do not depend on this.
     """
     of_training = [
-        len(run.lanes.micro_batches_of_rank(rank, run.batch.num_micro_batches)) for rank in range(run.world.size)
+        len(run.lanes.rank_micro_batches(rank, run.batch.num_micro_batches)) for rank in range(run.world.size)
     ]
     stops = accumulate(count * run.batch.micro_batch_rows // rows for count in of_training)
     return [range(first, stop) for first, stop in pairwise([0, *stops])]

@@ -46,7 +46,7 @@ class TrainingLoop:
         with self._signals:
             self.evaluate()
             engine, meter = self._begin_steps()
-            while self._has_steps_left and not self._consensus.stops:
+            while self._has_steps_left and not self._consensus.must_stop:
                 self.train_step(engine, meter)
                 self._signals.reraise_interrupt()
                 self._saver.poll()
@@ -62,7 +62,7 @@ class TrainingLoop:
             # Evaluations also move bytes between ranks.
             rank_bytes = add_by_key(rank_bytes, self._evaluator.moved_bytes)
             summary = partial(self._summary, stats, add_by_key(link_bytes(stats), rank_bytes))
-            if self._consensus.stops:
+            if self._consensus.must_stop:
                 self._finish_copies()
                 return summary(interrupted=True)
             try:
@@ -171,7 +171,7 @@ class TrainingLoop:
 
     def evaluate(self) -> None:
         """If an evaluation is due, apply the pending update and evaluate. The next step then has no pending update."""
-        if self._evaluator.is_due(self.state.step) and not self._consensus.stops:
+        if self._evaluator.is_due(self.state.step) and not self._consensus.must_stop:
             self._runtime.finish_updates()
             self._evaluator.run(self.state.step)
             self._schedule_to_next_stop()
@@ -196,12 +196,12 @@ class TrainingLoop:
 
     def save_if_due(self) -> None:
         """Save if the config or a signal requests a checkpoint after this step. Training continues during the write."""
-        if self._consensus.stops:
+        if self._consensus.must_stop:
             return  # ``save_last`` saves this step
         step, best = self.state.step, self.state.best
         is_best = self._best.is_kept and best is not None and best.step == step
         is_due = is_best or self._consensus.is_due(self._saver.is_due(step))
-        if (is_due and self._has_steps_left) or self._consensus.saves_immediately:
+        if (is_due and self._has_steps_left) or self._consensus.must_save_now:
             self._signals.save_requested = False
             self._activity.begin("saving")
             self._saver.save(self.state.with_save_time(), self._checkpoint)
@@ -211,7 +211,7 @@ class TrainingLoop:
     def save_last(self) -> None:
         """Save after the last step or before a stop. Return when all checkpoints are on disk."""
         table = self._run.checkpoint.table
-        if table.save_strategy != "no" or (self._consensus.stops and table.save_on_signal):
+        if table.save_strategy != "no" or (self._consensus.must_stop and table.save_on_signal):
             self._activity.begin("saving")
             self._saver.save(self.state.with_save_time(), self._checkpoint, wait=True)
         self._saver.finish()

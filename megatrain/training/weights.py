@@ -584,7 +584,9 @@ class GatheredWeights:
     def _owned_slices(self, rank: int, name: str, start: int, stop: int) -> Iterator[slice]:
         """Yield the slices of a range that contain the elements of ``rank``."""
         program, layout = self._plan.program, self._plan.graph.layouts[name]
-        owned_parts = [(program.sharding.shards.owned(part, rank), "") for part in program.weight_parts_of(layout)]
+        owned_parts = [
+            (program.sharding.shards.owned_range(part, rank), "") for part in program.weight_parts_of(layout)
+        ]
         for _, _, target in overlaps(owned_parts, start, stop):
             yield target
 
@@ -652,10 +654,10 @@ def saved_shards(plan: Plan) -> dict[str, SavedShard]:
                 continue
             parts, owned = program.parts_of(layout), program.owned_parts_of(layout)
             if kind.elements_of is not None and not kind.has_weight_layout(layout):
-                if program.sharding.shards.are_whole:
+                if program.sharding.shards.is_local:
                     continue
                 parts = [range(kind.num_elements(layout))]  # the state of the layout is one block, sharded separately
-                owned = [program.sharding.shards.owned(parts[0])]
+                owned = [program.sharding.shards.owned_range(parts[0])]
             add(program.state_keys(layout, kind.name), parts, owned, kind)
     return saved
 

@@ -25,7 +25,7 @@ from megatrain.engine.tape.updates import Updater
 from megatrain.optim.base import Update
 from megatrain.plan import attempts
 from megatrain.plan.plan import Plan
-from megatrain.ranks.lanes import micro_batches_of_lane, total
+from megatrain.ranks.lanes import lane_micro_batches, total
 from megatrain.training.trainer import Trainer
 from oracles.memory_access import MemoryAccess
 from oracles.runners import layer_runner
@@ -72,7 +72,7 @@ def gradients_by_hand(plan: Plan, weights: Mapping[str, Tensor], micro_batches: 
     num_lanes = plan.run.num_lanes
     sums: dict[tuple[int, int], dict[tuple[int, str], Tensor]] = {}
     for lane in range(num_lanes):
-        own = [micro_batches[number] for number in micro_batches_of_lane(lane, num_lanes, len(micro_batches))]
+        own = [micro_batches[number] for number in lane_micro_batches(lane, num_lanes, len(micro_batches))]
         if own:
             runner.forward_backward(own, num_items=num_items)
         sums[lane, lane + 1] = access.take()

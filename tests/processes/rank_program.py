@@ -55,7 +55,7 @@ def steps(group: RankGroup, folder: Path, faults: set[str]) -> int:
                 (folder / f"at_step_2_{group.world.rank}").touch()
             consensus.gather_records(StepRecord(), is_due=False)
             step += 1
-            if consensus.stops:
+            if consensus.must_stop:
                 print(f"stopped after step {step}", flush=True)
                 return 75
             time.sleep(0.02 if "slow" in faults else 0.0)

@@ -58,7 +58,7 @@ class ProgramBuilder:
     ) -> None:
         self._sharding, self._frozen = sharding or Sharding(), frozen or FrozenWeights()
         self._shards, own_lanes = self._sharding.shards, self._sharding.own_lanes
-        assert self._shards.are_whole or (order == "layer" and not self._frozen.in_place), self._shards
+        assert self._shards.is_local or (order == "layer" and not self._frozen.in_place), self._shards
         assert order == "layer" or own_lanes.num_lanes == 1, "open sums belong to only one visit at a time"
         self._graph, self._trace = graph, trace
         self._num_micro_batches, self._order = num_micro_batches, order
@@ -81,7 +81,7 @@ class ProgramBuilder:
         self._cut_weights = frozenset(
             name
             for name in self._parts
-            if not self._shards.are_whole or all(self._accepts_parts(visit, name) for visit in self._uses[name])
+            if not self._shards.is_local or all(self._accepts_parts(visit, name) for visit in self._uses[name])
         )
         # While a device computes, the host updates the weights of the next forward visit. During the backward, it
         # updates the weights of the visit whose backward has just ended.
@@ -119,7 +119,7 @@ class ProgramBuilder:
         trained = {
             index: layout for index, layout in enumerate(self._graph.layouts.values()) if self._is_trained(layout)
         }
-        assert self._shards.are_whole or all(map(is_elementwise, trained.values())), "shards suffice only elementwise"
+        assert self._shards.is_local or all(map(is_elementwise, trained.values())), "shards suffice only elementwise"
         if not isinstance(optimizer, MatrixOptimizer) or self._compute_tier == "ram":
             return updates
         sent = {index: matrix_elements(optimizer, layout) for index, layout in trained.items()}
@@ -189,7 +189,7 @@ class ProgramBuilder:
         for number, group in enumerate(groups):
             is_first, is_last = number == 0, number == len(groups) - 1
             ticks: Iterable[Tick] = self._pass_ticks(group, is_first=is_first, is_last=is_last)
-            if not self._shards.are_whole:
+            if not self._shards.is_local:
                 ticks = self._with_collectives(list(ticks))
             if is_first and self._updates.are_deferred:
                 ticks = self._with_deferred_updates(list(ticks))

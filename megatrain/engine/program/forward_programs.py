@@ -102,9 +102,7 @@ def generation_program(
     by_part: set[tuple[int, str]] = set()
     for visit, traced in enumerate(trace.visits):
         layouts = [graph.layouts[name] for name in layouts_of_unit(graph, traced.unit)]
-        cut = [
-            layout for layout in layouts if layout.name in program.cuts.weights and program.sharding.shards.are_whole
-        ]
+        cut = [layout for layout in layouts if layout.name in program.cuts.weights and program.sharding.shards.is_local]
         by_part.update((visit, layout.name) for layout in cut)
         held = tuple((key, "r") for layout in layouts if layout not in cut for key in program.weight_keys(layout))
         passing = [((key, "r"),) for layout in cut for key in program.weight_keys(layout)]
@@ -113,7 +111,7 @@ def generation_program(
             blocks[key] = BlockPlan(key, "activations", cache_nbytes[visit], torch.uint8)
             passing.append(((key, "w" if is_first else "rw"),))
         ticks.append(Tick("forward", visit, held, tuple(passing)))  # type: ignore[arg-type]
-    if not program.sharding.shards.are_whole:
+    if not program.sharding.shards.is_local:
         gathers = gathers_before(ticks, [tick.held for tick in ticks], program.sharding.gathers_ahead)
         ticks = [each for due, tick in zip(gathers, ticks, strict=True) for each in (*due, replace(tick, held=()))]
     return replace(
@@ -132,7 +130,7 @@ def whole_head_bytes(program: StepProgram, graph: ModelGraph) -> int:
 
     If weights are sharded, the result is also 0, because the gather already creates the whole weight.
     """
-    if not program.sharding.shards.are_whole:
+    if not program.sharding.shards.is_local:
         return 0
     head = graph.model.get_output_embeddings()
     names = {name for unit in graph.units if unit.module is head for _, _, name in unit.params}

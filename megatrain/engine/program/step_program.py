@@ -149,7 +149,7 @@ class StepProgram:
 
     def owned_parts_of(self, layout: UnitLayout) -> Sequence[range]:
         """Return the range of elements that this rank owns in each part of a layout's state and gradient."""
-        return [self.sharding.shards.owned(part) for part in self.parts_of(layout)]
+        return [self.sharding.shards.owned_range(part) for part in self.parts_of(layout)]
 
     def weight_keys(self, layout: UnitLayout) -> list[str]:
         """Return the keys of the blocks that hold a weight or its encoding."""
@@ -167,7 +167,7 @@ class StepProgram:
     def decoded_bytes(self, visit: int, layout: UnitLayout) -> int:
         """Return the memory in bytes for a weight that a visit decodes; 0 if the blocks hold the weight itself."""
         encoding = self.encodings.get(layout.name)
-        if encoding is None or not self.sharding.shards.are_whole:  # gathers already decode shards into full copies
+        if encoding is None or not self.sharding.shards.is_local:  # gathers already decode shards into full copies
             return 0
         keys, is_cut = self.weight_keys(layout), layout.name in self.cuts.weights
         if encoding.dtype == self.blocks[keys[0]].dtype and (len(keys) == 1 or is_cut):
@@ -187,11 +187,11 @@ class StepProgram:
 
     def owned_weight_parts_of(self, layout: UnitLayout) -> Sequence[range]:
         """Return the range of elements that this rank owns in each block of a layout's weight."""
-        return [self.sharding.shards.owned(part) for part in self.weight_parts_of(layout)]
+        return [self.sharding.shards.owned_range(part) for part in self.weight_parts_of(layout)]
 
     def full_elements(self, layout: UnitLayout) -> int:
         """Return how many elements a full copy of a layout's weight or gradient has, including shard padding."""
-        return max(self.sharding.shards.gathered(part).stop for part in self.parts_of(layout))
+        return max(self.sharding.shards.gathered_range(part).stop for part in self.parts_of(layout))
 
     def links_between_ranks(self) -> list[str]:
         """Return the names of the links to and from other ranks."""
@@ -206,7 +206,7 @@ class StepProgram:
         tick, moved = self.ticks[number], dict[str, int]()
         if tick.phase == "update" and (sent := self.updates.sent_elements.get(tick.visit)):
             moved = dict.fromkeys((f"ram->{self.compute_tier}", f"{self.compute_tier}->ram"), DIRECTION_BYTES * sent)
-        return moved if self.sharding.shards.are_whole else moved | self._collective_bytes(number)
+        return moved if self.sharding.shards.is_local else moved | self._collective_bytes(number)
 
     def _collective_bytes(self, number: int) -> dict[str, int]:
         """Return how many bytes the tick at position ``number`` sends to and receives from other ranks, by link."""
@@ -229,7 +229,7 @@ class StepProgram:
     def _count_collectives(self, moved: dict[str, int], shard: int, *, is_gather: bool) -> None:
         """Add the bytes that one collective sends and receives, for shards that have ``shard`` bytes each."""
         lanes, rank = self.sharding.lanes, self.sharding.shards.rank
-        own = 1 if is_gather else len(lanes.sums_of_rank(rank))
+        own = 1 if is_gather else len(lanes.rank_sums(rank))
         received = lanes.size - 1 if is_gather else lanes.num_sums - own
         place = PEER if lanes.num_hosts == 1 else NETWORK
         moved[f"{self.compute_tier}->{place}"] += (lanes.size - 1) * own * shard

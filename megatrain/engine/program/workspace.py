@@ -88,7 +88,7 @@ def visit_transients(
         nbytes = _computing_bytes(trace, program, tick)
         if nbytes:
             yield Transient.for_tick("computing", nbytes, number)
-        if program.sharding.shards.are_whole and tick.phase in ("head", "backward"):
+        if program.sharding.shards.is_local and tick.phase in ("head", "backward"):
             yield from _sum_transients(program, number)
     yield from waiting_rows(graph, trace, program, num_micro_batches)
 
@@ -125,7 +125,7 @@ def computing_bytes(trace: VisitTrace, program: StepProgram) -> list[int]:
         if keeps_graph or tick.visit in passing:
             found.append(None)
             continue
-        has_sums = program.sharding.shards.are_whole and tick.phase in ("head", "backward")
+        has_sums = program.sharding.shards.is_local and tick.phase in ("head", "backward")
         sums = sum(each.nbytes for each in _sum_transients(program, number)) if has_sums else 0
         found.append(_computing_bytes(trace, program, tick) + sums)
     most = max((_computing_bytes(trace, program, tick) for tick in program.ticks), default=0)
@@ -185,7 +185,7 @@ def collective_transients(graph: ModelGraph, program: StepProgram) -> Iterator[T
     A full copy lives from its gather to the end of the visit's tick. A gradient sum lives from the visit's tick to the
     exchange of the last part. If parts are leased one at a time, the memory of a part lives only within the tick.
     """
-    if not program.sharding.shards.are_whole:
+    if not program.sharding.shards.is_local:
         yield from _CollectiveMemory(graph, program).transients()
 
 
@@ -199,7 +199,7 @@ class _CollectiveMemory:
             program.sharding.shards,
             program.sharding.own_lanes,
         )
-        self._num_sums = len(self._lanes.sums_of_rank(self._shards.rank))
+        self._num_sums = len(self._lanes.rank_sums(self._shards.rank))
         # If the program gathers ahead, a GPU sends sums while the next visit runs.
         self._sends_ahead = program.sharding.gathers_ahead > 0 and program.compute_tier != "ram"
         self._gathered: dict[tuple[Phase, int], deque[int]] = {}  # served tick -> positions of its gathers

@@ -133,7 +133,7 @@ class Ranks(ShardingHooks):
             # Iterate by part, then by rank. This is the order of elements, so the sum is bit-identical to one process.
             for part in self._program.parts_of(layout):
                 for rank, of_rank in enumerate(found):
-                    count = -(-len(shards.owned(part, rank)) // SHARD_BLOCK_ELEMENTS)
+                    count = -(-len(shards.owned_range(part, rank)) // SHARD_BLOCK_ELEMENTS)
                     squares.append(of_rank[positions[rank] : positions[rank] + count])
                     positions[rank] += count
             of_all = set[str]().union(*(names[layout.name] for *_, names in records))
@@ -357,7 +357,7 @@ class FullCopies(WeightPlace):
         work: Any = None
         goes_on = self._program.sharding.gathers_ahead > 0 and self._window.side is None
         for number, (part, shard) in enumerate(zip(parts, own, strict=True)):
-            place = _slice(copy, self._program.sharding.shards.gathered(part))
+            place = _slice(copy, self._program.sharding.shards.gathered_range(part))
             work = self._gather_part(place, shard, is_async=goes_on and number == len(parts) - 1)
         return work
 
@@ -411,7 +411,7 @@ class FullCopies(WeightPlace):
         part = self._program.weight_parts_of(self._graph.layouts[name])[number]
         with self._window.within_tick(), self._execution.lease([key]) as shards:
             self._window.find_device(shards[key].device)
-            length = len(self._program.sharding.shards.gathered(part))
+            length = len(self._program.sharding.shards.gathered_range(part))
             copy = torch.empty(length, dtype=self._program.gathered_dtype(key), device=self._window.device)
             self._window.count(copy.nbytes)
             self._gather_part(copy, shards[key])
@@ -513,7 +513,7 @@ class ExchangedGradients:
                 keys = self._execution.content_keys(op, group)
                 name, use, part = self._places[keys[0]]
                 parts = self._program.parts_of(self._graph.layouts[name])
-                elements = self._program.sharding.shards.gathered(parts[part])
+                elements = self._program.sharding.shards.gathered_range(parts[part])
                 with self._execution.lease(keys) as tensors:
                     self._exchange_part(keys, tensors, [_slice(each, elements) for each in self._sums[name, use]])
                 if part == len(parts) - 1:
@@ -534,7 +534,7 @@ class ExchangedGradients:
         name, use, part = self._places[keys[0]]
         elements = self._program.parts_of(self._graph.layouts[name])[part]
         block, *others = (tensors[key] for key in keys)
-        owned = len(self._program.sharding.shards.owned(elements))
+        owned = len(self._program.sharding.shards.owned_range(elements))
         block.copy_(self._added(sums))
         # Zero the padding, because the sums contain elements of the next part there.
         block[owned:].zero_()
@@ -551,7 +551,7 @@ class ExchangedGradients:
             sums: One sum [ranks * N] per range of this rank's lanes, containing the concatenated shards of all ranks.
         """
         lanes = self._program.sharding.lanes
-        of_ranks = [lanes.sums_of_rank(each) for each in range(lanes.size)]
+        of_ranks = [lanes.rank_sums(each) for each in range(lanes.size)]
         length = sums[0].numel() // lanes.size
         received = torch.empty(lanes.num_sums * length, dtype=torch.float32, device=sums[0].device)
         self._window.count(received.nbytes)
@@ -587,7 +587,7 @@ class ExchangedGradients:
         name, use, number = self._places[key]
         layout = self._graph.layouts[name]
         part = self._program.parts_of(layout)[number]
-        shape = len(self._gradients.lanes.subtrees), len(self._program.sharding.shards.gathered(part))
+        shape = len(self._gradients.lanes.subtrees), len(self._program.sharding.shards.gathered_range(part))
         memory = torch.zeros(shape, dtype=torch.float32, device=self._window.device)
         self._window.count(memory.nbytes)
         yield [each[: len(part)] for each in memory]

@@ -147,12 +147,12 @@ class LaneAccumulator:
         self._lanes, self._create = lanes, create
         self._made = [first]
         self._num_open = 1
-        self._lane = lanes.own.start
+        self._lane = lanes.local_lanes.start
 
     def at(self, micro_batch: int) -> None:
         """Advance to a micro-batch, by its number within these lanes. Call this for the micro-batches in order."""
         lane = self._lanes.lane_of(micro_batch)
-        assert self._lane <= lane < self._lanes.own.stop, (micro_batch, self._lane, lane, self._lanes)
+        assert self._lane <= lane < self._lanes.local_lanes.stop, (micro_batch, self._lane, lane, self._lanes)
         while self._lane < lane:
             self._close_lane()
             self._num_open += 1
@@ -164,7 +164,7 @@ class LaneAccumulator:
             The nodes of the tree that remain open, with their sums. A process that has all lanes of the step has one
             node. A sum is None if it has no gradients.
         """
-        while self._lane < self._lanes.own.stop - 1:
+        while self._lane < self._lanes.local_lanes.stop - 1:
             self._close_lane()
             self._num_open += 1
         self._close_lane()

@@ -44,7 +44,7 @@ def test_metrics_log_continues_at_the_resumed_step(tmp_path: Path) -> None:
             log.on_checkpoint(CheckpointMetrics(step, tmp_path, 3, 1, 2, 0.5, 0.1))
     with path.open("a") as torn:
         torn.write('{"step": 2, "los')
-    with MetricsLog(path, continued_from=2) as log:
+    with MetricsLog(path, resume_step=2) as log:
         log.on_step(replace(STEP, step=3))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["step"], line.get("event")) for line in lines] == [
@@ -58,7 +58,7 @@ def test_metrics_log_continues_at_the_resumed_step(tmp_path: Path) -> None:
 def test_a_line_that_lacks_its_end_does_not_spoil_the_next(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}')
-    with MetricsLog(path, continued_from=2) as log:
+    with MetricsLog(path, resume_step=2) as log:
         log.on_step(replace(STEP, step=3))
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3]
 

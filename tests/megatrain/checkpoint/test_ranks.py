@@ -71,7 +71,7 @@ def rank_store(folder: Path, rank: int, size: int) -> Iterator[TieredStore]:
 def fill(store: TieredStore, rank: int, size: int, step: int) -> None:
     shards = RankShards(rank, size)
     for key, length in SIZES.items():
-        owned = shards.owned(range(length))
+        owned = shards.owned_range(range(length))
         with store.acquire(key, "ram", "w") as lease:
             lease.tensor.zero_()
             lease.tensor[: len(owned)] = contents(key, step)[owned.start : owned.stop]
@@ -136,7 +136,7 @@ def test_another_world_reads_the_ranges_of_its_shares(written: dict[int, Path], 
     reader, key = CheckpointReader(checkpoint), data.draw(st.sampled_from(list(SIZES)))
     world = data.draw(st.integers(1, 6))
     shards = RankShards(data.draw(st.integers(0, world - 1)), world)
-    owned = shards.owned(range(SIZES[key]))
+    owned = shards.owned_range(range(SIZES[key]))
     found = reader.read_range(key, 4 * owned.start, 4 * owned.stop).view(torch.float32)
     assert torch.equal(found, contents(key, 7)[owned.start : owned.stop])
     assert list(reader.problems()) == []

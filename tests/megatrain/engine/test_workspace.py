@@ -48,7 +48,7 @@ def program_of(num_lanes: int, dtype: torch.dtype = torch.float32) -> tuple[Step
     """Return the program of a tiny model, the elements of its largest visit, and its workspace."""
     graph = build_graph(tiny_config("llama", tied=False))
     trace = trace_visits(graph, 2, 16, torch.float32)
-    lanes = Lanes.all_of(num_lanes, 8)
+    lanes = Lanes.for_all(num_lanes, 8)
     program = ProgramBuilder(
         graph,
         trace,
@@ -143,7 +143,7 @@ def test_gathered_copies_and_sums_are_counted_for_their_lifetime() -> None:
         Tick("backward", 0, ()),
         Tick("exchange", 0, (), summed, serves="backward"),  # type: ignore[arg-type]
     )
-    sharding = Sharding(RankShards(0, 2), RankLanes(2, 2), Lanes.of_rank(0, 2, 2, 2))
+    sharding = Sharding(RankShards(0, 2), RankLanes(2, 2), Lanes.for_rank(0, 2, 2, 2))
     program = StepProgram(blocks, ticks, "ram", cuts=LayoutSplits(), sharding=sharding)
     found = list(collective_transients(graph, program))
     full = 4 * 2 * length

@@ -33,24 +33,24 @@ def consensus_of(group: Group) -> tuple[Consensus, RunSignals]:
 def test_single_process_reads_its_signals() -> None:
     consensus, signals = consensus_of(Group(is_single=True))
     assert consensus.gather_records(FIGURES, is_due=True) == ()
-    assert not consensus.stops and not consensus.saves_immediately
+    assert not consensus.must_stop and not consensus.must_save_now
     assert consensus.is_due(True) and not consensus.is_due(False)
     signals.stop_requested = signals.save_requested = signals.is_hung_up = True
-    assert consensus.stops and consensus.saves_immediately and consensus.is_hung_up and consensus.agree_to_stop()
+    assert consensus.must_stop and consensus.must_save_now and consensus.is_hung_up and consensus.agree_to_stop()
 
 
 def test_ranks_stop_when_all_know_of_it() -> None:
     group = Group(is_single=False)
     consensus, signals = consensus_of(group)
     signals.stop_requested = True
-    assert not consensus.stops  # the others do not know yet
+    assert not consensus.must_stop  # the others do not know yet
     records = consensus.gather_records(FIGURES, is_due=False)
-    assert consensus.stops and [each.is_paused for each in records] == [True] and records[0].step_s == 0.5
+    assert consensus.must_stop and [each.is_paused for each in records] == [True] and records[0].step_s == 0.5
     other, _ = consensus_of(Group(is_single=False))
     assert not other.agree_to_stop()
     group.others = [True]
     late, _ = consensus_of(group)
-    assert late.agree_to_stop() and late.stops
+    assert late.agree_to_stop() and late.must_stop
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -60,4 +60,4 @@ def test_first_rank_decides_when_a_checkpoint_is_due(is_first: bool) -> None:
     assert consensus.is_due(not is_first) == is_first
     signals.save_requested = True
     consensus.gather_records(FIGURES, is_due=False)
-    assert consensus.is_due(False) and not consensus.saves_immediately
+    assert consensus.is_due(False) and not consensus.must_save_now

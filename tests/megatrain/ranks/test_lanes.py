@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from megatrain.ranks.lanes import (
     Subtree,
+    lane_micro_batches,
     lane_of,
-    lanes_of_rank,
     max_open_sums,
-    micro_batches_of_lane,
-    micro_batches_of_rank,
     num_merges,
+    rank_lanes,
+    rank_micro_batches,
     split,
     subtrees,
     total,
@@ -25,13 +25,13 @@ ALL_WORLDS = [(num_ranks, num_lanes) for num_lanes in range(1, 17) for num_ranks
 
 @given(st.integers(1, 16), st.integers(1, 200))
 def test_every_micro_batch_is_in_one_lane_and_on_one_rank(num_lanes: int, num_micro_batches: int) -> None:
-    lanes = [micro_batches_of_lane(lane, num_lanes, num_micro_batches) for lane in range(num_lanes)]
+    lanes = [lane_micro_batches(lane, num_lanes, num_micro_batches) for lane in range(num_lanes)]
     assert [number for lane in lanes for number in lane] == list(range(num_micro_batches))
     assert max(map(len, lanes)) - min(map(len, lanes)) <= 1
     for number in range(num_micro_batches):
         assert number in lanes[lane_of(number, num_lanes, num_micro_batches)]
     for num_ranks in range(1, num_lanes + 1):
-        ranks = [micro_batches_of_rank(rank, num_ranks, num_lanes, num_micro_batches) for rank in range(num_ranks)]
+        ranks = [rank_micro_batches(rank, num_ranks, num_lanes, num_micro_batches) for rank in range(num_ranks)]
         assert [number for rank in ranks for number in rank] == list(range(num_micro_batches))
         if num_micro_batches >= num_lanes:
             assert all(ranks)
@@ -52,7 +52,7 @@ def test_lanes_taken_in_order_leave_the_sums_of_the_ranks_subtrees() -> None:
     for num_ranks, num_lanes in ALL_WORLDS:
         sums: dict[Subtree, str] = {}
         for rank in range(num_ranks):
-            own = lanes_of_rank(rank, num_ranks, num_lanes)
+            own = rank_lanes(rank, num_ranks, num_lanes)
             opened: list[str] = []
             most = 0
             for lane in own:
@@ -73,7 +73,7 @@ def test_open_sums_of_one_rank_are_the_depth_of_the_tree(num_lanes: int, open_su
     # A rank with a separate subtree needs the same number of sums as without other lanes.
     for num_ranks in (2, 4, 8):
         if num_ranks <= num_lanes:
-            own = lanes_of_rank(num_ranks - 1, num_ranks, num_lanes)
+            own = rank_lanes(num_ranks - 1, num_ranks, num_lanes)
             assert max_open_sums(num_lanes, own) == max_open_sums(num_lanes // num_ranks)
 
 
@@ -84,7 +84,7 @@ def test_numbers_are_the_same_for_every_number_of_ranks() -> None:
         for num_ranks in range(1, num_lanes + 1):
             sums: dict[Subtree, np.ndarray] = {}
             for rank in range(num_ranks):
-                own = lanes_of_rank(rank, num_ranks, num_lanes)
+                own = rank_lanes(rank, num_ranks, num_lanes)
                 leaves = {(i, i + 1): numbers[i] for i in own}
                 for first, stop in subtrees(0, num_lanes, own.start, own.stop):
                     sums[first, stop] = total(first, stop, leaves, np.add)

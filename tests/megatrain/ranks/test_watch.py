@@ -21,13 +21,13 @@ def test_a_rank_may_appear_while_another_thread_looks_for_silent_ranks() -> None
         """Ranks that ended; a question about one does what the thread of heartbeats does at any time."""
 
         def __contains__(self, rank: object) -> bool:
-            watcher._seen_s[2] = time.monotonic()
+            watcher._last_beat_s[2] = time.monotonic()
             return False
 
-    watcher._seen_s[1] = time.monotonic()
-    watcher._gone = AddsRank()
+    watcher._last_beat_s[1] = time.monotonic()
+    watcher._finished_ranks = AddsRank()
     assert watcher._find_failure(time.monotonic()) is None
-    assert set(watcher._seen_s) == {1, 2}
+    assert set(watcher._last_beat_s) == {1, 2}
 
 
 @pytest.mark.parametrize(("rank", "waits"), [(0, 3), (1, 0)])

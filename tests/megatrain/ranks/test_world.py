@@ -25,7 +25,7 @@ SRUN = {
 
 
 def numbers(world: World) -> tuple[int, ...]:
-    return world.rank, world.size, world.local_rank, world.local_size, world.num_hosts, world.host_number
+    return world.rank, world.size, world.local_rank, world.local_size, world.num_hosts, world.host_index
 
 
 def test_ranks_of_torchrun_and_srun() -> None:

@@ -61,7 +61,7 @@ def test_resumed_log_returns_earlier_evaluations(tmp_path: Path) -> None:
     last = {"held_out": metrics(3), "book": metrics(3, "book")}
     assert last_evaluations(path, 3) == last_evaluations(path, 4) == last
     assert last_evaluations(path, 0)["book"] == metrics(0, "book")
-    with MetricsLog(path, continued_from=3):
+    with MetricsLog(path, resume_step=3):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 0, 3, 3]
 
