@@ -45,10 +45,10 @@ def command(source: ConfigSource, as_json: bool, skip_weights: bool) -> int:
         with without_garbage_collection():
             from megatrain.training.run_check import check_run
 
-        def show_stage(what: str) -> None:
-            spinner.show_activity(f"checking the {what}")
+        def show_stage(part: str) -> None:
+            spinner.show_activity(f"checking the {part}")
             # Objects of models and plans live long, so collection only costs time. Rows create garbage to collect.
-            (gc.disable if what in ("model", "plan") else gc.enable)()
+            (gc.disable if part in ("model", "plan") else gc.enable)()
 
         with without_garbage_collection():
             for finding in check_run(
@@ -68,16 +68,16 @@ def command(source: ConfigSource, as_json: bool, skip_weights: bool) -> int:
         click.secho(f"{count} problem{'s' if count > 1 else ''}", fg="red", bold=True)
     else:
         warnings = sum(finding.severity == "warning" for finding in findings)
-        more = f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
-        click.secho(f"no problems found{more}", fg="yellow" if warnings else "green")
+        suffix = f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
+        click.secho(f"no problems found{suffix}", fg="yellow" if warnings else "green")
     return code
 
 
 def _print(finding: CheckResult) -> None:
     width = shutil.get_terminal_size((_PLAIN_WIDTH, 24)).columns
-    head = f"{finding.severity:<7}  {finding.subject:<12}"
-    indent = len(head) if width >= 2 * len(head) else 2
-    lines = wrap_words(head + finding.text.partition("\n")[0], width, indent=indent)
+    prefix = f"{finding.severity:<7}  {finding.subject:<12}"
+    indent = len(prefix) if width >= 2 * len(prefix) else 2
+    lines = wrap_words(prefix + finding.text.partition("\n")[0], width, indent=indent)
     for text in finding.text.splitlines()[1:]:
         lines += wrap_words(" " * indent + text, width, indent=indent + 2)
     click.echo(click.style(lines[0][:7], fg=_COLOURS[finding.severity]) + lines[0][7:])

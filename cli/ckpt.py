@@ -95,13 +95,13 @@ def _take_inventory(run: Path | str) -> RunInventory | UrlInventory:
 def _verify(inventory: RunInventory | UrlInventory, step: int | None, *, as_json: bool) -> list[Verified]:
     """Verify checkpoints. Unless ``as_json``, print each with its problems. Return checkpoints and problems."""
 
-    def show(text: str) -> None:
+    def show_progress(text: str) -> None:
         if sys.stderr.isatty() and not as_json:
             click.echo(f"\r\x1b[K{text}", nl=False, err=True)
 
     results = []
-    for entry, problems in inventory.verify(step, lambda key: show(f"reading {key}")):
-        show("")
+    for entry, problems in inventory.verify(step, lambda key: show_progress(f"reading {key}")):
+        show_progress("")
         results.append((entry, problems))
         if as_json:
             continue
@@ -116,11 +116,11 @@ def _verify(inventory: RunInventory | UrlInventory, step: int | None, *, as_json
 
 def _damage_text(run: Path | str, damaged: Sequence[InventoryEntry], num_verified: int) -> str:
     """Return the text of an error about damaged checkpoints, with advice on what to do."""
-    them = "it" if len(damaged) == 1 else "them"
-    advice = f"; remove {them} with megatrain-tier ckpt rm {run} --generation N" if isinstance(run, Path) else ""
+    pronoun = "it" if len(damaged) == 1 else "them"
+    advice = f"; remove {pronoun} with megatrain-tier ckpt rm {run} --generation N" if isinstance(run, Path) else ""
     if not all(part.is_there for entry in damaged for part in entry.lost):
         advice = ". To restore the missing folders, mount their drives"
-    return f"{len(damaged)} of {num_verified} checkpoints cannot be used. A run skips {them}{advice}"
+    return f"{len(damaged)} of {num_verified} checkpoints cannot be used. A run skips {pronoun}{advice}"
 
 
 @command.command("rm")
@@ -146,19 +146,19 @@ def remove_command(
         raise RunFailedError("choose one option: --step N, --generation N or --all", EXIT_CONFIG)
     check_not_in_use(checkpoint_folders(run)[0])
     inventory = RunInventory(run)
-    chosen = _select_checkpoints(inventory, run, step, generation)
-    if chosen and not yes and not confirm(f"Remove {', '.join(map(_format_name, chosen))}?", as_json=as_json):
+    selected = _select_checkpoints(inventory, run, step, generation)
+    if selected and not yes and not confirm(f"Remove {', '.join(map(_format_name, selected))}?", as_json=as_json):
         raise RunFailedError("nothing was removed. Add --yes to remove without asking", EXIT_CONFIG)
     if not remove_all:
-        _check_one_remains(run, chosen)
-    for entry in chosen:
+        _check_one_remains(run, selected)
+    for entry in selected:
         remove_checkpoint(run, entry.checkpoint, force=remove_all)
         if not as_json:
             click.echo(f"removed {_format_name(entry)} (generation {entry.checkpoint.number})")
     if as_json:
         newest = next_start(inventory.entries)
-        click.echo(json.dumps({"removed": [_fields(entry, newest) for entry in chosen]}))
-    elif not chosen:
+        click.echo(json.dumps({"removed": [_fields(entry, newest) for entry in selected]}))
+    elif not selected:
         click.echo(f"no checkpoint in '{run}'")
     return 0
 
@@ -189,19 +189,19 @@ def _select_checkpoints(
         return inventory.of_step(step)
     if generation is None:
         return inventory.entries
-    chosen = [entry for entry in inventory.entries if entry.checkpoint.number == generation]
-    if not chosen:
-        known = ", ".join(str(entry.checkpoint.number) for entry in inventory.entries) or "none"
-        raise RunFailedError(f"no generation {generation} in '{run}'. Existing generations: {known}", EXIT_FAILED)
-    return chosen
+    selected = [entry for entry in inventory.entries if entry.checkpoint.number == generation]
+    if not selected:
+        generations = ", ".join(str(entry.checkpoint.number) for entry in inventory.entries) or "none"
+        raise RunFailedError(f"no generation {generation} in '{run}'. Existing generations: {generations}", EXIT_FAILED)
+    return selected
 
 
-def _check_one_remains(run: Path, chosen: list[InventoryEntry]) -> None:
+def _check_one_remains(run: Path, selected: list[InventoryEntry]) -> None:
     """Raise an error if a removal would leave no usable checkpoint. Call this before anything is removed."""
     from megatrain.checkpoint.inventory import RunInventory
 
     usable = [entry for entry in RunInventory(run).entries if entry.problem is None]
-    if len(usable) > 1 and all(entry in chosen for entry in usable):
+    if len(usable) > 1 and all(entry in selected for entry in usable):
         names = ", ".join(map(_format_name, usable))
         raise RunFailedError(f"no other checkpoint in '{run}' is usable: {names}. Remove them with --all", EXIT_FAILED)
 

@@ -37,25 +37,25 @@ def command(paths: tuple[Path, ...], yes: bool, generations: str | None, as_json
     from tiered.units import format_size
 
     folders = dict.fromkeys(folder.resolve() for path in paths or (Path(),) for folder in find_directories(path))
-    found = [measure_leftovers(folder) for folder in folders]
+    leftovers = [measure_leftovers(folder) for folder in folders]
     orphans = [orphan for folder in folders for orphan in find_orphans(folder)] if generations else []
     selected = [orphan for orphan in orphans if generations == "all" or not orphan.is_store_gone]
-    removable = [left for left in found if left.owner is None and left.num_files]
-    sizes = {**{left.path: left.nbytes for left in removable}, **{orphan.path: orphan.nbytes for orphan in selected}}
+    removable = [leftover for leftover in leftovers if leftover.owner is None and leftover.num_files]
+    sizes = {folder.path: folder.nbytes for folder in (*removable, *selected)}
     if not as_json:
-        _print_found(found, paths)
+        _print_found(leftovers, paths)
         _print_orphans(orphans, generations)
     question = f"Remove {format_size(sum(sizes.values()))} in {len(sizes)} folders?"
     if sizes and not yes and not confirm(question, as_json=as_json):
         if as_json:
-            _print_json(found, orphans, {})
+            _print_json(leftovers, orphans, {})
         raise RunFailedError("nothing was removed. Add --yes to remove the listed files", EXIT_CONFIG)
-    removed, failures = _remove(removable, selected)
-    freed = {path: sizes[path] for path in removed}
+    removed_paths, failures = _remove(removable, selected)
+    freed_sizes = {path: sizes[path] for path in removed_paths}
     if as_json:
-        _print_json(found, orphans, freed)
-    elif freed:
-        click.echo(f"freed {format_size(sum(freed.values()))}")
+        _print_json(leftovers, orphans, freed_sizes)
+    elif freed_sizes:
+        click.echo(f"freed {format_size(sum(freed_sizes.values()))}")
     if failures:
         raise RunFailedError("; ".join(failures), EXIT_FAILED)
     return 0
@@ -66,36 +66,36 @@ def _remove(removable: list[Leftovers], selected: list[Orphan]) -> tuple[list[Pa
     from tiered.errors import LockedError
     from tiered.ext import remove_leftovers, remove_orphan
 
-    todo: list[tuple[Path, Callable[[], object]]] = []
-    todo += [(left.path, partial(remove_leftovers, left.path)) for left in removable]
-    todo += [(orphan.path, partial(remove_orphan, orphan)) for orphan in selected]
-    removed, failures = [], []
-    for path, act in todo:
+    actions: list[tuple[Path, Callable[[], object]]] = []
+    actions += [(leftover.path, partial(remove_leftovers, leftover.path)) for leftover in removable]
+    actions += [(orphan.path, partial(remove_orphan, orphan)) for orphan in selected]
+    removed_paths, failures = [], []
+    for path, action in actions:
         try:
-            act()
-            removed.append(path)
+            action()
+            removed_paths.append(path)
         except LockedError as error:  # A run has started in the meantime.
             failures.append(str(error))
         except OSError as error:
             failures.append(f"{error.filename or path}: {error.strerror}")
-    return removed, failures
+    return removed_paths, failures
 
 
-def _print_found(found: list[Leftovers], paths: tuple[Path, ...]) -> None:
+def _print_found(leftovers: list[Leftovers], paths: tuple[Path, ...]) -> None:
     from tiered.units import format_size
 
-    for left in found:
-        if left.owner is not None:
-            what = f"in use by {left.owner}: left unchanged"
-        elif left.num_files:
-            what = f"{format_size(left.nbytes)} in {left.num_files} files"
+    for leftover in leftovers:
+        if leftover.owner is not None:
+            text = f"in use by {leftover.owner}: left unchanged"
+        elif leftover.num_files:
+            text = f"{format_size(leftover.nbytes)} in {leftover.num_files} files"
         else:
-            what = "nothing to remove"
-        foreign = f", {left.num_foreign} files of other programs stay" if left.num_foreign else ""
-        click.echo(f"{left.path}  {what}{foreign}")
-    if not found:
-        where = ", ".join(map(str, paths)) or "the current folder"
-        click.echo(f"no folders of [[tiers.nvme]] in {where} or below")
+            text = "nothing to remove"
+        foreign_note = f", {leftover.num_foreign} files of other programs stay" if leftover.num_foreign else ""
+        click.echo(f"{leftover.path}  {text}{foreign_note}")
+    if not leftovers:
+        locations = ", ".join(map(str, paths)) or "the current folder"
+        click.echo(f"no folders of [[tiers.nvme]] in {locations} or below")
 
 
 def _print_orphans(orphans: list[Orphan], generations: str | None) -> None:
@@ -103,25 +103,25 @@ def _print_orphans(orphans: list[Orphan], generations: str | None) -> None:
 
     for orphan in orphans:
         if not orphan.is_store_gone:
-            why = f"'{orphan.store_path}' does not list it"
+            reason = f"'{orphan.store_path}' does not list it"
         else:
-            why = f"'{orphan.store_path}' is missing" + (
+            reason = f"'{orphan.store_path}' is missing" + (
                 "" if generations == "all" else ": kept without --generations all"
             )
-        click.echo(f"{orphan.path}  {format_size(orphan.nbytes)}, data of a checkpoint: {why}")
+        click.echo(f"{orphan.path}  {format_size(orphan.nbytes)}, data of a checkpoint: {reason}")
 
 
-def _print_json(found: list[Leftovers], orphans: list[Orphan], freed: Mapping[Path, int]) -> None:
+def _print_json(leftovers: list[Leftovers], orphans: list[Orphan], freed_sizes: Mapping[Path, int]) -> None:
     stores: list[dict[str, Any]] = [
         {
-            "path": str(left.path),
-            "nbytes": left.nbytes,
-            "num_files": left.num_files,
-            "num_foreign": left.num_foreign,
-            "in_use_by": left.owner,
-            "removed": left.path in freed,
+            "path": str(leftover.path),
+            "nbytes": leftover.nbytes,
+            "num_files": leftover.num_files,
+            "num_foreign": leftover.num_foreign,
+            "in_use_by": leftover.owner,
+            "removed": leftover.path in freed_sizes,
         }
-        for left in found
+        for leftover in leftovers
     ]
     generations: list[dict[str, Any]] = [
         {
@@ -129,8 +129,8 @@ def _print_json(found: list[Leftovers], orphans: list[Orphan], freed: Mapping[Pa
             "nbytes": orphan.nbytes,
             "checkpoints": str(orphan.store_path),
             "checkpoints_gone": orphan.is_store_gone,
-            "removed": orphan.path in freed,
+            "removed": orphan.path in freed_sizes,
         }
         for orphan in orphans
     ]
-    click.echo(json.dumps({"stores": stores, "generations": generations, "freed_bytes": sum(freed.values())}))
+    click.echo(json.dumps({"stores": stores, "generations": generations, "freed_bytes": sum(freed_sizes.values())}))

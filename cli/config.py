@@ -75,34 +75,34 @@ def schema_command(out: Path | None) -> int:
 
 
 @command.command("diff")
-@click.argument("before", metavar="A", type=click.Path(path_type=Path))
-@click.argument("now", metavar="B", type=click.Path(path_type=Path))
+@click.argument("old_path", metavar="A", type=click.Path(path_type=Path))
+@click.argument("new_path", metavar="B", type=click.Path(path_type=Path))
 @json_option
-def diff_command(before: Path, now: Path, as_json: bool) -> int:
+def diff_command(old_path: Path, new_path: Path, as_json: bool) -> int:
     """Show the differences between two configs, and whether they alter results.
 
     A and B are config files, or output_dirs of runs, whose resolved configs are compared.
     """
     from megatrain.config.resolved import difference, load_run_config
 
-    found = difference(load_run_config(before), load_run_config(now))
+    changed = difference(load_run_config(old_path), load_run_config(new_path))
     if as_json:
         values = {
-            name: list(map(dataclasses.asdict, getattr(found, name))) for name in ("altering", "by_contents", "free")
+            name: list(map(dataclasses.asdict, getattr(changed, name))) for name in ("altering", "by_contents", "free")
         }
         click.echo(json.dumps(values, default=str))
         return 0
     groups = (
-        ("alters results", found.altering, "red"),
-        ("alters results if the data or the model differs", found.by_contents, "yellow"),
-        ("does not alter results", found.free, "green"),
+        ("alters results", changed.altering, "red"),
+        ("alters results if the data or the model differs", changed.by_contents, "yellow"),
+        ("does not alter results", changed.free, "green"),
     )
-    for title, changes, colour in groups:
+    for title, changes, color in groups:
         if changes:
-            click.secho(title, fg=colour)
+            click.secho(title, fg=color)
             for change in changes:
                 click.echo(f"  {change}")
-    if found.is_empty:
+    if changed.is_empty:
         click.echo("no differences")
     return 0
 
@@ -132,8 +132,8 @@ def explain_command(key: str, as_json: bool) -> int:
     if len(descriptions) > _MAX_EXPLAINED:
         _print_table(descriptions)
         return 0
-    for number, description in enumerate(descriptions):
-        if number:
+    for index, description in enumerate(descriptions):
+        if index:
             click.echo()
         _print(description)
     return 0
@@ -146,10 +146,10 @@ def _print_table(descriptions: Sequence[KeyDescription]) -> None:
         click.secho(description.key, bold=True, nl=False)
         click.echo(f"  {description.values}; default {description.default}"[: max(20, width - len(description.key))])
         click.echo(_wrap(description.meaning, width, "  ", "  "))
-    free = [each.key.rpartition(".")[2] for each in descriptions if each.alters == "no"]
-    if len(free) < len(descriptions):
-        which = f"All keys except {', '.join(free)}" if free else "All keys"
-        text = f"{which} alter results: continuing a checkpoint with another value requires --allow-config-change."
+    free_names = [entry.key.rpartition(".")[2] for entry in descriptions if entry.alters == "no"]
+    if len(free_names) < len(descriptions):
+        subject = f"All keys except {', '.join(free_names)}" if free_names else "All keys"
+        text = f"{subject} alter results: continuing a checkpoint with another value requires --allow-config-change."
         click.echo("\n" + _wrap(text, width, "", ""))
     click.echo(_wrap("Details of one key: megatrain-tier config explain KEY", width, "", ""))
 
@@ -157,23 +157,23 @@ def _print_table(descriptions: Sequence[KeyDescription]) -> None:
 def _print(description: KeyDescription) -> None:
     width = min(110, max(40, shutil.get_terminal_size((100, 24)).columns))
 
-    def line(name: str, text: str) -> None:
+    def print_field(name: str, text: str) -> None:
         click.echo(_wrap(text, width, f"  {name:<9}", " " * 11))
 
     click.secho(description.key, bold=True)
     click.echo(_wrap(description.meaning, width, "  ", "  "))
-    line("values", description.values)
-    line("default", description.default)
-    line("alters", _ALTERS[description.alters])
-    for number, (tool, name, note) in enumerate(description.other_names):
-        line("" if number else "called", f"{name} in {tool}" + (f" ({note})" if note else ""))
-    for number, text in enumerate(description.example):
-        click.echo(f"  {'write' if not number else '':<9}{text}")
+    print_field("values", description.values)
+    print_field("default", description.default)
+    print_field("alters", _ALTERS[description.alters])
+    for index, (tool, name, note) in enumerate(description.other_names):
+        print_field("" if index else "called", f"{name} in {tool}" + (f" ({note})" if note else ""))
+    for index, text in enumerate(description.example):
+        click.echo(f"  {'write' if not index else '':<9}{text}")
 
 
-def _wrap(text: str, width: int, first: str, others: str) -> str:
+def _wrap(text: str, width: int, first: str, rest: str) -> str:
     return textwrap.fill(
-        text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False, break_long_words=False
+        text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False, break_long_words=False
     )
 
 

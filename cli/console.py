@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .terminal import given_columns, wrap_words
+from .terminal import env_columns, wrap_words
 
 PLAIN_WIDTH = 140  # columns of tables in files, so that notes fit on one line
 
@@ -17,7 +17,7 @@ PLAIN_WIDTH = 140  # columns of tables in files, so that notes fit on one line
 def set_text_width(console: Console) -> Console:
     """Set a console's width to ``COLUMNS``, the terminal's width, or ``PLAIN_WIDTH`` for a file or pipe."""
     # If the width is 0, rich prints nothing.
-    console.width = given_columns() or (console.width if console.is_terminal else 0) or PLAIN_WIDTH
+    console.width = env_columns() or (console.width if console.is_terminal else 0) or PLAIN_WIDTH
     return console
 
 

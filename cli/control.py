@@ -49,32 +49,32 @@ def save_command(run: Path, timeout_s: float, as_json: bool) -> int:
     owner = require_owner(run)
     try:
         check_reachable(run, owner)
-        before = _wait_for_handler(run, owner, timeout_s)
+        old_status = _wait_for_handler(run, owner, timeout_s)
         send_signal(run, owner, signal.SIGUSR1)
     except ProcessLookupError:
         raise RunFailedError(f"{run}: {describe_ended(run)}", EXIT_FAILED) from None
     if not as_json:
         click.echo(f"asked process {owner.pid} to save after its current step", err=True)
 
-    def saved_step() -> int | None:
+    def find_saved_step() -> int | None:
         has_ended = find_owner(run) != owner  # Check before reading the status, which a run writes before it ends.
         status = status_of_owner(run, owner)
-        if status is not None and (step := _newer_checkpoint(before, status)) is not None:
+        if status is not None and (step := _newer_checkpoint(old_status, status)) is not None:
             return step
         if has_ended:
             raise RunFailedError(f"{run}: {describe_ended(run)}", EXIT_FAILED)
         return None
 
-    step = _poll(saved_step, timeout_s)
+    step = _poll(find_saved_step, timeout_s)
     if step is not None:
         path = str((run / "checkpoints").resolve())
         text = f"saved  checkpoint at step {step}"
         click.echo(json.dumps({"saved_step": step, "path": path}) if as_json else text)
         return EXIT_DONE
     status = status_of_owner(run, owner)
-    why = f": {status.message}" if status is not None and status.state == "paused" else ""
+    reason = f": {status.message}" if status is not None and status.state == "paused" else ""
     raise RunFailedError(
-        f"no checkpoint within {timeout_s:g} s{why}. The run will still save after its step: see "
+        f"no checkpoint within {timeout_s:g} s{reason}. The run will still save after its step: see "
         f"megatrain-tier status {run}",
         EXIT_FAILED,
     )
@@ -90,7 +90,7 @@ def _wait_for_handler(run: Path, owner: LockHolder, timeout_s: float) -> RunStat
 
     from .run_state import status_of_owner
 
-    def ready_status() -> RunStatus | None:
+    def find_ready_status() -> RunStatus | None:
         if find_owner(run) != owner:
             raise ProcessLookupError
         status = status_of_owner(run, owner)
@@ -98,18 +98,18 @@ def _wait_for_handler(run: Path, owner: LockHolder, timeout_s: float) -> RunStat
             raise RunFailedError(f"{run}: all steps are done ({status.state}), so it will not save again", EXIT_FAILED)
         return status if catches_signal(owner.pid or 0, signal.SIGUSR1) else None
 
-    status = _poll(ready_status, timeout_s)
+    status = _poll(find_ready_status, timeout_s)
     if status is None:
         raise RunFailedError(f"{run}: still starting after {timeout_s:g} s; no request was sent", EXIT_FAILED)
     return status
 
 
-def _newer_checkpoint(before: RunStatus, now: RunStatus) -> int | None:
+def _newer_checkpoint(old: RunStatus, new: RunStatus) -> int | None:
     """Return the step of a new checkpoint that includes all steps finished before the request, or None."""
-    is_new = (now.checkpoint_step, now.checkpoint_at) != (before.checkpoint_step, before.checkpoint_at)
-    if now.checkpoint_step is None or not is_new or now.checkpoint_step < before.step:
+    is_new = (new.checkpoint_step, new.checkpoint_at) != (old.checkpoint_step, old.checkpoint_at)
+    if new.checkpoint_step is None or not is_new or new.checkpoint_step < old.step:
         return None
-    return now.checkpoint_step
+    return new.checkpoint_step
 
 
 @click.command("stop")
@@ -154,6 +154,6 @@ def stop_command(run: Path, timeout_s: float, as_json: bool) -> int:
 def _poll(probe: Callable[[], _T | None], timeout_s: float) -> _T | None:
     """Call ``probe`` until it returns a value. Return the value, or None after ``timeout_s``."""
     end_s = time.monotonic() + timeout_s
-    while (found := probe()) is None and time.monotonic() < end_s:
+    while (value := probe()) is None and time.monotonic() < end_s:
         time.sleep(_POLL_S)
-    return found
+    return value

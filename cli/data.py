@@ -53,17 +53,17 @@ def preview_command(source: ConfigSource, count: int, row: int | None, as_json: 
     if as_json:
         click.echo(json.dumps({"rows": [preview.to_json() for preview in previews]}))
         return 0
-    is_coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    for number, preview in enumerate(previews):
-        if number:
+    has_color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for index, preview in enumerate(previews):
+        if index:
             click.echo()
-        _print_row(preview, is_coloured)
+        _print_row(preview, has_color)
     return 0
 
 
-def _print_row(preview: RowPreview, is_coloured: bool) -> None:
-    def styled(text: str, **style: object) -> str:
-        return click.style(text, **style) if is_coloured else text  # type: ignore[arg-type]
+def _print_row(preview: RowPreview, has_color: bool) -> None:
+    def style_text(text: str, **style: object) -> str:
+        return click.style(text, **style) if has_color else text  # type: ignore[arg-type]
 
     share = 100.0 * preview.num_trained / max(1, preview.num_tokens)
     figures = f"{preview.num_tokens:,} tokens, {preview.num_trained:,} trained ({share:.1f}%)"
@@ -71,24 +71,24 @@ def _print_row(preview: RowPreview, is_coloured: bool) -> None:
         figures += f", cut from {preview.num_tokens_before:,}"
     if preview.num_pieces > 1:
         figures += f", in {preview.num_pieces:,} pieces"
-    click.echo(f"{styled(f'row {preview.number}', bold=True)}  {preview.kind}  {figures}")
+    click.echo(f"{style_text(f'row {preview.number}', bold=True)}  {preview.kind}  {figures}")
     if preview.where:
-        click.echo(styled(preview.where, dim=True))
+        click.echo(style_text(preview.where, dim=True))
     if preview.dropped:
-        click.echo(styled(f"dropped: {_escape_controls(preview.dropped)}", fg="red"))
+        click.echo(style_text(f"dropped: {_escape_controls(preview.dropped)}", fg="red"))
     for reason in preview.untrained_turns:
-        click.echo(styled(f"a turn is not trained: {_escape_controls(reason)}", fg="yellow"))
+        click.echo(style_text(f"a turn is not trained: {_escape_controls(reason)}", fg="yellow"))
     if preview.left_out:
         names = " / ".join(preview.left_out)
         advice = ": set model.chat_template" if {"tool_calls", "tools"} & set(preview.left_out) else ""
-        click.echo(styled(f"the chat template has no place for {_escape_controls(names)}{advice}", fg="yellow"))
+        click.echo(style_text(f"the chat template has no place for {_escape_controls(names)}{advice}", fg="yellow"))
     if preview.special_tokens:
         text = f"the text of the row contains special tokens: {_escape_controls(' '.join(preview.special_tokens))}"
-        click.echo(styled(text, fg="yellow"))
+        click.echo(style_text(text, fg="yellow"))
     parts = []
     for segment in preview.segments:
         text = _escape_controls(segment.text.rstrip("\n") if segment is preview.segments[-1] else segment.text)
-        if is_coloured:
+        if has_color:
             parts.append(
                 click.style(text, fg="green", bold=True) if segment.is_trained else click.style(text, dim=True)
             )
@@ -146,9 +146,9 @@ def _print_stats(stats: DataStats, *, is_packed: bool, max_length: int) -> None:
         f"rows       {report.num_rows:,} read, {report.num_dropped:,} dropped, {report.num_truncated:,} truncated to "
         f"{max_length:,} tokens"
     )
-    for what, reasons in (("dropped", report.dropped), ("turns not trained", report.untrained_turns)):
-        for each in reasons:
-            click.echo(f"  {each.count:>8,}  {what}: {_escape_controls(each.reason)} (first: {each.example})")
+    for label, reasons in (("dropped", report.dropped), ("turns not trained", report.untrained_turns)):
+        for group in reasons:
+            click.echo(f"  {group.count:>8,}  {label}: {_escape_controls(group.reason)} (first: {group.example})")
     untrained = f"without a trained token (first: {report.first_untrained})"
     for count, reason in ((report.num_too_long, "too long"), (report.num_untrained, untrained)):
         if count:
@@ -165,8 +165,8 @@ def _print_stats(stats: DataStats, *, is_packed: bool, max_length: int) -> None:
         f"trained ({share:.1f}%)"
     )
     click.echo(f"           {stats.num_rows:,} rows in {stats.num_steps:,} steps")
-    other = f"{100 * stats.padding_share_other:.1f}% {'without' if is_packed else 'with'} packing"
-    click.echo(f"padding    {100 * stats.padding_share:.1f}%   ({other})")
+    other_padding = f"{100 * stats.padding_share_other:.1f}% {'without' if is_packed else 'with'} packing"
+    click.echo(f"padding    {100 * stats.padding_share:.1f}%   ({other_padding})")
     if len(stats.sources) > 1 or any(source.weight != 1.0 for source in stats.sources):
         for source in stats.sources:
             share = 100.0 * source.num_trained_tokens / max(1, source.num_tokens)
@@ -176,7 +176,7 @@ def _print_stats(stats: DataStats, *, is_packed: bool, max_length: int) -> None:
             )
     lengths = "   ".join(f"{percent}% <= {tokens:,}" for percent, tokens in stats.percentiles.items() if percent)
     click.echo(f"lengths    shortest {stats.percentiles[0]:,}   {lengths}")
-    largest = max(bin.num_documents for bin in stats.histogram)
-    for bin in stats.histogram:
-        bar = "#" * max(1, round(_BAR_WIDTH * bin.num_documents / largest))
-        click.echo(f"  {f'{bin.low:,}-{bin.high:,}':>15}  {bin.num_documents:>9,}  {bar}")
+    max_documents = max(bucket.num_documents for bucket in stats.histogram)
+    for bucket in stats.histogram:
+        bar = "#" * max(1, round(_BAR_WIDTH * bucket.num_documents / max_documents))
+        click.echo(f"  {f'{bucket.low:,}-{bucket.high:,}':>15}  {bucket.num_documents:>9,}  {bar}")

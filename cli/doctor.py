@@ -87,9 +87,9 @@ def _drive_folders(config_file: Path | None) -> list[Path]:
     if config_file is not None:
         from megatrain.machine.file_systems import existing_parent
 
-        found = [existing_parent(table.path) for table in ConfigSource(config_file).load().config.tiers.nvme]
-        if found:
-            return found
+        folders = [existing_parent(table.path) for table in ConfigSource(config_file).load().config.tiers.nvme]
+        if folders:
+            return folders
     return [writable_folder()]
 
 
@@ -113,8 +113,8 @@ def _print(results: DoctorResults) -> None:
     console = set_text_width(Console())
     system = results.system
     limit = "" if system.ram_limit_bytes >= system.ram_bytes else f" (limit {format_size(system.ram_limit_bytes)})"
-    head = f"{system.host}  {system.cpu}, {system.num_cpus} CPUs, {format_size(system.ram_bytes)} RAM{limit}"
-    console.print(Text(head, style="bold"), soft_wrap=True)
+    header = f"{system.host}  {system.cpu}, {system.num_cpus} CPUs, {format_size(system.ram_bytes)} RAM{limit}"
+    console.print(Text(header, style="bold"), soft_wrap=True)
     for line in _machine_lines(results):
         console.print(Text(line), soft_wrap=True)
     for drive in results.drives:
@@ -154,8 +154,8 @@ def _machine_lines(results: DoctorResults) -> list[str]:
     if results.layers.launches_per_s:
         lines.append(f"host     {1e6 / results.layers.launches_per_s:,.0f} us for each operator of a step")
     if gpu is not None:
-        pinned = "pinned" if gpu.is_pinned else "not pinned"
-        lines.append(f"GPU      {gpu.name}  from RAM {format_rate(gpu.h2d)}  to RAM {format_rate(gpu.d2h)}  ({pinned})")
+        pin = "pinned" if gpu.is_pinned else "not pinned"
+        lines.append(f"GPU      {gpu.name}  from RAM {format_rate(gpu.h2d)}  to RAM {format_rate(gpu.d2h)}  ({pin})")
     return lines
 
 

@@ -95,14 +95,14 @@ def command(
         checkpoint = run
     is_shown = sys.stderr.isatty() and not as_json
 
-    shown = -1
+    last_percent = -1
 
-    def show(what: str, done: int, total: int) -> None:
-        nonlocal shown
+    def show_progress(what: str, done: int, total: int) -> None:
+        nonlocal last_percent
         percent = 100 * done // max(1, total)
-        if percent == shown:
+        if percent == last_percent:
             return
-        shown = percent
+        last_percent = percent
         bar = ("#" * (_BAR_COLUMNS * done // max(1, total))).ljust(_BAR_COLUMNS)
         text = f"{bar} {format_size(done)} of {format_size(total)}  {what}"
         click.echo(f"\r\x1b[K{text}", nl=done == total, err=True)
@@ -119,40 +119,40 @@ def command(
         merge=merge or None,
         ema=ema,
         overwrite=overwrite,
-        on_progress=show if is_shown else None,
+        on_progress=show_progress if is_shown else None,
     )
     if not as_json:
         click.echo(f"model  {folder}")
         for line in next_lines(folder):
             click.echo(line)
-    sent = None if hub_id is None else push_folder(folder, hub_id, is_private=is_private)
+    hub_url = None if hub_id is None else push_folder(folder, hub_id, is_private=is_private)
     if as_json:
-        click.echo(json.dumps({"model": str(folder)} | ({} if sent is None else {"hub": sent})))
-    elif sent is not None:
-        click.echo(f"hub    {sent}")
+        click.echo(json.dumps({"model": str(folder)} | ({} if hub_url is None else {"hub": hub_url})))
+    elif hub_url is not None:
+        click.echo(f"hub    {hub_url}")
     return 0
 
 
 def next_lines(folder: Path) -> list[str]:
     """Return example command lines that use an exported folder."""
-    here = os.path.relpath(folder)
-    path = shlex.quote(here if len(here) < len(str(folder)) else str(folder))
+    relative = os.path.relpath(folder)
+    path = shlex.quote(relative if len(relative) < len(str(folder)) else str(folder))
     adapter = folder / "adapter_config.json"
     if adapter.is_file():
         base = shlex.quote(str(json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")))
-        others = [
+        commands = [
             f"vllm serve {base} --enable-lora --lora-modules tuned={path}",
             f"lm_eval --model hf --model_args pretrained={base},peft={path} --tasks hellaswag",
             f"python llama.cpp/convert_lora_to_gguf.py --base {base} {path}",
         ]
     else:
-        others = [
+        commands = [
             f"vllm serve {path}",
             f"lm_eval --model hf --model_args pretrained={path} --tasks hellaswag",
             f"python llama.cpp/convert_hf_to_gguf.py {path}",
         ]
-    first, *rest = [f"megatrain-tier generate {path} --interactive", *others]
-    return [f"next   {first}", *(f"   or  {line}" for line in rest)]
+    first_command, *other_commands = [f"megatrain-tier generate {path} --interactive", *commands]
+    return [f"next   {first_command}", *(f"   or  {line}" for line in other_commands)]
 
 
 def _parse_size(text: str | None) -> int | None:

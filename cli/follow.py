@@ -43,18 +43,18 @@ def follow(run: Path, *, as_json: bool) -> int:
         return status_exit_code(status)
     try:
         with closing(_JsonLines() if as_json else _TerminalView() if sys.stdout.isatty() else _Lines()) as view:
-            last = _watch(run, owner, view)
+            last_status = _watch(run, owner, view)
     except KeyboardInterrupt:
         click.echo(f"the run continues in process {owner.pid}", err=True)
         return EXIT_DONE
     if not as_json:
         echo_wrapped(describe_ended(run))
-    return EXIT_FAILED if last is None else status_exit_code(last)
+    return EXIT_FAILED if last_status is None else status_exit_code(last_status)
 
 
 def _watch(run: Path, owner: LockHolder, view: _Lines) -> RunStatus | None:
     """Show a run until its process ends. Return the last status that the process wrote, or None if it wrote none."""
-    while (now := find_owner(run)) is not None and now.pid == owner.pid:
+    while (current_owner := find_owner(run)) is not None and current_owner.pid == owner.pid:
         if (status := status_of_owner(run, owner)) is not None:
             view.show(status)
         time.sleep(_POLL_S)
@@ -106,15 +106,15 @@ class _TerminalView(_Lines):
     def __init__(self) -> None:
         super().__init__()
         self._status: RunStatus | None = None
-        self._moment, self._seen_s = ActivitySnapshot(doing="starting"), time.monotonic()
+        self._snapshot, self._snapshot_s = ActivitySnapshot(doing="starting"), time.monotonic()
         self._console = Console(highlight=False)
         self._live = LiveView(self._console, self._picture)
 
     def show(self, status: RunStatus) -> None:
-        moment = ActivitySnapshot.from_json(status.activity)
+        snapshot = ActivitySnapshot.from_json(status.activity)
         # The status is written once a second, so the view's own clock runs while the activity is unchanged.
-        if moment != self._moment:
-            self._moment, self._seen_s = moment, time.monotonic()
+        if snapshot != self._snapshot:
+            self._snapshot, self._snapshot_s = snapshot, time.monotonic()
         self._status = status
         self._show_message(status.message)
 
@@ -122,17 +122,17 @@ class _TerminalView(_Lines):
         self._live.print_message(text)
 
     def close(self) -> None:
-        self._moment = replace(self._moment, doing="", notice="")
-        self._live.close(keeps_picture=self._status is not None and self._status.metrics is not None)
+        self._snapshot = replace(self._snapshot, doing="", notice="")
+        self._live.close(keep_picture=self._status is not None and self._status.metrics is not None)
 
     def _picture(self) -> RenderableType:
-        status, moment = self._status, self._moment
-        if moment.doing:
-            moment = replace(moment, seconds=moment.seconds + time.monotonic() - self._seen_s)
+        status, snapshot = self._status, self._snapshot
+        if snapshot.doing:
+            snapshot = replace(snapshot, seconds=snapshot.seconds + time.monotonic() - self._snapshot_s)
         if status is None:
-            return live_view(None, moment, width=self._console.width)
+            return live_view(None, snapshot, width=self._console.width)
         evaluations = {
-            name: EvaluationMetrics(int(each["step"]), status.max_steps, name, float(each["loss"]), 0, 0.0)
-            for name, each in status.evaluations.items()
+            name: EvaluationMetrics(int(figures["step"]), status.max_steps, name, float(figures["loss"]), 0, 0.0)
+            for name, figures in status.evaluations.items()
         }
-        return live_view(status.metrics, moment, evaluations, width=self._console.width)
+        return live_view(status.metrics, snapshot, evaluations, width=self._console.width)

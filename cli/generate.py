@@ -38,7 +38,7 @@ _BATCH_KEYS = tuple(
     metavar="FILE",
     help='Read prompts from a .jsonl file with a "prompt" in each row, or from a text file with one prompt per line.',
 )
-@click.option("-p", "--prompt", "given", multiple=True, metavar="TEXT", help="A prompt. May be repeated.")
+@click.option("-p", "--prompt", "texts", multiple=True, metavar="TEXT", help="A prompt. May be repeated.")
 @click.option(
     "-i",
     "--interactive",
@@ -82,7 +82,7 @@ _BATCH_KEYS = tuple(
 def command(
     model: Path,
     file: Path | None,
-    given: tuple[str, ...],
+    texts: tuple[str, ...],
     is_interactive: bool,
     out: Path | None,
     system: str,
@@ -104,15 +104,15 @@ def command(
     """
     if out is not None and out.suffix not in (".jsonl", ".parquet"):
         raise click.UsageError(f"--out {out}: the file name must end with .jsonl or .parquet")
-    if is_interactive and (given or file or out or batch_size or micro_batch_size or dry_run):
+    if is_interactive and (texts or file or out or batch_size or micro_batch_size or dry_run):
         raise click.UsageError(
             "--interactive reads prompts from stdin and prints replies, so it does not work with --prompt, --prompts, "
             "--out, --batch-size, --micro-batch-size or --dry-run"
         )
-    prompts = [*given, *(_read_prompts(file) if file is not None else ())]
+    prompts = [*texts, *(_read_prompts(file) if file is not None else ())]
     if not prompts and not is_interactive:
         raise click.UsageError("there are no prompts: add a file with --prompts, or a text with --prompt")
-    rows, together = _choose_batch(len(prompts), batch_size, micro_batch_size)
+    rows, num_prompts = _choose_batch(len(prompts), batch_size, micro_batch_size)
     with Spinner("reading the config") as spinner:
         loaded = _load_config(model, overrides, spinner)
         spinner.show_activity("importing torch")
@@ -126,7 +126,7 @@ def command(
             settings = GenerationSettings(max_new_tokens, temperature, seed, system)
             if prompts:
                 spinner.show_activity("reading the model and planning")
-                config = config_for_prompts(loaded.config, rows, together)
+                config = config_for_prompts(loaded.config, rows, num_prompts)
                 generator = Generator(config, prompts, settings, observer=MessageObserver())
     if is_interactive:
         return _run_chat(loaded, settings)
@@ -139,11 +139,11 @@ def command(
 
 def _choose_batch(num_prompts: int, batch_size: int | None, micro_batch_size: int | None) -> tuple[int, int]:
     """Return the number of prompts per micro-batch, and the number per batch, which is a multiple of the first."""
-    most = min(8, num_prompts)
+    max_rows = min(8, num_prompts)
     if batch_size is None:
-        rows = micro_batch_size or most
+        rows = micro_batch_size or max_rows
         return rows, max(rows, min(num_prompts, 4 * rows))
-    rows = micro_batch_size or max(size for size in range(1, most + 1) if batch_size % size == 0)
+    rows = micro_batch_size or max(size for size in range(1, max_rows + 1) if batch_size % size == 0)
     if batch_size % rows:
         raise click.UsageError(f"--batch-size {batch_size} must be a multiple of --micro-batch-size {rows}")
     return rows, batch_size
@@ -213,9 +213,9 @@ def _load_config(model: Path, overrides: tuple[str, ...], spinner: Spinner) -> L
             loaded = ConfigSource(Path(file.name), (), overrides).load(spinner)
     else:
         loaded = ConfigSource(model, (), overrides).load(spinner)
-    given = next((key for key in _BATCH_KEYS if loaded.origins.get(key, "").startswith("--set")), None)
-    if given is not None:
-        raise click.UsageError(f"--set {given} only applies to training: use --batch-size and --micro-batch-size")
+    batch_key = next((key for key in _BATCH_KEYS if loaded.origins.get(key, "").startswith("--set")), None)
+    if batch_key is not None:
+        raise click.UsageError(f"--set {batch_key} only applies to training: use --batch-size and --micro-batch-size")
     return loaded
 
 
@@ -232,25 +232,25 @@ def _read_prompts(file: Path) -> list[str]:
         lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(str(file), f"cannot be read: {error}", "Name a file of text or JSON lines") from None
-    found: list[str] = []
-    for number, line in enumerate(lines, 1):
+    prompts: list[str] = []
+    for lineno, line in enumerate(lines, 1):
         if not line.strip():
             continue
         if file.suffix != ".jsonl":
-            found.append(line)
+            prompts.append(line)
             continue
         try:
             prompt: Any = json.loads(line)["prompt"]
         except (ValueError, KeyError, TypeError):
             prompt = None
         if not isinstance(prompt, str):
-            raise DataError(f"{file}, line {number}", 'the row has no text under "prompt"', 'Write {"prompt": "..."}')
-        found.append(prompt)
-    return found
+            raise DataError(f"{file}, line {lineno}", 'the row has no text under "prompt"', 'Write {"prompt": "..."}')
+        prompts.append(prompt)
+    return prompts
 
 
-def _write_completions(found: Sequence[Completion], out: Path | None) -> None:
-    rows = [dataclasses.asdict(each) for each in found]
+def _write_completions(completions: Sequence[Completion], out: Path | None) -> None:
+    rows = [dataclasses.asdict(completion) for completion in completions]
     if out is None:
         for row in rows:
             click.echo(json.dumps(row))

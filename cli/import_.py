@@ -63,7 +63,7 @@ def command(arguments: tuple[str, ...], tool: Tool | None, out: Path | None, as_
         return 0
     if out is None:
         click.echo(translation.toml, nl=False)
-    _print_rest(translation, out)
+    _print_summary(translation, out)
     return 0
 
 
@@ -73,23 +73,23 @@ def _write(out: Path, text: str) -> None:
     write_file(out, text, is_exclusive=True)
 
 
-def _print_rest(translation: Translation, out: Path | None) -> None:
+def _print_summary(translation: Translation, out: Path | None) -> None:
     """Print a summary and the keys that need the user's attention on stderr."""
     from megatrain.base.other_tools import TOOL_TITLES
     from megatrain.extras.translate.translate import format_omitted_key
 
-    num_carried = sum(bool(entry.tool_key) for entry in translation.entries.values())
-    head = f"translated {num_carried} value{'' if num_carried == 1 else 's'} of {TOOL_TITLES[translation.tool]}"
-    click.echo(head if out is None else f"{head}, written to {out}", err=True)
+    count = sum(bool(entry.tool_key) for entry in translation.entries.values())
+    summary = f"translated {count} value{'' if count == 1 else 's'} of {TOOL_TITLES[translation.tool]}"
+    click.echo(summary if out is None else f"{summary}, written to {out}", err=True)
     is_on_screen = out is None and sys.stdout.isatty()  # Comments in the printed TOML list the same keys.
-    for title, lefts, colour in (
+    for title, omitted_keys, color in (
         ("no equivalent here", translation.lost, "yellow"),
         ("not needed here", translation.unneeded, None),
     ):
-        if lefts and not is_on_screen:
-            click.secho(f"{title}:", fg=colour, err=True)
-            for left in lefts:
-                click.echo(f"  {format_omitted_key(left)}", err=True)
+        if omitted_keys and not is_on_screen:
+            click.secho(f"{title}:", fg=color, err=True)
+            for omitted in omitted_keys:
+                click.echo(f"  {format_omitted_key(omitted)}", err=True)
     if translation.to_fill_in:
         click.secho("to fill in:", fg="red", err=True)
         for key, entry in translation.to_fill_in.items():

@@ -81,7 +81,7 @@ def command(
     which editors complete and check the file. If the data is on this machine, fills in the columns of its first rows.
     """
     if is_example:
-        if has_lora or any(given is not None for given in (task, model, data)):
+        if has_lora or any(option is not None for option in (task, model, data)):
             raise click.UsageError("--example has its own task, model and data")
         return _write_example(path or Path(_EXAMPLE_FOLDER), as_json=as_json)
     from megatrain.config.first_rows import first_rows
@@ -132,10 +132,10 @@ def _model_facts(model: str, folder: Path) -> tuple[ModelFacts, bool]:
     from megatrain.models.folder import model_facts
     from megatrain.models.hub import cached_folder
 
-    place = Path(_expand_path(model)) if _is_path(model) else None
-    source = place or cached_folder(model)
+    local_path = Path(_expand_path(model)) if _is_path(model) else None
+    source = local_path or cached_folder(model)
     needs_template = source is not None and source.is_dir() and not read_template(source)
-    return model_facts(_relative_path(model, folder), place), needs_template
+    return model_facts(_relative_path(model, folder), local_path), needs_template
 
 
 def _remarks(
@@ -147,15 +147,15 @@ def _remarks(
     if rows is not None and rows.problem:
         yield f"data   {rows.problem}", "yellow"
     elif rows is not None and rows.format:
-        columns = ", ".join(f"{ours} = their {theirs}" for ours, theirs in rows.columns.items())
+        columns = ", ".join(f"{field} = their {column}" for field, column in rows.columns.items())
         yield f"data   rows are read as {rows.format}" + (f": {columns}" if columns else ""), ""
         if needs_template and rows.format in TEMPLATE_FORMATS:
             yield "model  it has no chat template, which such rows need: set model.chat_template", "yellow"
     if has_lora and find_spec("peft") is None:
         yield "needs  pip install 'megatrain-tier[lora]'", "yellow"
-    to_fill_in = [line.split(" = ")[0] for line in text.split("\n") if "FILL IN" in line and not line.startswith("#")]
-    if to_fill_in:
-        yield f"fill   {', '.join(to_fill_in)}", ""
+    unset_keys = [line.split(" = ")[0] for line in text.split("\n") if "FILL IN" in line and not line.startswith("#")]
+    if unset_keys:
+        yield f"fill   {', '.join(unset_keys)}", ""
     elif rows is not None and rows.format:
         yield f"look   megatrain-tier data preview {shlex.quote(str(path))}", ""
     yield f"next   megatrain-tier check {shlex.quote(str(path))}", ""
@@ -212,9 +212,9 @@ def _relative_path(text: str, folder: Path) -> str:
     """Return a path for the config: relative to the config's folder if it is below that folder."""
     if text.startswith(("~", "$")) or not (_is_path(text) or any(char in text for char in "*?[")):
         return text
-    whole = os.path.abspath(text)
-    shorter = os.path.relpath(whole, folder)
-    return whole if shorter.startswith(os.pardir) and os.path.isabs(text) else shorter
+    absolute = os.path.abspath(text)
+    relative = os.path.relpath(absolute, folder)
+    return absolute if relative.startswith(os.pardir) and os.path.isabs(text) else relative
 
 
 def _write_schema(folder: Path) -> Path | None:

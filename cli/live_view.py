@@ -50,7 +50,7 @@ class LiveView:
         self._console, self._picture, self._is_lost = console, picture, is_lost
         self._messages: deque[str | Text] = deque()
         self._wake_event = threading.Event()
-        self._is_closing, self._keeps_picture = False, True
+        self._is_closing, self._keep_picture = False, True
         self._thread = threading.Thread(target=self._run, name="view", daemon=True)
         self._thread.start()
 
@@ -59,13 +59,13 @@ class LiveView:
         self._messages.append(text)
         self._wake_event.set()
 
-    def close(self, *, keeps_picture: bool = True) -> None:
+    def close(self, *, keep_picture: bool = True) -> None:
         """Draw one last time and restore the terminal. Idempotent; stops waiting for a stopped terminal.
 
         Args:
-            keeps_picture: Whether to leave the last picture on the terminal.
+            keep_picture: Whether to leave the last picture on the terminal.
         """
-        self._keeps_picture = keeps_picture
+        self._keep_picture = keep_picture
         self._is_closing = True
         self._wake_event.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
@@ -89,7 +89,7 @@ class LiveView:
             if is_closing:
                 break
         if is_drawn:
-            live.transient = not self._keeps_picture
+            live.transient = not self._keep_picture
             live.stop()
 
     def _print(self, text: str | Text) -> None:
@@ -103,7 +103,7 @@ class LiveView:
 
 def live_view(
     metrics: StepMetrics | None,
-    moment: ActivitySnapshot = ActivitySnapshot(),  # noqa: B008  -- frozen
+    snapshot: ActivitySnapshot = ActivitySnapshot(),  # noqa: B008  -- frozen
     evaluations: Mapping[str, EvaluationMetrics] = MappingProxyType({}),
     *,
     width: int = 80,
@@ -112,15 +112,15 @@ def live_view(
 
     Args:
         metrics: Metrics of the last step, or None before the first step.
-        moment: Current activity.
+        snapshot: Current activity.
         evaluations: Last evaluation on each set, by name of the set.
         width: Width in columns, at least 60.
     """
     lines: list[RenderableType] = [] if metrics is None else [_figures(metrics)]
-    lines.append(_bars(list(_bar_rows(metrics, moment)), width))
+    lines.append(_bars(list(_bar_rows(metrics, snapshot)), width))
     lines += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in _last_lines(metrics, evaluations)]
-    if moment.notice:
-        lines.append(Text(moment.notice, style="bold yellow"))
+    if snapshot.notice:
+        lines.append(Text(snapshot.notice, style="bold yellow"))
     return Group(*lines)
 
 
@@ -135,17 +135,19 @@ def _figures(metrics: StepMetrics) -> Text:
     )  # fmt: skip
 
 
-def _bar_rows(metrics: StepMetrics | None, moment: ActivitySnapshot) -> Iterator[tuple[str, float, float, str]]:
+def _bar_rows(metrics: StepMetrics | None, snapshot: ActivitySnapshot) -> Iterator[tuple[str, float, float, str]]:
     """Yield the rows of bars: name, finished amount, total amount, and text."""
     if metrics is not None:
         mean = f"{format_duration(metrics.mean_step_s)}/step (mean)"
         text = f"{100.0 * metrics.step / metrics.max_steps:.1f}%  {mean}"
         yield "run", metrics.step, metrics.max_steps, text
-    if moment.doing:
-        done, total = (moment.done_bytes, moment.num_bytes) if moment.num_bytes else (moment.part, moment.num_parts)
-        yield "now", done, total, describe_activity(moment)
-    if moment.checkpoint_bytes:
-        done, total = moment.saved_bytes, moment.checkpoint_bytes
+    if snapshot.doing:
+        done, total = snapshot.part, snapshot.num_parts
+        if snapshot.num_bytes:
+            done, total = snapshot.done_bytes, snapshot.num_bytes
+        yield "now", done, total, describe_activity(snapshot)
+    if snapshot.checkpoint_bytes:
+        done, total = snapshot.saved_bytes, snapshot.checkpoint_bytes
         yield "save", done, total, f"checkpoint, {format_size(done)} of {format_size(total)}"
     if metrics is not None:
         limits = metrics.tier_capacity_bytes
@@ -157,10 +159,10 @@ def _bars(rows: list[tuple[str, float, float, str]], width: int) -> Table:
     """Return a table of bars. The length of the bars does not depend on the texts."""
     table = Table.grid(padding=(0, 2, 0, 0))
     available = width - max([_SHORTEST_NAME, *(len(name) for name, *_ in rows)]) - 2 * 2
-    texts = min(max(_SHORTEST_TEXTS, width // 2), _LONGEST_TEXTS, available - _SHORTEST_BAR)
+    text_width = min(max(_SHORTEST_TEXTS, width // 2), _LONGEST_TEXTS, available - _SHORTEST_BAR)
     for name, done, total, text in rows:
-        bar = ProgressBar(total=max(1.0, total), completed=done, width=available - texts)
-        table.add_row(name, bar, _shorten(text, texts))
+        bar = ProgressBar(total=max(1.0, total), completed=done, width=available - text_width)
+        table.add_row(name, bar, _shorten(text, text_width))
     return table
 
 
@@ -170,24 +172,24 @@ def _last_lines(metrics: StepMetrics | None, evaluations: Mapping[str, Evaluatio
         parts = (speed, format_stalls(metrics.stall_s), f"process {format_size(metrics.rss_bytes)}")
         yield "  ".join(part for part in parts if part)
     if evaluations:
-        shown = (f"{name} loss {each.loss:z.4f} at step {each.step}" for name, each in evaluations.items())
-        yield f"eval  {'  '.join(shown)}"
+        summaries = (f"{name} loss {last.loss:z.4f} at step {last.step}" for name, last in evaluations.items())
+        yield f"eval  {'  '.join(summaries)}"
 
 
-def describe_activity(moment: ActivitySnapshot) -> str:
+def describe_activity(snapshot: ActivitySnapshot) -> str:
     """Describe the current activity, such as "backward layers.3, micro-batch 2/4  1.2 s"."""
-    unit = ".".join(moment.unit.split(".")[-2:]).removeprefix("model.")[-_LONGEST_UNIT:]
-    what = " ".join(part for part in (moment.phase, unit) if part)
-    if moment.doing != "step":
-        what = f"{moment.doing}  {what}".rstrip()
-    elif not what:
-        what = "next rows"
-    if moment.micro_batch and moment.num_micro_batches > 1:
-        what += f", micro-batch {moment.micro_batch}/{moment.num_micro_batches}"
-    if moment.num_bytes:
-        what = f"{moment.doing}, {format_size(moment.done_bytes)} of {format_size(moment.num_bytes)}"
-    seconds = moment.seconds
-    return f"{what}  " + (f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds))
+    unit = ".".join(snapshot.unit.split(".")[-2:]).removeprefix("model.")[-_LONGEST_UNIT:]
+    text = " ".join(part for part in (snapshot.phase, unit) if part)
+    if snapshot.doing != "step":
+        text = f"{snapshot.doing}  {text}".rstrip()
+    elif not text:
+        text = "next rows"
+    if snapshot.micro_batch and snapshot.num_micro_batches > 1:
+        text += f", micro-batch {snapshot.micro_batch}/{snapshot.num_micro_batches}"
+    if snapshot.num_bytes:
+        text = f"{snapshot.doing}, {format_size(snapshot.done_bytes)} of {format_size(snapshot.num_bytes)}"
+    seconds = snapshot.seconds
+    return f"{text}  " + (f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds))
 
 
 def _shorten(text: str, width: int) -> Text:

@@ -199,8 +199,8 @@ def exit_code_of(error: BaseException) -> int | None:
     if isinstance(error, RunFailedError):
         return error.exit_code
     for module_name, class_name, code in EXPECTED_ERRORS:
-        kind = getattr(sys.modules.get(module_name), class_name, None)
-        if kind is not None and isinstance(error, kind):
+        error_class = getattr(sys.modules.get(module_name), class_name, None)
+        if error_class is not None and isinstance(error, error_class):
             return code
     return EXIT_FAILED if isinstance(error, OSError | MemoryError) else None
 
@@ -232,9 +232,9 @@ class Subcommands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the name and the first sentence of each command."""
         for title, names in self.sections(ctx).items():
-            found = [(name, command) for name in names if (command := self.get_command(ctx, name)) is not None]
+            commands = [(name, command) for name in names if (command := self.get_command(ctx, name)) is not None]
             with formatter.section(title):
-                formatter.write_dl([(name, command.get_short_help_str(sys.maxsize)) for name, command in found])
+                formatter.write_dl([(name, command.get_short_help_str(sys.maxsize)) for name, command in commands])
 
 
 class CommandGroup(Subcommands):
@@ -252,9 +252,9 @@ class CommandGroup(Subcommands):
         name = str(args[0])
         if name in _REMOVED_COMMANDS:
             ctx.fail(f"The command '{name}' was removed. {_REMOVED_COMMANDS[name]}")
-        near = difflib.get_close_matches(name, _COMMANDS, n=1, cutoff=0.5)
-        if name not in _COMMANDS and near and not name.startswith("-"):
-            ctx.fail(f"No such command '{name}'. Did you mean '{near[0]}'?")
+        suggestions = difflib.get_close_matches(name, _COMMANDS, n=1, cutoff=0.5)
+        if name not in _COMMANDS and suggestions and not name.startswith("-"):
+            ctx.fail(f"No such command '{name}'. Did you mean '{suggestions[0]}'?")
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -298,15 +298,15 @@ def _explain_unknown_option(error: click.NoSuchOption) -> click.UsageError:
     replacement = _REMOVED_OPTIONS.get((command, error.option_name))
     if replacement is not None:
         return click.UsageError(f"`{command}` no longer has {error.option_name}. {replacement}", error.ctx)
-    word = error.option_name.lstrip("-").replace("-", "_")
+    option = error.option_name.lstrip("-").replace("-", "_")
     from megatrain.config.keys import full_keys_of_leaf
 
-    leaf = _SHORT_NAMES.get(word, word)
+    leaf = _SHORT_NAMES.get(option, option)
     if full_keys_of_leaf(leaf.rpartition(".")[2]):
         text = f"No such option: {error.option_name}. To set this config key, use --set {leaf}=VALUE"
         return click.UsageError(text, error.ctx)
-    near = difflib.get_close_matches(error.option_name, error.possibilities or (), cutoff=0.7)
-    return click.NoSuchOption(error.option_name, None, near, error.ctx)
+    suggestions = difflib.get_close_matches(error.option_name, error.possibilities or (), cutoff=0.7)
+    return click.NoSuchOption(error.option_name, None, suggestions, error.ctx)
 
 
 def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:

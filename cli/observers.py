@@ -46,20 +46,20 @@ class MessageObserver(RunObserver):
         click.echo(text, err=True)
 
 
-def fetch_weights(plan: Plan, *, shows_files: bool = True, shows_bar: bool = True) -> None:
+def fetch_weights(plan: Plan, *, show_files: bool = True, show_bar: bool = True) -> None:
     """Fetch a model's weights from the hub, if the run needs them.
 
     Args:
-        shows_files: Whether to print a line for each file on stderr.
-        shows_bar: Whether to show a progress bar on a terminal.
+        show_files: Whether to print a line for each file on stderr.
+        show_bar: Whether to show a progress bar on a terminal.
     """
 
-    def show(file: FetchedFile) -> None:
+    def print_file(file: FetchedFile) -> None:
         click.echo(str(file), err=True)
 
     model = plan.run.model
     if model.hub is not None and not model.table.train_from_scratch:
-        fetch_from_hub(model.hub, show if shows_files else None, shows_bar=shows_bar)
+        fetch_from_hub(model.hub, print_file if show_files else None, shows_bar=show_bar)
 
 
 class ConsoleObserver(RunObserver):
@@ -202,13 +202,13 @@ class LiveObserver(PlainObserver):
             super().show_plan(plan)
             return
         terminal = self._console  # Only the view's thread may write to this console, so render the plan on another.
-        other = Console(
+        buffer = Console(
             file=io.StringIO(), width=terminal.width, force_terminal=terminal.is_terminal, color_system="standard",
             no_color=terminal.no_color, highlight=False,
         )  # fmt: skip
-        print_plan(plan, console=other)
-        assert isinstance(other.file, io.StringIO)
-        self._view.print_message(Text.from_ansi(other.file.getvalue().rstrip("\n")))
+        print_plan(plan, console=buffer)
+        assert isinstance(buffer.file, io.StringIO)
+        self._view.print_message(Text.from_ansi(buffer.file.getvalue().rstrip("\n")))
 
     def on_start(self, info: RunInfo) -> None:
         self._open()
@@ -233,7 +233,7 @@ class LiveObserver(PlainObserver):
         view, self._view = self._view, None
         if view is not None:
             self._activity.begin("")  # Clear the activity, so that the last picture shows finished work.
-            view.close(keeps_picture=self._shown_metrics is not None)
+            view.close(keep_picture=self._shown_metrics is not None)
 
     def _open(self) -> None:
         if self._view is None:
@@ -241,8 +241,8 @@ class LiveObserver(PlainObserver):
             self._view = LiveView(self._console, self._picture, self._is_lost)
 
     def _picture(self) -> RenderableType:
-        moment = self._activity.snapshot()
-        return live_view(self._shown_metrics, moment, self._evaluations, width=self._console.width)
+        snapshot = self._activity.snapshot()
+        return live_view(self._shown_metrics, snapshot, self._evaluations, width=self._console.width)
 
     def _print_line(self, text: str) -> None:
         if self._view is not None:

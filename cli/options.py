@@ -66,8 +66,8 @@ def confirm(question: str, *, as_json: bool) -> bool:
 
 def writable_folder() -> Path:
     """Return the current folder if it is writable, otherwise the folder for temporary files."""
-    here = Path.cwd()
-    return here if os.access(here, os.W_OK) else Path(tempfile.gettempdir())
+    current = Path.cwd()
+    return current if os.access(current, os.W_OK) else Path(tempfile.gettempdir())
 
 
 @contextmanager
@@ -112,10 +112,10 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add CONFIG, ``-c`` and ``--set`` to a command, which receives them as ``source``, a ``ConfigSource``."""
 
     @functools.wraps(function)
-    def with_source(config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], **options: Any) -> Any:
+    def wrapper(config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], **options: Any) -> Any:
         return function(source=ConfigSource(config, extra_files, overrides), **options)
 
-    decorated: Callable[..., Any] = with_source
+    decorated_function: Callable[..., Any] = wrapper
     for decorate in (
         click.option(
             "--set",
@@ -135,8 +135,8 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.argument("config", type=click.Path(path_type=Path)),
     ):
-        decorated = decorate(decorated)
-    return decorated
+        decorated_function = decorate(decorated_function)
+    return decorated_function
 
 
 @contextmanager
@@ -147,8 +147,8 @@ def locate_missing_paths(loaded: LoadedConfig) -> Iterator[None]:
     except Exception as error:
         table = loaded.config.model
         paths = {"model.model_name_or_path": table.model_name_or_path}
-        paths |= {f"data.train.{number}.path": each.path for number, each in enumerate(loaded.config.data.train)}
-        paths |= {f"data.eval.{number}.path": each.path for number, each in enumerate(loaded.config.data.eval)}
+        paths |= {f"data.train.{index}.path": dataset.path for index, dataset in enumerate(loaded.config.data.train)}
+        paths |= {f"data.eval.{index}.path": dataset.path for index, dataset in enumerate(loaded.config.data.eval)}
         text, code = str(error), exit_code_of(error)
         key = next((key for key, path in paths.items() if text.startswith(f"{path}:")), None)
         origin = None if key is None else loaded.origins.get(key)

@@ -115,9 +115,9 @@ def command(
             planned = None if machine_name is None and size == 1 else plan_run(run)
             trainer = Trainer(loaded.config, observer=RunObserver(), plan=planned)
         plan = timed(trainer.plan, _print_progress, _warn) if measure else trainer.plan
-        passthrough, refusal = inspect_weights(plan)
+        passthrough, error = inspect_weights(plan)
         num_steps = None
-        if count_steps and refusal is None:
+        if count_steps and error is None:
             spinner.show_activity("reading the data")
             num_steps = trainer.make_loader().num_steps(plan.run.num_epochs, plan.run.max_steps)
     if plan.traced.flash_note:
@@ -125,7 +125,7 @@ def command(
     if plan.traced.packing_warning:
         click.echo(f"warning: {plan.traced.packing_warning}", err=True)
     evaluation = resolve_evaluation(loaded.config)
-    problem = "" if refusal is None else describe_error(refusal)
+    problem = "" if error is None else describe_error(error)
     lines, values = _describe_run(plan, evaluation, num_steps, simulate=simulate)
     print_plan(plan, as_json=as_json, problem=problem, passthrough=passthrough, run_lines=lines, run_values=values)
     return EXIT_CONFIG if problem else EXIT_DONE
@@ -140,15 +140,15 @@ def _measure_machine(run: RunSpec) -> None:
 
     paths = list(dict.fromkeys(existing_parent(drive.path) for drive in run.tiers.table.nvme))
     with interrupt_on_termination():
-        found = examine(paths, quick=True, on_progress=_print_progress)
+        results = examine(paths, quick=True, on_progress=_print_progress)
     try:
-        store_profile(found.profile)
+        store_profile(results.profile)
     except OSError as error:
         _warn(f"the measured rates cannot be stored and are not used: {profile_path()}: {error.strerror}")
 
 
-def _print_progress(what: str) -> None:
-    click.echo(f"measuring {what} ...", err=True)
+def _print_progress(name: str) -> None:
+    click.echo(f"measuring {name} ...", err=True)
 
 
 def _warn(text: str) -> None:
@@ -162,24 +162,24 @@ def _describe_run(
     from megatrain.plan.estimate import run_length
     from megatrain.plan.simulate import step_seconds
 
-    simulated = _simulate_step(plan) if simulate else None
+    simulation = _simulate_step(plan) if simulate else None
     step_s = step_seconds(plan)
     length = run_length(plan, num_steps, step_s)
-    lines = [] if simulated is None else [simulated.line]
+    lines = [] if simulation is None else [simulation.line]
     lines += [*_run_lines(plan, length, step_s), *_evaluation_lines(evaluation, plan)]
     values: dict[str, Any] = {"run": dataclasses.asdict(length)}
-    if simulated is not None:
-        values["simulated"] = dataclasses.asdict(simulated)
+    if simulation is not None:
+        values["simulated"] = dataclasses.asdict(simulation)
     return lines, values
 
 
 def _simulate_step(plan: Plan) -> SimulatedStep | None:
     from megatrain.plan.simulate import replay
 
-    replayed = replay(plan)
-    if replayed is None:
+    simulation = replay(plan)
+    if simulation is None:
         click.echo("warning: there are no rates for the simulation: run megatrain-tier doctor first", err=True)
-    return replayed
+    return simulation
 
 
 def _run_lines(plan: Plan, length: RunLength, step_s: float | None) -> list[str]:
@@ -189,8 +189,8 @@ def _run_lines(plan: Plan, length: RunLength, step_s: float | None) -> list[str]
     if length.num_steps is None:
         if step_s is None:
             return ["run             one step per batch of the data: --count-steps counts them"]
-        thousand = format_duration(1000 * step_s)
-        return [f"run             one step per batch of the data: --count-steps counts them; 1,000 take {thousand}"]
+        duration = format_duration(1000 * step_s)
+        return [f"run             one step per batch of the data: --count-steps counts them; 1,000 take {duration}"]
     line = f"run             {length.num_steps:,} steps, {length.num_tokens:,} tokens"
     if length.seconds is not None:
         line += f", {format_duration(length.seconds)} without evaluations and saves"
@@ -213,16 +213,16 @@ def _evaluation_lines(spec: EvaluationSpec, plan: Plan) -> list[str]:
     if val_size is not None:
         share = f"{val_size:.4g} of the rows, held out from training"
         sets = [share if val_size < 1 else f"{val_size:,.0f} rows held out from training"]
-    moments = ["at the start"] if spec.table.eval_on_start else []
+    times = ["at the start"] if spec.table.eval_on_start else []
     if spec.table.eval_strategy != "no":
-        every = "after each epoch" if spec.table.eval_strategy == "epoch" else f"every {spec.table.eval_steps:,} steps"
-        moments += [every, "at the end"]
-    if not sets or not moments:
+        cycle = "after each epoch" if spec.table.eval_strategy == "epoch" else f"every {spec.table.eval_steps:,} steps"
+        times += [cycle, "at the end"]
+    if not sets or not times:
         return []
-    lines = [f"evaluated       {', '.join(sets)}: {', '.join(moments)}"]
-    for weights, each in plan_evaluations(spec, plan).items():
+    lines = [f"evaluated       {', '.join(sets)}: {', '.join(times)}"]
+    for weights, pass_plan in plan_evaluations(spec, plan).items():
         if weights == "average":
-            moved = count_pass_traffic(each, 1).items()
-            text = "  ".join(f"{link} {format_size(nbytes)}" for link, nbytes in moved if nbytes)
+            traffic = count_pass_traffic(pass_plan, 1).items()
+            text = "  ".join(f"{link} {format_size(nbytes)}" for link, nbytes in traffic if nbytes)
             lines.append(f"                a pass over the average of the weights moves {text or 'nothing'}")
     return lines

@@ -58,9 +58,9 @@ def print_plan(
         print_line(console, line, indent=16)
     for message in show.messages(plan, passthrough):
         print_line(console, message, indent=0)
-    for each in plan.objections:
-        name, style = ("problem", "red") if each.refuses else ("warning", "yellow")
-        print_line(console, f"{name:<7} {each}", indent=8, style=style)
+    for objection in plan.objections:
+        name, style = ("problem", "red") if objection.refuses else ("warning", "yellow")
+        print_line(console, f"{name:<7} {objection}", indent=8, style=style)
     if problem:
         print_line(console, f"problem {problem}", indent=8, style="red")
     _print_verdict(console, plan, problem)
@@ -69,8 +69,8 @@ def print_plan(
 def _step_lines(plan: Plan) -> Iterator[str]:
     """Yield lines about the memory of the process, and about a step's traffic and estimated time."""
     yield show.process_line(process.process_memory(plan))
-    if moved := "  ".join(f"{link} {format_size(nbytes)}" for link, nbytes in nonzero_sizes(plan.traffic).items()):
-        yield f"moved per step  {moved}"
+    if traffic := "  ".join(f"{link} {format_size(nbytes)}" for link, nbytes in nonzero_sizes(plan.traffic).items()):
+        yield f"moved per step  {traffic}"
     yield from show.estimate_lines(plan.estimate)
 
 
@@ -78,12 +78,12 @@ def _print_verdict(console: Console, plan: Plan, problem: str) -> None:
     machine = plan.run.tiers.machine
     if problem:
         console.print(Text("fits the tiers, but `run` would refuse it here.", style="red"))
-    elif any(each.refuses for each in plan.objections):
-        there = f"{machine.name}: `run` would refuse it here." if machine.is_here else f"{machine.name}."
-        console.print(Text(f"fits, but not on {there}", style="red"), soft_wrap=True)
+    elif any(objection.refuses for objection in plan.objections):
+        reason = f"{machine.name}: `run` would refuse it here." if machine.is_here else f"{machine.name}."
+        console.print(Text(f"fits, but not on {reason}", style="red"), soft_wrap=True)
     else:
-        where = "." if machine.is_here else f" on {machine.name} (predicted)."
-        console.print(Text(f"fits{where}", style="green"))
+        suffix = "." if machine.is_here else f" on {machine.name} (predicted)."
+        console.print(Text(f"fits{suffix}", style="green"))
 
 
 def _narrow_plan_lines(plan: Plan) -> Iterator[str]:
@@ -117,8 +117,8 @@ def plan_to_json(plan: Plan, passthrough: str) -> dict[str, Any]:
         "guesses": list(plan.trace.guesses),
         "messages": list(show.messages(plan, passthrough)),
         "estimate": plan.estimate.to_json(),
-        "fits_this_machine": not any(each.refuses for each in objections),
-        "objections": [dataclasses.asdict(each) for each in objections],
+        "fits_this_machine": not any(objection.refuses for objection in objections),
+        "objections": [dataclasses.asdict(objection) for objection in objections],
     }
 
 
@@ -131,16 +131,16 @@ def plan_table(plan: Plan) -> Table:
         nbytes = sizes.get(tier, 0)
         return "-" if nbytes == 0 else f"{nbytes / unit:,.1f}" if nbytes >= unit / 20 else "<0.1"
 
-    used = [tier for tier in plan.tiers if plan.totals.get(tier)]
+    tiers = [tier for tier in plan.tiers if plan.totals.get(tier)]
     table = plain_table()
     table.add_column("", no_wrap=True)
-    for tier in used:
+    for tier in tiers:
         table.add_column(tier.upper(), justify="right", no_wrap=True)
     table.add_column("note", overflow="fold")
     for kind, sizes, note in show.table_rows(plan):
         if any(sizes.values()):
-            table.add_row(kind, *(cell(sizes, tier) for tier in used), note)
-    table.add_row(f"total {unit_name}", *(cell(plan.totals, tier) for tier in used), "", style="bold")
-    over = [tier for tier in plan.tiers if tier in plan.budgets and plan.totals.get(tier, 0) > plan.budgets[tier]]
-    table.add_row("budget", *(cell(plan.budgets, tier) for tier in used), "", style="red" if over else "")
+            table.add_row(kind, *(cell(sizes, tier) for tier in tiers), note)
+    table.add_row(f"total {unit_name}", *(cell(plan.totals, tier) for tier in tiers), "", style="bold")
+    exceeded = [tier for tier in plan.tiers if tier in plan.budgets and plan.totals.get(tier, 0) > plan.budgets[tier]]
+    table.add_row("budget", *(cell(plan.budgets, tier) for tier in tiers), "", style="red" if exceeded else "")
     return table

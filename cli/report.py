@@ -47,9 +47,9 @@ def _report(run: Path, page: Path | None, *, as_json: bool) -> int:
         return 0
     from megatrain.extras.report.text import report_lines
 
-    first, *others = report_lines(figures)
-    echo_wrapped(click.style(first, bold=True), indent=8)
-    for line in others:
+    headline, *other_lines = report_lines(figures)
+    echo_wrapped(click.style(headline, bold=True), indent=8)
+    for line in other_lines:
         echo_wrapped(line, indent=8)
     if page is not None:
         click.echo(f"page    {page}")

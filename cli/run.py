@@ -71,12 +71,12 @@ def command(
     finishes its current step, saves, and ends with exit code 75; the same command continues it. If the terminal closes
     or the pipe breaks, output continues in output_dir/run.log.
     """
-    short = {
+    shortcuts = {
         "training.max_steps": max_steps,
         "distributed.processes": processes,
         "checkpoint.resume_from_checkpoint": None if resume is None else json.dumps(resume),
     }
-    overrides = [f"{key}={value}" for key, value in short.items() if value is not None]
+    overrides = [f"{key}={value}" for key, value in shortcuts.items() if value is not None]
     options = RunOptions(replace(source, overrides=(*source.overrides, *overrides)), **flags)
     # Import here, because --help must not import megatrain.
     from megatrain.ranks.group import RankGroup
@@ -127,8 +127,8 @@ def _launch(options: RunOptions, loaded: LoadedConfig, output: RunOutput) -> int
         on_message=handle_message,
     )
     for failure in failures:
-        interrupted = failure.rank < 0 and failure.message == "interrupted"
-        text = describe_interrupted(loaded.config.output_dir) if interrupted else str(failure)
+        is_interrupted = failure.rank < 0 and failure.message == "interrupted"
+        text = describe_interrupted(loaded.config.output_dir) if is_interrupted else str(failure)
         raise RunFailedError(text, code)
     return code
 

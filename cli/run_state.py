@@ -46,15 +46,15 @@ class RunFolderState:
     def inspect(cls, path: Path) -> RunFolderState:
         """Return the state of the run in a folder."""
         owner = find_owner(path)
-        saved = saved_checkpoints(path)
+        entries = saved_checkpoints(path)
         return cls(
             path,
             owner,
             read_status(path) if owner is None else status_of_owner(path, owner),
-            next((entry.checkpoint.step for entry in saved if not entry.is_gone), None),
+            next((entry.checkpoint.step for entry in entries if not entry.is_gone), None),
             bytes_on_drives(path),
-            _steps(entry for entry in saved if entry.checkpoint.is_copy and not entry.is_gone),
-            _steps(entry for entry in saved if entry.is_gone),
+            _steps(entry for entry in entries if entry.checkpoint.is_copy and not entry.is_gone),
+            _steps(entry for entry in entries if entry.is_gone),
         )
 
 
@@ -97,34 +97,34 @@ def describe_ended(run: Path) -> str:
     status = read_status(run)
     if status is None:
         return "not running"
-    what_next = _next_step_text(run)
-    seen = f"{format_age(status.updated_at)} ago"
+    next_step = _next_step_text(run)
+    age = f"{format_age(status.updated_at)} ago"
     if status.state == "done":
         lost = _lost_text(run)
-        return f"done, {status.step:,} step{'s' if status.step != 1 else ''}, {seen}" + (f"\n{lost}" if lost else "")
+        return f"done, {status.step:,} step{'s' if status.step != 1 else ''}, {age}" + (f"\n{lost}" if lost else "")
     if status.state == "stopped":
-        return f"stopped at step {status.step}, {seen}; {what_next}"
+        return f"stopped at step {status.step}, {age}; {next_step}"
     if status.state == "failed":
-        return f"failed at step {status.step}, {seen}: {status.message}\n{what_next}"
-    return f"not running; last seen at step {status.step}, {seen}; {what_next}"
+        return f"failed at step {status.step}, {age}: {status.message}\n{next_step}"
+    return f"not running; last seen at step {status.step}, {age}; {next_step}"
 
 
 def describe_interrupted(run: Path) -> str:
     """Describe the last checkpoint of a run that was interrupted before it could save."""
-    saved = committed_step(run)
-    if saved is None:
+    step = committed_step(run)
+    if step is None:
         return "interrupted; nothing saved"
-    return f"interrupted; last saved at step {saved}: run the same command again to continue from there"
+    return f"interrupted; last saved at step {step}: run the same command again to continue from there"
 
 
 def _next_step_text(run: Path) -> str:
     """Describe the step from which a run would continue, and the checkpoints that were lost with a drive."""
-    found, lost = usable_checkpoint(run), _lost_text(run)
-    if foreign := refused_drives(run):
-        return "\n".join(["it cannot continue", *foreign, *[lost] * bool(lost)])
-    if found is not None:
-        where = "the copy of step" if found.is_copy else "step"
-        return f"run it again to continue from {where} {found.step}" + (f"\n{lost}" if lost else "")
+    checkpoint, lost = usable_checkpoint(run), _lost_text(run)
+    if refusals := refused_drives(run):
+        return "\n".join(["it cannot continue", *refusals, *[lost] * bool(lost)])
+    if checkpoint is not None:
+        origin = "the copy of step" if checkpoint.is_copy else "step"
+        return f"run it again to continue from {origin} {checkpoint.step}" + (f"\n{lost}" if lost else "")
     if lost:
         return f"it cannot continue\n{_lost_text(run, with_remedy=True)}"
     return "nothing was saved; run it again to start from the beginning"
@@ -132,22 +132,22 @@ def _next_step_text(run: Path) -> str:
 
 def _lost_text(run: Path, *, with_remedy: bool = False) -> str:
     """Describe checkpoints that were lost with a drive or are read from another place. Return "" if none exist."""
-    found = saved_checkpoints(run)
-    lost = LostPartsNotice.among(found)
+    checkpoints = saved_checkpoints(run)
+    lost = LostPartsNotice.among(checkpoints)
     lines = [] if lost is None else [f"{lost}\n{lost.remedy(run)}" if with_remedy else str(lost)]
-    return "\n".join([*lines, *moved_run_notices(found)])
+    return "\n".join([*lines, *moved_run_notices(checkpoints)])
 
 
-def format_age(moment: str) -> str:
+def format_age(timestamp: str) -> str:
     """Format the time since a date, such as "40 s", "3 min" or "2 h 5 min"."""
-    seconds = seconds_since(moment)
+    seconds = seconds_since(timestamp)
     return "some time" if seconds is None else format_seconds(seconds)
 
 
-def seconds_since(moment: str) -> float | None:
+def seconds_since(timestamp: str) -> float | None:
     """Return the seconds since a date, or None if the text is not a date."""
     try:
-        return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds())
+        return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(timestamp)).total_seconds())
     except (ValueError, TypeError):
         return None
 

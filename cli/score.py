@@ -63,7 +63,7 @@ def command(source: ConfigSource, dry_run: bool, as_json: bool) -> int:
     refuse(plan.objections)
     if dry_run:
         return EXIT_DONE
-    fetch_weights(plan, shows_bar=not as_json)
+    fetch_weights(plan, show_bar=not as_json)
     try:
         summary = scorer.run()
     except KeyboardInterrupt:
@@ -88,8 +88,8 @@ def _print(summary: ScoreSummary, *, as_json: bool) -> None:
         }
         click.echo(json.dumps(values))
         return
-    here = os.path.relpath(summary.folder)
-    click.echo(f"scores  {here if len(here) < len(str(summary.folder)) else summary.folder}")
+    relative = os.path.relpath(summary.folder)
+    click.echo(f"scores  {relative if len(relative) < len(str(summary.folder)) else summary.folder}")
     if summary.num_passes:
         rate = summary.num_tokens / max(summary.seconds, 1e-9)
         click.echo(

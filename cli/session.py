@@ -59,14 +59,14 @@ class Session:
         return self.options.as_json or self.loaded.config.logging.progress == "json"
 
     @property
-    def prints(self) -> bool:
+    def is_printing(self) -> bool:
         """Whether this process prints. Only the first of several processes does."""
         return self.group.world.is_first
 
     @property
-    def prints_text(self) -> bool:
+    def is_printing_text(self) -> bool:
         """Whether this process prints text instead of JSON."""
-        return self.prints and not self.as_json
+        return self.is_printing and not self.as_json
 
 
 class LogFileObserver(RunObserver):
@@ -96,18 +96,18 @@ def run(session: Session) -> int:
         code = _print_dry_run(plan, as_json=session.as_json)
         click.echo(note, err=True, nl=bool(note))
         return code
-    if session.prints and session.as_json:
+    if session.is_printing and session.as_json:
         print_plan(plan, as_json=True)
     refuse(plan.objections)
-    shown = session.prints_text
-    session.group.run_host_leaders_first(lambda: fetch_weights(plan, shows_files=shown, shows_bar=shown))
+    is_shown = session.is_printing_text
+    session.group.run_host_leaders_first(lambda: fetch_weights(plan, show_files=is_shown, show_bar=is_shown))
     return _train(session, plan, note)
 
 
 def _make_plan(session: Session) -> Plan:
     """Plan the run, after checks that need no plan."""
     config, group = session.loaded.config, session.group
-    if session.prints:
+    if session.is_printing:
         with locate_missing_paths(session.loaded):
             refuse_early(config, allow_config_change=session.options.allow_config_change)
     group.join(config.device, config.distributed)
@@ -133,21 +133,21 @@ def _print_dry_run(plan: Plan, *, as_json: bool) -> int:
     try:
         check_folders(plan.run.checkpoint)
         check_drives(plan)
-    except (DoesNotFitError, UnusableDirectoryError) as found:
-        error = error or found
+    except (DoesNotFitError, UnusableDirectoryError) as drive_error:
+        error = error or drive_error
     print_plan(plan, as_json=as_json, problem="" if error is None else describe(error))
-    if any(each.kind == "place" for each in plan.objections):
+    if any(objection.kind == "place" for objection in plan.objections):
         return EXIT_CONFIG
     if error is not None:
         return exit_code_of(error) or EXIT_FAILED
-    is_too_large = any(each.kind == "size" for each in plan.objections)
+    is_too_large = any(objection.kind == "size" for objection in plan.objections)
     return EXIT_DOES_NOT_FIT if is_too_large else EXIT_DONE
 
 
 def _train(session: Session, plan: Plan, note: str) -> int:
     config, group, activity = session.loaded.config, session.group, Activity()
     console = make_observer(
-        config.logging.progress if session.prints_text else "json" if session.prints else "none",
+        config.logging.progress if session.is_printing_text else "json" if session.is_printing else "none",
         logging_steps=config.logging.logging_steps,
         activity=activity,
         is_lost=lambda: session.output.is_lost,
@@ -175,18 +175,18 @@ def _train(session: Session, plan: Plan, note: str) -> int:
 
 def _observers(session: Session, plan: Plan, console: ConsoleObserver, note: str) -> list[RunObserver]:
     """Return the observers of this process, in the order in which they are called."""
-    if not session.prints:
+    if not session.is_printing:
         return []
-    found: list[RunObserver] = [LogFileObserver(session.output, session.group)]
-    if session.prints_text:
-        found.append(PlanObserver(console, plan, shlex.quote(str(session.loaded.source)), note))
-    return [*found, console]
+    observers: list[RunObserver] = [LogFileObserver(session.output, session.group)]
+    if session.is_printing_text:
+        observers.append(PlanObserver(console, plan, shlex.quote(str(session.loaded.source)), note))
+    return [*observers, console]
 
 
-def _exit_code_of(ending: BaseException | RunSummary) -> int:
+def _exit_code_of(outcome: BaseException | RunSummary) -> int:
     """Return the exit code for the summary or exception with which a run ended."""
-    if isinstance(ending, BaseException):
-        return exit_code_of(ending) or EXIT_FAILED
-    if not ending.interrupted:
+    if isinstance(outcome, BaseException):
+        return exit_code_of(outcome) or EXIT_FAILED
+    if not outcome.interrupted:
         return EXIT_DONE
-    return EXIT_FAILED if ending.saved_step is None else EXIT_INTERRUPTED_AND_SAVED
+    return EXIT_FAILED if outcome.saved_step is None else EXIT_INTERRUPTED_AND_SAVED

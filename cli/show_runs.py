@@ -37,19 +37,19 @@ def command(run: Path | None, is_followed: bool, as_json: bool) -> int:
         from .follow import follow
 
         return follow(_select_run(run or Path()), as_json=as_json)
-    seen = list(map(RunFolderState.inspect, _find_runs(run or Path())))
-    if run is not None and not seen and (alone := RunFolderState.inspect(run)).owner is not None:
-        seen = [alone]
-    shown = []
-    for one in seen:
-        with explain_damaged_records(one.path):
+    states = list(map(RunFolderState.inspect, _find_runs(run or Path())))
+    if run is not None and not states and (state := RunFolderState.inspect(run)).owner is not None:
+        states = [state]
+    values = []
+    for run_state in states:
+        with explain_damaged_records(run_state.path):
             if as_json:
-                shown.append(run_to_json(one))
+                values.append(run_to_json(run_state))
             else:
-                print_run(one)
+                print_run(run_state)
     if as_json:
-        click.echo(json.dumps({"runs": shown}))
-    if not seen:
+        click.echo(json.dumps({"runs": values}))
+    if not states:
         if run is not None:
             raise RunFailedError(f"no run in '{run}' or below. Pass the output_dir of a run", EXIT_CONFIG)
         if not as_json:
@@ -74,9 +74,9 @@ def _select_run(root: Path) -> Path:
 
     if find_owner(root) is not None:
         return root
-    alive = [path for path in _find_runs(root) if find_owner(path) is not None]
-    if len(alive) > 1:
+    paths = [path for path in _find_runs(root) if find_owner(path) is not None]
+    if len(paths) > 1:
         raise RunFailedError(
-            f"{len(alive)} runs are active in '{root}': choose one of {', '.join(map(str, alive))}", EXIT_CONFIG
+            f"{len(paths)} runs are active in '{root}': choose one of {', '.join(map(str, paths))}", EXIT_CONFIG
         )
-    return alive[0] if alive else root
+    return paths[0] if paths else root

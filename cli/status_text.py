@@ -36,21 +36,21 @@ def _lines(state: RunFolderState) -> Iterator[tuple[str, str]]:
     elif status is None:
         yield "starting", owner.text
     else:
-        yield from _living_lines(state, status, owner)
+        yield from _active_lines(state, status, owner)
 
 
-def _living_lines(state: RunFolderState, status: RunStatus, owner: LockHolder) -> Iterator[tuple[str, str]]:
+def _active_lines(state: RunFolderState, status: RunStatus, owner: LockHolder) -> Iterator[tuple[str, str]]:
     yield status.state, _progress(status)
     if silence := _silence_text(status):
         yield "silent", silence
     yield from _evaluations(status)
     if status.metrics is not None and any(status.metrics.tier_used_bytes.values()):
         yield "memory", _memory(status.metrics)
-        for number, each in enumerate(status.metrics.ranks):
-            yield f"rank {number}", format_rank(each)
+        for rank, metrics in enumerate(status.metrics.ranks):
+            yield f"rank {rank}", format_rank(metrics)
     if state.saved_step is not None:
-        when = f", {format_age(status.checkpoint_at)} ago" if status.checkpoint_at is not None else ""
-        yield "saved", f"step {state.saved_step}{when}"
+        age = f", {format_age(status.checkpoint_at)} ago" if status.checkpoint_at is not None else ""
+        yield "saved", f"step {state.saved_step}{age}"
     yield from _checkpoint_lines(state)
     yield "process", f"{owner.pid} on {owner.host}, last wrote {format_age(status.updated_at)} ago"
     if status.message:
@@ -62,11 +62,11 @@ def _silence_text(status: RunStatus) -> str:
     seconds = seconds_since(status.updated_at)
     if seconds is None or seconds < SILENT_S:
         return ""
-    pace = ""
+    step_time = ""
     if status.metrics is not None:
-        pace = f"; a step usually takes {max(status.metrics.mean_step_s, status.metrics.step_s):.3g} s"
+        step_time = f"; a step usually takes {max(status.metrics.mean_step_s, status.metrics.step_s):.3g} s"
     return (
-        f"no status for {format_seconds(seconds)}, although the run writes one every second{pace}. A drive may be "
+        f"no status for {format_seconds(seconds)}, although the run writes one every second{step_time}. A drive may be "
         "full, or the process suspended: see the output of the run"
     )
 
@@ -82,11 +82,11 @@ def _checkpoint_lines(state: RunFolderState) -> Iterator[tuple[str, str]]:
 
 def _evaluations(status: RunStatus | None) -> Iterator[tuple[str, str]]:
     """Yield a line for each evaluation set. The status has non-finite figures as text, so convert them to float."""
-    for name, each in (status.evaluations if status is not None else {}).items():
-        quality = f"perplexity {float(each['perplexity']):.2f}"
-        if each.get("preferences"):
-            quality = format_preferences({key: float(value) for key, value in each["preferences"].items()})
-        yield "eval", f"{name}: loss {float(each['loss']):.4f}, {quality} at step {each['step']}"
+    for name, evaluation in (status.evaluations if status is not None else {}).items():
+        quality = f"perplexity {float(evaluation['perplexity']):.2f}"
+        if evaluation.get("preferences"):
+            quality = format_preferences({key: float(value) for key, value in evaluation["preferences"].items()})
+        yield "eval", f"{name}: loss {float(evaluation['loss']):.4f}, {quality} at step {evaluation['step']}"
 
 
 def _progress(status: RunStatus) -> str:

@@ -21,19 +21,19 @@ def summary_lines(summary: RunSummary) -> Iterator[str]:
     """Yield the lines that are printed at the end of a run."""
     yield _head_line(summary)
     yield from _loss_lines(summary)
-    for name, each in summary.evaluations.items():
-        yield f"eval   {name}: loss {each.loss:z.4f}, {each.quality} at step {each.step}"
+    for name, evaluation in summary.evaluations.items():
+        yield f"eval   {name}: loss {evaluation.loss:z.4f}, {evaluation.quality} at step {evaluation.step}"
     if summary.num_processes > 1:
         yield f"ranks  {summary.num_processes} processes; peak, moved and wrote show the first process"
     if summary.tier_peak_bytes:
         peaks, limits = nonzero_sizes(summary.tier_peak_bytes), summary.tier_capacity_bytes
         tiers = "   ".join(format_tiers({tier: nbytes}, limits) for tier, nbytes in peaks.items())
         yield f"peak   {tiers}   process {format_size(summary.peak_rss_bytes)}"
-    if moved := nonzero_sizes(summary.link_bytes):
+    if link_bytes := nonzero_sizes(summary.link_bytes):
         paths = {link: f" ({path})" for link, path in summary.link_paths.items() if path}
-        yield "moved  " + "  ".join(f"{link} {format_size(n)}{paths.get(link, '')}" for link, n in moved.items())
-    if written := nonzero_sizes(summary.written_bytes):
-        yield "wrote  " + "  ".join(f"{path} {format_size(n)}" for path, n in written.items())
+        yield "moved  " + "  ".join(f"{link} {format_size(n)}{paths.get(link, '')}" for link, n in link_bytes.items())
+    if written_bytes := nonzero_sizes(summary.written_bytes):
+        yield "wrote  " + "  ".join(f"{path} {format_size(n)}" for path, n in written_bytes.items())
     if summary.export_dir is not None:
         yield f"model  {summary.export_dir}"
         if not _is_classifier(summary.export_dir):
@@ -54,8 +54,8 @@ def _loss_lines(summary: RunSummary) -> Iterator[str]:
     """Yield lines with the first and the last loss, or with the less noisy means over several steps."""
     count = summary.num_averaged
     if summary.mean_losses is not None and count > 1:
-        first, last = summary.mean_losses
-        yield f"loss   {first:z.4f} -> {last:z.4f} (means of the first and last {count} steps)"
+        first_loss, last_loss = summary.mean_losses
+        yield f"loss   {first_loss:z.4f} -> {last_loss:z.4f} (means of the first and last {count} steps)"
     elif summary.first_loss is not None and summary.last_loss is not None:
         yield f"loss   {summary.first_loss:z.4f} -> {summary.last_loss:z.4f} (first and last step)"
 

@@ -44,7 +44,7 @@ _CONTROL_CHARACTER = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 _CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
-def given_columns() -> int:
+def env_columns() -> int:
     """Return the value of ``COLUMNS``, or 0 if it is not a number."""
     text = os.environ.get("COLUMNS", "")
     return int(text) if text.isdigit() else 0
@@ -57,13 +57,13 @@ def wrap_words(text: str, width: int, *, indent: int) -> list[str]:
         indent: Columns before a continued line; 2 if fewer than `_MIN_WRAPPED_COLUMNS` columns would be left.
     """
     is_narrow = width - indent < _MIN_WRAPPED_COLUMNS
-    below = " " * (min(indent, 2) if is_narrow else indent)
+    other_indent = " " * (min(indent, 2) if is_narrow else indent)
     lines = []
     for line in text.splitlines():
-        lead = line[: len(line) - len(line.lstrip())]
-        lead = lead[:2] if is_narrow else lead
+        first_indent = line[: len(line) - len(line.lstrip())]
+        first_indent = first_indent[:2] if is_narrow else first_indent
         lines += textwrap.wrap(
-            line.lstrip(), width, initial_indent=lead, subsequent_indent=below,
+            line.lstrip(), width, initial_indent=first_indent, subsequent_indent=other_indent,
             break_long_words=False, break_on_hyphens=False,
         ) or [""]  # fmt: skip
     return lines
@@ -71,7 +71,7 @@ def wrap_words(text: str, width: int, *, indent: int) -> list[str]:
 
 def echo_wrapped(text: str, *, indent: int = 2) -> None:
     """Print text, with wrapped and indented lines on a terminal or if ``COLUMNS`` is set."""
-    if sys.stdout.isatty() or given_columns():
+    if sys.stdout.isatty() or env_columns():
         text = "\n".join(wrap_words(text, shutil.get_terminal_size().columns, indent=indent))
     for line in text.splitlines():
         click.echo(line)
@@ -96,13 +96,13 @@ class Spinner:
         self._frames = frames_for(self._stream.encoding)
         self._text, self._start_s = text, time.monotonic()
         self._draw_lock = threading.Lock()
-        self._over = threading.Event()
+        self._stop_event = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         if self._is_shown:
             self._draw()
-            self._thread = threading.Thread(target=self._turn, name="spinner", daemon=True)
+            self._thread = threading.Thread(target=self._spin, name="spinner", daemon=True)
             self._thread.start()
         elif self._is_plain:
             self._first_line.daemon = True
@@ -137,7 +137,7 @@ class Spinner:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        self._over.set()
+        self._stop_event.set()
         thread.join()
         self._write(_CLEAR)
 
@@ -148,15 +148,15 @@ class Spinner:
                 self._printed = self._text
                 self._write(f"{self._text} ...\n")
 
-    def _turn(self) -> None:
-        while not self._over.wait(_INTERVAL_S):
+    def _spin(self) -> None:
+        while not self._stop_event.wait(_INTERVAL_S):
             self._draw()
 
     def _draw(self) -> None:
         now_s = time.monotonic()
         frame = self._frames[int(now_s / _INTERVAL_S) % len(self._frames)]
-        passed_s = now_s - self._start_s
-        seconds = f"  {passed_s:.0f} s" if passed_s >= _MIN_SHOWN_S else ""
+        elapsed_s = now_s - self._start_s
+        seconds = f"  {elapsed_s:.0f} s" if elapsed_s >= _MIN_SHOWN_S else ""
         # Shorten the line to the terminal's width, because clearing a wrapped line would leave its first part.
         width = shutil.get_terminal_size().columns - 1
         with self._draw_lock:
@@ -167,7 +167,7 @@ class Spinner:
             self._stream.write(text)
             self._stream.flush()
         except (OSError, ValueError):  # The terminal is gone, which RunOutput handles.
-            self._over.set()
+            self._stop_event.set()
 
 
 def frames_for(encoding: str | None) -> str:
@@ -188,17 +188,17 @@ def escape_controls(text: str) -> str:
     if not _CONTROL_CHARACTER.search(text):
         return text
     start = _CURSOR_SEQUENCES.match(text)
-    at = start.end() if start is not None else 0
-    parts = [text[:at]]
-    while at < len(text):
-        harmless = _HARMLESS_SEQUENCE.match(text, at)
-        if harmless is not None:
-            parts.append(harmless[0])
-            at = harmless.end()
+    position = start.end() if start is not None else 0
+    parts = [text[:position]]
+    while position < len(text):
+        sequence = _HARMLESS_SEQUENCE.match(text, position)
+        if sequence is not None:
+            parts.append(sequence[0])
+            position = sequence.end()
             continue
-        sign = text[at]
-        parts.append(sign.encode("unicode_escape").decode() if _CONTROL_CHARACTER.match(sign) else sign)
-        at += 1
+        char = text[position]
+        parts.append(char.encode("unicode_escape").decode() if _CONTROL_CHARACTER.match(char) else char)
+        position += 1
     return "".join(parts)
 
 
@@ -225,12 +225,12 @@ class SafeStream:
 @contextmanager
 def safe_output() -> Iterator[None]:
     """Wrap ``sys.stdout`` and ``sys.stderr`` in ``SafeStream`` during the ``with`` block."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = cast("tuple[TextIO, TextIO]", tuple(map(SafeStream, before)))
+    original_streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = cast("tuple[TextIO, TextIO]", tuple(map(SafeStream, original_streams)))
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = original_streams
 
 
 def _is_own_process() -> bool:
@@ -312,7 +312,7 @@ class RunOutput:
         with self._lock:
             self._log = log
             if self.is_lost:
-                self._turn()
+                self._redirect()
 
     def redirect_lost(self, text: str = "") -> None:
         """Redirect lost streams to the log file, starting with ``text``, which could not be written."""
@@ -320,9 +320,9 @@ class RunOutput:
             self.is_lost = True
             if plain := _CONTROL_SEQUENCE.sub("", text):
                 self._unwritten.append(plain if plain.endswith("\n") else f"{plain}\n")
-            self._turn()
+            self._redirect()
 
-    def _turn(self) -> None:
+    def _redirect(self) -> None:
         """Redirect descriptors to the log file, or to /dev/null if the log file is unknown or cannot be opened."""
         try:
             path = os.devnull if self._log is None else self._log
@@ -335,11 +335,11 @@ class RunOutput:
                     os.dup2(log, stream.fileno())
                     stream.is_redirected = True
             if self._log is not None:
-                head = "" if self._has_header else f"-- output of process {os.getpid()} on {socket.gethostname()}\n"
+                header = "" if self._has_header else f"-- output of process {os.getpid()} on {socket.gethostname()}\n"
                 self._has_header = True
-                kept, self._unwritten = "".join(self._unwritten), []
+                text, self._unwritten = "".join(self._unwritten), []
                 with contextlib.suppress(OSError):
-                    os.write(log, (head + kept).encode(errors="replace"))
+                    os.write(log, (header + text).encode(errors="replace"))
         finally:
             os.close(log)
 

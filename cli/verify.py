@@ -38,7 +38,7 @@ def command(config: Path | None, overrides: tuple[str, ...], tiers: str, as_json
     all blocks on the drives of CONFIG, stops midway and resumes; its results must be bit-identical. Removes all files
     at the end. Exit code 5 means that a value differs.
     """
-    chosen = _parse_tiers(tiers)
+    tier_names = _parse_tiers(tiers)
     loaded = None if config is None else ConfigSource(config, (), overrides).load()
 
     from megatrain.extras.doctor.drives import interrupt_on_termination
@@ -47,7 +47,7 @@ def command(config: Path | None, overrides: tuple[str, ...], tiers: str, as_json
     with interrupt_on_termination():
         result = verify(
             None if loaded is None else loaded.config,
-            tiers=chosen,
+            tiers=tier_names,
             scratch=writable_folder(),
             on_progress=lambda what: click.echo(f"{what} ...", err=True),
         )
@@ -85,7 +85,7 @@ def _print(result: VerifyResult) -> None:
             console.print(Text(f"differs: {check.what}: {problem}", style="red"), soft_wrap=True)
     for note in result.notes:
         console.print(Text(note, style="dim"), soft_wrap=True)
-    words = "equal: tiered training equals plain training on this machine." if result.holds else "not equal."
+    verdict = "equal: tiered training equals plain training on this machine." if result.holds else "not equal."
     console.print(
-        Text(f"{words}  {result.seconds:.0f} s", style="green" if result.holds else "bold red"), soft_wrap=True
+        Text(f"{verdict}  {result.seconds:.0f} s", style="green" if result.holds else "bold red"), soft_wrap=True
     )
