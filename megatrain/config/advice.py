@@ -28,9 +28,9 @@ _SMALL_MODEL_PARAMETERS = 50_000_000
 class _LearningRates:
     """Plausible peak learning rates for an optimizer that trains all parameters."""
 
-    lowest: float
-    highest: float
-    highest_from_scratch: float
+    min_rate: float
+    max_rate: float
+    max_rate_from_scratch: float
 
 
 _RATES = {
@@ -61,13 +61,14 @@ def model_warnings(model: ModelSpec, max_length: int, optimizer: OptimizerConfig
 def _fused_warning(graph: ModelGraph, optimizer: OptimizerConfig) -> Iterator[str]:
     """Yield a warning if parameters seem to be several fused matrices that this project does not know how to split."""
     _, unknown = find_fused(graph)
-    left = [name for name in unknown if not any(fnmatchcase(name, glob) for glob in optimizer.muon_exclude)]
-    products = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in left)
-    if left:
+    unsplit = [name for name in unknown if not any(fnmatchcase(name, glob) for glob in optimizer.muon_exclude)]
+    products = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in unsplit)
+    if unsplit:
         globs = ", ".join(f'"*.{product}*"' for product in products)
         yield (
-            f"Muon orthogonalizes {left[0]} as one matrix ({len(left)} such parameters). Its name suggests that it "
-            f"contains several matrices. To train these parameters with AdamW, set optimizer.muon_exclude = [{globs}]"
+            f"Muon orthogonalizes {unsplit[0]} as one matrix ({len(unsplit)} such parameters). Its name suggests that "
+            "it contains several matrices. To train these parameters with AdamW, set optimizer.muon_exclude = "
+            f"[{globs}]"
         )
 
 
@@ -75,12 +76,12 @@ def _position_warning(graph: ModelGraph, length: int, *, from_scratch: bool) -> 
     positions = getattr(graph.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(positions, int) or not 1 < positions < length or num_learned_positions(graph) is not None:
         return  # the plan already rejects rows that are longer than learned positions
-    what = f"data.max_length = {length}, but the model's config.json has max_position_embeddings = {positions}"
+    text = f"data.max_length = {length}, but the model's config.json has max_position_embeddings = {positions}"
     if from_scratch:
-        yield f"{what}. Other programs may truncate rows there. Use at most {positions}, or raise it in config.json"
+        yield f"{text}. Other programs may truncate rows there. Use at most {positions}, or raise it in config.json"
     else:
         yield (
-            f"{what}, so it was not trained on later positions. Use at most {positions}, or set its rope scaling in "
+            f"{text}, so it was not trained on later positions. Use at most {positions}, or set its rope scaling in "
             "config.json"
         )
 
@@ -89,10 +90,10 @@ def _rate_warning(key: str, rate: float, optim: str, *, is_new: bool) -> Iterato
     bounds = _RATES.get(optim)
     if bounds is None:  # for optimizers from other packages, no bounds are known
         return
-    highest = bounds.highest_from_scratch if is_new else bounds.highest
-    what = f'{key} = {rate:g} is implausible for optim = "{optim}"'
+    highest = bounds.max_rate_from_scratch if is_new else bounds.max_rate
+    text = f'{key} = {rate:g} is implausible for optim = "{optim}"'
     if rate > highest:
-        how = "" if is_new else " of a trained model with all its parameters"
-        yield f"{what}: training{how} usually diverges above {highest:g}. Use a smaller value"
-    elif rate < bounds.lowest:
-        yield f"{what}: the weights hardly change below {bounds.lowest:g}. Use a larger value"
+        condition = "" if is_new else " of a trained model with all its parameters"
+        yield f"{text}: training{condition} usually diverges above {highest:g}. Use a smaller value"
+    elif rate < bounds.min_rate:
+        yield f"{text}: the weights hardly change below {bounds.min_rate:g}. Use a larger value"

@@ -100,16 +100,16 @@ def find_warnings(config: RunConfig) -> list[str]:
 def _find_ineffective_keys(config: RunConfig) -> Iterator[str]:
     """Yield a warning for each key that is set but has no effect because of another key in its table."""
     for key, schema in KEYS.items():
-        for other, value in disabling_keys(key, config).items():
-            given = config.value(key)
-            if (list(given) if isinstance(given, tuple) else given) != schema.get("default"):
-                yield f"{key} has no effect with {other.rpartition('.')[2]} = {format_value(value)}"
+        for other_key, value in disabling_keys(key, config).items():
+            current = config.value(key)
+            if (list(current) if isinstance(current, tuple) else current) != schema.get("default"):
+                yield f"{key} has no effect with {other_key.rpartition('.')[2]} = {format_value(value)}"
 
 
 def disabling_keys(key: str, config: RunConfig) -> dict[str, Any]:
     """Return the keys that make a key ineffective, with their values. Return {} if the key has an effect."""
-    found = {other: (config.value(other), values) for other, values in used_if(key).items()}
-    return {other: value for other, (value, values) in found.items() if value not in values}
+    conditions = {other_key: (config.value(other_key), values) for other_key, values in used_if(key).items()}
+    return {other_key: value for other_key, (value, values) in conditions.items() if value not in values}
 
 
 def _check_gradients(config: RunConfig) -> Iterator[Problem]:
@@ -175,8 +175,8 @@ def _check_batch(config: RunConfig) -> Iterator[Problem]:
                 f"training.{name}", f"training.{name} and training.train_batch_tokens both set the batch", "Keep one"
             )
     if tokens % length:
-        below, above = tokens // length * length, -(-tokens // length) * length
-        choices = f"{below} or {above}" if below else str(above)
+        lower, upper = tokens // length * length, -(-tokens // length) * length
+        choices = f"{lower} or {upper}" if lower else str(upper)
         yield Problem(
             "training.train_batch_tokens",
             f"training.train_batch_tokens = {tokens} is not a multiple of data.max_length = {length}",
@@ -187,8 +187,8 @@ def _check_batch(config: RunConfig) -> Iterator[Problem]:
 def _check_task(config: RunConfig) -> Iterator[Problem]:
     """Yield the problems with keys that the task requires or does not support. ``TASK_FACTS`` declares these keys."""
     task, facts = config.task, TASK_FACTS[config.task]
-    elsewhere = [other.refusal_elsewhere for name, other in TASK_FACTS.items() if name != task]
-    for refusal in (*facts.refusals, *filter(None, elsewhere)):
+    other_refusals = [other.refusal_elsewhere for name, other in TASK_FACTS.items() if name != task]
+    for refusal in (*facts.refusals, *filter(None, other_refusals)):
         if problem := refusal.problem(task, config.value(refusal.key)):
             yield problem
     if config.task_table is not None:
@@ -323,8 +323,8 @@ def _check_best_model(config: RunConfig) -> Iterator[Problem]:
         "checkpoint.load_best_model_at_end = true": config.checkpoint.load_best_model_at_end,
         f"evaluation.early_stopping_patience = {table.early_stopping_patience}": table.early_stopping_patience > 0,
     }
-    for condition, is_wanted in wants_best.items():
-        if is_wanted and table.eval_strategy == "no":
+    for condition, is_set in wants_best.items():
+        if is_set and table.eval_strategy == "no":
             yield Problem(
                 condition.split()[0],
                 f"{condition} compares evaluations, but the run makes none",
@@ -370,8 +370,8 @@ def _check_optimizer(config: RunConfig) -> Iterator[Problem]:
             'optimizer.optim = "custom" needs optimizer.custom_optimizer',
             'Write custom_optimizer = "NAME", with the name in its package',
         )
-    for number, group in enumerate(optimizer.groups):
-        key = f"optimizer.groups.{number}"
+    for index, group in enumerate(optimizer.groups):
+        key = f"optimizer.groups.{index}"
         if group.learning_rate is None and group.weight_decay is None and group.lr_mult in (None, 1.0):
             yield Problem(key, f"{key} changes nothing for its parameters", "Give it a learning_rate or a weight_decay")
         if group.learning_rate is not None and group.lr_mult is not None:
@@ -386,15 +386,15 @@ def _check_schedule(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "optimizer.lr_scheduler_type",
             f'optimizer.lr_scheduler_type = "{name}" is not a schedule',
-            "Write one of " + ", ".join(f'"{known}"' for known in _SCHEDULE_ARGUMENTS),
+            "Write one of " + ", ".join(f'"{schedule}"' for schedule in _SCHEDULE_ARGUMENTS),
         )
         return
     for argument in sorted(set(arguments) - _SCHEDULE_ARGUMENTS[name]):
-        others = [other for other, accepted in _SCHEDULE_ARGUMENTS.items() if argument in accepted]
+        schedules = [schedule_name for schedule_name, accepted in _SCHEDULE_ARGUMENTS.items() if argument in accepted]
         yield Problem(
             "optimizer.lr_scheduler_kwargs",
             f'the "{name}" schedule has no argument `{argument}`',
-            "It belongs to " + ", ".join(f'"{other}"' for other in others) if others else "Leave it out",
+            "It belongs to " + ", ".join(f'"{item}"' for item in schedules) if schedules else "Leave it out",
         )
     if name == "warmup_stable_decay" and "num_decay_steps" not in arguments:
         yield Problem(
@@ -475,7 +475,7 @@ def _check_splits(config: RunConfig) -> Iterator[Problem]:
     if not config.model.split_experts:
         return
     optim = config.optimizer.optim
-    for setting, is_set, instead in (
+    for setting, is_set, alternative in (
         ("model.compile", config.model.compile, "compile = false"),
         ("model.mlp_rows", bool(config.model.mlp_rows), "mlp_rows = 0"),
         ('optimizer.clip_scope = "layer"', config.optimizer.clip_scope == "layer", 'clip_scope = "global"'),
@@ -483,24 +483,22 @@ def _check_splits(config: RunConfig) -> Iterator[Problem]:
     ):
         if is_set:
             text = f"{setting} needs whole layers or matrices, but model.split_experts splits them"
-            yield Problem("model.split_experts", text, f"Write split_experts = false, or {instead}")
+            yield Problem("model.split_experts", text, f"Write split_experts = false, or {alternative}")
 
 
 def _check_lora(config: RunConfig) -> Iterator[Problem]:
     table = config.lora
-    given = [name for name, field in type(table).model_fields.items() if getattr(table, name) != field.get_default()]
+    keys = [name for name, field in type(table).model_fields.items() if getattr(table, name) != field.get_default()]
     if not table.is_on:
-        if given:
-            yield Problem("lora.r", f"[lora] sets {given[0]}, but not r", "Write r = 16, for example")
+        if keys:
+            yield Problem("lora.r", f"[lora] sets {keys[0]}, but not r", "Write r = 16, for example")
         return
     if table.adapter_name_or_path is not None:
-        own = [name for name in given if name not in ("adapter_name_or_path", "lora_dropout")]
-        if own:
-            yield Problem(
-                f"lora.{own[0]}",
-                f"lora.{own[0]} is for new adapters; the adapters of lora.adapter_name_or_path have their own settings",
-                "Leave out one of the two",
-            )
+        extra = [name for name in keys if name not in ("adapter_name_or_path", "lora_dropout")]
+        if extra:
+            key = f"lora.{extra[0]}"
+            text = f"{key} is for new adapters; the adapters of lora.adapter_name_or_path have their own settings"
+            yield Problem(key, text, "Leave out one of the two")
 
 
 def _check_from_scratch(config: RunConfig) -> Iterator[Problem]:
@@ -547,22 +545,22 @@ def _check_emulated_gpu(config: RunConfig) -> Iterator[Problem]:
 
 def _check_placement(config: RunConfig) -> Iterator[Problem]:
     for kind in ("weights", "gradients", "optimizer", "activations"):
-        wanted = getattr(config.placement, kind)
+        homes = getattr(config.placement, kind)
         key = f"placement.{kind}"
-        if wanted == "auto":
+        if homes == "auto":
             continue
-        if len(set(wanted)) != len(wanted):
+        if len(set(homes)) != len(homes):
             yield Problem(key, f"{key} names a tier twice", "Name each tier once, the preferred one first")
-        for name in wanted:
+        for name in homes:
             if getattr(config.tiers, name, None) == ():
                 yield Problem(
                     key,
                     f'{key} names "{name}", but there is no [[tiers.{name}]]',
                     f'Write [[tiers.{name}]] and below it path = "state"',
                 )
-        if "folder" in wanted and (kind != "weights" or config.model.train_from_scratch):
+        if "folder" in homes and (kind != "weights" or config.model.train_from_scratch):
             yield Problem(key, f'{key} names "folder", which can only store frozen weights', 'Leave "folder" out')
-        if "gpu" in wanted and not _may_have_gpu_tier(config):
+        if "gpu" in homes and not _may_have_gpu_tier(config):
             yield Problem(key, f'{key} names "gpu", but device = "cpu"', 'Leave "gpu" out')
 
 
@@ -584,16 +582,16 @@ def _check_sizes(config: RunConfig) -> Iterator[Problem]:
 def _check_drives(config: RunConfig) -> Iterator[Problem]:
     tiers = config.tiers
     names = [f"tiers.nvme.{index}.path" for index in range(len(tiers.nvme))]
-    places = [drive.path for drive in tiers.nvme]
+    paths = [drive.path for drive in tiers.nvme]
     for name in (CHECKPOINTS_NAME, COPIES_NAME):
         names.append(f"output_dir/{name}")
-        places.append(config.output_dir / name)
+        paths.append(config.output_dir / name)
     clashing: set[str] = set()
-    for number, first, clash in folder_clashes(places):
-        key = names[first if number >= len(tiers.nvme) else number]  # the drive, not a folder in output_dir
-        if first < len(tiers.nvme) and key not in clashing:
+    for number, other_index, clash in folder_clashes(paths):
+        key = names[other_index if number >= len(tiers.nvme) else number]  # the drive, not a folder in output_dir
+        if other_index < len(tiers.nvme) and key not in clashing:
             clashing.add(key)
-            text = f"{names[number]} {clash} {names[first]} ({places[first]})"
+            text = f"{names[number]} {clash} {names[other_index]} ({paths[other_index]})"
             yield Problem(key, text, "Use a separate folder for each drive, outside the checkpoints in output_dir")
     if len({drive.rate is None for drive in tiers.nvme}) > 1:
         yield Problem("tiers.nvme", "only some of [[tiers.nvme]] have a rate", "Set a rate for all of them or for none")
@@ -625,9 +623,9 @@ def _check_paths(config: RunConfig) -> Iterator[Problem]:
         yield Problem("model.revision", text, "Leave it out")
     if config.output_dir == Path(config.model.model_name_or_path):
         yield Problem("output_dir", "output_dir is the folder of the model that is trained", "Write another folder")
-    places = {"output_dir": config.output_dir}
-    places |= {f"tiers.nvme.{index}.path": drive.path for index, drive in enumerate(config.tiers.nvme)}
-    for key, path in places.items():
-        nearest = next((each for each in (path, *path.parents) if each.exists()), path)
+    folders = {"output_dir": config.output_dir}
+    folders |= {f"tiers.nvme.{index}.path": drive.path for index, drive in enumerate(config.tiers.nvme)}
+    for key, path in folders.items():
+        nearest = next((parent for parent in (path, *path.parents) if parent.exists()), path)
         if nearest.exists() and not nearest.is_dir():
             yield Problem(key, f"{key}: {nearest} is a file", "Write the path of a folder")

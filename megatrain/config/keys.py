@@ -52,25 +52,25 @@ class _TomlSchema(GenerateJsonSchema):
 def _without_references(node: Any, tables: Mapping[str, Schema]) -> Any:
     """Return a schema in which each reference is replaced by the table that it refers to."""
     if isinstance(node, list):
-        return [_without_references(each, tables) for each in node]
+        return [_without_references(item, tables) for item in node]
     if not isinstance(node, dict):
         return node
     if "$ref" in node:
         table = tables[node["$ref"].rpartition("/")[2]]
         # Keep the field's description, because the table's docstring is for readers of the code.
-        node = {**{word: table[word] for word in table if word not in ("title", "description")}, **node}
+        node = {**{name: table[name] for name in table if name not in ("title", "description")}, **node}
         del node["$ref"]
     if "pattern" in node:
-        node = {word: value for word, value in node.items() if word not in ("ge", "multiple_of")}
-    return {word: _without_references(value, tables) for word, value in node.items()}
+        node = {name: value for name, value in node.items() if name not in ("ge", "multiple_of")}
+    return {name: _without_references(value, tables) for name, value in node.items()}
 
 
 def _make_schema() -> Schema:
     # Serialization mode shows defaults as users write them: "5GB" instead of 5000000000.
     schema = RunConfig.model_json_schema(mode="serialization", schema_generator=_TomlSchema)
     tables = schema.pop("$defs")
-    whole: Schema = _without_references(schema, tables)
-    return whole
+    resolved: Schema = _without_references(schema, tables)
+    return resolved
 
 
 def _walk(table: Schema, prefix: str = "", alters: str | None = None) -> Iterator[tuple[str, Schema]]:
@@ -80,10 +80,10 @@ def _walk(table: Schema, prefix: str = "", alters: str | None = None) -> Iterato
     """
     alters = table.get("x-alters", alters)
     for leaf, schema in table["properties"].items():
-        inner = schema.get("items", schema)
-        if "properties" in inner:
+        item_schema = schema.get("items", schema)
+        if "properties" in item_schema:
             yield prefix + leaf, schema
-            yield from _walk(inner, f"{prefix}{leaf}.", alters)
+            yield from _walk(item_schema, f"{prefix}{leaf}.", alters)
         else:
             yield prefix + leaf, {"x-alters": alters, **schema, "x-required": leaf in table.get("required", ())}
 
@@ -104,9 +104,9 @@ FREE_TABLES = frozenset(name for name, schema in KEYS.items() if schema.get("typ
 def _without_extensions(node: Any) -> Any:
     """Return a schema without this project's keywords, which begin with x-."""
     if isinstance(node, list):
-        return [_without_extensions(each) for each in node]
+        return [_without_extensions(item) for item in node]
     if isinstance(node, dict):
-        return {word: _without_extensions(value) for word, value in node.items() if not word.startswith("x-")}
+        return {name: _without_extensions(value) for name, value in node.items() if not name.startswith("x-")}
     return node
 
 
@@ -134,9 +134,9 @@ def is_required(key: str) -> bool:
 
 def alters(key: str) -> Alters:
     """Return whether another value of a key alters the results of a run. Accepts keys inside :data:`FREE_TABLES`."""
-    found: Alters | None = KEYS[schema_key(key)]["x-alters"]
-    assert found is not None, f"{key}: neither the key nor its table states whether it alters results"
-    return found
+    effect: Alters | None = KEYS[schema_key(key)]["x-alters"]
+    assert effect is not None, f"{key}: neither the key nor its table states whether it alters results"
+    return effect
 
 
 def used_if(key: str) -> Mapping[str, Sequence[Any]]:
@@ -175,10 +175,10 @@ def full_keys_of_leaf(leaf: str) -> list[str]:
     If exactly one key is outside array tables, the keys inside them are omitted. Keys of ``[[data.train]]`` replace the
     same keys of ``[[data.eval]]``.
     """
-    found = {key for key in KEYS if key.rsplit(".", 1)[-1] == leaf}
-    keys = sorted(found - {key.replace("data.train.", "data.eval.") for key in found if key.startswith("data.train.")})
-    outside = [key for key in keys if key.rpartition(".")[0] not in ARRAY_TABLES]
-    return outside if len(outside) == 1 else keys
+    hits = {key for key in KEYS if key.rsplit(".", 1)[-1] == leaf}
+    keys = sorted(hits - {key.replace("data.train.", "data.eval.") for key in hits if key.startswith("data.train.")})
+    plain_keys = [key for key in keys if key.rpartition(".")[0] not in ARRAY_TABLES]
+    return plain_keys if len(plain_keys) == 1 else keys
 
 
 def header(table: str) -> str:
@@ -202,8 +202,8 @@ def _choices(schema: Mapping[str, Any]) -> Iterator[str]:
         yield from (format_value(word) for word in path["words"])
         yield from ["a path"] if path["name"] is None else ["a path", "a name on the hub"]
     elif "anyOf" in schema:
-        for each in schema["anyOf"]:
-            yield from _choices(each)
+        for option in schema["anyOf"]:
+            yield from _choices(option)
     elif "enum" in schema or "const" in schema:
         yield from (format_value(value) for value in schema.get("enum", [schema.get("const")]))
     elif kind == "boolean":
@@ -244,5 +244,5 @@ def example_line(name: str) -> str:
     line = " or ".join(f"{leaf} = {format_value(value)}" for value in examples)
     if name in TABLES:
         return f"Write {header(table)} and below it {line}"
-    place = ("below its" if table in ARRAY_TABLES else "under") + f" {header(table)}" if table else "at the top"
-    return f"Write {line} {place}"
+    location = ("below its" if table in ARRAY_TABLES else "under") + f" {header(table)}" if table else "at the top"
+    return f"Write {line} {location}"

@@ -65,15 +65,15 @@ def load_config(
     tree = _read(source, *map(Path, extra_files))
     problems = [problem for text in overrides for problem in _apply_override(tree, text)]
     unknown, warnings = remove_unknown(tree)
-    config, errors = validated(tree.values)
-    first_of_key = {problem.key: problem for problem in reversed(errors)}
-    wrong = [problem for problem in errors if first_of_key[problem.key] is problem]
-    problems += [*unknown, *tree.locate(unset_variables(tree.values)), *tree.locate(wrong)]
+    config, errors = validate_values(tree.values)
+    first_problems = {problem.key: problem for problem in reversed(errors)}
+    value_errors = [problem for problem in errors if first_problems[problem.key] is problem]
+    problems += [*unknown, *tree.locate(unset_variables(tree.values)), *tree.locate(value_errors)]
     if config is not None:
-        meant = [key for each in problems for key in _SUGGESTION.findall(each.remedy)]
-        found = tree.locate(find_bad_combinations(config))
+        suggested_keys = [key for each in problems for key in _SUGGESTION.findall(each.remedy)]
+        bad_combinations = tree.locate(find_bad_combinations(config))
         # Drop problems that mention the correct name of a misspelled key, because they may follow from the misspelling.
-        problems.extend(each for each in found if not any(_follows_from(each, key) for key in meant))
+        problems.extend(bad for bad in bad_combinations if not any(_follows_from(bad, key) for key in suggested_keys))
         warnings.extend(find_warnings(config))
     is_overlay = not tree.values.keys() & {"task", "output_dir", "data", "model"}
     if config is None and tree.values and is_overlay and not extra_files:
@@ -110,11 +110,11 @@ def _apply_override(tree: Tree, text: str) -> list[Problem]:
         return [Problem(name, f"`{text}` is not KEY=VALUE", "Write for example --set learning_rate=2e-5", OVERRIDE)]
     first, _, rest = name.partition(".")
     if first not in KEYS and first not in TABLES:
-        homes = full_keys_of_leaf(first)
-        if len(homes) > 1:
-            return [Problem(name, f"`{first}` is in several tables", f"Write one of {', '.join(homes)}", OVERRIDE)]
-        if homes:
-            name = f"{homes[0]}.{rest}" if rest else homes[0]
+        full_keys = full_keys_of_leaf(first)
+        if len(full_keys) > 1:
+            return [Problem(name, f"`{first}` is in several tables", f"Write one of {', '.join(full_keys)}", OVERRIDE)]
+        if full_keys:
+            name = f"{full_keys[0]}.{rest}" if rest else full_keys[0]
     path = parse_path(name)
     array = next((array for array in ARRAY_TABLES if name.startswith(f"{array}.")), "")
     if array and not isinstance(path[array.count(".") + 1], int):
@@ -130,13 +130,13 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-def validated(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
+def validate_values(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
     """Validate each value alone. Return the config, or None and the problems. Combinations are not checked."""
     try:
         return RunConfig.model_validate(values), []
     except ValidationError as error:
-        found = (explain_error(detail) for detail in error.errors(include_url=False))
-        return None, [problem for problem in found if problem is not None]
+        problems = (explain_error(detail) for detail in error.errors(include_url=False))
+        return None, [problem for problem in problems if problem is not None]
 
 
 # The usable part of a config with problems
@@ -157,29 +157,29 @@ def salvage(
     except ConfigError:
         return None, []
     messages = {problem.message for problem in problems}
-    wrong = [problem.key for problem in problems]
-    further: list[Problem] = []
-    removed_key: list[str] = []
+    wrong_keys = [problem.key for problem in problems]
+    new_problems: list[Problem] = []
+    removed_keys: list[str] = []
     for _ in range(_MAX_ROUNDS):
-        removed = [tree.remove(key) for key in wrong if key]
-        removed_key += [key for key in wrong if key]
+        removals = [tree.remove(key) for key in wrong_keys if key]
+        removed_keys += [key for key in wrong_keys if key]
         try:
             config = RunConfig.model_validate(tree.values)
         except ValidationError as error:
-            wrong = [".".join(map(str, detail["loc"])) for detail in error.errors(include_url=False)]
+            wrong_keys = [".".join(map(str, detail["loc"])) for detail in error.errors(include_url=False)]
         else:
-            bad = find_bad_combinations(config)
-            if not bad:
-                return config, further
-            further += [
+            bad_combinations = find_bad_combinations(config)
+            if not bad_combinations:
+                return config, new_problems
+            new_problems += [
                 each
-                for each in tree.locate(bad)
-                if each.message not in messages and not any(_follows_from(each, key) for key in removed_key)
+                for each in tree.locate(bad_combinations)
+                if each.message not in messages and not any(_follows_from(each, key) for key in removed_keys)
             ]
-            wrong = [each.key for each in bad]
-        if not any(removed) and not any(tree.has(key) for key in wrong):
+            wrong_keys = [each.key for each in bad_combinations]
+        if not any(removals) and not any(tree.has(key) for key in wrong_keys):
             break
-    return None, further
+    return None, new_problems
 
 
 def _follows_from(problem: Problem, removed_key: str) -> bool:

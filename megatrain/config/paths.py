@@ -54,21 +54,21 @@ def _paths_in(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str
     for key, schema in KEYS.items():
         if "x-path" in schema:
             *tables, leaf = key.split(".")
-            for above, table in _tables_at(values, tables):
+            for prefix, table in _tables_at(values, tables):
                 if isinstance(table.get(leaf), str) and table[leaf] not in ("", *schema["x-path"]["words"]):
-                    yield table, leaf, f"{above}{leaf}", schema
+                    yield table, leaf, f"{prefix}{leaf}", schema
 
 
-def _tables_at(values: Any, names: Sequence[str], above: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+def _tables_at(values: Any, names: Sequence[str], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (dotted key with a trailing dot, table) for a table, or for each item of an array table."""
     if isinstance(values, list):
-        for number, item in enumerate(values):
-            yield from _tables_at(item, names, f"{above}{number}.")
+        for index, item in enumerate(values):
+            yield from _tables_at(item, names, f"{prefix}{index}.")
     elif isinstance(values, dict):
         if names:
-            yield from _tables_at(values.get(names[0]), names[1:], f"{above}{names[0]}.")
+            yield from _tables_at(values.get(names[0]), names[1:], f"{prefix}{names[0]}.")
         else:
-            yield above, values
+            yield prefix, values
 
 
 def _first_unset_variable(text: str) -> str:

@@ -100,16 +100,16 @@ def find_keys(name: str) -> tuple[list[str], str]:
     if key in KEYS:
         return [key], ""
     if key in TABLES:
-        return [inner for inner in KEYS if inner.startswith(f"{key}.")], ""
+        return [known_key for known_key in KEYS if known_key.startswith(f"{key}.")], ""
     leaf = key.rpartition(".")[2]
-    homes = sorted(known for known in KEYS if known.rpartition(".")[2] == leaf)
-    if homes and leaf == key:
+    full_keys = sorted(known for known in KEYS if known.rpartition(".")[2] == leaf)
+    if full_keys and leaf == key:
         preferred = full_keys_of_leaf(leaf)
-        return preferred if len(preferred) == 1 else homes, ""
+        return preferred if len(preferred) == 1 else full_keys, ""
     if leaf in ("wandb", "tensorboard"):
         return ["logging.report_to"], f'`{leaf}` is a value: write report_to = ["jsonl", "{leaf}"] in [logging]'
-    if leaf in TRANSLATIONS and (ours := TRANSLATIONS[leaf].config_key):
-        return find_keys(ours)[0], TRANSLATIONS[leaf].advice()
+    if leaf in TRANSLATIONS and (config_key := TRANSLATIONS[leaf].config_key):
+        return find_keys(config_key)[0], TRANSLATIONS[leaf].advice()
     if leaf in ACCEPTED_KEYS:
         return [ACCEPTED_KEYS[leaf]], f"`{leaf}` is the name in {TRANSFORMERS_4}; here: {ACCEPTED_KEYS[leaf]}"
     if leaf in _QUANTIZED:
@@ -150,9 +150,9 @@ def _default(key: str, stated_default: str) -> str:
 def _other_names(key: str) -> Iterator[tuple[str, str, str]]:
     if "x-same-name" in KEYS[key]:
         yield KEYS[key]["x-same-name"], key.rpartition(".")[2], "the same name"
-    for old, ours in ACCEPTED_KEYS.items():
-        if ours == key:
-            yield TRANSFORMERS_4, old, "accepted"
+    for old_name, config_key in ACCEPTED_KEYS.items():
+        if config_key == key:
+            yield TRANSFORMERS_4, old_name, "accepted"
     for name, translation in TRANSLATIONS.items():
         if translation.config_key and plain(parse_path(translation.config_key)) == key:
             yield translation.tool, name, translation.note
@@ -163,7 +163,7 @@ def _example(key: str) -> tuple[str, ...]:
     value = schema.get("default")
     if value in (None, "auto", [], {}):
         kinds = [schema, *schema.get("anyOf", [])]
-        value = next((each for kind in kinds for each in kind.get("examples", ()) if each != value), value)
+        value = next((example for kind in kinds for example in kind.get("examples", ()) if example != value), value)
     if value in (None, [], {}):
         return ()
     return (*((header(table),) if table else ()), f"{leaf} = {format_value(value)}")
@@ -184,8 +184,8 @@ def _row(key: str) -> str:
     cells = (allowed_values(KEYS[key]), _default(key, "see meaning"), KEYS[key]["description"])
     values, default, meaning = (text.replace("|", "\\|").replace("<", "&lt;") for text in cells)
     values = re.sub(r'"[^"]*"', r"`\g<0>`", values)
-    shown = f"`{default}`" if "default" in KEYS[key] else default
-    return f"| `{key.rpartition('.')[2]}` | {values} | {shown} | {meaning} |"
+    default_text = f"`{default}`" if "default" in KEYS[key] else default
+    return f"| `{key.rpartition('.')[2]}` | {values} | {default_text} | {meaning} |"
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from megatrain.config.keys import (
 )
 from megatrain.config.keys import Path as KeyPath
 from megatrain.config.load import LoadedConfig, load_config
-from megatrain.config.retired import RETIRED_CHOICES, without_retired
+from megatrain.config.retired import RETIRED_CHOICES, drop_retired
 from megatrain.config.schema import RunConfig
 from megatrain.config.values import explain_error
 
@@ -94,7 +94,7 @@ def config_from_toml(text: str, source: str = "the config in the checkpoint") ->
         problem = Problem("", f"this is not TOML: {error}", "The checkpoint is damaged; use another one")
         raise ConfigError(source, [problem]) from None
     try:
-        return RunConfig.model_validate(without_retired(values))
+        return RunConfig.model_validate(drop_retired(values))
     except ValidationError as error:
         problems = [_version_problem(detail) for detail in error.errors(include_url=False)]
         raise ConfigError(source, [problem for problem in problems if problem is not None]) from None
@@ -119,11 +119,11 @@ def write_resolved(config: RunConfig) -> Path:
         ConfigError: The folder cannot be created or written.
     """
     path = config.output_dir / RESOLVED_NAME
-    partial = path.with_suffix(".toml.partial")
+    partial_path = path.with_suffix(".toml.partial")
     try:
         config.output_dir.mkdir(parents=True, exist_ok=True)
-        partial.write_text(to_toml(config), encoding="utf-8")
-        os.replace(partial, path)
+        partial_path.write_text(to_toml(config), encoding="utf-8")
+        os.replace(partial_path, path)
     except OSError as error:
         raise _unwritable(config, error) from error
     return path
@@ -156,22 +156,22 @@ def _unwritable(config: RunConfig, error: OSError) -> ConfigError:
 
 def _lines(table: dict[str, Any], path: KeyPath = ()) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, line) for a table: first its values, then the tables inside it, as TOML requires."""
-    inner: list[tuple[KeyPath, dict[str, Any]]] = []
+    tables: list[tuple[KeyPath, dict[str, Any]]] = []
     for key, value in table.items():
-        here = (*path, key)
-        name = plain(here)
+        inner_path = (*path, key)
+        name = plain(inner_path)
         if value is None or (not value and name in ARRAY_TABLES | FREE_TABLES):
             continue  # TOML has neither null nor empty arrays of tables
         if name in ARRAY_TABLES:
-            inner += [((*here, index), item) for index, item in enumerate(value)]
+            tables += [((*inner_path, index), item) for index, item in enumerate(value)]
         elif name in TABLES:
-            inner.append((here, value))
+            tables.append((inner_path, value))
         else:
-            yield dotted(here), f"{key} = {format_value(value)}"
-    for here, values in inner:
+            yield dotted(inner_path), f"{key} = {format_value(value)}"
+    for inner_path, values in tables:
         yield "", ""
-        yield "", header(plain(here))
-        yield from _lines(values, here)
+        yield "", header(plain(inner_path))
+        yield from _lines(values, inner_path)
 
 
 # The origin of each value
@@ -203,38 +203,38 @@ def resolved_lines(loaded: LoadedConfig) -> list[Line]:
 def _with_defaults(config: RunConfig) -> RunConfig:
     """Return a config with the same values of required keys and with defaults for all other keys."""
     values = config.model_dump(mode="python")
-    kept = {
+    required = {
         "task": values["task"],
         "output_dir": values["output_dir"],
         "model": {"model_name_or_path": values["model"]["model_name_or_path"]},
         "data": {"train": [{"path": source["path"]} for source in values["data"]["train"]]},
     }
-    return RunConfig.model_validate(kept)
+    return RunConfig.model_validate(required)
 
 
 def _origin(loaded: LoadedConfig, key: str, *, is_default: bool) -> str:
     """Return the origin of a key, of a value inside it, or of a table around it."""
     if key in loaded.origins:
         return loaded.origins[key]
-    inside = [origin for known, origin in loaded.origins.items() if known.startswith(f"{key}.")]
-    if inside:  # the resolved config has an inline table, the file a table with a header
-        return inside[0]
-    above = key
-    while not is_default and (above := above.rpartition(".")[0]):
-        if above in loaded.origins:  # the file has an inline table, or an array of inline tables
-            return loaded.origins[above]
+    origins = [origin for name, origin in loaded.origins.items() if name.startswith(f"{key}.")]
+    if origins:  # the resolved config has an inline table, the file a table with a header
+        return origins[0]
+    parent = key
+    while not is_default and (parent := parent.rpartition(".")[0]):
+        if parent in loaded.origins:  # the file has an inline table, or an array of inline tables
+            return loaded.origins[parent]
     return DEFAULT
 
 
 # Changes between two configs
 
 
-def compare(before: RunConfig, now: RunConfig) -> ConfigChanges:
+def compare(old_config: RunConfig, new_config: RunConfig) -> ConfigChanges:
     """Return the changes from the config of a checkpoint to the config that resumes it.
 
     Only values are compared. The caller compares the fingerprints of the data and the parameters of the models.
     """
-    old, new = dict(_leaves(resolved_values(before))), dict(_leaves(resolved_values(now)))
+    old, new = dict(_leaves(resolved_values(old_config))), dict(_leaves(resolved_values(new_config)))
     lanes = ("training", "gradient_lanes")
     for values in (old, new):
         if values.get(lanes) == "auto":
@@ -244,24 +244,24 @@ def compare(before: RunConfig, now: RunConfig) -> ConfigChanges:
     for path in dict.fromkeys([*old, *new]):
         if old.get(path) != new.get(path):
             key = plain(path)
-            is_altering = alters(key) == "yes" and any(_has_effect(key, config) for config in (before, now))
+            is_altering = alters(key) == "yes" and any(_has_effect(key, config) for config in (old_config, new_config))
             change = Change(".".join(map(str, path)), old.get(path), new.get(path))
             (altering if is_altering else free).append(change)
     return ConfigChanges(tuple(altering), tuple(free))
 
 
-def changes_from(config_toml: str, now: RunConfig) -> ConfigChanges:
+def changes_from(config_toml: str, new_config: RunConfig) -> ConfigChanges:
     """Return the changes from the config in a checkpoint to the config that resumes it.
 
     Args:
         config_toml: Config in the checkpoint, as :func:`to_toml` wrote it.
-        now: Config of the resuming run. In keys of `DECIDED_BY_RUNS`, "auto" means the value in the checkpoint.
+        new_config: Config of the resuming run. In keys of `DECIDED_BY_RUNS`, "auto" means the value in the checkpoint.
 
     Raises:
         ConfigError: The checkpoint's config has keys or values that this version does not know.
     """
-    before = with_decisions(config_from_toml(config_toml), DECIDED_BY_RUNS)
-    return compare(before, with_decisions(now, {key: before.value(key) for key in DECIDED_BY_RUNS}))
+    old_config = with_decisions(config_from_toml(config_toml), DECIDED_BY_RUNS)
+    return compare(old_config, with_decisions(new_config, {key: old_config.value(key) for key in DECIDED_BY_RUNS}))
 
 
 def _has_effect(key: str, config: RunConfig) -> bool:
@@ -294,15 +294,15 @@ class Difference:
         return not (self.altering or self.by_contents or self.free)
 
 
-def difference(before: RunConfig, now: RunConfig) -> Difference:
+def difference(old: RunConfig, new: RunConfig) -> Difference:
     """Return the differences between two runs' configs. Unlike for a resume, their models and data may differ."""
-    changes = compare(before, now)
+    changes = compare(old, new)
     altering = list(changes.altering)
     by_contents: list[Change] = []
     free: list[Change] = []
     for change in changes.free:
         key = plain(parse_path(change.key))
-        if _changes_length(key, before, now):
+        if _changes_length(key, old, new):
             altering.append(change)
         else:
             (by_contents if is_by_contents(change) else free).append(change)
@@ -314,21 +314,21 @@ def is_by_contents(change: Change) -> bool:
     return alters(plain(parse_path(change.key))) == "by contents"
 
 
-def _changes_length(key: str, before: RunConfig, now: RunConfig) -> bool:
+def _changes_length(key: str, old: RunConfig, new: RunConfig) -> bool:
     """Return whether a key changes the length of a run. A resume may change the length."""
     if key == "training.max_steps":
         return True
-    return key == "training.num_train_epochs" and min(before.training.max_steps, now.training.max_steps) <= 0
+    return key == "training.num_train_epochs" and min(old.training.max_steps, new.training.max_steps) <= 0
 
 
 def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """Yield (path, value) for every value that is neither a table nor a list of tables."""
     if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _leaves(inner, (*path, key))
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
     elif plain(path) in ARRAY_TABLES:
-        for index, inner in enumerate(value):
-            yield from _leaves(inner, (*path, index))
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*path, index))
     elif value is not None:
         yield path, value
 
@@ -366,8 +366,8 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     for key, value in values.items():
         table, _, leaf = key.partition(".")
         if config.value(key) != value:  # assigning even an equal value marks the key as set by the user
-            changed = getattr(config, table).model_copy(update={leaf: value})
-            config = config.model_copy(update={table: changed})
+            new_table = getattr(config, table).model_copy(update={leaf: value})
+            config = config.model_copy(update={table: new_table})
     return config
 
 

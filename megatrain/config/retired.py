@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["RETIRED", "RETIRED_CHOICES", "without_retired"]
+__all__ = ["RETIRED", "RETIRED_CHOICES", "drop_retired"]
 
 _RECOMPUTE = (
     'training.recompute determines what the backward recomputes: write "auto", "full", "selective" or "none", or '
@@ -29,10 +29,10 @@ RETIRED_CHOICES: Mapping[tuple[str, str], str] = {
 }
 
 
-def without_retired(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def drop_retired(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a config's values, as an earlier version wrote them, without the keys that have been removed."""
     return {
-        key: without_retired(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        key: drop_retired(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
         for key, value in values.items()
         if prefix + key not in RETIRED
     }

@@ -53,14 +53,14 @@ class RunConfig(Table):
     )
     run_name: str = key(
         "Default: the name of output_dir.",
-        default_factory=lambda above: above["output_dir"].name or "run",
+        default_factory=lambda values: values["output_dir"].name or "run",
         alters="no",
         same_name=HF,
     )
     seed: int = key("Seed of dropout and random weights.", 42, ge=0, alters="yes", same_name=HF)
     data_seed: int = key(
         "Seed of the data order. Default: seed.",
-        default_factory=lambda above: above["seed"],
+        default_factory=lambda values: values["seed"],
         ge=0,
         alters="yes",
         same_name=HF,
@@ -99,16 +99,16 @@ class RunConfig(Table):
         """Fill in keys whose default depends on values of other tables."""
         if not isinstance(values, dict):
             return values
-        filled = dict(values)
-        facts = TASK_FACTS.get(str(filled.get("task")))
-        if facts is not None and isinstance(filled.get("data"), dict):
+        result = dict(values)
+        facts = TASK_FACTS.get(str(result.get("task")))
+        if facts is not None and isinstance(result.get("data"), dict):
             packing = {} if facts.is_packed else {"packing": False}
             train_on = {} if facts.train_on is None else {"train_on": facts.train_on}
-            filled["data"] = {**packing, **train_on, **filled["data"]}
-        if isinstance(filled.get("data"), dict) and (filled["data"].get("eval") or filled["data"].get("val_size")):
-            table = filled.get("evaluation", {})
-            filled["evaluation"] = {"eval_strategy": "steps", **table} if isinstance(table, dict) else table
-        return filled
+            result["data"] = {**packing, **train_on, **result["data"]}
+        if isinstance(result.get("data"), dict) and (result["data"].get("eval") or result["data"].get("val_size")):
+            table = result.get("evaluation", {})
+            result["evaluation"] = {"eval_strategy": "steps", **table} if isinstance(table, dict) else table
+        return result
 
     def value(self, key: str) -> Any:
         """Return the value of a dotted key that is not in an array table."""

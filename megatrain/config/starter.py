@@ -117,8 +117,8 @@ def _lora(task: str, *, has_lora: bool) -> list[str]:
             _line("target_modules", "all-linear", 'or ["q_proj", "v_proj"]; auto: peft\'s choice'),
         ]
     rate = TASK_FACTS[task].lora_learning_rate
-    about = f"# To train small adapters instead of the whole model: remove the #, and write learning_rate = {rate}."
-    return [about, "# [lora]", *(f"# {line}" for line in lines)]
+    hint = f"# To train small adapters instead of the whole model: remove the #, and write learning_rate = {rate}."
+    return [hint, "# [lora]", *(f"# {line}" for line in lines)]
 
 
 def _parameters(count: int) -> str:
@@ -128,8 +128,8 @@ def _parameters(count: int) -> str:
 
 
 def _max_length(machine: MachineFacts, model: ModelFacts | None) -> int:
-    longest = _MAX_LENGTHS[machine.gpu_bytes is not None]
-    return min(longest, model.max_positions) if model is not None and model.max_positions else longest
+    max_length = _MAX_LENGTHS[machine.gpu_bytes is not None]
+    return min(max_length, model.max_positions) if model is not None and model.max_positions else max_length
 
 
 def _data(machine: MachineFacts, task: str, model: ModelFacts | None, data: DataFacts | None) -> list[str]:
@@ -179,15 +179,15 @@ def _preference(task: str, data: DataFacts | None) -> list[str]:
     if task != "dpo":
         return []
     loss = "kto" if data is not None and data.has_label else "sigmoid"
-    about = "judges single answers" if loss == "kto" else "DPO; or hinge, ipo, robust, kto, cpo, orpo, simpo"
-    return ["[preference]", _line("loss_type", loss, about), _line("beta", 0.1), ""]
+    comment = "judges single answers" if loss == "kto" else "DPO; or hinge, ipo, robust, kto, cpo, orpo, simpo"
+    return ["[preference]", _line("loss_type", loss, comment), _line("beta", 0.1), ""]
 
 
 def _distill(task: str) -> list[str]:
     if task != "distill":
         return []
-    about = "FILL IN: folder that `megatrain-tier score` wrote for these rows"
-    return ["[distill]", _line("scores", _EXAMPLE_SCORES, about), ""]
+    comment = "FILL IN: folder that `megatrain-tier score` wrote for these rows"
+    return ["[distill]", _line("scores", _EXAMPLE_SCORES, comment), ""]
 
 
 def _optimizer(task: str, *, has_lora: bool) -> list[str]:
@@ -216,28 +216,28 @@ def _tiers(machine: MachineFacts, model: ModelFacts | None, *, has_lora: bool) -
     if machine.gpu_bytes is not None:
         lines += ["[tiers.gpu]", _line("size", "auto", f"now {format_size(machine.gpu_bytes)}"), ""]
     free, total = format_size(machine.free_ram_bytes), format_size(machine.ram_bytes)
-    about = f"now {free} of {total}" + ("" if has_lora else "; blocks that do not fit are stored on the drive")
-    lines += ["[tiers.ram]", _line("size", "auto", about)]
+    comment = f"now {free} of {total}" + ("" if has_lora else "; blocks that do not fit are stored on the drive")
+    lines += ["[tiers.ram]", _line("size", "auto", comment)]
     is_used = has_lora
     for drive in machine.drives:
-        about = f"{drive.kind}, {format_size(drive.free_bytes)} free"
+        comment = f"{drive.kind}, {format_size(drive.free_bytes)} free"
         lines.append("")
         if drive.objection or is_used:
-            why = drive.objection or (
+            reason = drive.objection or (
                 "for blocks that do not fit into RAM, such as activations of long rows"
                 if has_lora
                 else "another drive: blocks are striped over both"
             )
             lines += [
-                f"# {why}",
+                f"# {reason}",
                 "# [[tiers.nvme]]",
-                f"# path = {format_value(drive.path)}  # {about}",
+                f"# path = {format_value(drive.path)}  # {comment}",
                 '# size = "auto"',
             ]
         else:
             is_used = True
             lines += ["# Training state, and parts of checkpoints: deleting this folder destroys them."]
-            lines += ["[[tiers.nvme]]", _line("path", drive.path, about), _line("size", "auto", _size_note(drive))]
+            lines += ["[[tiers.nvme]]", _line("path", drive.path, comment), _line("size", "auto", _size_note(drive))]
     return lines
 
 

@@ -42,36 +42,36 @@ def syntax_problem(source: str, text: str, error: tomllib.TOMLDecodeError) -> Pr
     error_text = str(error)
     match = _ERROR_LINE.search(error_text)
     lines = toml_lines(text)
-    number = int(match[1]) if match and match[1] else len(lines) or None
+    lineno = int(match[1]) if match and match[1] else len(lines) or None
     if "end of document" in error_text:
-        number = _find_unclosed_quote(lines) or number
+        lineno = _find_unclosed_quote(lines) or lineno
     message = _ERROR_LINE.sub("", error_text).strip().rstrip(".")
     message = message[:1].lower() + message[1:]
-    line = lines[number - 1] if number is not None and 0 < number <= len(lines) else ""
-    twice = _DUPLICATE_KEY.search(error_text)
-    if twice is not None:
-        name = ".".join(re.findall(r"'([^']*)'", twice[1])) if twice[1] else line.partition("=")[0].strip()
+    line = lines[lineno - 1] if lineno is not None and 0 < lineno <= len(lines) else ""
+    duplicate = _DUPLICATE_KEY.search(error_text)
+    if duplicate is not None:
+        name = ".".join(re.findall(r"'([^']*)'", duplicate[1])) if duplicate[1] else line.partition("=")[0].strip()
         name = name or line.strip()
-        return Problem("", f"{name.strip('[] ')} is defined twice", "Keep one", source, number)
-    return Problem("", f"this is not TOML: {message}", _remedy(error_text, line, lines), source, number)
+        return Problem("", f"{name.strip('[] ')} is defined twice", "Keep one", source, lineno)
+    return Problem("", f"this is not TOML: {message}", _remedy(error_text, line, lines), source, lineno)
 
 
 def _find_unclosed_quote(lines: list[str]) -> int | None:
     """Return the last line with an unclosed quote, counted from 1, because the parser reports only the file's end."""
-    for number in range(len(lines), 0, -1):
-        line = re.sub(r"\"(?:\\.|[^\"\\])*\"|'[^']*'|#.*", "", lines[number - 1])
+    for lineno in range(len(lines), 0, -1):
+        line = re.sub(r"\"(?:\\.|[^\"\\])*\"|'[^']*'|#.*", "", lines[lineno - 1])
         if "'" in line or '"' in line:
-            return number
+            return lineno
     return None
 
 
 def _remedy(error_text: str, line: str, lines: list[str]) -> str:
-    invisible = next((sign for sign in line if not sign.isprintable() and sign != "\t"), "")
-    if invisible:
-        return f"Remove the invisible character {invisible!a}"
-    bare = _LOOKS_LIKE_BARE_TEXT.search(line)
-    word = bare[1] if bare else ""
-    yaml = _LOOKS_LIKE_YAML.match(line)
+    invisible_char = next((char for char in line if not char.isprintable() and char != "\t"), "")
+    if invisible_char:
+        return f"Remove the invisible character {invisible_char!a}"
+    bare_text = _LOOKS_LIKE_BARE_TEXT.search(line)
+    word = bare_text[1] if bare_text else ""
+    pair = _LOOKS_LIKE_YAML.match(line)
     if word.lower() in ("true", "false"):
         return f"Write it in lower case: {word.lower()}"
     if word.lower() in ("none", "null"):
@@ -80,8 +80,8 @@ def _remedy(error_text: str, line: str, lines: list[str]) -> str:
         return f'Text needs quotes: "{word}"'
     if any(quote in line for quote in _CURLY_QUOTES):
         return 'Write straight quotes: "'
-    if yaml is not None:
-        return f"This looks like YAML. Write {yaml[1]} = and the value, or translate a file: megatrain-tier import FILE"
+    if pair is not None:
+        return f"This looks like YAML. Write {pair[1]} = and the value, or translate a file: megatrain-tier import FILE"
     if next((part for part in lines if part.strip()), "").lstrip().startswith("{"):
         return "This looks like JSON. Write KEY = VALUE lines, or translate a file: megatrain-tier import FILE"
     if line.lstrip().startswith(("//", ";", "--")):

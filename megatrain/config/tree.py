@@ -50,17 +50,17 @@ class Tree:
 
     def origin(self, key: str) -> KeyOrigin:
         """Return the origin of a key, else of the nearest table around it, else of a key inside it."""
-        around = key
-        while around:
-            if around in self.origins:
-                return self.origins[around]
-            around = around.rpartition(".")[0]
-        inside = (origin for name, origin in self.origins.items() if name.startswith(f"{key}."))
-        return next(inside, KeyOrigin())
+        parent = key
+        while parent:
+            if parent in self.origins:
+                return self.origins[parent]
+            parent = parent.rpartition(".")[0]
+        origins = (origin for name, origin in self.origins.items() if name.startswith(f"{key}."))
+        return next(origins, KeyOrigin())
 
     def locate(self, problems: Iterable[Problem]) -> list[Problem]:
         """Return copies of these problems that also state the file and line of their keys."""
-        return [replace(each, **self.origin(each.key)._asdict()) for each in problems]
+        return [replace(problem, **self.origin(problem.key)._asdict()) for problem in problems]
 
     def merge(self, other: Tree) -> None:
         """Add the values of ``other``. Tables are merged. Any other value replaces the value here."""
@@ -79,19 +79,19 @@ class Tree:
 
     def put(self, path: KeyPath, value: Any, origin: KeyOrigin) -> list[Problem]:
         """Set a value at a path, and return the problems. Missing tables, and the next item of a list, are created."""
-        at: Any = self.values
+        node: Any = self.values
         for index, part in enumerate(path):
-            if (obstacle := _obstacle(at, part, dotted(path[:index]))) is not None:
+            if (obstacle := _obstacle(node, part, dotted(path[:index]))) is not None:
                 return [Problem(dotted(path), *obstacle, *origin)]
             is_last = index == len(path) - 1
-            fresh = value if is_last else [] if isinstance(path[index + 1], int) else {}
-            if isinstance(part, int) and part == len(at):
-                at.append(fresh)
+            new_node = value if is_last else [] if isinstance(path[index + 1], int) else {}
+            if isinstance(part, int) and part == len(node):
+                node.append(new_node)
             elif is_last:
-                at[part] = value
+                node[part] = value
             elif isinstance(part, str):
-                at.setdefault(part, fresh)
-            at = at[part]
+                node.setdefault(part, new_node)
+            node = node[part]
         self.origins[dotted(path)] = origin
         return []
 
@@ -118,16 +118,16 @@ class Tree:
         return True
 
 
-def _obstacle(at: Any, part: int | str, outer: str) -> tuple[str, str] | None:
+def _obstacle(node: Any, part: int | str, outer: str) -> tuple[str, str] | None:
     """Return why a value cannot contain a key or item, and the remedy. Return None if it can."""
     if isinstance(part, str):
-        is_table = isinstance(at, dict)
+        is_table = isinstance(node, dict)
         return None if is_table else (f"{outer} is a value, not a table", f"Write --set {outer}=VALUE")
-    have = len(at) if isinstance(at, list) else 0
-    if isinstance(at, list) and part <= have:
+    length = len(node) if isinstance(node, list) else 0
+    if isinstance(node, list) and part <= length:
         return None
-    remedy = f"Write a number from 0 to {have}; {have} adds one"
-    return f"{outer} has {have} items; item {part} does not exist", remedy
+    remedy = f"Write a number from 0 to {length}; {length} adds one"
+    return f"{outer} has {length} items; item {part} does not exist", remedy
 
 
 def _get_item(values: Any, part: str) -> Any:
@@ -168,8 +168,8 @@ def read_toml(path: Path) -> Tree:
 def _explain_os_error(path: Path, error: OSError) -> tuple[str, str]:
     """Return why a file cannot be read, and the remedy."""
     if isinstance(error, FileNotFoundError):
-        near = sorted(p.name for p in path.parent.glob("*.toml") if p.is_file()) if path.parent.is_dir() else []
-        return "there is no such file", f"In that folder: {', '.join(near[:5])}" if near else "Check the path"
+        names = sorted(p.name for p in path.parent.glob("*.toml") if p.is_file()) if path.parent.is_dir() else []
+        return "there is no such file", f"In that folder: {', '.join(names[:5])}" if names else "Check the path"
     if isinstance(error, IsADirectoryError):
         return "this is a folder", "Give the config file, such as run.toml"
     return f"the file cannot be read: {error.strerror}", "Check its permissions"
@@ -181,7 +181,7 @@ def find_lines(text: str) -> dict[str, int]:
     counts: dict[str, int] = {}
     table = ""
     depth, quote = 0, ""  # number of open arrays, and the quote that ends an open multi-line string
-    for number, line in enumerate(toml_lines(text), start=1):
+    for lineno, line in enumerate(toml_lines(text), start=1):
         if quote:
             if quote in line:
                 quote = ""
@@ -195,11 +195,11 @@ def find_lines(text: str) -> dict[str, int]:
                     counts[name] = counts.get(name, -1) + 1
                     name = f"{name}.{counts[name]}"
                 table = f"{name}."
-                lines.setdefault(name, number)
+                lines.setdefault(name, lineno)
                 continue
             key = _KEY.match(line)
             if key is not None:
-                lines.setdefault(table + ".".join(_parts(key[1])), number)
+                lines.setdefault(table + ".".join(_parts(key[1])), lineno)
         for mark in ('"""', "'''"):
             if line.count(mark) % 2:
                 quote = mark

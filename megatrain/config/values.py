@@ -130,7 +130,7 @@ def _explain_missing(rejected: _RejectedValue) -> Problem:
 
 
 def _accepts_boolean(schema: Mapping[str, Any]) -> bool:
-    return "const" not in schema and any(each.get("type") == "boolean" for each in (schema, *schema.get("anyOf", ())))
+    return "const" not in schema and any(part.get("type") == "boolean" for part in (schema, *schema.get("anyOf", ())))
 
 
 def _field_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
@@ -154,14 +154,14 @@ def _explain_choice(rejected: _RejectedValue) -> Problem:
         return rejected.problem("is no longer supported", retired)
     choices = re.findall(r"'([^']*)'", expected) or [expected]
     alias = _ALIASES.get((key, str(value).lower()))
-    near = [alias] if alias else difflib.get_close_matches(str(value), choices, n=1, cutoff=0.6)
-    remedy = f'Did you mean "{near[0]}"? ' if near else ""
+    suggestions = [alias] if alias else difflib.get_close_matches(str(value), choices, n=1, cutoff=0.6)
+    remedy = f'Did you mean "{suggestions[0]}"? ' if suggestions else ""
     if key == "task" and str(value).lower() in _ONLINE_TASKS:
         remedy = "TRL trains it with megatrain.hf.offloaded(GRPOTrainer). "
     if alias:
         remedy = f'Write "{alias}", which is {str(value).upper()}. '
-    listed = ", ".join(f'"{choice}"' for choice in choices) if re.search("'", expected) else expected
-    return rejected.problem("is not allowed", f"{remedy}Write {'one of ' if len(choices) > 1 else ''}{listed}")
+    choice_list = ", ".join(f'"{choice}"' for choice in choices) if re.search("'", expected) else expected
+    return rejected.problem("is not allowed", f"{remedy}Write {'one of ' if len(choices) > 1 else ''}{choice_list}")
 
 
 def _explain_unit(rejected: _RejectedValue) -> Problem:
@@ -171,30 +171,30 @@ def _explain_unit(rejected: _RejectedValue) -> Problem:
     words = [f'"{word}"' for word in ("auto", "unlimited") if f'"{word}"' in allowed_values(schema)]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(value, str) or (is_number and cast("float", value) > 0):
-        more = f", or {' or '.join(words)}" if words and "is not a size" in reason else ""
-        return Problem(key, f"{key} = {reason}{more}" if "size" in name else f"{key}: {reason}{more}")
+        suffix = f", or {' or '.join(words)}" if words and "is not a size" in reason else ""
+        return Problem(key, f"{key} = {reason}{suffix}" if "size" in name else f"{key}: {reason}{suffix}")
     example = next((text for text in schema.get("examples", ()) if text != "auto"), "2GiB")
     return rejected.problem("is not text with a unit", f'Write {" or ".join([*words, "text"])} such as "{example}"')
 
 
 def _explain_type(rejected: _RejectedValue) -> Problem:
-    name, value, wanted = rejected.name, rejected.value, _KINDS[rejected.kind]
+    name, value, expected = rejected.name, rejected.value, _KINDS[rejected.kind]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(value, str) and wanted in ("a number", "a whole number") and _NUMBER.fullmatch(value.strip()):
+    if isinstance(value, str) and expected in ("a number", "a whole number") and _NUMBER.fullmatch(value.strip()):
         return rejected.problem("is text", f"Write it without quotes: {value.strip()}")
-    if is_number and wanted == "text in quotes":
+    if is_number and expected == "text in quotes":
         return rejected.problem("is a number", f'Write it in quotes: "{value}"')
-    if isinstance(value, float) and wanted == "a whole number" and math.isfinite(value):
+    if isinstance(value, float) and expected == "a whole number" and math.isfinite(value):
         if 0 < value < 1 and name.endswith("_steps"):
             return rejected.problem("is a share of all steps, which transformers takes", "Write a number of steps")
         choices = dict.fromkeys((math.floor(value), math.ceil(value)))
         return rejected.problem("is not a whole number", "Write " + " or ".join(map(str, choices)))
-    if wanted == "a list" and isinstance(value, dict) and name in TABLES:
+    if expected == "a list" and isinstance(value, dict) and name in TABLES:
         text = f"{rejected.key} is a table, not a list of tables"
         return Problem(rejected.key, text, f"Write [[{rejected.key}]] with two brackets")
     if name not in KEYS:
         return rejected.problem("is not a table", f"Write {header(name)} and its keys below it")
     items = KEYS[name].get("items", {})
-    if wanted == "a list" and type(value) is {"string": str, "integer": int}.get(items.get("type")):
+    if expected == "a list" and type(value) is {"string": str, "integer": int}.get(items.get("type")):
         return rejected.problem("is not a list", f"Write [{format_value(value)}]")
-    return rejected.problem(f"is not {wanted}", describe_allowed(name))
+    return rejected.problem(f"is not {expected}", describe_allowed(name))

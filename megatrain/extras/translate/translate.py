@@ -13,7 +13,7 @@ from megatrain.base.other_tools import RANKS, Tool
 from megatrain.base.toml import format_value
 from megatrain.config.combinations import find_bad_combinations
 from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, NAMES, schema_key
-from megatrain.config.load import validated
+from megatrain.config.load import validate_values
 from megatrain.extras.translate.command_lines import is_world_size_option
 from megatrain.extras.translate.draft import OmittedKey, TranslatedValue, Translation, plain_key
 from megatrain.extras.translate.read import Source, can_be_path, read_command_line, read_source
@@ -147,7 +147,7 @@ def _remove_unusable_entries(draft: Translation) -> None:
 def _problems(draft: Translation) -> list[tuple[str, str]]:
     """Return (config key, reason) for each problem that makes the draft invalid."""
     values = _nested({key: entry.value for key, entry in draft.entries.items()})
-    config, problems = validated(values)
+    config, problems = validate_values(values)
     if config is None:
         return [(problem.key, str(problem)) for problem in problems]
     combinations = [problem for problem in find_bad_combinations(config) if problem.key != "output_dir"]

@@ -8,7 +8,7 @@ import pytest
 
 from megatrain.config.combinations import find_bad_combinations
 from megatrain.config.keys import KEYS, TABLES
-from megatrain.config.load import validated
+from megatrain.config.load import validate_values
 from megatrain.tasks.registry import task_class
 from megatrain.tasks.table import TASK_FACTS, TaskFacts, TaskName
 
@@ -45,7 +45,7 @@ def test_a_new_task_refuses_keys_of_other_losses(
         "data": {"train": [{"path": "/new.jsonl"}]},
     }
     tables[table] = tables.get(table, {}) | values
-    config, problems = validated({"task": "sft", "output_dir": "/out", **tables})
+    config, problems = validate_values({"task": "sft", "output_dir": "/out", **tables})
     assert config is not None, problems
     (problem,) = find_bad_combinations(config)
     assert problem.message.startswith(message)
