@@ -46,7 +46,7 @@ def test_brief_check_skips_the_long_write(tmp_path: Path) -> None:
     assert measure_drive(tmp_path, BRIEF).sustained is None
 
 
-@pytest.mark.parametrize("method", ["read", "write", "mixed", "sustained_write"])
+@pytest.mark.parametrize("method", ["read", "write", "read_and_write", "sustained_write"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(5, "Input/output error")], ids=["ctrl-c", "eio"])
 def test_nothing_is_left_after_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, error: type[BaseException] | BaseException

@@ -43,7 +43,7 @@ def test_attention_counts_the_pairs_that_a_causal_kernel_computes() -> None:
     shape = LayerShape(128, 128, 2, 64, num_rows=3, row_tokens=96)
     _, amounts = zip(*_measure_phases(shape, "float32", 0.0), strict=True)
     pairs = shape.row_tokens**2 / 2  # of a query and a key, of each row and layer
-    product = 2 * pairs * shape.hidden * shape.num_rows * shape.num_layers
+    product = 2 * pairs * shape.hidden_size * shape.num_rows * shape.num_layers
     by_phase = sorted(attention for _, attention, _, _ in amounts)
     assert by_phase == pytest.approx([0, 2 * product, (2 + 5) * product], rel=0.02)
 
