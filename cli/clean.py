@@ -41,7 +41,8 @@ def command(paths: tuple[Path, ...], yes: bool, generations: str | None, as_json
     orphans = [orphan for folder in folders for orphan in find_orphans(folder)] if generations else []
     selected = [orphan for orphan in orphans if generations == "all" or not orphan.is_store_gone]
     removable = [leftover for leftover in leftovers if leftover.owner is None and leftover.num_files]
-    sizes = {folder.path: folder.nbytes for folder in (*removable, *selected)}
+    sizes = {leftover.path: leftover.nbytes for leftover in removable}
+    sizes |= {orphan.path: orphan.nbytes for orphan in selected}
     if not as_json:
         _print_found(leftovers, paths)
         _print_orphans(orphans, generations)
@@ -101,13 +102,12 @@ def _print_found(leftovers: list[Leftovers], paths: tuple[Path, ...]) -> None:
 def _print_orphans(orphans: list[Orphan], generations: str | None) -> None:
     from tiered.units import format_size
 
+    kept_note = "" if generations == "all" else ": kept without --generations all"
     for orphan in orphans:
-        if not orphan.is_store_gone:
-            reason = f"'{orphan.store_path}' does not list it"
+        if orphan.is_store_gone:
+            reason = f"'{orphan.store_path}' is missing{kept_note}"
         else:
-            reason = f"'{orphan.store_path}' is missing" + (
-                "" if generations == "all" else ": kept without --generations all"
-            )
+            reason = f"'{orphan.store_path}' does not list it"
         click.echo(f"{orphan.path}  {format_size(orphan.nbytes)}, data of a checkpoint: {reason}")
 
 
