@@ -62,7 +62,7 @@ class ChatRenderer:
     """Renderer of conversations with a tokenizer's chat template, which also locates the assistant's text.
 
     Args:
-        in_parts: Whether the template expects messages as lists of text and image parts, as image-text models do.
+        use_parts: Whether the template expects messages as lists of text and image parts, as image-text models do.
 
     Raises:
         DataError: The tokenizer has no chat template, or the template uses too much time or memory.

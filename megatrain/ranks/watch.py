@@ -164,7 +164,7 @@ class Watcher:
         world: Position of this rank among all ranks.
         store: Connection to the store at which the ranks meet. Must not be used for anything else.
         timeout_s: Time without a heartbeat after which a rank is considered dead.
-        line: Connection to the launcher. If it is given, the launcher reports failures instead of the ranks.
+        launcher: Connection to the launcher. If it is given, the launcher reports failures instead of the ranks.
         on_notice: Called on rank 0 with notices from other ranks, on one of the watcher's threads.
         on_failure: Called with the failure before it ends this process, on one of the watcher's threads.
     """
